@@ -1,0 +1,248 @@
+"""The exception tree of sparkd and the one error body users see. Never logs, never formats a traceback.
+
+* SparkdError
+  x ConfigError                 the configuration file, an environment variable or a flag is wrong
+  x StateError                  the state directory or its database cannot be used
+  x ClusterError                Ray or a node
+    - RayUnavailable            Ray cannot be started or joined
+    - AgentLost                 a node's agent does not answer
+    - DoesNotFit                no node has the unified memory that was asked for
+    - RankError                 a rank could not be started, found or stopped
+  + RequestError                4xx: the caller can mend it
+    - BadRequest 400            - Unauthorized 401         - Forbidden 403
+    - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
+    - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
+    - BodyTooLarge 413          - HeadersTooLarge 431      - TooManyRequests 429
+  + Unavailable 503             try again later; carries Retry-After
+    - ModelLoading              the model is on its way; carries a loading object
+    - ModelFailed               the model failed and waits for its next try
+    - Draining                  the daemon or the model is going down
+  + EngineError 502             the engine broke the exchange
+    - EngineGone                its socket is closed or it died
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SparkdError(Exception):
+    """Root of the tree. `status` is the HTTP status, `type` and `code` are the OpenAI fields, `exit_code` is the command line's."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def headers(self) -> dict[str, str]:
+        """Extra response headers, lower-case names."""
+        return {}
+
+    def extra(self) -> dict[str, Any]:
+        """Members that stand beside `error` in the body."""
+        return {}
+
+
+class ConfigError(SparkdError):
+    """A configuration that cannot be used. The message begins with `file:line:` where both are known."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "invalid_config"
+    exit_code = 2
+
+    def __init__(self, message: str, *, file: str | None = None, line: int | None = None, param: str | None = None) -> None:
+        place = f"{file}:{line}: " if file and line else f"{file}: " if file else ""
+        super().__init__(place + message, param=param)
+        self.file = file
+        self.line = line
+
+
+class StateError(SparkdError):
+    code = "state_unusable"
+    exit_code = 3
+
+
+class ClusterError(SparkdError):
+    status = 503
+    code = "cluster_error"
+    exit_code = 4
+
+
+class RayUnavailable(ClusterError):
+    code = "ray_unavailable"
+
+
+class AgentLost(ClusterError):
+    code = "agent_lost"
+
+
+class DoesNotFit(ClusterError):
+    code = "does_not_fit"
+
+
+class RankError(ClusterError):
+    code = "rank_error"
+
+
+class RequestError(SparkdError):
+    status = 400
+    type = "invalid_request_error"
+    code = "bad_request"
+    exit_code = 5
+
+
+class BadRequest(RequestError):
+    pass
+
+
+class Unauthorized(RequestError):
+    """Missing and wrong keys give the identical body, so the message is fixed."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+    exit_code = 6
+
+    def __init__(self) -> None:
+        super().__init__("A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class Forbidden(RequestError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+    exit_code = 6
+
+
+class UnknownModel(RequestError):
+    status = 404
+    type = "not_found_error"
+    code = "model_not_found"
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        shown = ", ".join(sorted(known)[:20]) or "none is configured"
+        super().__init__(f"The model {name[:128]!r} is not known here. Known models: {shown}.", param="model")
+
+
+class UnknownRoute(RequestError):
+    status = 404
+    type = "not_found_error"
+    code = "route_not_found"
+
+
+class UnknownOperation(RequestError):
+    status = 404
+    type = "not_found_error"
+    code = "operation_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, method: str, allowed: list[str]) -> None:
+        super().__init__(f"The method {method[:16]} is not allowed here; allowed: {', '.join(allowed)}.")
+        self.allowed = allowed
+
+    def headers(self) -> dict[str, str]:
+        return {"allow": ", ".join(self.allowed)}
+
+
+class RequestTimeout(RequestError):
+    status = 408
+    code = "request_timeout"
+
+
+class Conflict(RequestError):
+    status = 409
+    code = "conflict"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
+
+
+class TooManyRequests(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_requests"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class Unavailable(SparkdError):
+    status = 503
+    code = "unavailable"
+    exit_code = 7
+
+    def __init__(self, message: str, *, retry_after_s: int = 5) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class ModelLoading(Unavailable):
+    """`loading` has model, state and, only where they are known, progress (0 to 1), bytes_done, bytes_total, eta_seconds."""
+
+    type = "model_loading"
+    code = "model_loading"
+
+    def __init__(self, message: str, *, loading: dict[str, Any], retry_after_s: int = 5) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.loading = loading
+
+    def extra(self) -> dict[str, Any]:
+        return {"loading": self.loading}
+
+
+class ModelFailed(Unavailable):
+    code = "model_failed"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class EngineError(SparkdError):
+    status = 502
+    code = "engine_error"
+
+
+class EngineGone(EngineError):
+    code = "engine_gone"
+
+
+def error_body(error: SparkdError, request_id: str | None = None) -> dict[str, Any]:
+    """The OpenAI error envelope. `src` tells a client that sparkd, not the model's engine, is speaking."""
+    fields: dict[str, Any] = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+        "src": "sparkd",
+    }
+    if request_id:
+        fields["request_id"] = request_id
+    return {"error": fields, **error.extra()}

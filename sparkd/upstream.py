@@ -1,0 +1,51 @@
+"""The way to one engine's HTTP server, by Unix socket or TCP, with one client for its whole life. Never reads or changes a body."""
+
+from __future__ import annotations
+
+import aiohttp
+
+CONNECT_TIMEOUT_S = 2.0
+KEEPALIVE_S = 30.0
+
+
+class Upstream:
+    """Where an engine listens. `api_key` goes into the Authorization header of what sparkd sends, and nowhere else.
+
+    The client is made on first use because it must belong to the running event loop. limit=0: aiohttp's default of 100 connections
+    queues silently beyond it (vllm-project/production-stack issue 765). No environment proxies, no cookies, no redirects.
+    """
+
+    __slots__ = ("_session", "api_key", "base_url", "socket_path")
+
+    def __init__(self, *, socket_path: str | None = None, base_url: str = "http://engine", api_key: str | None = None) -> None:
+        self.socket_path = socket_path
+        self.base_url = base_url
+        self.api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            self._session = aiohttp.ClientSession(
+                base_url=self.base_url,
+                connector=self._connector(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                auto_decompress=False,
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"authorization": f"Bearer {self.api_key}"} if self.api_key else None,
+                skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self.socket_path:
+            return aiohttp.UnixConnector(path=self.socket_path, limit=0, keepalive_timeout=KEEPALIVE_S)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=None)
+
+    def __repr__(self) -> str:
+        return f"Upstream({self.socket_path or self.base_url})"
