@@ -1,0 +1,288 @@
+"""What a stub engine decides and counts: routes, refusals, metrics. Never parses HTTP, paces an answer or reads the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+from workers import stub_answers as answers
+from workers.stub_faults import FAULTS
+
+# What vLLM guards with its key: entrypoints/serve/middleware/authenticate.py, 0.32.
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+_KEPT_RESPONSES = 1000
+_FORM_FIELD = rb'name="%s"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'
+_JSON = "application/json"
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How requests are answered. A request may override any field with a body member `"stub": {"tokens": 3, …}`.
+
+    tokens: per answer; a smaller max_tokens wins. chunk_interval_s: 0 is unpaced. first_delay_s: before the first byte.
+    malformed: a name in workers.stub_faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
+    hang_at: none, request (POSTs are never answered, /health goes on), health or metrics.
+    """
+
+    tokens: int = 7
+    chunk_interval_s: float = 0.0
+    first_delay_s: float = 0.0
+    malformed: str = ""
+    status: int = 200
+    hang_at: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.malformed and self.malformed not in FAULTS:
+            raise ValueError(f"malformed={self.malformed!r} is not a fault; choose one of {', '.join(FAULTS)}")
+        if self.hang_at not in ("none", "start", "request", "health", "metrics"):
+            raise ValueError(f"hang_at={self.hang_at!r} is not one of none, start, request, health, metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One received request. `headers` keeps order, case and repetitions as they came."""
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    keep_alive: bool
+    chunked_reply: bool
+
+    @property
+    def path(self) -> str:
+        return unquote(self.target.split("?", 1)[0])
+
+    def header(self, name: str) -> str:
+        return next((value for key, value in self.headers if key.lower() == name), "")
+
+
+@dataclass(slots=True)
+class StubEngine:
+    """The engine behind every connection. Counters are monotonic, except `running`."""
+
+    models: tuple[str, ...] = ("stub",)
+    api_key: str | None = None
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    keep_requests: int = 0
+    on_answered: Callable[[int], None] | None = None
+    running: int = 0
+    posts: int = 0
+    answered: int = 0
+    aborts: int = 0
+    generation_tokens: int = 0
+    seen: deque[Request] = field(init=False)
+    responses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    connections: set[asyncio.Transport] = field(default_factory=set)
+    server: asyncio.Server | None = None
+    uds: str | None = None
+    url: str = "http://stub"
+
+    def __post_init__(self) -> None:
+        self.seen = deque(maxlen=self.keep_requests)
+
+    async def __aenter__(self) -> StubEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stops listening and breaks every open connection."""
+        if self.server is None:
+            return
+        self.server.close()
+        for transport in list(self.connections):
+            transport.abort()
+        await self.server.wait_closed()
+        self.server = None
+
+    def metrics(self) -> bytes:
+        labels = f'{{engine="0",model_name="{self.models[0]}"}}'
+        rows = [
+            ("vllm:num_requests_running", "gauge", "Number of requests in model execution batches.", self.running),
+            ("vllm:num_requests_waiting", "gauge", "Number of requests waiting to be processed.", 0),
+            ("vllm:generation_tokens_total", "counter", "Number of generation tokens processed.", self.generation_tokens),
+            ("stub:aborts_total", "counter", "Requests whose client closed before the answer ended.", self.aborts),
+            ("stub:requests_total", "counter", "POST requests received.", self.posts),
+        ]
+        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name}{labels} {float(value)}\n" for name, kind, text, value in rows]
+        return "".join(lines).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a route decided: a whole body, or a stream of `tokens` chunks when `stream` is set. `behaviour` None: at once, no fault.
+
+    `hang`: nothing is ever sent. `generates`: it counts as a running request and its tokens as generated.
+    """
+
+    status: int = 200
+    body: bytes = b""
+    content_type: str = _JSON
+    stream: answers.Stream | None = None
+    tokens: int = 0
+    behaviour: Behaviour | None = None
+    hang: bool = False
+    generates: bool = False
+
+
+def route(engine: StubEngine, request: Request) -> Answer:
+    """The answer to one request, as vLLM would route, authenticate and refuse it."""
+    path = request.path
+    if engine.api_key and path.startswith(_GUARDED) and request.header("authorization") != f"Bearer {engine.api_key}":
+        return Answer(401, b'{"error":"Unauthorized"}')
+    if request.method in ("GET", "HEAD"):
+        return _get(engine, path)
+    if request.method != "POST":
+        return Answer(405, b'{"detail":"Method Not Allowed"}')
+    engine.posts += 1
+    if path.startswith("/v1/responses/") and path.endswith("/cancel"):
+        return _cancel(engine, path.removeprefix("/v1/responses/").removesuffix("/cancel"))
+    if path not in _POSTS:
+        return Answer(404, b'{"detail":"Not Found"}')
+    try:
+        body = _form(request.body) if path.startswith("/v1/audio/") else json.loads(request.body)
+        behaviour = replace(engine.behaviour, **body.get("stub", {}))
+    except (ValueError, AttributeError, TypeError) as broken:
+        return Answer(400, answers.error(400, "BadRequestError", f"The body cannot be read: {type(broken).__name__}"))
+    model = body.get("model") or engine.models[0]
+    if model not in engine.models:
+        return Answer(404, answers.error(404, "NotFoundError", f"The model `{model}` does not exist.", "model"))
+    if behaviour.status != 200:
+        phrase = HTTPStatus(behaviour.status).phrase
+        body = answers.error(behaviour.status, phrase.replace(" ", ""), f"{phrase}, as the stub was told.")
+        return Answer(behaviour.status, body, behaviour=behaviour)
+    made = _POSTS[path](engine, path, body, model, len(request.body) // 4, behaviour)
+    return replace(made, behaviour=behaviour, hang=behaviour.hang_at == "request", generates=True)
+
+
+def _get(engine: StubEngine, path: str) -> Answer:
+    if path in ("/health", "/ping"):
+        return Answer(hang=engine.behaviour.hang_at == "health")
+    if path == "/metrics":
+        return Answer(body=engine.metrics(), content_type=_EXPOSITION, hang=engine.behaviour.hang_at == "metrics")
+    if path == "/version":
+        return Answer(body=b'{"version":"0.32.0+stub"}')
+    if path == "/v1/models":
+        card = {"object": "model", "created": int(time.time()), "owned_by": "vllm", "root": engine.models[0], "parent": None}
+        cards = [{"id": name, **card, "max_model_len": answers.MAX_MODEL_LEN} for name in engine.models]
+        return Answer(body=answers.dump({"object": "list", "data": cards}))
+    if path.startswith("/v1/responses/"):
+        return _stored(engine, path.removeprefix("/v1/responses/"))
+    if path in _POSTS:
+        return Answer(405, b'{"detail":"Method Not Allowed"}')
+    return Answer(404, b'{"detail":"Not Found"}')
+
+
+def _stored(engine: StubEngine, name: str) -> Answer:
+    if name not in engine.responses:
+        return Answer(404, answers.error(404, "invalid_request_error", f"Response with id '{name}' not found.", "response_id"))
+    return Answer(body=answers.dump(engine.responses[name]))
+
+
+def _cancel(engine: StubEngine, name: str) -> Answer:
+    found = engine.responses.get(name)
+    if found is not None and found["status"] not in ("queued", "in_progress"):
+        text = "Cannot cancel a synchronous response."
+        return Answer(400, answers.error(400, "invalid_request_error", text, "response_id"))
+    if found is not None:
+        found["status"] = "cancelled"
+    return _stored(engine, name)
+
+
+def _form(body: bytes) -> dict[str, Any]:
+    """The two fields a multipart upload is routed by; enough for a stub, no parser."""
+    found = {name: re.search(_FORM_FIELD % name.encode(), body) for name in ("model", "stream", "stub")}
+    values = {name: match[1].decode() for name, match in found.items() if match}
+    return {
+        "model": values.get("model"),
+        "stream": values.get("stream", "").lower() == "true",
+        "stub": json.loads(values.get("stub", "{}")),
+    }
+
+
+def _generate(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens") or how.tokens
+    tokens = min(how.tokens, int(limit))
+    reason = "length" if tokens < how.tokens else "stop"
+    if path == "/v1/responses":
+        return _respond(engine, body, model, prompt, tokens)
+    if not body.get("stream"):
+        make = {"/v1/messages": answers.message, "/v1/completions": answers.completion}.get(path, answers.chat)
+        return Answer(body=answers.dump(make(model, prompt, tokens, reason)), tokens=tokens)
+    if path == "/v1/messages":
+        return Answer(stream=answers.message_stream(model, prompt, tokens, reason), tokens=tokens)
+    with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    begin = answers.completion_stream if path == "/v1/completions" else answers.chat_stream
+    return Answer(stream=begin(model, prompt, tokens, reason, with_usage=with_usage), tokens=tokens)
+
+
+def _respond(engine: StubEngine, body: dict[str, Any], model: str, prompt: int, tokens: int) -> Answer:
+    background = bool(body.get("background"))
+    made = answers.response(model, prompt, tokens, status="queued" if background else "completed", background=background)
+    while len(engine.responses) >= _KEPT_RESPONSES:
+        del engine.responses[next(iter(engine.responses))]
+    engine.responses[made["id"]] = made
+    if body.get("stream"):
+        return Answer(stream=answers.response_stream(made, tokens), tokens=tokens)
+    return Answer(body=answers.dump(made), tokens=tokens)
+
+
+def _embed(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
+    given = body.get("input")
+    count = len(given) if isinstance(given, list) else 1
+    data = [{"index": index, "object": "embedding", "embedding": [0.5, -0.5, 0.25, -0.25]} for index in range(count)]
+    used = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0}
+    return Answer(body=answers.dump({"id": "embd-stub", "object": "list", "model": model, "data": data, "usage": used}))
+
+
+def _score(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
+    texts = body.get("documents") or body.get("text_2") or []
+    texts = texts if isinstance(texts, list) else [texts]
+    used = {"prompt_tokens": prompt, "total_tokens": prompt}
+    if path == "/v1/rerank":
+        results = [{"index": n, "document": {"text": str(t)}, "relevance_score": 1 / (n + 1)} for n, t in enumerate(texts)]
+        return Answer(body=answers.dump({"id": "rerank-stub", "model": model, "usage": used, "results": results}))
+    data = [{"index": n, "object": "score", "score": 1 / (n + 1)} for n in range(len(texts))]
+    return Answer(body=answers.dump({"id": "embd-stub", "object": "list", "model": model, "data": data, "usage": used}))
+
+
+def _count(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
+    if path == "/v1/messages/count_tokens":
+        return Answer(body=answers.dump({"input_tokens": prompt}))
+    if path == "/detokenize":
+        return Answer(body=answers.dump({"prompt": answers.text(len(body.get("tokens") or []))}))
+    words = len(str(body.get("prompt") or body.get("messages") or "").split())
+    return Answer(body=answers.dump({"count": words, "max_model_len": answers.MAX_MODEL_LEN, "tokens": list(range(words))}))
+
+
+def _speech(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
+    if body.get("stream"):
+        return Answer(stream=answers.speech_stream(path.rsplit("/", 1)[1].removesuffix("s"), model), tokens=how.tokens)
+    return Answer(body=answers.dump({"text": answers.text(how.tokens), "usage": {"type": "duration", "seconds": 1}}), tokens=how.tokens)
+
+
+_POSTS: dict[str, Callable[[StubEngine, str, dict[str, Any], str, int, Behaviour], Answer]] = {
+    "/v1/chat/completions": _generate,
+    "/v1/completions": _generate,
+    "/v1/responses": _generate,
+    "/v1/messages": _generate,
+    "/v1/messages/count_tokens": _count,
+    "/tokenize": _count,
+    "/detokenize": _count,
+    "/v1/embeddings": _embed,
+    "/v1/rerank": _score,
+    "/v1/score": _score,
+    "/v1/audio/transcriptions": _speech,
+    "/v1/audio/translations": _speech,
+}
