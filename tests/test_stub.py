@@ -303,6 +303,7 @@ async def test_a_request_may_choose_its_own_behaviour() -> None:
         assert answer.json()["choices"][0]["text"] == text(2)
         assert (await client.post("/v1/completions", json={"stub": {"status": 503}})).status_code == 503
         assert (await client.post("/v1/completions", json={"stub": {"tokns": 2}})).status_code == 400
+        assert (await client.post("/v1/completions", json={"max_tokens": "many"})).status_code == 400
         assert (await client.post("/v1/completions", content=b"{")).status_code == 400
 
 

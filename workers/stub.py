@@ -190,6 +190,7 @@ async def _load(life: Life, engine: StubEngine, stop: asyncio.Event) -> int | No
     _log("APIServer", "model.py:733", "Resolved architecture: StubForCausalLM")
     _log("EngineCore", "core.py:133", f"Initializing a V1 LLM engine (v0.32.0) with config: model='{engine.models[0]}'")
     _log("Worker", "gpu_model_runner.py:68", f"Starting to load model {engine.models[0]}...")
+    _log("Worker", "weight_utils.py:1108", "Filesystem type for checkpoints: EXT4. Checkpoint size: 0.25 GiB. Available RAM: 100.00 GiB.")
     _shards(0, 0.0)
     await _pause(stop, pause_s)
     _shards(1, pause_s)

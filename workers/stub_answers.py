@@ -6,19 +6,23 @@ Shapes: vLLM 0.32 `entrypoints/*/protocol.py`. Every streamed chunk carries two 
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import time
-import uuid
 from typing import Any
 
 # One token each; an answer of n tokens repeats them.
 TOKENS = ("The", " capital", " of", " France", " is", " Paris", ".")
 _TOKENS = tuple(json.dumps(token)[1:-1].encode() for token in TOKENS)
-STAMP = re.compile(rb'"seq":(\d+),"ns":(\d+)')
+# Ends with the brace, so that a number cut in two by a read does not match.
+STAMP = re.compile(rb'"seq":(\d+),"ns":(\d+)\}')
 DONE = b"data: [DONE]\n\n"
 MAX_MODEL_LEN = 4096
 _STAMP_PLACE = "@stamp@"
+_ID_PLACE = "@id@"
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def text(tokens: int) -> str:
@@ -40,7 +44,7 @@ def error(status: int, kind: str, message: str, param: str | None = None) -> byt
 
 
 def dump(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
@@ -70,21 +74,13 @@ class Stream:
 
 
 def chat_stream(model: str, prompt_tokens: int, tokens: int, reason: str, *, with_usage: bool) -> Stream:
-    base = {"id": f"chatcmpl-{uuid.uuid4().hex[:16]}", "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
-
-    def choice(delta: dict[str, str], finish: str | None) -> list[dict[str, Any]]:
-        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
-
-    head = _event({**base, "choices": choice({"role": "assistant", "content": ""}, None)})
-    before, after = _around({**base, "choices": choice({"content": _STAMP_PLACE}, None)})
-    tail = _event({**base, "choices": choice({}, reason)})
-    if with_usage:
-        tail += _event({**base, "choices": [], "usage": usage(prompt_tokens, tokens)})
-    return Stream(head, before, after, tail + DONE)
+    parts = _chat_parts(model, prompt_tokens, tokens, reason, int(time.time()), with_usage)
+    place, name = _ID_PLACE.encode(), _unique().encode()
+    return Stream(*(part.replace(place, name) for part in parts))
 
 
 def completion_stream(model: str, prompt_tokens: int, tokens: int, reason: str, *, with_usage: bool) -> Stream:
-    base = {"id": f"cmpl-{uuid.uuid4().hex[:16]}", "object": "text_completion", "created": int(time.time()), "model": model}
+    base = {"id": f"cmpl-{_unique()}", "object": "text_completion", "created": int(time.time()), "model": model}
 
     def choice(content: str, finish: str | None) -> list[dict[str, Any]]:
         return [{"index": 0, "text": content, "logprobs": None, "finish_reason": finish, "stop_reason": None}]
@@ -98,14 +94,14 @@ def completion_stream(model: str, prompt_tokens: int, tokens: int, reason: str, 
 
 def speech_stream(kind: str, model: str) -> Stream:
     """`kind` is transcription or translation."""
-    base = {"id": f"{kind[:4]}-{uuid.uuid4().hex[:16]}", "object": f"{kind}.chunk", "created": int(time.time()), "model": model}
+    base = {"id": f"{kind[:4]}-{_unique()}", "object": f"{kind}.chunk", "created": int(time.time()), "model": model}
     before, after = _around({**base, "choices": [{"delta": {"content": _STAMP_PLACE}, "finish_reason": None}]})
     return Stream(b"", before, after, _event({**base, "choices": [{"delta": {"content": ""}, "finish_reason": "stop"}]}) + DONE)
 
 
 def message_stream(model: str, prompt_tokens: int, tokens: int, reason: str) -> Stream:
     """The Anthropic event order: message_start, content_block_*, message_delta, message_stop."""
-    start = message(model, prompt_tokens, 0, reason)
+    start = _message(model, prompt_tokens, 0, reason)
     start.update(content=[], stop_reason=None)
     head = _typed({"type": "message_start", "message": start})
     head += _typed({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})
@@ -142,37 +138,23 @@ def response_stream(final: dict[str, Any], tokens: int) -> Stream:
     return Stream(head, before, after, tail, number=4)
 
 
-def chat(model: str, prompt_tokens: int, tokens: int, reason: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{uuid.uuid4().hex[:16]}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text(tokens), "refusal": None, "tool_calls": [], "reasoning": None},
-                "logprobs": None,
-                "finish_reason": reason,
-                "stop_reason": None,
-            }
-        ],
-        "service_tier": None,
-        "system_fingerprint": None,
-        "usage": {**usage(prompt_tokens, tokens), "prompt_tokens_details": None},
-        "prompt_logprobs": None,
-    }
+def chat(model: str, prompt_tokens: int, tokens: int, reason: str) -> bytes:
+    return _chat_body(model, prompt_tokens, tokens, reason, int(time.time())).replace(_ID_PLACE.encode(), _unique().encode())
 
 
-def completion(model: str, prompt_tokens: int, tokens: int, reason: str) -> dict[str, Any]:
+def completion(model: str, prompt_tokens: int, tokens: int, reason: str) -> bytes:
     choice = {"index": 0, "text": text(tokens), "logprobs": None, "finish_reason": reason, "stop_reason": None}
-    base = {"id": f"cmpl-{uuid.uuid4().hex[:16]}", "object": "text_completion", "created": int(time.time()), "model": model}
-    return {**base, "choices": [choice], "usage": usage(prompt_tokens, tokens)}
+    base = {"id": f"cmpl-{_unique()}", "object": "text_completion", "created": int(time.time()), "model": model}
+    return dump({**base, "choices": [choice], "usage": usage(prompt_tokens, tokens)})
 
 
-def message(model: str, prompt_tokens: int, tokens: int, reason: str) -> dict[str, Any]:
+def message(model: str, prompt_tokens: int, tokens: int, reason: str) -> bytes:
+    return dump(_message(model, prompt_tokens, tokens, reason))
+
+
+def _message(model: str, prompt_tokens: int, tokens: int, reason: str) -> dict[str, Any]:
     return {
-        "id": f"msg_{uuid.uuid4().hex[:24]}",
+        "id": f"msg_{_unique()}",
         "type": "message",
         "role": "assistant",
         "content": [{"type": "text", "text": text(tokens)}],
@@ -185,11 +167,11 @@ def message(model: str, prompt_tokens: int, tokens: int, reason: str) -> dict[st
 
 def response(model: str, prompt_tokens: int, tokens: int, *, status: str, background: bool) -> dict[str, Any]:
     content = {"type": "output_text", "text": text(tokens), "annotations": [], "logprobs": None}
-    item = {"id": f"msg_{uuid.uuid4().hex[:16]}", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
+    item = {"id": f"msg_{_unique()}", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
     counts = {"input_tokens": prompt_tokens, "output_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     return {
-        "id": f"resp_{uuid.uuid4().hex[:16]}",
+        "id": f"resp_{_unique()}",
         "created_at": int(time.time()),
         "model": model,
         "object": "response",
@@ -206,6 +188,49 @@ def response(model: str, prompt_tokens: int, tokens: int, *, status: str, backgr
         "truncation": "disabled",
         "usage": {**counts, **details},
     }
+
+
+# The two bodies that load tests ask for by the thousand: built once a second, then only their id changes.
+
+
+@functools.lru_cache(maxsize=64)
+def _chat_body(model: str, prompt_tokens: int, tokens: int, reason: str, created: int) -> bytes:
+    message = {"role": "assistant", "content": text(tokens), "refusal": None, "tool_calls": [], "reasoning": None}
+    return dump(
+        {
+            "id": f"chatcmpl-{_ID_PLACE}",
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": None}],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": {**usage(prompt_tokens, tokens), "prompt_tokens_details": None},
+            "prompt_logprobs": None,
+        }
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _chat_parts(
+    model: str, prompt_tokens: int, tokens: int, reason: str, created: int, with_usage: bool
+) -> tuple[bytes, bytes, bytes, bytes]:
+    """A Stream's head, before, after and tail."""
+    base = {"id": f"chatcmpl-{_ID_PLACE}", "object": "chat.completion.chunk", "created": created, "model": model}
+
+    def choice(delta: dict[str, str], finish: str | None) -> list[dict[str, Any]]:
+        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
+
+    head = _event({**base, "choices": choice({"role": "assistant", "content": ""}, None)})
+    before, after = _around({**base, "choices": choice({"content": _STAMP_PLACE}, None)})
+    tail = _event({**base, "choices": choice({}, reason)})
+    if with_usage:
+        tail += _event({**base, "choices": [], "usage": usage(prompt_tokens, tokens)})
+    return head, before, after, tail + DONE
+
+
+def _unique() -> str:
+    return os.urandom(8).hex()
 
 
 def _stop_reason(reason: str) -> str:

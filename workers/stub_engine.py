@@ -123,7 +123,7 @@ class StubEngine:
 class Answer:
     """What a route decided: a whole body, or a stream of `tokens` chunks when `stream` is set. `behaviour` None: at once, no fault.
 
-    `hang`: nothing is ever sent. `generates`: it counts as a running request and its tokens as generated.
+    With a behaviour it is a request to the model: running while it lasts, its tokens generated. `hang`: nothing is ever sent.
     """
 
     status: int = 200
@@ -133,7 +133,6 @@ class Answer:
     tokens: int = 0
     behaviour: Behaviour | None = None
     hang: bool = False
-    generates: bool = False
 
 
 def route(engine: StubEngine, request: Request) -> Answer:
@@ -151,19 +150,24 @@ def route(engine: StubEngine, request: Request) -> Answer:
     if path not in _POSTS:
         return Answer(404, b'{"detail":"Not Found"}')
     try:
-        body = _form(request.body) if path.startswith("/v1/audio/") else json.loads(request.body)
-        behaviour = replace(engine.behaviour, **body.get("stub", {}))
+        return _post(engine, path, request.body)
     except (ValueError, AttributeError, TypeError) as broken:
         return Answer(400, answers.error(400, "BadRequestError", f"The body cannot be read: {type(broken).__name__}"))
+
+
+def _post(engine: StubEngine, path: str, content: bytes) -> Answer:
+    body = _form(content) if path.startswith("/v1/audio/") else json.loads(content)
+    how = replace(engine.behaviour, **body["stub"]) if body.get("stub") else engine.behaviour
     model = body.get("model") or engine.models[0]
     if model not in engine.models:
         return Answer(404, answers.error(404, "NotFoundError", f"The model `{model}` does not exist.", "model"))
-    if behaviour.status != 200:
-        phrase = HTTPStatus(behaviour.status).phrase
-        body = answers.error(behaviour.status, phrase.replace(" ", ""), f"{phrase}, as the stub was told.")
-        return Answer(behaviour.status, body, behaviour=behaviour)
-    made = _POSTS[path](engine, path, body, model, len(request.body) // 4, behaviour)
-    return replace(made, behaviour=behaviour, hang=behaviour.hang_at == "request", generates=True)
+    if how.status != 200:
+        phrase = HTTPStatus(how.status).phrase
+        text = answers.error(how.status, phrase.replace(" ", ""), f"{phrase}, as the stub was told.")
+        return Answer(how.status, text, behaviour=how)
+    if how.hang_at == "request":
+        return Answer(behaviour=how, hang=True)
+    return _POSTS[path](engine, path, body, model, len(content) // 4, how)
 
 
 def _get(engine: StubEngine, path: str) -> Answer:
@@ -216,26 +220,25 @@ def _generate(engine: StubEngine, path: str, body: dict[str, Any], model: str, p
     tokens = min(how.tokens, int(limit))
     reason = "length" if tokens < how.tokens else "stop"
     if path == "/v1/responses":
-        return _respond(engine, body, model, prompt, tokens)
+        return _respond(engine, body, model, prompt, tokens, how)
     if not body.get("stream"):
-        make = {"/v1/messages": answers.message, "/v1/completions": answers.completion}.get(path, answers.chat)
-        return Answer(body=answers.dump(make(model, prompt, tokens, reason)), tokens=tokens)
+        return Answer(body=_WHOLE[path](model, prompt, tokens, reason), tokens=tokens, behaviour=how)
     if path == "/v1/messages":
-        return Answer(stream=answers.message_stream(model, prompt, tokens, reason), tokens=tokens)
+        return Answer(stream=answers.message_stream(model, prompt, tokens, reason), tokens=tokens, behaviour=how)
     with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     begin = answers.completion_stream if path == "/v1/completions" else answers.chat_stream
-    return Answer(stream=begin(model, prompt, tokens, reason, with_usage=with_usage), tokens=tokens)
+    return Answer(stream=begin(model, prompt, tokens, reason, with_usage=with_usage), tokens=tokens, behaviour=how)
 
 
-def _respond(engine: StubEngine, body: dict[str, Any], model: str, prompt: int, tokens: int) -> Answer:
+def _respond(engine: StubEngine, body: dict[str, Any], model: str, prompt: int, tokens: int, how: Behaviour) -> Answer:
     background = bool(body.get("background"))
     made = answers.response(model, prompt, tokens, status="queued" if background else "completed", background=background)
     while len(engine.responses) >= _KEPT_RESPONSES:
         del engine.responses[next(iter(engine.responses))]
     engine.responses[made["id"]] = made
     if body.get("stream"):
-        return Answer(stream=answers.response_stream(made, tokens), tokens=tokens)
-    return Answer(body=answers.dump(made), tokens=tokens)
+        return Answer(stream=answers.response_stream(made, tokens), tokens=tokens, behaviour=how)
+    return Answer(body=answers.dump(made), tokens=tokens, behaviour=how)
 
 
 def _embed(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
@@ -243,7 +246,7 @@ def _embed(engine: StubEngine, path: str, body: dict[str, Any], model: str, prom
     count = len(given) if isinstance(given, list) else 1
     data = [{"index": index, "object": "embedding", "embedding": [0.5, -0.5, 0.25, -0.25]} for index in range(count)]
     used = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0}
-    return Answer(body=answers.dump({"id": "embd-stub", "object": "list", "model": model, "data": data, "usage": used}))
+    return Answer(body=answers.dump({"id": "embd-stub", "object": "list", "model": model, "data": data, "usage": used}), behaviour=how)
 
 
 def _score(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
@@ -252,26 +255,28 @@ def _score(engine: StubEngine, path: str, body: dict[str, Any], model: str, prom
     used = {"prompt_tokens": prompt, "total_tokens": prompt}
     if path == "/v1/rerank":
         results = [{"index": n, "document": {"text": str(t)}, "relevance_score": 1 / (n + 1)} for n, t in enumerate(texts)]
-        return Answer(body=answers.dump({"id": "rerank-stub", "model": model, "usage": used, "results": results}))
+        return Answer(body=answers.dump({"id": "rerank-stub", "model": model, "usage": used, "results": results}), behaviour=how)
     data = [{"index": n, "object": "score", "score": 1 / (n + 1)} for n in range(len(texts))]
-    return Answer(body=answers.dump({"id": "embd-stub", "object": "list", "model": model, "data": data, "usage": used}))
+    return Answer(body=answers.dump({"id": "embd-stub", "object": "list", "model": model, "data": data, "usage": used}), behaviour=how)
 
 
 def _count(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
     if path == "/v1/messages/count_tokens":
-        return Answer(body=answers.dump({"input_tokens": prompt}))
+        return Answer(body=answers.dump({"input_tokens": prompt}), behaviour=how)
     if path == "/detokenize":
-        return Answer(body=answers.dump({"prompt": answers.text(len(body.get("tokens") or []))}))
+        return Answer(body=answers.dump({"prompt": answers.text(len(body.get("tokens") or []))}), behaviour=how)
     words = len(str(body.get("prompt") or body.get("messages") or "").split())
-    return Answer(body=answers.dump({"count": words, "max_model_len": answers.MAX_MODEL_LEN, "tokens": list(range(words))}))
+    return Answer(body=answers.dump({"count": words, "max_model_len": answers.MAX_MODEL_LEN, "tokens": list(range(words))}), behaviour=how)
 
 
 def _speech(engine: StubEngine, path: str, body: dict[str, Any], model: str, prompt: int, how: Behaviour) -> Answer:
     if body.get("stream"):
-        return Answer(stream=answers.speech_stream(path.rsplit("/", 1)[1].removesuffix("s"), model), tokens=how.tokens)
-    return Answer(body=answers.dump({"text": answers.text(how.tokens), "usage": {"type": "duration", "seconds": 1}}), tokens=how.tokens)
+        return Answer(stream=answers.speech_stream(path.rsplit("/", 1)[1].removesuffix("s"), model), tokens=how.tokens, behaviour=how)
+    whole = {"text": answers.text(how.tokens), "usage": {"type": "duration", "seconds": 1}}
+    return Answer(body=answers.dump(whole), tokens=how.tokens, behaviour=how)
 
 
+_WHOLE = {"/v1/chat/completions": answers.chat, "/v1/completions": answers.completion, "/v1/messages": answers.message}
 _POSTS: dict[str, Callable[[StubEngine, str, dict[str, Any], str, int, Behaviour], Answer]] = {
     "/v1/chat/completions": _generate,
     "/v1/completions": _generate,

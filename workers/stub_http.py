@@ -18,6 +18,7 @@ from workers.stub_faults import broken_answer
 
 _SSE = b"content-type: text/event-stream; charset=utf-8\r\n"
 _PLAIN = Behaviour()
+_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 # Unpaced chunks per turn of the loop: enough to amortise the turn, few enough that other connections keep their pace.
 _BURST = 32
 
@@ -114,7 +115,7 @@ class StubProtocol(asyncio.Protocol):
         self._engine.seen.append(request)
         self._seq = 0
         self._answer = answer = route(self._engine, request)
-        if answer.generates:
+        if answer.behaviour is not None:
             self._engine.running += 1
         if answer.hang:
             return
@@ -143,8 +144,7 @@ class StubProtocol(asyncio.Protocol):
         fields = b"content-type: %s\r\ncontent-length: %d\r\n" % (answer.content_type.encode(), len(answer.body))
         body = b"" if request.method == "HEAD" else answer.body
         self._transport.write(_head(answer.status, request.keep_alive, fields) + body)
-        if answer.generates:
-            self._engine.generation_tokens += answer.tokens
+        self._engine.generation_tokens += answer.tokens
         self._end(close=not request.keep_alive)
 
     def _continue(self) -> None:
@@ -191,11 +191,10 @@ class StubProtocol(asyncio.Protocol):
 
     def _leave(self) -> None:
         self._request = None
-        if self._answer.generates:
+        if self._answer.behaviour is not None:
             self._engine.running -= 1
 
 
 def _head(status: int, keep_alive: bool, fields: bytes) -> bytes:
     connection = b"" if keep_alive else b"connection: close\r\n"
-    phrase = HTTPStatus(status).phrase.encode()
-    return b"HTTP/1.1 %d %s\r\nserver: uvicorn\r\n%s%s\r\n" % (status, phrase, connection, fields)
+    return b"HTTP/1.1 %d %s\r\nserver: uvicorn\r\n%s%s\r\n" % (status, _PHRASES[status], connection, fields)
