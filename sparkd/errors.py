@@ -11,8 +11,10 @@
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
+    - UnknownResponse 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
-    - BodyTooLarge 413          - HeadersTooLarge 431      - TooManyRequests 429
+    - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
+    - HeadersTooLarge 431
   + Unavailable 503             try again later; carries Retry-After
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
@@ -139,6 +141,20 @@ class UnknownRoute(RequestError):
     code = "route_not_found"
 
 
+class UnknownResponse(RequestError):
+    """A stored answer of `/v1/responses` whose engine is not known: the id is not one that passed through here, or long ago."""
+
+    status = 404
+    type = "not_found_error"
+    code = "response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"The response {response_id[:128]!r} did not pass through here since sparkd started, so it is not known which model has it. "
+            "Create it anew, or load that model alone and ask again."
+        )
+
+
 class UnknownOperation(RequestError):
     status = 404
     type = "not_found_error"
@@ -170,6 +186,11 @@ class Conflict(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    code = "unsupported_media_type"
 
 
 class HeadersTooLarge(RequestError):

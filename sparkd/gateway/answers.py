@@ -1,0 +1,57 @@
+"""The gateway's own answers: JSON bodies, error envelopes and error events. Never speaks for an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+from sparkd.errors import SparkdError, error_body
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+RawHeaders = list[tuple[bytes, bytes]]
+
+# docs.anthropic.com, "Errors"; 503 is theirs as 529 overloaded_error.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_bytes(error: SparkdError, request_id: str | None, *, anthropic: bool = False) -> bytes:
+    """The error envelope as JSON. The Anthropic shape carries the same members, under the type names of that API."""
+    body = error_body(error, request_id)
+    if anthropic:
+        body["error"]["type"] = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        body = {"type": "error", **body, "request_id": request_id}
+    return json.dumps(body).encode()
+
+
+def error_event(error: SparkdError, request_id: str | None, *, anthropic: bool = False) -> bytes:
+    """One server-sent event for a stream whose headers are out. The Anthropic API names its event; OpenAI's does not."""
+    name = b"event: error\n" if anthropic else b""
+    return name + b"data: " + error_bytes(error, request_id, anthropic=anthropic) + b"\n\n"
+
+
+def json_headers(length: int, request_id: str, more: Mapping[str, str] | None = None) -> RawHeaders:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % length),
+        (b"x-request-id", request_id.encode()),
+    ]
+    headers.extend((name.encode(), value.encode("latin-1", "replace")) for name, value in (more or {}).items())
+    return headers
+
+
+async def send_whole(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

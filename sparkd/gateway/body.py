@@ -1,0 +1,168 @@
+"""Which model a request body names: the one fact the gateway reads from it. Never changes, copies or keeps a body."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any
+
+import msgspec
+
+from sparkd.errors import BadRequest
+
+# Python refuses to read longer integers (sys.set_int_max_str_digits), and so do engines, some of them with a traceback.
+_LONG_DIGITS = 4300
+_STRIDE = _LONG_DIGITS // 2
+_SMALL_BYTES = 256 * 1024
+_PIECE_BYTES = 1024 * 1024
+_MAX_PARTS = 64
+_MAX_PART_HEADER_BYTES = 8 * 1024
+
+_TWO_DIGITS = re.compile(rb"[0-9](?=[0-9])")
+_BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
+_FIELD_NAME = re.compile(rb';[ \t]*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
+
+
+class _Value:
+    """Stands for any JSON value, because msgspec calls the decode hook for no built-in type."""
+
+
+class _Name(msgspec.Struct):
+    model: str
+
+
+class _Names(msgspec.Struct):
+    model: _Value
+
+
+def model_of_json(body: bytes | bytearray) -> str:
+    """The `model` of a JSON object. Raises BadRequest for anything that is not exactly one document with exactly one such name.
+
+    msgspec checks what it skips without building it, so that a hostile body of n bytes costs no memory: pydantic and orjson
+    built 16 MB of `[0,0,…` into 240 MiB. What msgspec lets through is looked for here: UTF-8 within skipped strings, a repeated
+    `model` (the hook is called once for each), integers too long to read. It holds the interpreter lock while it parses, so
+    a thread would not keep the loop free; it takes 0.5 ms per MB.
+    """
+    try:
+        if len(body) > _SMALL_BYTES:
+            _PLAIN.decode(body)  # a `model` that is a huge list fails here before the hook's decoder would build it
+        _seen.clear()
+        _COUNTING.decode(body)
+        names, found = len(_seen), _seen[-1]
+        _seen.clear()
+        if not body.isascii():
+            _check_utf8(body)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"The body cannot be used: {_plain(error)}.", param="model") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {_plain(error)}.") from None
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The body is not valid UTF-8: {error.reason}. Send JSON in UTF-8.") from None
+    except RecursionError:
+        raise BadRequest("The body is not usable JSON: it is nested too deeply.") from None
+    if names > 1:
+        raise BadRequest("The body names `model` more than once; send it once.", param="model")
+    if not isinstance(found, str):
+        raise BadRequest("`model` must be a string.", param="model")
+    if _has_long_number(body):
+        raise BadRequest(f"The body holds a number of {_LONG_DIGITS} digits or more; send it as a string.")
+    return found
+
+
+def model_of_form(body: bytes | bytearray, content_type: str) -> str:
+    """The `model` field of a multipart/form-data body (RFC 7578). Raises BadRequest unless there is exactly one."""
+    match = _BOUNDARY.search(content_type)
+    if match is None:
+        raise BadRequest("The content type has no usable boundary; send multipart/form-data with one of 1 to 70 characters.")
+    delimiter = b"--" + (match[1] or match[2]).encode("latin-1")
+    if not body.startswith(delimiter):
+        raise BadRequest("The multipart body does not begin with its boundary.")
+    names = []
+    at, marker = len(delimiter), b"\r\n" + delimiter
+    for _ in range(_MAX_PARTS):
+        if body[at : at + 2] == b"--":
+            return _only(names)
+        end = body.find(marker, at)
+        if body[at : at + 2] != b"\r\n" or end < 0:
+            raise BadRequest("The multipart body is malformed or incomplete.")
+        name, value_at = _field(body, at + 2, end)
+        if name == b"model":
+            names.append(bytes(body[value_at : min(end, value_at + 1024)]))
+        at = end + len(marker)
+    raise BadRequest(f"The multipart body has more than {_MAX_PARTS} parts.")
+
+
+_seen: list[Any] = []
+
+
+def _count(_type: type, value: Any) -> _Value:
+    _seen.append(value)
+    return _VALUE
+
+
+_VALUE = _Value()
+_PLAIN = msgspec.json.Decoder(_Name)
+_COUNTING = msgspec.json.Decoder(_Names, dec_hook=_count)
+
+
+def _check_utf8(body: bytes | bytearray) -> None:
+    """In pieces, because decoding 64 MiB with one wide character in it would take 256 MiB."""
+    if len(body) <= _PIECE_BYTES:
+        body.decode()
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with memoryview(body) as view:
+        for at in range(0, len(view), _PIECE_BYTES):
+            decoder.decode(view[at : at + _PIECE_BYTES])
+    decoder.decode(b"", True)
+
+
+def _has_long_number(body: bytes | bytearray) -> bool:
+    """Whether a run of _LONG_DIGITS digits or more stands outside a string.
+
+    Every such run covers two neighbouring samples. A run within a string survives a letter in its middle; a number does not.
+    """
+    if len(body) < _LONG_DIGITS:
+        return False
+    suspects = [
+        at
+        for at in (match.start() * _STRIDE for match in _TWO_DIGITS.finditer(body[::_STRIDE]))
+        if body[at : at + _STRIDE + 1].isdigit()
+    ]
+    if not suspects:
+        return False
+    altered = bytearray(body)
+    for at in suspects:
+        altered[at + _STRIDE // 2] = ord("x")
+    try:
+        _PLAIN.decode(altered)
+    except msgspec.DecodeError:
+        return True
+    return False
+
+
+def _field(body: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:
+    """The form name of the part in body[start:end] ("" if it has none) and where its value begins."""
+    head_end = body.find(b"\r\n\r\n", start, min(end, start + _MAX_PART_HEADER_BYTES))
+    if head_end < 0:
+        raise BadRequest("A part of the multipart body has no headers, or more than 8 KiB of them.")
+    for line in bytes(body[start:head_end]).split(b"\r\n"):
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == b"content-disposition":
+            match = _FIELD_NAME.search(value)
+            return (match[1] if match[1] is not None else match[2]) if match else b"", head_end + 4
+    return b"", head_end + 4
+
+
+def _only(names: list[bytes]) -> str:
+    if len(names) != 1:
+        raise BadRequest("The form must have exactly one field `model`.", param="model")
+    try:
+        return names[0].decode()
+    except UnicodeDecodeError:
+        raise BadRequest("The form field `model` is not valid UTF-8.", param="model") from None
+
+
+def _plain(error: msgspec.MsgspecError) -> str:
+    """msgspec's words without its prefix. It names types, members and positions, never the text of a value."""
+    return str(error).removeprefix("JSON is malformed: ").rstrip(".")

@@ -1,0 +1,257 @@
+"""The outermost layer of the daemon: request id, route, key, bounds; whatever fails is answered here. Never decides by Host or URL.
+
+`scope["path"]` alone says what is asked for: a URL put together from the Host header has let strangers in elsewhere
+(CVE-2026-48710, CVE-2026-49468).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from sparkd import __version__, metrics
+from sparkd.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Draining,
+    Forbidden,
+    MethodNotAllowed,
+    SparkdError,
+    Unauthorized,
+    Unavailable,
+    UnknownRoute,
+)
+from sparkd.gateway.answers import App, Message, RawHeaders, Receive, Scope, Send, error_bytes, json_headers, send_whole
+from sparkd.gateway.exchange import ClientGone, Exchange
+from sparkd.gateway.keys import Keys, Role
+from sparkd.gateway.limits import Limits
+from sparkd.gateway.listing import model_entry, models_list
+from sparkd.gateway.proxy import Leases, Proxy
+from sparkd.gateway.routes import Kind, Route, find
+
+_log = logging.getLogger("sparkd.gateway")
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_LOOPBACK = re.compile(rb"(?:https?://)?(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
+_ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
+_PROBES = (Kind.LIVE, Kind.READY)
+
+Probe = Callable[[], tuple[bool, dict[str, Any]]]
+
+
+class Edge:
+    """The ASGI application of the daemon.
+
+    `keys`, `limits` and `metrics_need_key` may be replaced while it runs (a reload of the configuration); requests that are
+    already in keep what they began with. `admin` sees requests under /admin/v1 only, after the key, with their body already bounded.
+    """
+
+    def __init__(
+        self,
+        supervisor: Leases,
+        *,
+        admin: App,
+        live: Probe,
+        ready: Probe,
+        metrics_text: Callable[[], bytes] = metrics.text,
+        keys: Keys = Keys(),
+        limits: Limits = Limits(),
+        probe_token: str | None = None,
+        metrics_need_key: bool = False,
+        include_aliases_in_list: bool = False,
+    ) -> None:
+        self.keys = keys
+        self.metrics_need_key = metrics_need_key
+        self.include_aliases_in_list = include_aliases_in_list
+        self._supervisor = supervisor
+        self._admin = admin
+        self._live = live
+        self._ready = ready
+        self._metrics_text = metrics_text
+        self._proxy = Proxy(supervisor, limits, probe_token)
+        self._open_requests = 0
+
+    @property
+    def limits(self) -> Limits:
+        return self._proxy.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._proxy.limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"The gateway serves HTTP, not {scope['type']}.")
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        exchange = Exchange(_request_id(headers))
+        self._open_requests += 1
+        try:
+            await self._serve(scope, receive, send, headers, exchange)
+        except ClientGone:
+            exchange.gone = True
+        except SparkdError as error:
+            await self._refuse(error, scope, receive, send, headers, exchange)
+        except asyncio.CancelledError:
+            # Only the server's end cancels a request here; re-raised it would come out as uvicorn's own error, in plain text.
+            await self._refuse(Draining("sparkd is going down; try again soon."), scope, receive, send, headers, exchange)
+        except Exception as error:  # noqa: BLE001 - the last line: anything that passed here would be told by uvicorn, with a traceback
+            _log.error("request_id=%s internal error: %s", exchange.request_id, _place(error))
+            await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
+        finally:
+            self._open_requests -= 1
+            exchange.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+        found = find(scope["path"], scope["raw_path"])
+        if found is None:
+            raise UnknownRoute("There is nothing at this path. The README lists the routes; paths are exact, without a trailing slash.")
+        route, name = found
+        exchange.route = route.label
+        if scope["method"] not in route.methods:
+            raise MethodNotAllowed(scope["method"], list(route.methods))
+        self._check_caller(route, headers)
+        if self._open_requests > self.limits.requests and route.kind not in _PROBES:
+            raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
+        if len(headers) != len(scope["headers"]):
+            _check_repeated(scope["headers"])
+        self._check_length(route, headers)
+        if route.kind is Kind.JSON or route.kind is Kind.FORM or route.kind is Kind.RESPONSE:
+            await self._proxy.forward(scope, receive, send, route, name, headers, exchange)
+        elif route.kind is Kind.ADMIN:
+            await self._delegate(scope, receive, send, exchange)
+        else:
+            await self._answer(route, name, send, exchange)
+
+    async def _answer(self, route: Route, name: str, send: Send, exchange: Exchange) -> None:
+        """The routes that the gateway answers itself."""
+        content_type, status, more = "application/json", 200, {"cache-control": "no-cache"}
+        if route.kind is Kind.METRICS:
+            content_type, body = metrics.CONTENT_TYPE, self._metrics_text()
+        elif route.kind in _PROBES:
+            well, facts = (self._live if route.kind is Kind.LIVE else self._ready)()
+            status = 200 if well else 503
+            body = json.dumps({"status": "ok" if well else "unavailable", **facts}).encode()
+        elif route.kind is Kind.MODELS:
+            body = json.dumps(models_list(self._supervisor.snapshot().models, with_aliases=self.include_aliases_in_list)).encode()
+        elif route.kind is Kind.MODEL:
+            body = json.dumps(model_entry(self._supervisor.snapshot().models, name)).encode()
+        else:
+            body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
+        exchange.status, exchange.bytes_out = status, len(body)
+        answer = json_headers(len(body), exchange.request_id, more)
+        answer[0] = (b"content-type", content_type.encode())
+        await send_whole(send, status, answer, body)
+
+    async def _delegate(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+        """Hands a request to the admin API with its whole body, which is small, and the request id on the answer."""
+        body = await self._proxy.read_body(receive, exchange, self.limits.admin_body_bytes)
+        replay: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def receive_again() -> Message:
+            return replay.pop() if replay else await receive()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                kept: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*kept, (b"x-request-id", exchange.request_id.encode())]}
+            await send(message)
+
+        # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        await self._admin(inner, receive_again, send_named)
+
+    def _check_caller(self, route: Route, headers: dict[bytes, bytes]) -> None:
+        """The key of the route or, where no keys are configured, proof that no web page is behind the request."""
+        if self.keys.open:
+            if route.kind not in _PROBES:
+                _check_local(headers)
+            return
+        needed = route.role
+        if route.kind is Kind.METRICS and self.metrics_need_key:
+            needed = Role.INFERENCE
+        if needed is Role.NOBODY:
+            return
+        role = self.keys.role(headers)
+        if role is Role.NOBODY:
+            raise Unauthorized
+        if role < needed:
+            raise Forbidden("This key is for inference; the admin API needs an admin key.")
+
+    def _check_length(self, route: Route, headers: dict[bytes, bytes]) -> None:
+        declared = headers.get(b"content-length")
+        limit = self.limits.admin_body_bytes if route.kind is Kind.ADMIN else self.limits.body_bytes
+        if declared is not None and int(declared) > limit:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.")
+
+    async def _refuse(
+        self, error: SparkdError, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange
+    ) -> None:
+        """The error's answer. The rest of the request's body is read and dropped for a while, else the client never sees it."""
+        exchange.code = error.code
+        if exchange.status:
+            return  # headers are out: whoever sent them has ended the answer
+        exchange.status = error.status
+        body = error_bytes(error, exchange.request_id, anthropic=scope["path"].startswith("/v1/messages"))
+        exchange.bytes_out = len(body)
+        answer = json_headers(len(body), exchange.request_id, error.headers())
+        whole = b"content-length" not in headers and b"transfer-encoding" not in headers
+        if whole or scope["method"] == "HEAD":
+            await send_whole(send, error.status, answer, body)
+            return
+        if b"expect" in headers or int(headers.get(b"content-length", b"1")) > self.limits.admin_body_bytes:
+            answer.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": error.status, "headers": answer})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        if b"expect" not in headers:
+            await self._drop_body(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _drop_body(self, receive: Receive) -> None:
+        try:
+            async with asyncio.timeout(self.limits.linger_s):
+                while (await receive()).get("more_body", False):
+                    pass
+        except TimeoutError:
+            return
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return "req-" + secrets.token_hex(12)
+
+
+def _check_local(headers: dict[bytes, bytes]) -> None:
+    """Without keys the loopback address is the only guard, and a web page can reach that too: by a name that it rebinds to
+    127.0.0.1 (then Host is that name) or by a form or fetch without preflight (then Origin is the page's)."""
+    host = headers.get(b"host", b"")
+    if _LOOPBACK.fullmatch(host) is None:
+        raise Forbidden("Without API keys only localhost may be named in Host; configure keys to be reached by another name.")
+    origin = headers.get(b"origin")
+    if origin is not None and _LOOPBACK.fullmatch(origin) is None:
+        raise Forbidden("Without API keys no other web site's page may ask; configure keys.")
+
+
+def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:
+    seen = set()
+    for name, _ in headers:
+        if name in seen and name in _ONCE:
+            raise BadRequest(f"The header {name.decode()} may be sent only once.")
+        seen.add(name)
+
+
+def _place(error: BaseException) -> str:
+    """The kind of an error and where it was raised. Its message may hold what a client sent, so it stays out."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return type(error).__name__
+    return f"{type(error).__name__} at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

@@ -1,0 +1,100 @@
+"""The record of one request, and what is told about it when it is over: metrics and one log line. Never tells a body, a query or a key."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from time import perf_counter
+from typing import Any
+
+from sparkd import metrics
+
+_log = logging.getLogger("sparkd.access")
+
+CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is left to answer."""
+
+
+class Exchange:
+    """One request. Times are seconds of `perf_counter`; None where it has not happened.
+
+    `body` is held until an engine has it, `reserved` is how much of it counts towards the bound on all bodies, `more` says that
+    the answer is not complete.
+    """
+
+    __slots__ = (
+        "body", "bytes_out", "code", "first_s", "gone", "model", "more", "queued_s", "request_id", "reserved", "route", "started_s", "status",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.route = "none"
+        self.model = ""
+        self.status = 0
+        self.code: str | None = None
+        self.started_s = perf_counter()
+        self.first_s: float | None = None
+        self.queued_s: float | None = None
+        self.bytes_out = 0
+        self.body: bytes | bytearray = b""
+        self.reserved = 0
+        self.more = True
+        self.gone = False
+
+    def close(self) -> None:
+        """Called once, at the end. `model` is a configured name or one of "" and "unknown", so that the series stay bounded."""
+        seconds = perf_counter() - self.started_s
+        if self.gone:
+            self.status = CLIENT_GONE
+        _requests(self.model, self.route, self.status).inc()
+        if self.model:
+            _seconds(self.model, self.route).observe(seconds)
+            if self.first_s is not None:
+                _first(self.model).observe(self.first_s - self.started_s)
+            if self.queued_s is not None:
+                _queue(self.model).observe(self.queued_s)
+        if _log.isEnabledFor(logging.INFO):
+            _log.info(
+                "request_id=%s model=%s route=%s status=%d seconds=%.4f queued=%s ttft=%s bytes_out=%d gone=%d code=%s",
+                self.request_id,
+                self.model or "-",
+                self.route,
+                self.status,
+                seconds,
+                "-" if self.queued_s is None else f"{self.queued_s:.4f}",
+                "-" if self.first_s is None else f"{self.first_s - self.started_s:.4f}",
+                self.bytes_out,
+                self.gone,
+                self.code or "-",
+            )
+
+
+# prometheus_client looks a child up under a lock and builds a tuple of strings each time; there are few and they are asked for on
+# every request.
+@lru_cache(maxsize=4096)
+def _requests(model: str, route: str, code: int) -> Any:
+    return metrics.REQUESTS.labels(model, route, str(code))
+
+
+@lru_cache(maxsize=1024)
+def _seconds(model: str, route: str) -> Any:
+    return metrics.REQUEST_SECONDS.labels(model, route)
+
+
+@lru_cache(maxsize=256)
+def _first(model: str) -> Any:
+    return metrics.TIME_TO_FIRST_TOKEN_SECONDS.labels(model)
+
+
+@lru_cache(maxsize=256)
+def _queue(model: str) -> Any:
+    return metrics.QUEUE_SECONDS.labels(model)
+
+
+@lru_cache(maxsize=256)
+def in_flight(model: str) -> Any:
+    """The gauge of requests that an engine is working on."""
+    return metrics.IN_FLIGHT.labels(model)

@@ -1,0 +1,39 @@
+"""Every bound of the data plane, with its default and unit. Never measures or enforces anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_KIB = 1024
+_MIB = 1024 * _KIB
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client, and all of them together, may take.
+
+    header_bytes, header_count   request line and headers of one request; beyond: 431
+    header_s                     from the first byte (or the connection) to the end of the headers; beyond: 408, or a close if silent
+    body_bytes                   one request body; beyond: 413
+    admin_body_bytes             one body for the admin API; beyond: 413
+    body_grace_s, body_rate      a body must be in after body_grace_s plus one second per body_rate bytes; beyond: 408
+    buffered_bytes               all bodies that arrived in pieces, together; beyond: 503
+    keep_alive_s                 an idle connection between two requests
+    client_write_s               a reader must make room in its buffer within this time; beyond: the connection is cut
+    linger_s                     how long the rest of a refused body is read and thrown away, so that the refusal is seen
+    connections, requests        at one time; beyond: 503
+    """
+
+    header_bytes: int = 32 * _KIB
+    header_count: int = 128
+    header_s: float = 10.0
+    body_bytes: int = 64 * _MIB
+    admin_body_bytes: int = _MIB
+    body_grace_s: float = 60.0
+    body_rate: int = _MIB
+    buffered_bytes: int = 256 * _MIB
+    keep_alive_s: float = 75.0
+    client_write_s: float = 120.0
+    linger_s: float = 2.0
+    connections: int = 4096
+    requests: int = 4096

@@ -1,0 +1,260 @@
+"""One client connection of uvicorn, bounded in bytes and time, with every refusal in sparkd's words. Never sees a route or a key.
+
+uvicorn with httptools has no cap on headers, no deadline for headers or bodies, accepts a missing and a second Host, loses the
+disconnect of a request behind which another was pipelined, and says its errors in plain text. This subclass relies on the inner
+workings of uvicorn 0.54 (uvicorn/protocols/http/httptools_impl.py); tests/gateway/test_protocol.py holds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from enum import Enum
+from typing import Any, ClassVar
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable
+from sparkd.gateway.answers import error_bytes
+from sparkd.gateway.limits import Limits
+
+CUT = "sparkd.cut"
+
+# RFC 9112 3.2: uri-host [":" port]. What some servers take for a path (CVE-2026-48710) has no place in it.
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+# asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
+_ONE_READ_BYTES = 256 * 1024
+_IGNORED_BYTES = 1024 * 1024
+
+
+class _Stage(Enum):
+    HEAD = "head"
+    BODY = "body"
+    ANSWER = "answer"
+
+
+class _Refused(ValueError):
+    """Leaves httptools' callbacks; the reason is in `_refusal`."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """httptools' protocol with `limits`. Subclasses made by `bounded_protocol` carry the limits of one server."""
+
+    limits: ClassVar[Limits] = Limits()
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._stage = _Stage.HEAD
+        self._timed: _Stage | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._begun_s = 0.0
+        self._unparsed_bytes = 0
+        self._body_bytes = 0
+        self._deaf = False
+        self._refusal: SparkdError | None = None
+        self._extensions = {CUT: self.cut}
+
+    # --- what the app may ask for ---------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Ends the present answer without its end, so that the client knows it is incomplete; what was sent is flushed first."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        self._close()
+
+    # --- asyncio --------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._refuse(Unavailable("Too many connections are open; try again soon.", retry_after_s=1))
+            return
+        self._arm(_Stage.HEAD, self.limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+        self._unset_keepalive_if_required()
+        self._extensions = {}
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed_bytes += len(data)
+        if self._deaf:
+            if self._unparsed_bytes > _IGNORED_BYTES:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._deaf = True
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            if not self._deaf:
+                self._refuse(self._refusal or BadRequest("The request is not valid HTTP/1.1."))
+            return
+        if self._stage is _Stage.ANSWER:
+            if self._deadline is not None:
+                self._disarm()
+        elif self._stage is _Stage.HEAD:
+            if self._unparsed_bytes > self.limits.header_bytes:
+                self._refuse(self._too_large())
+            elif self._timed is not _Stage.HEAD:
+                self._arm(_Stage.HEAD, self.limits.header_s)
+        elif self._unparsed_bytes > self.limits.header_bytes + _ONE_READ_BYTES:
+            self._refuse(BadRequest("The request's chunk extensions or trailers are too large."))
+        elif self._timed is not _Stage.BODY:
+            self._begun_s = self.loop.time()
+            self._arm(_Stage.BODY, self.limits.body_grace_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_deadline is None:
+            self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+        super().resume_writing()
+
+    # --- httptools ------------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._stage is not _Stage.HEAD:
+            # A request behind an unfinished one. uvicorn would queue it without bound and forget whom a disconnect belongs to.
+            # RFC 9112 9.3.2 lets a server close after any answer: the first is answered, the rest is not read.
+            self._deaf = True
+            self.cycle.keep_alive = False
+            raise _Refused
+        super().on_message_begin()
+        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
+
+    def on_headers_complete(self) -> None:
+        size, hosts, host = len(self.url), 0, b""
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"host":
+                hosts += 1
+                host = value
+        if size > self.limits.header_bytes or len(self.headers) > self.limits.header_count:
+            self._refusal = self._too_large()
+            raise _Refused
+        if hosts != 1 or _HOST.fullmatch(host) is None:
+            self._refusal = BadRequest("The request must have exactly one valid Host header.")
+            raise _Refused
+        if self.parser.should_upgrade() and self._get_upgrade() != b"h2c":
+            # Clients that offer h2c go on in HTTP/1.1 when it is ignored (RFC 9110 7.8); nobody else can.
+            self._refusal = BadRequest("No protocol upgrade and no tunnel is offered here; use plain HTTP requests.")
+            raise _Refused
+        super().on_headers_complete()
+        if not self.url.startswith(b"/"):
+            self.scope["path"] = self.url.decode("latin-1")
+            self.scope["raw_path"] = self.url
+        self.headers = []  # trailers land here, where nobody reads them, instead of among the request's headers
+        self._stage = _Stage.BODY
+        self._unparsed_bytes = self._body_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._stage = _Stage.ANSWER
+        super().on_message_complete()
+
+    # --- uvicorn --------------------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or self._stage is not _Stage.ANSWER or self._deaf:
+            self._close()
+            return
+        self._stage = _Stage.HEAD
+        self._unparsed_bytes = 0
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._close()
+
+    # --- own ------------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, error: SparkdError) -> None:
+        """Answers what the parser or a deadline refused, and closes. Within an answer nothing can be said: only the close."""
+        self._deaf = True
+        self._unparsed_bytes = 0
+        self._disarm()
+        self._unset_keepalive_if_required()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self._close()
+                return
+        body = error_bytes(error, None)
+        head = [
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, _REASONS[error.status]),
+            b"content-length: %d\r\nconnection: close\r\n" % len(body),
+        ]
+        head.extend(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers().items())
+        self.transport.write(b"".join([*head, b"\r\n", body]))
+        # Closing at once would reset the connection under a client that is still sending, and take the answer away from it.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._write_deadline = self._write_deadline or self.loop.call_later(self.limits.linger_s, self.transport.abort)
+
+    def _too_large(self) -> SparkdError:
+        return HeadersTooLarge(
+            f"The request's headers are larger than {self.limits.header_bytes} bytes or more than {self.limits.header_count}."
+        )
+
+    def _arm(self, stage: _Stage, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._timed = stage
+        self._deadline = self.loop.call_later(seconds, self._overdue)
+
+    def _disarm(self) -> None:
+        self._timed = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _overdue(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self._stage is _Stage.HEAD:
+            if self._unparsed_bytes == 0:
+                self._close()
+                return
+            self._refuse(RequestTimeout(f"The request's headers did not arrive within {self.limits.header_s:g} s."))
+            return
+        left_s = self._begun_s + self.limits.body_grace_s + self._body_bytes / self.limits.body_rate - self.loop.time()
+        if left_s > 0:
+            self._arm(_Stage.BODY, left_s)
+            return
+        self._refuse(RequestTimeout("The request's body arrived too slowly."))
+
+    def _close(self) -> None:
+        """Flushes and closes; a client that does not take the rest in time is cut off."""
+        self.transport.close()
+        if self._write_deadline is None and self.transport.get_write_buffer_size() > 0:
+            self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
+
+
+def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
+    """The class that uvicorn makes one of for every connection."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})

@@ -1,0 +1,93 @@
+"""Every metric of sparkd, declared once, in one registry of its own. Never computes a value and never serves a request."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+# Else every series comes with a second one that holds its time of birth, which nobody draws.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+REGISTRY = CollectorRegistry()
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SHORT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LONG = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_LOADS = (5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 2400)
+
+# The data plane. `model` is a configured name, "" or "unknown"; `route` is a path of the route table or "none".
+REQUESTS = Counter(
+    "sparkd_requests",
+    "Requests that ended, by HTTP status; 499 where the client left first.",
+    ("model", "route", "code"),
+    registry=REGISTRY,
+)
+REQUEST_SECONDS = Histogram(
+    "sparkd_request_seconds",
+    "From the request's headers to the last byte of the answer, waiting for a model to load included.",
+    ("model", "route"),
+    buckets=_LONG,
+    registry=REGISTRY,
+)
+TIME_TO_FIRST_TOKEN_SECONDS = Histogram(
+    "sparkd_time_to_first_token_seconds",
+    "From the request's headers to the first body chunk of a streamed answer.",
+    ("model",),
+    buckets=_SHORT,
+    registry=REGISTRY,
+)
+QUEUE_SECONDS = Histogram(
+    "sparkd_queue_seconds",
+    "How long a request waited for its engine: for a load, or for a free place.",
+    ("model",),
+    buckets=_LONG,
+    registry=REGISTRY,
+)
+IN_FLIGHT = Gauge("sparkd_in_flight", "Requests that an engine is working on.", ("model",), registry=REGISTRY)
+QUEUE_DEPTH = Gauge("sparkd_queue_depth", "Requests that wait for their engine.", ("model",), registry=REGISTRY)
+
+# Models.
+MODEL_STATE = Gauge("sparkd_model_state", "1 for the state that the model is in, else 0.", ("model", "state"), registry=REGISTRY)
+MODEL_LOAD_SECONDS = Histogram(
+    "sparkd_model_load_seconds", "From the start of the ranks to READY.", ("model",), buckets=_LOADS, registry=REGISTRY
+)
+MODEL_LOAD_BYTES = Gauge(
+    "sparkd_model_load_bytes", "Bytes of weights read by the present or the last load, as far as the engine says.", ("model",),
+    registry=REGISTRY,
+)
+MODEL_LOAD_TOTAL_BYTES = Gauge(
+    "sparkd_model_load_total_bytes", "Bytes of weights that the present or the last load has to read.", ("model",), registry=REGISTRY
+)
+MODEL_FAILURES = Counter("sparkd_model_failures", "Times a model went to FAILED.", ("model", "reason"), registry=REGISTRY)
+MODEL_RESTARTS = Counter("sparkd_model_restarts", "Starts that followed a failure.", ("model",), registry=REGISTRY)
+
+# Nodes: the last reading of /proc that the supervisor acted on.
+NODE_MEM_TOTAL_BYTES = Gauge("sparkd_node_mem_total_bytes", "MemTotal.", ("node",), registry=REGISTRY)
+NODE_MEM_AVAILABLE_BYTES = Gauge("sparkd_node_mem_available_bytes", "MemAvailable.", ("node",), registry=REGISTRY)
+NODE_MEM_FREE_BYTES = Gauge("sparkd_node_mem_free_bytes", "MemFree, which is what cudaMemGetInfo reports.", ("node",), registry=REGISTRY)
+NODE_MEM_CACHED_BYTES = Gauge("sparkd_node_mem_cached_bytes", "Cached: the page cache.", ("node",), registry=REGISTRY)
+NODE_MEM_SWAP_USED_BYTES = Gauge("sparkd_node_mem_swap_used_bytes", "SwapTotal - SwapFree.", ("node",), registry=REGISTRY)
+NODE_MEM_CMA_TOTAL_BYTES = Gauge("sparkd_node_mem_cma_total_bytes", "CmaTotal, where the kernel has it.", ("node",), registry=REGISTRY)
+NODE_MEM_CMA_FREE_BYTES = Gauge("sparkd_node_mem_cma_free_bytes", "CmaFree, where the kernel has it.", ("node",), registry=REGISTRY)
+NODE_PSI_SOME_RATIO = Gauge(
+    "sparkd_node_psi_memory_some_ratio", "Share of the last 10 s in which some task waited for memory, 0 to 1.", ("node",),
+    registry=REGISTRY,
+)
+NODE_PSI_FULL_RATIO = Gauge(
+    "sparkd_node_psi_memory_full_ratio", "Share of the last 10 s in which every task waited for memory, 0 to 1.", ("node",),
+    registry=REGISTRY,
+)
+NODE_READING_AGE_SECONDS = Gauge("sparkd_node_reading_age_seconds", "Age of the node's last reading.", ("node",), registry=REGISTRY)
+NODE_RESERVED_BYTES = Gauge(
+    "sparkd_node_reserved_bytes", "Unified memory that resident models have reserved.", ("node",), registry=REGISTRY
+)
+
+# The supervisor.
+TICK_SECONDS = Histogram(
+    "sparkd_tick_seconds", "One turn of the supervisor's loop.", buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5), registry=REGISTRY
+)
+GUARD_ACTIONS = Counter("sparkd_guard_actions", "What the memory guard did.", ("action",), registry=REGISTRY)
+
+
+def text(extra: bytes = b"") -> bytes:
+    """The exposition text of all of them, with `extra` (the engines' own, already labelled) behind it."""
+    return generate_latest(REGISTRY) + extra
