@@ -1,0 +1,213 @@
+"""The processes of the gateway benchmark: stub, proxies, Ray's own cost; and what the kernel says of them. Never sends a request."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_START_S = 30.0
+_STOP_S = 10.0
+# proxy_buffering off and HTTP/1.1 with keep-alive upstream: nginx at its best for event streams.
+_NGINX = """
+daemon off; master_process off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log warn;
+events {{ worker_connections 4096; }}
+http {{
+  access_log off; default_type application/json; keepalive_requests 100000000; client_body_buffer_size 64k;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  upstream engine {{ server unix:{socket}; keepalive 512; keepalive_requests 100000000; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=2048;
+    location / {{
+      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host engine;
+      proxy_buffering off; proxy_read_timeout 600s;
+    }}
+  }}
+}}
+"""
+# Prints when it is connected, then waits for its stdin to close.
+_RAY_BASELINE = """
+import sys, ray
+ray.init(address=sys.argv[1], namespace="sparkd", log_to_driver=False, configure_logging=False)
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that answers under host:port. `pid` None: no proxy, hence no cost to read. `rss_idle_kib` was read before any load."""
+
+    name: str
+    host: str
+    port: int
+    pid: int | None
+    model: str
+    key: str | None = None
+    rss_idle_kib: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Which core runs what; both the same where there is only one."""
+
+    load: int
+    proxy: int
+
+    @classmethod
+    def choose(cls) -> Cores:
+        allowed = sorted(os.sched_getaffinity(0))
+        return cls(load=allowed[0], proxy=allowed[1 % len(allowed)])
+
+
+@contextmanager
+def stub(folder: Path, core: int, *, uds: str | None = None, port: int = 0, model: str) -> Iterator[None]:
+    where = ["--uds", uds] if uds else ["--host", "127.0.0.1", "--port", str(port)]
+    argv = [sys.executable, "-m", "workers.stub", "serve", "stub", *where, "--served-model-name", model]
+    with _process(argv, core, folder / f"stub{port}.log") as child:
+        _wait(child, lambda: _answers(uds or ("127.0.0.1", port)), folder / f"stub{port}.log")
+        yield
+
+
+@contextmanager
+def nginx(folder: Path, core: int, uds: str, model: str) -> Iterator[Target | None]:
+    """None where nginx is not on PATH."""
+    program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+    if program is None:
+        yield None
+        return
+    port = free_port()
+    config = folder / "nginx.conf"
+    config.write_text(_NGINX.format(folder=folder, socket=uds, port=port))
+    log = folder / "nginx.out"
+    with _process([program, "-e", str(folder / "nginx.log"), "-c", str(config), "-p", str(folder)], core, log) as child:
+        _wait(child, lambda: _answers(("127.0.0.1", port)), log)
+        yield Target("nginx", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
+
+
+@contextmanager
+def gateway(folder: Path, core: int, uds: str, model: str) -> Iterator[Target]:
+    """sparkd's gateway in a process of its own, without supervisor and Ray."""
+    port = free_port()
+    argv = [sys.executable, "-m", "tests.bench.gateway_target", "--stub-socket", uds, "--port", str(port), "--model", model]
+    log = folder / "gateway.log"
+    with _process(argv, core, log) as child:
+        _wait(child, lambda: _answers(("127.0.0.1", port)), log)
+        yield Target("sparkd", "127.0.0.1", port, child.pid, model, rss_idle_kib=rss_kib(child.pid))
+
+
+@contextmanager
+def running(url: str, pid: int, core: int, model: str, key: str | None) -> Iterator[Target]:
+    """A daemon that is already up; its threads are pinned for the time of the measurement."""
+    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
+    before = {thread: os.sched_getaffinity(thread) for thread in _threads(pid)}
+    for thread in before:
+        os.sched_setaffinity(thread, {core})
+    try:
+        yield Target("sparkd", host, int(port or 80), pid, model, key, rss_idle_kib=rss_kib(pid))
+    finally:
+        for thread, cores in before.items():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores)
+
+
+def ray_baseline_kib(address: str, folder: Path) -> int:
+    """RSS of a process that does nothing but import Ray and connect to the cluster at `address`. The environment carries the token."""
+    log = folder / "ray.log"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", _RAY_BASELINE, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        ) as child,
+    ):
+        line = child.stdout.readline() if child.stdout else b""
+        found = rss_kib(child.pid) if line else 0
+        child.communicate(timeout=_START_S)
+    if not found:
+        raise SystemExit(f"Ray at {address} cannot be joined for the baseline: {log.read_text()[-500:]}")
+    return found
+
+
+def rss_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+def cpu_ms(pid: int) -> float:
+    """Time on a CPU of every thread, ms: the first field of schedstat, in ns."""
+    total_ns = 0
+    for thread in _threads(pid):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            total_ns += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])
+    return total_ns / 1e6
+
+
+def busy_s() -> float:
+    """Seconds all cores together were not idle since boot."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def generator(folder: Path, core: int) -> Iterator[subprocess.Popen[str]]:
+    """tests.bench.load with its pipes open."""
+    argv = [sys.executable, "-m", "tests.bench.load"]
+    with (folder / "load.log").open("wb") as log:
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    os.sched_setaffinity(child.pid, {core})
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@contextmanager
+def _process(argv: list[str], core: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    os.sched_setaffinity(child.pid, {core})
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _wait(child: subprocess.Popen[bytes], ready: object, log: Path) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while not ready():  # type: ignore[operator]
+        if child.poll() is not None or time.monotonic() > deadline_s:
+            raise SystemExit(f"{child.args[:4]} did not come up: {log.read_text()[-2000:]}")  # type: ignore[index]
+        time.sleep(0.02)
+
+
+def _answers(address: str | tuple[str, int]) -> bool:
+    with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as probe:
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
