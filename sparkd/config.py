@@ -1,0 +1,347 @@
+"""Owns the configuration: every key, its default and unit, and the way from sparkd.yaml, environment and flags to one frozen value. Never acts.
+
+configs/sparkd.yaml explains every key; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from sparkd import vllm_args, yamlfile
+from sparkd.config_fields import (
+    AbsolutePath,
+    Count,
+    Environment,
+    PositiveCount,
+    PositiveSeconds,
+    Seconds,
+    Section,
+    Word,
+)
+from sparkd.config_source import canonical, error_of, in_order, overlay_environ, overlay_flags, place_of, problems_of, table_of
+from sparkd.errors import ConfigError
+from sparkd.keys import Keys, load_keys
+from sparkd.model_config import ModelConfig, config_hash
+from sparkd.yamlfile import Place, Problem
+
+__all__ = ["Config", "ModelConfig", "Problem", "check", "config_hash", "is_loopback", "load_config", "parse_model"]
+
+GIB = 1024**3
+MIB = 1024**2
+STATE_DIR = Path("/var/lib/sparkd")
+_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
+
+
+def _split(address: str) -> tuple[str, int]:
+    match = _HOST_PORT.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError("host:port is expected, such as 127.0.0.1:4000, 0.0.0.0:4000 (every address) or [::1]:4000")
+    host = match["six"] or match["host"]
+    # The socket is bound to what was checked, whatever /etc/hosts says about the name.
+    return "127.0.0.1" if host == "localhost" else host, int(match["port"])
+
+
+def _address(value: str) -> str:
+    _split(value)
+    return value
+
+
+def _log_level(value: Any) -> Any:
+    return "warning" if value == "warn" else value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
+class Limits(Section):
+    """What one client may cost the gateway; bytes and seconds."""
+
+    max_body_bytes: PositiveCount = 64 * MIB
+    max_header_bytes: Annotated[PositiveCount, Field(ge=1024)] = 32 * 1024
+    header_timeout_s: PositiveSeconds = 10
+    body_timeout_s: PositiveSeconds = 60
+    client_write_timeout_s: PositiveSeconds = 60
+    keep_alive_s: PositiveSeconds = 75
+    max_connections: PositiveCount = 4096
+
+
+class Cluster(Section):
+    """Ray: join the head at `address`, or start one where it is None."""
+
+    address: Address | None = None
+    node_ip: Word | None = None
+    port: Annotated[Count, Field(le=65535)] = 0
+    object_store_memory_mib: Annotated[PositiveCount, Field(ge=75)] = 80
+    token_file: AbsolutePath | None = None
+
+
+class Engine(Section):
+    """How engines are started where a model says nothing else."""
+
+    runtime: AbsolutePath | None = None
+    entrypoint: Word = "vllm.entrypoints.openai.api_server"
+    env: Environment = Field(default_factory=dict)
+    platform: Literal["auto", "cuda", "cpu"] = "auto"
+    stop_timeout_s: PositiveSeconds = 30
+    log_max_bytes: Annotated[PositiveCount, Field(ge=64 * 1024)] = 16 * MIB
+    log_backups: Count = 3
+
+
+class Backoff(Section):
+    """How long a model that failed waits for its next try."""
+
+    initial_s: PositiveSeconds = 10
+    max_s: PositiveSeconds = 300
+    jitter: Annotated[float, Field(ge=0, le=1)] = 0.25
+    reset_after_s: PositiveSeconds = 600
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Backoff:
+        if self.max_s < self.initial_s:
+            raise ValueError("max_s must be at least initial_s")
+        return self
+
+
+class Memory(Section):
+    """How often memory is read, and what stays free."""
+
+    sample_s: Annotated[PositiveSeconds, Field(ge=0.05, le=60)] = 0.5
+    os_reserve_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+
+    def os_reserve_bytes(self, mem_total_bytes: int) -> int:
+        """What stays free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70 GiB."""
+        if self.os_reserve_gib == "auto":
+            return min(7 * GIB, mem_total_bytes // 10)
+        return int(self.os_reserve_gib * GIB)
+
+
+class OnStartup(Section):
+    """llama-swap's hook: the models to load at start."""
+
+    preload: tuple[str, ...] = ()
+
+
+class Hooks(Section):
+    """llama-swap's place for `on_startup`."""
+
+    on_startup: OnStartup = OnStartup()
+
+
+class Config(Section):
+    """The whole configuration. Lists are tuples; maps are plain dictionaries that nobody changes."""
+
+    listen: Address = "127.0.0.1:4000"
+    state_dir: AbsolutePath = STATE_DIR
+    runtime_dir: AbsolutePath | None = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_log_level)] = "info"
+    keys: Keys = Keys()
+    metrics_need_key: bool = False
+    include_aliases_in_list: bool = False
+    wait_for_load_s: Seconds = 300
+    max_queued_requests: Count = 512
+    health_check_timeout_s: PositiveSeconds = 1800
+    unload_timeout_s: Seconds = 60
+    global_ttl_s: Seconds = 0
+    limits: Limits = Limits()
+    cluster: Cluster = Cluster()
+    engine: Engine = Engine()
+    backoff: Backoff = Backoff()
+    memory: Memory = Memory()
+    hooks: Hooks = Hooks()
+    models: dict[str, ModelConfig] = Field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """The address to bind, IPv6 without brackets."""
+        return _split(self.listen)[0]
+
+    @property
+    def port(self) -> int:
+        """0 lets the system choose a free one."""
+        return _split(self.listen)[1]
+
+    def runtime_path(self) -> Path:
+        """Sockets and handles of this boot. Short, because the path of a Unix socket has at most 107 bytes (unix(7))."""
+        if self.runtime_dir is not None:
+            return self.runtime_dir
+        if self.state_dir == STATE_DIR:
+            return Path("/run/sparkd")
+        digest = hashlib.sha256(os.fsencode(self.state_dir.resolve())).hexdigest()[:8]
+        return Path(f"/tmp/sparkd-{os.getuid()}-{digest}")  # noqa: S108 - whoever makes it must check its owner and mode
+
+    def token_path(self) -> Path:
+        """The file with Ray's authentication token."""
+        return self.cluster.token_file or self.state_dir / "ray.token"
+
+    def names(self) -> dict[str, str]:
+        """Every name a request may use -> the model's canonical name."""
+        return {alias: model.name for model in self.models.values() for alias in model.served_names()}
+
+    def lookup(self, name: str) -> ModelConfig | None:
+        canonical_name = self.names().get(name)
+        return self.models[canonical_name] if canonical_name else None
+
+    def preload(self) -> tuple[str, ...]:
+        """Canonical names of the models to load at start: the hook's first, in its order."""
+        names = self.names()
+        wanted = [names[name] for name in self.hooks.on_startup.preload]
+        return tuple(dict.fromkeys([*wanted, *(model.name for model in self.models.values() if model.preload)]))
+
+    def ttl_s(self, model: ModelConfig) -> float:
+        """Idle seconds before the model is unloaded; 0 is never."""
+        return self.global_ttl_s if model.ttl is None else model.ttl
+
+    def wait_s(self, model: ModelConfig) -> float:
+        """Seconds a request waits for the model to load."""
+        return self.wait_for_load_s if model.wait_for_load_s is None else model.wait_for_load_s
+
+    def start_deadline_s(self, model: ModelConfig) -> float:
+        """Seconds from the start of the engine to READY before it counts as failed."""
+        return self.health_check_timeout_s if model.health_check_timeout_s is None else model.health_check_timeout_s
+
+    def with_model(self, model: ModelConfig) -> Config:
+        """This configuration with one model added or replaced. Raises ConfigError where one of its names is taken."""
+        models = {**self.models, model.name: model}
+        for location, message in _conflicts(models):
+            raise ConfigError(message, param=str(location[-1]))
+        return self.model_copy(update={"models": models})
+
+    def check_bind(self, environ: Mapping[str, str]) -> None:
+        """Raises ConfigError where the daemon would be open to the network without keys. Reads the key files."""
+        if is_loopback(self.host):
+            return
+        ring = load_keys(self.keys, environ)
+        missing = [role for role, digests in (("inference", ring.inference), ("admin", ring.admin)) if not digests]
+        if missing:
+            raise ConfigError(
+                f"listen: {self.listen} can be reached from other machines and there is no {' and no '.join(missing)} key. "
+                f"Set {' and '.join(f'keys.{role} or keys.{role}_file' for role in missing)}, or listen on 127.0.0.1."
+            )
+
+
+def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str]) -> Config:
+    """Flag over environment over file over default. Raises ConfigError with every problem that was found, one a line.
+
+    flags: dotted keys ("listen", "engine.platform"; None is "not given"); "models" adds whole models by name.
+    """
+    config, problems = _read(path, flags or {}, environ)
+    if config is None:
+        raise error_of(problems)
+    return config
+
+
+def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
+    """What `load_config` and the start would complain about, and warnings: loose file rights, short keys, folders that are not there."""
+    config, problems = _read(path, {}, environ)
+    if config is None:
+        return problems
+    try:
+        problems += load_keys(config.keys, environ).warnings
+        config.check_bind(environ)
+    except ConfigError as error:
+        place = Place(error.file, error.line)
+        problems.append(Problem(error.file or str(path), error.line, error.message.removeprefix(str(place.problem("")))))
+    return [*problems, *_warnings(config, path)]
+
+
+def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool) -> ModelConfig:
+    """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
+
+    over_admin refuses what an admin key alone must not bring in (vllm_args.refused_over_admin): code, files, addresses, another Python.
+    """
+    problems: list[Problem] = []
+    tree = canonical(table_of({"models": {name: dict(raw)}}, Place()), Config, problems)["models"].get(name)
+    model: ModelConfig | None = None
+    try:
+        model = ModelConfig.model_validate(tree) if tree is not None else None
+    except ValidationError as error:
+        problems += problems_of(error, tree, ("models", name))
+    if model is None or problems:
+        raise error_of(problems)
+    if over_admin:
+        for key in ("trust_remote_code", "runtime", "entrypoint"):
+            if getattr(model, key):
+                raise ConfigError(f"{key} is refused over the admin API: set it in the configuration file.", param=key)
+        vllm_args.refused_over_admin(model.extra_args, model.env)
+    return model
+
+
+def is_loopback(host: str) -> bool:
+    """True only for what cannot be reached from outside. A host name other than localhost counts as reachable, it is not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
+    document = yamlfile.Document()
+    if path is not None:
+        try:
+            with path.open("rb") as file:
+                raw = file.read(yamlfile.MAX_BYTES + 1)
+        except OSError as error:
+            return None, [Problem(str(path), None, f"The file cannot be read: {error.strerror}. Give the path of a sparkd.yaml.")]
+        document = yamlfile.parse(raw, str(path), environ)
+    problems = document.problems
+    tree = canonical(document.table, Config, problems)
+    overlay_environ(tree, environ, document.env_names, problems, Config)
+    overlay_flags(tree, flags, problems, Config)
+    config: Config | None = None
+    try:
+        config = Config.model_validate(tree, context={"base": path.absolute().parent if path else None})
+    except ValidationError as error:
+        problems += problems_of(error, tree)
+    if config is not None:
+        problems += [place_of(tree, location).problem(message) for location, message in _cross_checks(config)]
+    return (None if problems else config), in_order(problems)
+
+
+def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """What one key says about another, each with the location of the key to blame."""
+    yield from ((("models", *location), message) for location, message in _conflicts(config.models))
+    names = config.names()
+    for index, name in enumerate(config.hooks.on_startup.preload):
+        if name not in names:
+            yield (
+                ("hooks", "on_startup", "preload", index),
+                f"hooks.on_startup.preload names {name!r}, which no model is called. Known: {', '.join(sorted(names)) or 'none'}.",
+            )
+
+
+def _conflicts(models: Mapping[str, ModelConfig]) -> Iterator[tuple[tuple[str, ...], str]]:
+    owner: dict[str, str] = {name: name for name in models}
+    for model in models.values():
+        for key in ("served_model_name", "aliases"):
+            for alias in getattr(model, key):
+                if owner.setdefault(alias, model.name) != model.name:
+                    yield (
+                        (model.name, key),
+                        f"models.{model.name}.{key}: {alias!r} is a name of the model {owner[alias]!r}. Choose another.",
+                    )
+
+
+def _warnings(config: Config, path: Path) -> Iterator[Problem]:
+    if (config.keys.inference or config.keys.admin) and path.stat().st_mode & 0o004:
+        yield Problem(
+            str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
+        )
+    if config.engine.runtime is not None and not config.engine.runtime.exists():
+        yield Problem(str(path), None, f"engine.runtime: {config.engine.runtime} does not exist on this node.", "warning")
+    for model in config.models.values():
+        if model.model.startswith("/") and not Path(model.model).is_dir():
+            yield Problem(str(path), None, f"models.{model.name}.model: the folder {model.model} does not exist on this node.", "warning")
+        if model.runtime is not None and not model.runtime.exists():
+            yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

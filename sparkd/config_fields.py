@@ -1,0 +1,128 @@
+"""Owns the field types that the configuration's sections share: how a number, a path or a name is read. Holds no default."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from sparkd import vllm_args
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are refused, nothing changes after it was read, and errors do not repeat the input."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, hide_input_in_errors=True)
+
+
+def no_bool(value: Any) -> Any:
+    """pydantic reads `true` as 1, so `ttl: yes` would be one second."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+def one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def refuse(message: str, **context: Any) -> PydanticCustomError:
+    """A validation error with a ready message. `item` in the context names the list item or map key that is wrong."""
+    return PydanticCustomError("refused", "{reason}", {"reason": message, **context})
+
+
+def absolute(path: Path, info: ValidationInfo) -> Path:
+    """`~` is the home folder; a relative path counts from the configuration file's folder. Symbolic links stay: a venv's python is one."""
+    text = str(path)
+    if not text or _CONTROL.search(text):
+        raise ValueError("a path is expected, without control characters")
+    try:
+        expanded = path.expanduser()
+    except RuntimeError as error:
+        raise ValueError("the home folder that '~' stands for is not known; write the whole path") from error
+    base = (info.context or {}).get("base") or Path.cwd()
+    return Path(os.path.normpath(base / expanded))
+
+
+def check_name(name: str) -> str:
+    if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
+        raise ValueError("up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
+    return name
+
+
+def check_word(value: str) -> str:
+    """A value of a vLLM flag: it must not read as another flag."""
+    if not value or value.startswith("-") or _CONTROL.search(value):
+        raise ValueError("a word is expected that does not begin with '-'")
+    return value
+
+
+def arguments(value: Any) -> Any:
+    """extra_args: a list, whose numbers become text. One string is refused because no shell splits it."""
+    if isinstance(value, str):
+        raise refuse('must be a list, because no shell splits a line here: write extra_args: ["--max-num-seqs", "8"]')
+    if not isinstance(value, list | tuple):
+        return value
+    for index, item in enumerate(value):
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise refuse("must hold text and numbers only: put each argument in quotes", item=index)
+        if "\x00" in str(item):
+            raise refuse("holds an argument with a NUL byte, which no process can be given", item=index)
+    args = tuple(str(item) for item in value)
+    for index, message in vllm_args.owned_args(args):
+        raise refuse(message, item=index)
+    return args
+
+
+def environment(value: Any) -> Any:
+    """env: a map, or llama-swap's list of 'NAME=value'. Values are kept as secrets: they often are."""
+    pairs: list[tuple[Any, Any, Any]]
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        pairs = [(index, *item.partition("=")[::2]) for index, item in enumerate(value)]
+    elif isinstance(value, Mapping):
+        pairs = [(name, name, text) for name, text in value.items()]
+    else:
+        raise refuse("must be a map of NAME: value")
+    for place, name, text in pairs:
+        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+            raise refuse("holds a name that is not one of an environment variable (letters, digits and '_')", item=place)
+        if isinstance(text, bool) or not isinstance(text, str | int | float | SecretStr):
+            raise refuse(f"must give {name} a text or a number: put true, false and empty values in quotes", item=place)
+        for _, message in vllm_args.owned_env([name]):
+            raise refuse(message, item=place)
+    return {name: text if isinstance(text, SecretStr) else str(text) for _, name, text in pairs}
+
+
+def plain(value: Any) -> Any:
+    """Free-form values that will be sent as JSON, which has neither infinity nor NaN."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number here must be finite")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e8)]
+PositiveSeconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e8)]
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=2**53)]
+PositiveCount = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=2**53)]
+Gib = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e6)]
+AbsolutePath = Annotated[Path, AfterValidator(absolute)]
+Name = Annotated[str, AfterValidator(check_name)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many)]
+Word = Annotated[str, AfterValidator(check_word)]
+Arguments = Annotated[tuple[str, ...], BeforeValidator(arguments)]
+Metadata = Annotated[dict[str, Any], BeforeValidator(plain)]
+Environment = Annotated[dict[str, SecretStr], BeforeValidator(environment)]

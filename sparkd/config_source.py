@@ -1,0 +1,310 @@
+"""Owns how file, environment and flags become one tree, and pydantic's errors problems with a place. Holds no key and no default."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from sparkd import spellings
+from sparkd.config_fields import check_name
+from sparkd.errors import ConfigError
+from sparkd.model_config import ModelConfig
+from sparkd.yamlfile import Items, Place, Problem, Table
+
+SHOWN_PROBLEMS = 20
+ENV_PREFIX = "SPARKD_"
+# Variables that sparkd's own command line and stub engine read; they are no keys of the file.
+OTHER_ENV = ("SPARKD_CONFIG", "SPARKD_URL", "SPARKD_API_KEY", "SPARKD_ADMIN_KEY")
+OTHER_ENV_FAMILY = "SPARKD_STUB_"
+
+# Below these keys nothing is ever repeated in a message: keys, tokens, and arguments that may hold them.
+_SECRET_KEYS = frozenset({"keys", "env", "extra_args", "inference", "admin"})
+_PATH_KEYS = frozenset({"state_dir", "runtime_dir", "keys.inference_file", "keys.admin_file", "cluster.token_file", "engine.runtime"})
+
+
+def table_of(values: Mapping[str, Any], place: Place) -> Table:
+    """Plain values (a flag's, the admin API's) as a tree whose every place is `place`."""
+    table = Table()
+    for key, value in values.items():
+        table.put(str(key), _tree(value, place), place)
+    return table
+
+
+def canonical(table: Table, section: type[BaseModel], problems: list[Problem], path: tuple[str, ...] = ()) -> Table:
+    """A copy under our own key names. A key that nobody knows becomes a problem, with the nearest known one, and is dropped."""
+    top, model = not path, section is ModelConfig
+    ours = spellings.TOP if top else spellings.MODEL if model else {}
+    foreign = spellings.TOP_FOREIGN if top else spellings.MODEL_FOREIGN if model else {}
+    known = [name for name in section.model_fields if not (model and name == "name")]
+    renamed = Table()
+    for key, value in table.items():
+        place = table.places[key]
+        target = ours.get(key, key)
+        if target.partition(".")[0] in known:
+            _put(renamed, target, value, place, problems, (*path, key))
+        elif key in foreign:
+            problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}"))
+        else:
+            problems.append(place.problem(f"{dotted((*path, key))} is not a known key{_nearest(key, [*known, *ours], path)}"))
+    for key, value in list(renamed.items()):
+        inner = _section(section, key)
+        holds_models = top and key == "models"
+        if value is None and (inner is not None or holds_models):
+            del renamed[key]  # all of its lines are comments
+        elif inner is not None and isinstance(value, Table):
+            renamed[key] = canonical(value, inner, problems, (*path, key))
+        elif holds_models and isinstance(value, Table):
+            renamed[key] = _models(value, problems)
+    return renamed
+
+
+def overlay_flags(tree: Table, flags: Mapping[str, Any], problems: list[Problem], section: type[BaseModel]) -> None:
+    """Flags by dotted key; None means that the flag was not given. `models` is merged per model, everything else replaces."""
+    for key, value in flags.items():
+        if value is None:
+            continue
+        place = Place(f"--{key.rpartition('.')[2].replace('_', '-')}")
+        if key == "models":
+            added = canonical(table_of({"models": value}, place), section, problems)
+            for name, model in added.get("models", {}).items():
+                _models_of(tree, place).put(name, model, place)
+        else:
+            _put(tree, key, _tree(_from_here(key, value), place), place, problems, replace=True)
+
+
+def overlay_environ(
+    tree: Table, environ: Mapping[str, str], referenced: Iterable[str], problems: list[Problem], section: type[BaseModel]
+) -> None:
+    """SPARKD_LISTEN, SPARKD_CLUSTER__ADDRESS ...: single values of the top and of its sections. An empty one counts as not set.
+
+    A SPARKD_ variable that is no key is a problem, so that a typing error does not go unnoticed; unless the file itself names it.
+    """
+    variables = {f"{ENV_PREFIX}{'__'.join(path).upper()}": path for path in _scalars(section)}
+    for name in sorted(environ):
+        if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or name.startswith(OTHER_ENV_FAMILY) or name in set(referenced):
+            continue
+        place = Place(name)
+        path = variables.get(name)
+        if path is None:
+            problems.append(place.problem(f"This environment variable is not a setting{_nearest(name, [*variables, *OTHER_ENV], ())}"))
+        elif environ[name]:
+            key = ".".join(path)
+            value: Any = environ[name]
+            if _is_list(section, path):
+                value = [item.strip() for item in value.split(",") if item.strip()]
+            _put(tree, key, _tree(_from_here(key, value), place), place, problems, replace=True)
+
+
+def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[Problem]:
+    """pydantic's errors, one problem per place; the members of a union that all failed become one sentence."""
+    found: dict[tuple[Any, ...], tuple[Place, Any, list[str]]] = {}
+    for one in error.errors(include_url=False, include_input=False):
+        location, place, value = _locate(tree, one["loc"])
+        context = one.get("ctx", {})
+        if one["type"] == "refused" and context.get("item") is not None:
+            _, place, _ = _locate(tree, (*one["loc"], context["item"]))
+        sentence = _sentence(one["type"], one["msg"], context)
+        sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, []))[2]
+        if sentence not in sentences:
+            sentences.append(sentence)
+    return [
+        place.problem(_explain((*path, *map(str, location)), place, value, sentences, complete))
+        for (location, complete), (place, value, sentences) in found.items()
+    ]
+
+
+def place_of(tree: Table, location: Sequence[str | int]) -> Place:
+    return _locate(tree, location)[1]
+
+
+def error_of(problems: Sequence[Problem]) -> ConfigError:
+    """One ConfigError that reads as a list; its file and line are those of the first problem."""
+    errors = in_order(problem for problem in problems if problem.severity == "error")
+    first, rest = errors[0], errors[1:SHOWN_PROBLEMS]
+    lines = [first.message, *map(str, rest)]
+    if len(errors) > SHOWN_PROBLEMS:
+        lines.append(f"... and {len(errors) - SHOWN_PROBLEMS} more problems.")
+    return ConfigError("\n".join(lines), file=first.file, line=first.line)
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """By line; what has no line (an environment variable, a flag, a whole file) stands last."""
+    return sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0))
+
+
+def dotted(path: Sequence[str]) -> str:
+    return ".".join(path)
+
+
+def _models(table: Table, problems: list[Problem]) -> Table:
+    models = Table()
+    for name, entry in table.items():
+        place = table.places[name]
+        try:
+            check_name(name)
+        except ValueError as error:
+            problems.append(place.problem(f"models: {name[:64]!r} cannot be a model's name: it needs {error}."))
+            continue
+        if isinstance(entry, Table | None):
+            entry = canonical(entry or Table(), ModelConfig, problems, ("models", name))
+            entry.put("name", name, place)
+        models.put(name, entry, place)
+    return models
+
+
+def _models_of(tree: Table, place: Place) -> Table:
+    models = tree.get("models")
+    if not isinstance(models, Table):
+        models = Table()
+        tree.put("models", models, place)
+    return models
+
+
+def _put(
+    tree: Table, key: str, value: Any, place: Place, problems: list[Problem], spelled: tuple[str, ...] = (), *, replace: bool = False
+) -> None:
+    head, _, rest = key.partition(".")
+    if rest:
+        inner = tree.get(head)
+        if not isinstance(inner, Table):
+            inner = Table()
+            tree.put(head, inner, place)
+        _put(inner, rest, value, place, problems, spelled, replace=replace)
+        return
+    standing = tree.get(key)
+    if replace or key not in tree or standing is None:
+        tree.put(key, value, place)
+    elif isinstance(standing, Table) and isinstance(value, Table):
+        for name, inner_value in value.items():
+            _put(standing, name, inner_value, value.places[name], problems, (*spelled, name))
+    else:
+        known = tree.places[key].line
+        problems.append(
+            place.problem(f"{dotted(spelled)} sets {key} a second time{f' (first on line {known})' if known else ''}. Keep one.")
+        )
+
+
+def _tree(value: Any, place: Place) -> Any:
+    if isinstance(value, Table | Items):
+        return value
+    if isinstance(value, Mapping):
+        return table_of(value, place)
+    if isinstance(value, list | tuple):
+        items = Items()
+        items.extend(_tree(item, place) for item in value)
+        items.places = [place] * len(items)
+        return items
+    return value
+
+
+def _from_here(key: str, value: Any) -> Any:
+    """A relative path on the command line counts from the working folder, one in the file from the file's."""
+    if key in _PATH_KEYS and isinstance(value, str | Path) and str(value):
+        return str(Path.cwd() / Path(value)) if not str(value).startswith("~") else str(value)
+    return value
+
+
+def _section(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = section.model_fields[key].annotation if key in section.model_fields else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _scalars(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
+    for key, field in section.model_fields.items():
+        inner = _section(section, key)
+        if inner is not None:
+            yield from _scalars(inner, (*path, key))
+        elif "dict" not in str(field.annotation):
+            yield (*path, key)
+
+
+def _is_list(section: type[BaseModel], path: Sequence[str]) -> bool:
+    for key in path[:-1]:
+        section = _section(section, key) or section
+    return Ellipsis in get_args(section.model_fields[path[-1]].annotation)
+
+
+def _nearest(key: str, known: Iterable[str], path: Sequence[str]) -> str:
+    folded = {name.replace("-", "_").lower(): name for name in known}
+    close = difflib.get_close_matches(key.replace("-", "_").lower(), folded, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {folded[close[0]]}?"
+    where = f" of {dotted(path)}" if path else ""
+    return f". The keys{where} are in the commented reference, configs/sparkd.yaml."
+
+
+def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int, ...], Place, Any]:
+    """The longest beginning of `location` that was written somewhere; pydantic appends the names of union members and the like."""
+    value: Any = tree
+    place = Place()
+    found: list[str | int] = []
+    missing: str | int | None = None
+    for part in location:
+        if isinstance(value, Table) and part in value:
+            place, value = value.places[str(part)], value[str(part)]
+        elif isinstance(value, Items) and isinstance(part, int) and part < len(value):
+            place, value = value.places[part], value[part]
+        else:
+            missing = part if isinstance(value, Table) else None
+            break
+        found.append(part)
+    return (*found, missing) if missing is not None else tuple(found), place, None if missing is not None else value
+
+
+def _sentence(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    if kind in {"refused", "value_error"}:
+        return message.removeprefix("Value error, ")
+    if kind in _EXPECTED:
+        return _EXPECTED[kind].format(**context)
+    return message.removeprefix("Input should be ").rstrip(".")
+
+
+_EXPECTED: Mapping[str, str] = {
+    "missing": "it is required",
+    "string_type": "text (put it in quotes)",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a map of 'key: value' lines",
+    "model_type": "a map of 'key: value' lines",
+    "path_type": "a path",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+}
+
+
+def _explain(path: Sequence[str], place: Place, value: Any, sentences: Sequence[str], complete: bool) -> str:
+    name = dotted(path) or "The configuration"
+    if complete:
+        return f"{name}: {'; '.join(sentences).rstrip('.')}."
+    if sentences == [_EXPECTED["missing"]]:
+        return f"{name} is missing, and it is required."
+    return f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."
+
+
+def _given(path: Sequence[str], place: Place, value: Any) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, Mapping):
+        return "a map"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if place.secret or _SECRET_KEYS.intersection(path):
+        return "something else (not shown, it may be a secret)"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

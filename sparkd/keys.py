@@ -1,0 +1,98 @@
+"""Owns the API keys: from literals, files and systemd credentials to SHA-256 digests. Never keeps, logs or compares a key."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, SecretStr
+
+from sparkd.config_fields import AbsolutePath, Section, one_or_many
+from sparkd.errors import ConfigError
+from sparkd.yamlfile import Problem
+
+SHORT_KEY = 16
+_KEY = re.compile(r"[!-~]{1,512}")
+_DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
+_MAX_FILE_BYTES = 1024 * 1024
+
+
+Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(one_or_many)]
+
+
+class Keys(Section):
+    """Who may call: inference keys open /v1, admin keys open /admin. A value is a key, or 'sha256:HEX' of one."""
+
+    inference: Secrets = ()
+    admin: Secrets = ()
+    inference_file: AbsolutePath | None = None
+    admin_file: AbsolutePath | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """SHA-256 digests (32 bytes each) of the keys that are accepted, and what is unwise about where they came from."""
+
+    inference: frozenset[bytes]
+    admin: frozenset[bytes]
+    warnings: tuple[Problem, ...] = ()
+
+
+def load_keys(keys: Keys, environ: Mapping[str, str]) -> KeyRing:
+    """Collects every key. systemd's credentials are read from $CREDENTIALS_DIRECTORY/inference.key and admin.key where they exist.
+
+    Raises ConfigError for a file that cannot be read and for text that cannot be a key; neither message shows a key.
+    """
+    warnings: list[Problem] = []
+    return KeyRing(
+        inference=frozenset(_role("inference", keys.inference, keys.inference_file, environ, warnings)),
+        admin=frozenset(_role("admin", keys.admin, keys.admin_file, environ, warnings)),
+        warnings=tuple(warnings),
+    )
+
+
+def _role(
+    role: str, literals: Iterable[SecretStr], file: Path | None, environ: Mapping[str, str], warnings: list[Problem]
+) -> Iterator[bytes]:
+    for literal in literals:
+        yield _digest(literal.get_secret_value(), f"keys.{role}", None, warnings)
+    if file is not None:
+        yield from _from_file(file, warnings)
+    folder = environ.get("CREDENTIALS_DIRECTORY")
+    if folder and (credential := Path(folder) / f"{role}.key").is_file():
+        yield from _from_file(credential, warnings)
+
+
+def _from_file(path: Path, warnings: list[Problem]) -> Iterator[bytes]:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+            raise ConfigError("This is not a file of keys: one key per line, '#' begins a comment.", file=str(path))
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"The key file cannot be read: {reason}. Create it, or let this user read it.", file=str(path)) from None
+    if status.st_mode & stat.S_IROTH:
+        warnings.append(Problem(str(path), None, "Every user of this machine can read this key file: chmod 640 or less.", "warning"))
+    for number, line in enumerate(text.splitlines(), start=1):
+        if (key := line.strip()) and not key.startswith("#"):
+            yield _digest(key, str(path), number, warnings)
+
+
+def _digest(key: str, file: str, line: int | None, warnings: list[Problem]) -> bytes:
+    if _DIGEST.fullmatch(key):
+        return bytes.fromhex(key.removeprefix("sha256:"))
+    if key.startswith("sha256:") or not _KEY.fullmatch(key):
+        raise ConfigError(
+            "A key is 1 to 512 visible ASCII characters, or 'sha256:' and 64 hex digits; one here is neither.", file=file, line=line
+        )
+    if len(key) < SHORT_KEY:
+        warnings.append(
+            Problem(file, line, f"A key has fewer than {SHORT_KEY} characters and can be guessed: take a longer one.", "warning")
+        )
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,188 @@
+"""Owns one model's entry: its keys, the vLLM flags they stand for, and the hash of what its engine runs. Never starts anything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo
+
+from sparkd import config_fields as kinds
+from sparkd.config_fields import (
+    AbsolutePath,
+    Arguments,
+    Environment,
+    Gib,
+    Metadata,
+    Name,
+    Names,
+    PositiveCount,
+    PositiveSeconds,
+    Seconds,
+    Section,
+    Word,
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+# vLLM's own reading (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
+_READABLE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)([kmgtKMGT])")
+
+
+class EngineDefaults(Protocol):
+    """What a model takes from the `engine:` section where it says nothing itself."""
+
+    @property
+    def runtime(self) -> Path | None: ...
+    @property
+    def entrypoint(self) -> str: ...
+    @property
+    def env(self) -> dict[str, SecretStr]: ...
+    @property
+    def platform(self) -> str: ...
+
+
+def _model(value: str, info: ValidationInfo) -> str:
+    """A folder ('/', './', '../', '~') becomes absolute; anything else must look like a hub id, so that a typing error fails here."""
+    if value.startswith(("/", "./", "../", "~")) or value in {".", ".."}:
+        return str(kinds.absolute(Path(value), info))
+    if not _HUB_ID.fullmatch(value) or ".." in value:
+        raise ValueError("a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected")
+    return value
+
+
+def _readable_int(value: Any) -> Any:
+    kinds.no_bool(value)
+    if value == -1 or value == "-1":
+        return "auto"
+    match = _READABLE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    number, letter = match.groups()
+    return int(float(number) * (1000 if letter.islower() else 1024) ** ("kmgt".index(letter.lower()) + 1))
+
+
+def _minus_one_is_none(value: Any) -> Any:
+    """llama-swap writes -1 for "as set globally"."""
+    return None if kinds.no_bool(value) == -1 else value
+
+
+def _zero_is_none(value: Any) -> Any:
+    return None if kinds.no_bool(value) in {0, "0"} else value
+
+
+def _auto_is_none(value: Any) -> Any:
+    return None if kinds.no_bool(value) == "auto" else value
+
+
+Length = Annotated[PositiveCount | Literal["auto"] | None, BeforeValidator(_readable_int)]
+Tokens = Annotated[PositiveCount | None, BeforeValidator(_readable_int)]
+
+
+class ModelConfig(Section):
+    """One model. configs/sparkd.yaml tells what each key means; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
+
+    name: Name
+    model: Annotated[str, AfterValidator(_model)]
+    revision: Word | None = None
+
+    aliases: Names = ()
+    served_model_name: Names = ()
+    unlisted: bool = False
+    metadata: Metadata = Field(default_factory=dict)
+
+    preload: bool = False
+    ttl: Annotated[Seconds | None, BeforeValidator(_minus_one_is_none)] = None
+    concurrency_limit: Annotated[PositiveCount | None, BeforeValidator(_zero_is_none)] = None
+    wait_for_load_s: Seconds | None = None
+    health_check_timeout_s: PositiveSeconds | None = None
+
+    executor: Literal["mp", "ray"] = "mp"
+    tensor_parallel: PositiveCount | Literal["auto"] = "auto"
+    memory_gib: Gib | Literal["auto"] = "auto"
+    runtime: AbsolutePath | None = None
+    entrypoint: Word | None = None
+    env: Environment = Field(default_factory=dict)
+
+    max_model_len: Length = None
+    max_num_seqs: PositiveCount | None = None
+    max_num_batched_tokens: Tokens = None
+    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_auto_is_none)] = None
+    kv_cache_dtype: Word | None = None
+    dtype: Word | None = None
+    quantization: Word | None = None
+    load_format: Word | None = None
+    trust_remote_code: bool = False
+    enforce_eager: bool = False
+    tool_call_parser: Word | None = None
+    reasoning_parser: Word | None = None
+    extra_args: Arguments = ()
+
+    def served_names(self) -> tuple[str, ...]:
+        """Every name a request may call this model by, the canonical one first."""
+        return tuple(dict.fromkeys((self.name, *self.served_model_name, *self.aliases)))
+
+    def vllm_flags(self) -> list[str]:
+        """The keys as vLLM flags, in a fixed order, then extra_args as they are: argparse lets the last one win.
+
+        Left to the caller, who knows the rest: --model, --served-model-name, the executor, the ranks and the socket.
+        """
+        flags: list[str] = []
+        for key in _VALUE_FLAGS:
+            value = getattr(self, key)
+            if value is not None:
+                flags += [f"--{key.replace('_', '-')}", str(value)]
+        if self.tool_call_parser is not None:
+            # vLLM ignores the parser without this switch (cli_args.py: "Required for `--enable-auto-tool-choice`").
+            flags += ["--enable-auto-tool-choice", "--tool-call-parser", self.tool_call_parser]
+        for key in ("trust_remote_code", "enforce_eager"):
+            if getattr(self, key):
+                flags.append(f"--{key.replace('_', '-')}")
+        return [*flags, *self.extra_args]
+
+    def environment(self, engine: EngineDefaults) -> dict[str, str]:
+        """engine.env, then this model's, in plain text: for the rank's process only."""
+        return {name: value.get_secret_value() for name, value in {**engine.env, **self.env}.items()}
+
+    def runtime_of(self, engine: EngineDefaults) -> Path | None:
+        """The Python interpreter whose environment has vLLM; None is sparkd's own."""
+        return self.runtime or engine.runtime
+
+    def entrypoint_of(self, engine: EngineDefaults) -> str:
+        return self.entrypoint or engine.entrypoint
+
+
+_VALUE_FLAGS = (
+    "revision",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "dtype",
+    "quantization",
+    "load_format",
+    "reasoning_parser",
+)
+
+
+def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
+    """16 hex digits over everything that changes the engine's processes, so that an engine is restarted for such a change and no other.
+
+    What only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out.
+    """
+    runtime = model.runtime_of(engine)
+    parts = {
+        "model": model.model,
+        "served_names": model.served_names(),
+        "flags": model.vllm_flags(),
+        "executor": model.executor,
+        "tensor_parallel": model.tensor_parallel,
+        "env": model.environment(engine),
+        "runtime": str(runtime) if runtime else None,
+        "entrypoint": model.entrypoint_of(engine),
+        "platform": engine.platform,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,259 @@
+"""Owns which of vLLM's arguments and environment variables a user may not set, and why. Never changes, reorders or adds one.
+
+Read off the parser of vLLM 0.32.0, all 318 flags (tests/fixtures/vllm-flags-0.32.0.txt says for each where it belongs), and from its
+calls of importlib, resolve_obj_by_qualname, bind and torch.load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from sparkd.errors import ConfigError
+
+_SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
+_TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"
+_RANKS = "sparkd places the ranks of a model and tells each where its peers are. Remove it"
+_SIZE = "sparkd chooses the number of ranks from the memory of the nodes. Set 'tensor_parallel:' on the model, or remove it"
+
+_OWNED: Mapping[str, str] = {
+    "host": _SOCKET,
+    "port": _SOCKET,
+    "uds": _SOCKET,
+    "grpc": _SOCKET,
+    "grpc-port": _SOCKET,
+    "api-key": "sparkd makes a random key for each engine that needs one; clients' keys stand under 'keys:'. Remove it",
+    "hf-token": "every user of the machine can read a command line. Put HF_TOKEN into the model's 'env:'",
+    "ssl-keyfile": _TLS,
+    "ssl-certfile": _TLS,
+    "ssl-ca-certs": _TLS,
+    "ssl-cert-reqs": _TLS,
+    "ssl-ciphers": _TLS,
+    "enable-ssl-refresh": _TLS,
+    "root-path": "the gateway forwards to fixed paths. Remove it",
+    "model": "the model is the 'model:' key. Set it there",
+    "served-model-name": "the engine must answer to the names that the gateway routes. Set 'aliases:' or 'served_model_name:' on the model",
+    "config": "it would read more flags from a file that nobody checks. Write them into 'extra_args:'",
+    "help": "the engine would print its help and end. Run the engine's own --help by hand",
+    "headless": _RANKS,
+    "nnodes": _RANKS,
+    "node-rank": _RANKS,
+    "master-addr": _RANKS,
+    "master-port": _RANKS,
+    "tensor-parallel-size": _SIZE,
+    "pipeline-parallel-size": "sparkd spreads a model by tensor parallelism only. Set 'tensor_parallel:' on the model, or remove it",
+    "prefill-context-parallel-size": "sparkd spreads a model by tensor parallelism only. Set 'tensor_parallel:' on the model, or remove it",
+    "distributed-executor-backend": "it decides how the ranks find each other. Set 'executor: mp' or 'executor: ray' on the model",
+    "worker-cls": "sparkd chooses the worker class by platform. Remove it",
+    "data-parallel": "sparkd runs one engine per model and places its ranks. Remove it",
+}
+_OWNED_FAMILIES = ("ssl-", "data-parallel-", "dp-supervisor-")
+_OWNED_SHORT: Mapping[str, str] = {
+    "-h": "help",
+    "-n": "nnodes",
+    "-r": "node-rank",
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-pcp": "prefill-context-parallel-size",
+    "-dp": "data-parallel",
+}
+# Short flags of vLLM that the rule of prefixes below would take for an owned one, or that an owned one begins with.
+_FREE_SHORT = frozenset({"-q", "-asc", "-sc", "-dc", "-cc", "-ac", "-dcp", "-ep"})
+
+_CODE = "it makes the engine import code"
+_REACH = "it makes the engine reach or open network addresses"
+_FILES = "it makes the engine read or write files of the node"
+_CURE = "Set it in the configuration file."
+_LOGS = "it writes prompts and answers into logs"
+
+_NOT_OVER_ADMIN: Mapping[str, str] = {
+    "trust-remote-code": _CODE,
+    "code-revision": _CODE,
+    "middleware": _CODE,
+    "logits-processors": _CODE,
+    "io-processor-plugin": _CODE,
+    "tool-parser-plugin": _CODE,
+    "reasoning-parser-plugin": _CODE,
+    "structured-outputs-config": _CODE,  # .reasoning_parser_plugin
+    "worker-extension-cls": _CODE,
+    "scheduler-cls": _CODE,
+    "model-class-overrides": _CODE,
+    "speculative-config": _CODE,  # .model may be "module.Class" (config/speculative.py, _is_custom_proposer_path)
+    "spec-method": _CODE,
+    "spec-model": _CODE,
+    "compilation-config": _CODE,  # .backend is resolved by name; .debug_dump_path and .cache_dir write
+    "additional-config": _CODE,
+    "model-loader-extra-config": _CODE,
+    "logging-config": _CODE,  # .pylogging_config_file is a logging.config dictionary, which names classes
+    "log-config-file": _CODE,
+    "ec-manager-config": _CODE,
+    "kv-transfer-config": _CODE,
+    "ec-transfer-config": _CODE,
+    "weight-transfer-config": _REACH,
+    "kv-events-config": _REACH,  # .endpoint is tcp://*:5557 unless set
+    "tool-server": _REACH,  # "demo" also executes what the model writes
+    "otlp-traces-endpoint": _REACH,
+    "allowed-media-domains": _REACH,
+    "fault-tolerance-config": _REACH,
+    "enable-fault-tolerance": _REACH,
+    "enable-elastic-ep": _REACH,
+    "allowed-local-media-path": _FILES,
+    "chat-template": _FILES,  # any file becomes a prompt, and /tokenize shows the prompt
+    "download-dir": _FILES,
+    "hf-config-path": _FILES,
+    "profiler-config": _FILES,
+    "mm-encoder-fp8-scale-path": _FILES,
+    "mm-encoder-fp8-scale-save-path": _FILES,
+    "enable-log-requests": _LOGS,
+    "enable-log-outputs": _LOGS,
+    "enable-prompt-embeds": "it lets requests carry tensors",
+    "enable-mm-embeds": "it lets requests carry tensors",
+    "trust-request-chat-template": "it lets requests carry templates",
+    "trust-request-mm-kwargs": "it lets requests configure the engine",
+}
+_NOT_OVER_ADMIN_SHORT: Mapping[str, str] = {"-sc": "speculative-config", "-cc": "compilation-config"}
+# A whole flag of its own that happens to begin a refused one.
+_ALSO_FLAGS = frozenset({"reasoning-parser"})
+# What a later vLLM may add: a name of this form loads code, opens a path or an address in every flag of 0.32.0 that has it.
+_SUSPECT = re.compile(r"plugin|middleware|trust|-cls$|-class(?:-|$)|-path$|-dir$|-file$|-addr(?:ess)?$|-port$|-token$|-key$")
+
+_OWNED_ENV: Mapping[str, str] = {
+    "VLLM_API_KEY": "sparkd makes a random key for each engine that needs one",
+    "VLLM_HOST_IP": "sparkd sets it to the node's address in the cluster",
+    "VLLM_PORT": "sparkd chooses where an engine listens",
+    "VLLM_LOOPBACK_IP": "sparkd chooses where an engine listens",
+    "VLLM_USE_RUST_FRONTEND": "sparkd starts the Python front end, whose socket and log it knows",
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "sparkd restarts an engine when its process ends, so it has to end",
+    "VLLM_SERVER_DEV_MODE": "it opens routes without a key that run any method in the engine",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets the engine unpickle what it is sent",
+    "PYTHONPATH": "sparkd reaches its plugin by it. Install your package into the environment of 'runtime:' instead",
+    "PYTHONHOME": "it would break the interpreter of 'runtime:'",
+}
+_OWNED_ENV_FAMILIES: Mapping[str, str] = {
+    "RAY_": "Ray belongs to sparkd; see 'cluster:'",
+    "SPARKD_": "sparkd passes its own settings to its ranks by these names",
+    "VLLM_DP_": "sparkd runs one engine per model and places its ranks",
+    "VLLM_RAY_": "Ray belongs to sparkd; see 'cluster:'",
+}
+# Too many variables load code (LD_PRELOAD, PYTHON*, PATH, NCCL_NET_PLUGIN, CUDA_INJECTION64_PATH, VLLM_PLUGINS, ...) to name them all,
+# so over the admin API only these plain numbers and switches may be set.
+_ENV_OVER_ADMIN = frozenset(
+    {
+        "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_MERGE_NICS", "NCCL_IB_QPS_PER_CONNECTION",
+        "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+        "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL", "VLLM_LOG_STATS_INTERVAL", "VLLM_USE_DEEP_GEMM",
+    }
+)  # fmt: skip
+
+
+def check_args(args: Sequence[str]) -> None:
+    """Raises ConfigError, naming flag, reason and cure, for the first argument that sets what sparkd owns."""
+    for problem in owned_args(args):
+        raise ConfigError(problem[1], param="extra_args")
+
+
+def owned_args(args: Sequence[str]) -> Iterable[tuple[int, str]]:
+    """(index, message) of every argument that sets what sparkd owns, in whatever spelling vLLM's parser understands.
+
+    FlexibleArgumentParser (vllm/utils/argparse_utils.py) takes `--flag value` and `--flag=value`, turns underscores into dashes, folds
+    `--flag.key value` into JSON for `--flag`, and argparse completes any unambiguous beginning of a flag. A beginning of an owned flag
+    is refused even where it is ambiguous today, because the next release may make it unambiguous.
+    """
+    for index, arg in enumerate(args):
+        if arg == "--":
+            yield index, "'--' would turn the arguments after it into model names: remove it."
+        elif index == 0 and not arg.startswith("-"):
+            yield index, "The first argument is not a flag, so vLLM would take it for the model: set that by 'model:'."
+        elif name := _owned_name(arg):
+            yield index, f"{_flag(arg)} is not for extra_args: {_reason(name)}."
+
+
+def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """(name, message) of every environment variable that sparkd owns.
+
+    LD_PRELOAD is not among them: the CPU engine itself asks for tcmalloc and libiomp there, and who writes the file owns the machine's
+    engine anyway.
+    """
+    for name in names:
+        reason = _OWNED_ENV.get(name)
+        if reason is None and not name.startswith("SPARKD_STUB_"):
+            reason = next((why for family, why in _OWNED_ENV_FAMILIES.items() if name.startswith(family)), None)
+        if reason:
+            yield name, f"{name} is not for env: {reason}."
+
+
+def refused_over_admin(args: Sequence[str], env: Iterable[str]) -> None:
+    """Raises ConfigError where a request of the admin API brings in more than the configuration file's owner has allowed.
+
+    An admin key may start, stop and tune models. What loads code, reads or writes the node's files, opens addresses or logs prompts
+    needs the file, so that a stolen key is not a shell on the node.
+    """
+    check_args(args)
+    for arg in args:
+        name = _long_name(arg)
+        reason = _not_over_admin(name) if name else _not_over_admin_short(arg)
+        if reason:
+            raise ConfigError(f"{_flag(arg)} is refused over the admin API: {reason}. {_CURE}", param="extra_args")
+    for key in env:
+        if key not in _ENV_OVER_ADMIN:
+            raise ConfigError(f"The environment variable {_shown(key)} is refused over the admin API. {_CURE}", param="env")
+
+
+def _long_name(arg: str) -> str | None:
+    """`--api_key.x=1` -> `api-key`: the part that names the flag, as vLLM's parser reads it."""
+    if not arg.startswith("--"):
+        return None
+    return arg[2:].split("=", 1)[0].split(".", 1)[0].rstrip("+").replace("_", "-")
+
+
+def _owned_name(arg: str) -> str | None:
+    name = _long_name(arg)
+    if name is None:
+        return _owned_short(arg)
+    name = name.removeprefix("no-")
+    if name in _OWNED:
+        return name
+    if family := next((family for family in _OWNED_FAMILIES if name.startswith(family)), None):
+        return family
+    return next((owned for owned in (*_OWNED, *_OWNED_FAMILIES) if name and owned.startswith(name)), None)
+
+
+def _owned_short(arg: str) -> str | None:
+    """One dash: argparse takes `-n2`, `-n=2`, and a beginning such as `-t` for `-tp`. Negative numbers are values."""
+    key = arg.split("=", 1)[0].split(".", 1)[0]
+    if len(key) < 2 or key[0] != "-" or key[1].isdigit() or key in _FREE_SHORT:
+        return None
+    return next((name for short, name in _OWNED_SHORT.items() if key.startswith(short) or short.startswith(key)), None)
+
+
+def _reason(name: str) -> str:
+    if name in _OWNED:
+        return _OWNED[name]
+    return _TLS if name == "ssl-" else _OWNED["data-parallel"]
+
+
+def _not_over_admin(name: str) -> str | None:
+    name = name.removeprefix("no-")
+    if name in _NOT_OVER_ADMIN:
+        return _NOT_OVER_ADMIN[name]
+    if _SUSPECT.search(name):
+        return "its name says that it loads code or opens a path or an address"
+    return next((why for flag, why in _NOT_OVER_ADMIN.items() if flag.startswith(name) and name not in _ALSO_FLAGS), None)
+
+
+def _not_over_admin_short(arg: str) -> str | None:
+    key = arg.split("=", 1)[0].split(".", 1)[0]
+    if len(key) < 2 or key[0] != "-" or key[1].isdigit():
+        return None
+    if key.startswith("-O"):
+        return None if re.fullmatch(r"-O=?[0-3]?", arg) else _CODE
+    return next((_NOT_OVER_ADMIN[name] for short, name in _NOT_OVER_ADMIN_SHORT.items() if short.startswith(key)), None)
+
+
+def _flag(arg: str) -> str:
+    """The flag without its value, which may be a secret."""
+    return _shown(arg.split("=", 1)[0])
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 48 else text[:45] + "...")
