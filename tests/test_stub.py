@@ -39,9 +39,7 @@ class Process:
         kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "SPARKD_STUB_RECORD": str(self.record)}
         argv = [sys.executable, "-m", "workers.stub", "serve", "/models/x", "--uds", str(self.uds), "--served-model-name", "a", "b"]
         with self.log.open("wb") as log:
-            self.child = subprocess.Popen(
-                [*argv, *flags], env=kept | environ, stdout=log, stderr=log, cwd=folder, start_new_session=True
-            )
+            self.child = subprocess.Popen([*argv, *flags], env=kept | environ, stdout=log, stderr=log, cwd=folder, start_new_session=True)
 
     def client(self) -> httpx.Client:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.uds)), base_url="http://stub", timeout=DEADLINE_S)

@@ -28,7 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from workers.stub_engine import Behaviour, Request, StubEngine
 from workers.stub_http import StubProtocol
@@ -70,7 +70,7 @@ class CommandLine:
             model=model,
             names=tuple(flags.get("served-model-name") or (model,)),
             uds=flags.get("uds", [None])[0],
-            host=flags.get("host", ["0.0.0.0"])[0],  # noqa: S104 - vLLM's own default
+            host=flags.get("host", ["0.0.0.0"])[0],
             port=int(flags.get("port", ["8000"])[0]),
             headless="headless" in flags,
         )
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from uvloop import new_event_loop
     except ImportError:
-        from asyncio import new_event_loop
+        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_live(line, life, engine, children))
 
@@ -223,7 +223,7 @@ def _serving(line: CommandLine, life: Life, engine: StubEngine) -> None:
     where = f"unix:{line.uds}" if line.uds else f"http://{line.host}:{line.port}"
     _log("APIServer", "entry.py:140", f"Starting vLLM server on {where}")
     for text in (f"Started server process [{os.getpid()}]", "Waiting for application startup.", "Application startup complete."):
-        print(f"INFO:     {text}", file=sys.stderr, flush=True)
+        _say(sys.stderr, f"INFO:     {text}")
 
 
 def _bind(uds: str | None, host: str, port: int) -> socket.socket:
@@ -284,11 +284,17 @@ def _shards(done: int, elapsed_s: float) -> None:
     clock = f"{int(elapsed_s) // 60:02d}:{int(elapsed_s) % 60:02d}"
     times = f"{clock}<{clock},  1.00it/s" if done else f"{clock}<?, ?it/s"
     bar = f"Loading safetensors checkpoint shards: {done * 50:3d}% Completed | {done}/2 [{times}]"
-    print(f"\r{bar}\n", file=sys.stderr, flush=True)
+    _say(sys.stderr, f"\r{bar}\n")
 
 
 def _log(process: str, place: str, text: str, *, level: str = "INFO") -> None:
-    print(f"({process} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} [{place}] {text}", flush=True)
+    _say(sys.stdout, f"({process} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} [{place}] {text}")
+
+
+def _say(stream: TextIO, line: str) -> None:
+    """stdout and stderr are where vLLM's log goes, so that is where the stub's is."""
+    stream.write(line + "\n")
+    stream.flush()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ class Stream:
 def chat_stream(model: str, prompt_tokens: int, tokens: int, reason: str, *, with_usage: bool) -> Stream:
     parts = _chat_parts(model, prompt_tokens, tokens, reason, int(time.time()), with_usage)
     place, name = _ID_PLACE.encode(), _unique().encode()
-    return Stream(*(part.replace(place, name) for part in parts))
+    head, before, after, tail = (part.replace(place, name) for part in parts)
+    return Stream(head, before, after, tail)
 
 
 def completion_stream(model: str, prompt_tokens: int, tokens: int, reason: str, *, with_usage: bool) -> Stream:
@@ -119,7 +120,7 @@ def response_stream(final: dict[str, Any], tokens: int) -> Stream:
     begun = {**final, "status": "in_progress", "output": [], "usage": None}
     place = {"item_id": item["id"], "output_index": 0}
     empty = {**answer, "text": ""}
-    events = [
+    events: list[dict[str, Any]] = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
         {"type": "response.output_item.added", "output_index": 0, "item": {**item, "status": "in_progress", "content": []}},
@@ -166,7 +167,7 @@ def _message(model: str, prompt_tokens: int, tokens: int, reason: str) -> dict[s
 
 
 def response(model: str, prompt_tokens: int, tokens: int, *, status: str, background: bool) -> dict[str, Any]:
-    content = {"type": "output_text", "text": text(tokens), "annotations": [], "logprobs": None}
+    content: dict[str, Any] = {"type": "output_text", "text": text(tokens), "annotations": [], "logprobs": None}
     item = {"id": f"msg_{_unique()}", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
     counts = {"input_tokens": prompt_tokens, "output_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
@@ -195,7 +196,7 @@ def response(model: str, prompt_tokens: int, tokens: int, *, status: str, backgr
 
 @functools.lru_cache(maxsize=64)
 def _chat_body(model: str, prompt_tokens: int, tokens: int, reason: str, created: int) -> bytes:
-    message = {"role": "assistant", "content": text(tokens), "refusal": None, "tool_calls": [], "reasoning": None}
+    message: dict[str, Any] = {"role": "assistant", "content": text(tokens), "refusal": None, "tool_calls": [], "reasoning": None}
     return dump(
         {
             "id": f"chatcmpl-{_ID_PLACE}",

@@ -55,6 +55,7 @@ _ROWS = (
     ("ttfb_p50_ms_256", "first byte p50, 256 starts at once: ms", 1),
     ("added_short_p50_ms_1", "short answer p50, 1 connection: added ms", 3),
     ("short_per_s_32", "short answers, 32 connections: 1/s", 0),
+    ("cpu_ms_per_short", "CPU per short answer, 32 connections: ms", 3),
     ("whole_streams", f"streams of {_MANY} complete and in order", 0),
     ("rss_idle_mib", "RSS idle: MiB", 1),
     ("rss_idle_above_ray_mib", "RSS idle above Ray's own: MiB", 1),
@@ -116,9 +117,7 @@ class Bench:
 
     def _paced(self, target: Target, count: int) -> None:
         before_ms = targets.cpu_ms(target.pid) if target.pid else 0.0
-        found = self._ask(
-            target, kind="streams", count=count, chunks=self._size.chunks, interval_s=_INTERVAL_S, spread_s=_INTERVAL_S
-        )
+        found = self._ask(target, kind="streams", count=count, chunks=self._size.chunks, interval_s=_INTERVAL_S, spread_s=_INTERVAL_S)
         if target.pid and count > 1 and found["chunks"]:
             spent_ms = targets.cpu_ms(target.pid) - before_ms
             self._keep(target, f"cpu_ms_per_1000_chunks_{count}", spent_ms / found["chunks"] * 1000)
@@ -127,25 +126,31 @@ class Bench:
         self._keep(target, "failed", count - found["whole"])
 
     def _short(self, target: Target) -> None:
-        """By wrk where there is one: the Python generator and the stub share a core and would be the limit for nginx."""
-        if self._wrk is None:
-            found = self._ask(target, kind="short", count=32, seconds=self._size.short_s)
-            self._keep(target, "short_per_s_32", found["per_s"])
-            self._keep(target, "failed", found["failed"])
-            return
+        before_ms = targets.cpu_ms(target.pid) if target.pid else 0.0
+        per_s, answered, failed = self._short_by_wrk(target, self._wrk) if self._wrk else self._short_by_own(target)
+        self._keep(target, "short_per_s_32", per_s)
+        self._keep(target, "failed", failed)
+        if target.pid and answered:
+            self._keep(target, "cpu_ms_per_short", (targets.cpu_ms(target.pid) - before_ms) / answered)
+
+    def _short_by_own(self, target: Target) -> tuple[float, int, int]:
+        found = self._ask(target, kind="short", count=32, seconds=self._size.short_s)
+        return found["per_s"], found["answered"], found["failed"]
+
+    def _short_by_wrk(self, target: Target, program: str) -> tuple[float, int, int]:
+        """Answers per second, answers, failures. The Python generator shares a core with the stub and would be the limit for nginx."""
         script = self._folder / "post.lua"
         key = f'wrk.headers["authorization"] = "Bearer {target.key}"\n' if target.key else ""
         body = json.dumps(short_body(target.model))
         script.write_text(f'wrk.method = "POST"\nwrk.headers["content-type"] = "application/json"\n{key}wrk.body = [==[{body}]==]\n')
         script.chmod(0o600)
         url = f"http://{target.host}:{target.port}/v1/chat/completions"
-        argv = ["taskset", "-c", str(self._cores.load), self._wrk, "-t1", "-c32", f"-d{self._size.short_s:.0f}s", "-s", str(script), url]
+        argv = ["taskset", "-c", str(self._cores.load), program, "-t1", "-c32", f"-d{self._size.short_s:.0f}s", "-s", str(script), url]
         out = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
-        rate = re.search(r"Requests/sec:\s+([\d.]+)", out)
         bad = re.search(r"Non-2xx or 3xx responses: (\d+)", out)
         errors = re.search(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", out)
-        self._keep(target, "short_per_s_32", float(rate[1]) if rate else 0.0)
-        self._keep(target, "failed", (int(bad[1]) if bad else 0) + (sum(map(int, errors.groups())) if errors else 0))
+        failed = (int(bad[1]) if bad else 0) + (sum(map(int, errors.groups())) if errors else 0)
+        return float(_found(r"Requests/sec:\s+([\d.]+)", out)), int(_found(r"(\d+) requests in", out)), failed
 
     def _keep(self, target: Target, figure: str, value: float) -> None:
         self.figures[figure][target.name].append(value)
@@ -215,6 +220,13 @@ def _medians(figures: dict[str, dict[str, list[float]]], present: list[Target], 
     return result
 
 
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise SystemExit(f"wrk said something unexpected: {text[-500:]}")
+    return match[1]
+
+
 def judge(figure: str, value: float | None) -> str:
     """The bar's verdict on a value: ok, MISSED, or nothing where there is no bar."""
     bar = _BARS.get(figure)
@@ -232,7 +244,7 @@ def show(medians: dict[str, dict[str, float]], notes: list[str]) -> None:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for figure, label, digits in _ROWS:
         found = medians.get(figure, {})
-        cells = [f"{found[name]:,.{digits}f}" if name in found else "–" for name in ("direct", "nginx", "sparkd")]
+        cells = [f"{found[name]:,.{digits}f}" if name in found else "-" for name in ("direct", "nginx", "sparkd")]
         bar = _BARS.get(figure, {})
         limit = f"≤ {bar['at_most']:g}" if "at_most" in bar else f"≥ {bar['at_least']:g}" if bar else ""
         verdict = judge(figure, found.get("sparkd"))

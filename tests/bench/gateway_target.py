@@ -1,6 +1,6 @@
 """The gateway alone, as the daemon serves it, in front of one engine's socket. Never starts an engine, a supervisor or Ray.
 
-    python -m tests.bench.gateway_target --stub-socket PATH --port N [--model NAME]
+Started by tests.bench.gateway with --stub-socket, --port and --model.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> int:
     try:
         from uvloop import new_event_loop
     except ImportError:
-        from asyncio import new_event_loop
+        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve(options.stub_socket, options.port, options.model))
     return 0

@@ -184,6 +184,7 @@ async def short(job: Job) -> dict[str, Any]:
     took.sort()
     return {
         "per_s": len(took) / elapsed_s,
+        "answered": len(took),
         "failed": failed,
         "p50_ms": _quantile(took, 0.5) / 1e6,
         "p99_ms": _quantile(took, 0.99) / 1e6,
@@ -205,7 +206,7 @@ def main() -> None:
     try:
         from uvloop import new_event_loop
     except ImportError:
-        from asyncio import new_event_loop
+        new_event_loop = asyncio.new_event_loop  # type: ignore[assignment]
     kinds = {"streams": streams, "short": short}
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         for line in sys.stdin:

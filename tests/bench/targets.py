@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,11 +192,11 @@ def _process(argv: list[str], core: int, log: Path) -> Iterator[subprocess.Popen
             child.wait()
 
 
-def _wait(child: subprocess.Popen[bytes], ready: object, log: Path) -> None:
+def _wait(child: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path) -> None:
     deadline_s = time.monotonic() + _START_S
-    while not ready():  # type: ignore[operator]
+    while not ready():
         if child.poll() is not None or time.monotonic() > deadline_s:
-            raise SystemExit(f"{child.args[:4]} did not come up: {log.read_text()[-2000:]}")  # type: ignore[index]
+            raise SystemExit(f"process {child.pid} did not come up: {log.read_text()[-2000:]}")
         time.sleep(0.02)
 
 
