@@ -160,7 +160,7 @@ def find_gguf() -> Path:
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """BF16 bit patterns of float32 `values` of any shape, rounded to nearest even as IEEE 754 does. Raises ValueError if one is not finite."""
+    """BF16 bit patterns of float32 `values` of any shape, rounded to nearest even (IEEE 754). Raises ValueError if one is not finite."""
     if not np.isfinite(values).all():
         raise ValueError("a weight is not finite")
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)

@@ -1,0 +1,55 @@
+# Everything works in a fresh clone. What is made stays in .venv and .sparkd of this folder.
+PYTHON   ?= python3
+PORT     ?= 4000
+MODEL    ?=
+ENGINE   ?= auto
+QUESTION ?= What is the capital of France?
+
+STATE    := $(CURDIR)/.sparkd
+EMBEDDED := $(STATE)/models/SmolLM2-135M-Instruct
+BIN      := $(CURDIR)/.venv/bin
+
+.PHONY: help serve test lint bench wheels clean dev python
+.SILENT:
+
+help:
+	echo "make serve                install, load a model, ask it one question, serve it on 127.0.0.1:4000 (Ctrl-C ends it)"
+	echo "     MODEL=X              a folder or a hub id instead of the embedded SmolLM2-135M-Instruct"
+	echo "     PORT=N PYTHON=X      another port, another Python 3.11 to 3.13"
+	echo "     ENGINE=X             auto, cpu, cuda or a requirement such as vllm==0.27.1"
+	echo "make test                 install what the tests need, lint, run them"
+	echo "make lint                 ruff, import-linter, mypy"
+	echo "make bench                what the gateway costs, beside nginx"
+	echo "make wheels               show that every dependency has wheels for aarch64 and x86_64, Python 3.11 to 3.13"
+	echo "make clean                remove .venv, .sparkd and caches"
+
+serve: python
+	mkdir -p -m 700 "$(STATE)"
+	"$(PYTHON)" deploy/setup.py --engine "$(ENGINE)" --port "$(PORT)" $(if $(MODEL),,--model "$(EMBEDDED)")
+	exec "$(BIN)/sparkd" serve --state-dir "$(STATE)" --port "$(PORT)" --ask "$(QUESTION)" \
+		$(if $(MODEL),--model "$(MODEL)",--model "$(EMBEDDED)" --name smollm2-135m-instruct)
+
+test: lint
+	"$(BIN)/python" -m pytest
+
+lint: dev
+	"$(BIN)/ruff" check --quiet
+	"$(BIN)/lint-imports" --no-logo
+	"$(BIN)/mypy"
+
+bench: dev
+	"$(BIN)/python" -m tests.bench.gateway
+
+wheels: dev
+	"$(BIN)/python" deploy/wheels.py
+
+clean:
+	rm -rf .venv .sparkd build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+dev: python
+	mkdir -p -m 700 "$(STATE)"
+	"$(PYTHON)" deploy/setup.py --dev --engine "$(ENGINE)" --model "$(EMBEDDED)"
+
+python:
+	command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not here; install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
