@@ -101,10 +101,10 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "ports end at 65535"
             other = 4001 if port == 4000 else 4000
             raise SetupError(
-                f"Port {port} of {host} cannot be used ({reason.lower().rstrip(".")}); free it or choose another with 'make serve PORT={other}'."
+                f"Port {port} of {host} cannot be used ({reason}); free it or choose another with 'make serve PORT={other}'."
             ) from error
 
 
