@@ -1,0 +1,257 @@
+"""What systemd passes in and hears back: real datagram sockets, real descriptors in a real child."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkd import systemd
+from sparkd.errors import ConfigError
+from sparkd.systemd import Systemd
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """NOTIFY_SOCKET as systemd writes it, and its other end."""
+    address = str(tmp_path / "notify") if request.param == "path" else f"@sparkd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(address.replace("@", "\0", 1))
+        end.settimeout(10)
+        yield address, end
+
+
+def test_notifications_arrive_as_systemd_reads_them(manager: tuple[str, socket.socket]) -> None:
+    address, end = manager
+    service = Systemd.take({"NOTIFY_SOCKET": address})
+    said = [
+        (service.ready(), ["READY=1"]),
+        (service.ready("serving 2 models"), ["READY=1", "STATUS=serving 2 models"]),
+        (service.stopping("open requests may finish"), ["STOPPING=1", "STATUS=open requests may finish"]),
+        (service.watchdog(), ["WATCHDOG=1"]),
+        (service.status("loading\nREADY=1\tsmollm2"), ["STATUS=loading READY=1 smollm2"]),
+    ]
+    for delivered, expected in said:
+        assert delivered
+        assert end.recv(4096).decode().split("\n") == expected
+
+
+def test_reloading_carries_a_monotonic_time_stamp(manager: tuple[str, socket.socket]) -> None:
+    address, end = manager
+    assert Systemd.take({"NOTIFY_SOCKET": address}).reloading("reading the configuration")
+    first, stamp, status = end.recv(4096).decode().split("\n")
+    assert (first, status) == ("RELOADING=1", "STATUS=reading the configuration")
+    name, _, number = stamp.partition("=")
+    assert name == "MONOTONIC_USEC"
+    assert number.isdigit()
+
+
+def test_an_empty_status_says_nothing(manager: tuple[str, socket.socket]) -> None:
+    address, end = manager
+    service = Systemd.take({"NOTIFY_SOCKET": address})
+    assert not service.status("")
+    assert service.watchdog()
+    assert end.recv(4096) == b"WATCHDOG=1"
+
+
+@pytest.mark.parametrize("name", ["missing", "file", "stream"])
+def test_a_manager_that_is_gone_is_no_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wrong:
+        wrong.bind(str(tmp_path / "stream"))
+        assert not Systemd.take({"NOTIFY_SOCKET": str(tmp_path / name)}).ready()
+
+
+def test_a_manager_that_does_not_read_costs_no_more_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systemd, "SEND_TIMEOUT_S", 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(str(tmp_path / "notify"))
+        service = Systemd.take({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        delivered = 0
+        while delivered < 100_000 and service.watchdog():
+            delivered += 1
+        assert 0 < delivered < 100_000
+
+
+def test_without_systemd_everything_is_absent_and_silent() -> None:
+    service = Systemd.take({"PATH": "/bin"})
+    assert service == Systemd()
+    assert not service.supervised
+    assert service.ping_interval_s is None
+    assert not service.ready()
+    assert not service.watchdog()
+    assert service.credential("admin.key") is None
+
+
+def test_take_leaves_nothing_for_children() -> None:
+    environ = {
+        "NOTIFY_SOCKET": "/run/systemd/notify",
+        "WATCHDOG_USEC": "30000000",
+        "WATCHDOG_PID": str(os.getpid()),
+        "LISTEN_FDS": "1",
+        "LISTEN_PID": "1",
+        "LISTEN_FDNAMES": "gateway",
+        "CREDENTIALS_DIRECTORY": "/run/credentials/sparkd.service",
+        "PATH": "/bin",
+    }
+    service = Systemd.take(environ)
+    assert environ == {"PATH": "/bin"}
+    assert service.supervised
+    assert service.listeners == ()
+    assert service.credentials == Path("/run/credentials/sparkd.service")
+
+
+@pytest.mark.parametrize(
+    ("environ", "deadline_s", "interval_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000"}, 30.0, 15.0),
+        ({"WATCHDOG_USEC": "500000", "WATCHDOG_PID": str(os.getpid())}, 0.5, 0.25),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid() + 1)}, None, None),
+        ({"WATCHDOG_USEC": "0"}, None, None),
+        ({"WATCHDOG_USEC": ""}, None, None),
+    ],
+)
+def test_watchdog_deadline(environ: dict[str, str], deadline_s: float | None, interval_s: float | None) -> None:
+    service = Systemd.take(dict(environ))
+    assert service.watchdog_s == deadline_s
+    assert service.ping_interval_s == interval_s
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"NOTIFY_SOCKET": "vsock:2:1234"}, "NOTIFY_SOCKET"),
+        ({"WATCHDOG_USEC": "30s"}, "WATCHDOG_USEC"),
+        ({"WATCHDOG_USEC": "-5"}, "WATCHDOG_USEC"),
+        ({"WATCHDOG_USEC": "1", "WATCHDOG_PID": "x"}, "WATCHDOG_PID"),
+        ({"LISTEN_FDS": "1", "LISTEN_PID": "me"}, "LISTEN_PID"),
+        ({"LISTEN_FDS": "one", "LISTEN_PID": str(os.getpid())}, "LISTEN_FDS"),
+    ],
+)
+def test_what_systemd_would_not_pass_is_named(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Systemd.take(dict(environ))
+
+
+CHILD = """
+    import os, subprocess, sys
+    from sparkd.systemd import Systemd
+
+    found = Systemd.take()
+    command = ["/bin/sh", "-c", "ls -l /proc/$$/fd; env"]
+    inherited = subprocess.run(command, stdout=subprocess.PIPE, text=True, close_fds=False).stdout
+    for listener in found.listeners:
+        inode = os.fstat(listener.socket.fileno()).st_ino
+        print(listener.name, listener.socket.getsockname()[1], listener.socket.getblocking(), f"socket:[{inode}]" in inherited)
+    print("LISTEN_" in inherited, Systemd.take().listeners, flush=True)
+    sys.stdin.read()
+    for listener in found.listeners:
+        connection, _ = listener.socket.accept()
+        connection.sendall(listener.name.encode())
+        connection.close()
+"""
+
+
+def with_descriptors(descriptors: list[int], environ: dict[str, str], code: str = CHILD) -> subprocess.Popen[str]:
+    """Run code in a child whose descriptors 3, 4 ... are these and whose LISTEN_PID is its own, as systemd's exec does it."""
+    targets = range(3, 3 + len(descriptors))
+    aside = [f"{100 + target}<&{fd}" for target, fd in zip(targets, descriptors, strict=True)]
+    moves = [*aside, *(f"{target}<&{100 + target}" for target in targets)]
+    closes = [f"{fd}<&-" for fd in {*descriptors, *(100 + target for target in targets)} - {*targets}]
+    shell = f'exec {" ".join(moves)}; exec {" ".join(closes)}; LISTEN_PID=$$ exec "$@"'
+    return subprocess.Popen(
+        ["bash", "-c", shell, "bash", sys.executable, "-c", textwrap.dedent(code)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environ},
+        pass_fds=descriptors,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_listening_sockets_are_taken_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = [first.getsockname()[1], second.getsockname()[1]]
+        environ = {"LISTEN_FDS": "2", "LISTEN_FDNAMES": "gateway:"}
+        with with_descriptors([first.fileno(), second.fileno()], environ) as child:
+            assert child.stdout is not None
+            lines = [child.stdout.readline().strip() for _ in range(3)]
+            # Nobody accepts yet: the connections wait in the backlog, as they do while a daemon restarts.
+            waiting = [socket.create_connection(("127.0.0.1", port), timeout=10) for port in ports]
+            _, errors = child.communicate(timeout=20)
+        answers = [connection.recv(100) for connection in waiting]
+        for connection in waiting:
+            connection.close()
+    assert child.returncode == 0, errors
+    assert lines == [f"gateway {ports[0]} False False", f"unknown {ports[1]} False False", "False ()"]
+    assert answers == [b"gateway", b"unknown"]
+
+
+REPORT = """
+    from sparkd.errors import ConfigError
+    from sparkd.systemd import Systemd
+
+    try:
+        print("taken", Systemd.take().listeners)
+    except ConfigError as error:
+        print(error.message)
+"""
+
+
+def test_descriptors_that_are_no_listening_sockets_are_refused() -> None:
+    pipe = os.pipe()
+    datagram, connected = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socketpair()
+    table = [(pipe[0], "1", "no socket"), (datagram.fileno(), "1", "ListenStream="), (connected[0].fileno(), "1", "ListenStream=")]
+    table.append((pipe[0], "3", "no socket"))
+    for descriptor, count, expected in table:
+        with with_descriptors([descriptor], {"LISTEN_FDS": count}, REPORT) as child:
+            output, errors = child.communicate(timeout=20)
+        assert expected in output, (output, errors)
+    for end in (datagram, *connected):
+        end.close()
+    for descriptor in pipe:
+        os.close(descriptor)
+
+
+def test_sockets_for_another_process_are_not_ours() -> None:
+    assert Systemd.take({"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid() + 1)}).listeners == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"sk-admin\n", "sk-admin"), (b"  sk-admin \r\n", "sk-admin"), (b"\n", None), (b"", None), (b"a\nb\n", "a\nb")],
+)
+def test_credential(tmp_path: Path, content: bytes, expected: str | None) -> None:
+    (tmp_path / "admin.key").write_bytes(content)
+    service = Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    assert service.credential("admin.key") == expected
+    assert service.credential("inference.key") is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../admin.key", "/etc/passwd"])
+def test_a_credential_is_a_plain_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="plain file names"):
+        Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential(name)
+
+
+@pytest.mark.parametrize("content", [b"sk-canary\xff", b"sk-canary" + b"x" * systemd.CREDENTIAL_BYTES])
+def test_a_bad_credential_is_not_shown(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "admin.key").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"admin\.key") as caught:
+        Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential("admin.key")
+    assert "canary" not in str(caught.value)
+
+
+def test_a_credential_that_cannot_be_read_names_the_unit(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").mkdir()
+    with pytest.raises(ConfigError, match="LoadCredential="):
+        Systemd.take({"CREDENTIALS_DIRECTORY": str(tmp_path)}).credential("admin.key")
