@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import aiohttp
 
 CONNECT_TIMEOUT_S = 2.0
 KEEPALIVE_S = 30.0
+MAX_MODEL_LIST_BYTES = 1 << 20
 
 
 class Upstream:
@@ -49,3 +53,15 @@ class Upstream:
 
     def __repr__(self) -> str:
         return f"Upstream({self.socket_path or self.base_url})"
+
+
+async def served_names(upstream: Upstream, timeout_s: float = 2.0) -> list[str] | None:
+    """The model names that the server behind `upstream` answers for; None while it is not up. A 200 from anything else is not enough."""
+    try:
+        async with asyncio.timeout(timeout_s), upstream.session().get("/v1/models") as response:
+            if response.status != 200:
+                return None
+            listed = json.loads(await response.content.read(MAX_MODEL_LIST_BYTES))
+            return [str(model["id"]) for model in listed["data"]]
+    except (TimeoutError, OSError, aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,239 @@
+"""The admin API: thin verbs over the supervisor, and their OpenAPI document. Never decides, never waits for a long action unless asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from sparkd import __version__
+from sparkd.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    SparkdError,
+    UnknownRoute,
+    error_body,
+)
+from sparkd.snapshot import ModelView, Snapshot
+from sparkd.state import Event, Operation, OperationState, Want
+from sparkd.supervisor import Supervisor
+
+PREFIX = "/admin/v1"
+HEARTBEAT_S = 15.0
+FOLLOW_EVERY_S = 0.5
+MAX_WAIT_S = 3600.0
+MAX_LOG_BYTES = 1 << 20
+
+
+class NewModel(BaseModel):
+    """A model that the configuration file does not have. `spec` has the keys of a model in sparkd.yaml."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=128)
+    spec: dict[str, Any]
+    load: bool = True
+
+
+def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> FastAPI:
+    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread."""
+    app = FastAPI(
+        title="sparkd admin API",
+        version=__version__,
+        openapi_url=f"{PREFIX}/openapi.json",
+        docs_url=f"{PREFIX}/docs",
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(_router(supervisor, costs))
+    app.add_exception_handler(SparkdError, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_body)
+    app.add_exception_handler(HTTPException, _refuse_route)
+    return app
+
+
+def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIRouter:
+    api = APIRouter(prefix=PREFIX)
+
+    @api.get("/status", summary="The daemon, its cluster and its conditions")
+    async def status() -> dict[str, Any]:
+        snapshot = supervisor.snapshot()
+        return _status(snapshot) | {"costs": await asyncio.to_thread(costs)}
+
+    @api.get("/nodes", summary="Nodes, their agents and their last reading")
+    async def nodes() -> dict[str, Any]:
+        return {"nodes": [asdict(node) for node in supervisor.snapshot().nodes]}
+
+    @api.get("/memory", summary="The last memory reading of every node, bytes")
+    async def memory() -> dict[str, Any]:
+        readings = [node.reading for node in supervisor.snapshot().nodes if node.reading]
+        return {"readings": [asdict(reading) for reading in readings]}
+
+    @api.get("/models", summary="Every known model")
+    async def models() -> dict[str, Any]:
+        return {"models": [model_body(view) for view in supervisor.snapshot().models.values()]}
+
+    @api.post("/models", status_code=202, summary="Add a model that the configuration file does not have, and load it")
+    async def add(new: NewModel) -> dict[str, Any]:
+        supervisor.add(new.name, new.spec)
+        if not new.load:
+            return {"operation": None, "model": model_body(supervisor.snapshot().models[new.name])}
+        return _accepted(supervisor.want(new.name, Want.RUNNING, "admin"))
+
+    @api.post("/models/{name:path}/load", status_code=202, summary="Wish a model RUNNING")
+    async def load(name: str) -> dict[str, Any]:
+        return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
+
+    @api.post("/models/{name:path}/unload", status_code=202, summary="Wish a model STOPPED; requests in flight may finish")
+    async def unload(name: str) -> dict[str, Any]:
+        return _accepted(supervisor.want(name, Want.STOPPED, "admin"))
+
+    @api.get("/models/{name:path}/log", summary="The engine's log; follow=true streams it", response_model=None)
+    async def log(
+        name: str, cursor: str | None = None, follow: bool = False, max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536
+    ) -> dict[str, str] | StreamingResponse:
+        if not follow:
+            return await supervisor.log_text(name, cursor, max_bytes)
+        supervisor.record(name)
+        return StreamingResponse(_follow(supervisor, name, cursor), media_type="text/plain; charset=utf-8")
+
+    @api.get("/models/{name:path}", summary="One model")
+    async def model(name: str) -> dict[str, Any]:
+        return model_body(supervisor.snapshot().models[supervisor.record(name).name])
+
+    @api.delete("/models/{name:path}", status_code=202, summary="Unload and forget a model that was added here")
+    async def remove(name: str) -> dict[str, Any]:
+        return _accepted(supervisor.remove(name))
+
+    @api.get("/operations", summary="Long actions, newest first")
+    async def operations() -> dict[str, Any]:
+        return {"operations": [asdict(operation) for operation in reversed(supervisor.snapshot().operations.values())]}
+
+    @api.get("/operations/{operation_id}", summary="One long action; wait_s waits for its end")
+    async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> dict[str, Any]:
+        found = supervisor.operation(operation_id)
+        if wait_s and found.state is OperationState.RUNNING:
+            found = await _wait(supervisor, operation_id, wait_s)
+        return asdict(found)
+
+    @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
+    async def cancel(operation_id: str) -> dict[str, Any]:
+        return asdict(supervisor.cancel(operation_id))
+
+    @api.get("/plan", summary="What the next tick would do")
+    async def plan() -> dict[str, Any]:
+        return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
+
+    @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
+    async def events(
+        request: Request, after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+    ) -> dict[str, Any] | StreamingResponse:
+        if "text/event-stream" not in request.headers.get("accept", ""):
+            return {"events": [asdict(event) for event in supervisor.ledger.events(after, limit)]}
+        last = request.headers.get("last-event-id", "")
+        start = int(last) if last.isdigit() else after
+        return StreamingResponse(_event_stream(supervisor, start, limit), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    return api
+
+
+def model_body(view: ModelView) -> dict[str, Any]:
+    """A model as the API gives it; handles without the paths of key files."""
+    fields = asdict(view)
+    fields["ranks"] = [
+        {name: value for name, value in rank.items() if name not in ("api_key_path",)} for rank in fields["ranks"]
+    ]
+    return fields
+
+
+def _status(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "settled": snapshot.settled,
+        "draining": snapshot.draining,
+        "tick_age_s": round(snapshot.tick_age_s, 3),
+        "cluster": dict(snapshot.cluster),
+        "conditions": list(snapshot.conditions),
+        "models": {name: view.state.value for name, view in snapshot.models.items()},
+        "nodes": [asdict(node) for node in snapshot.nodes],
+    }
+
+
+def _accepted(operation: Operation) -> dict[str, Any]:
+    return {"operation": operation.id, "href": f"{PREFIX}/operations/{operation.id}", **asdict(operation)}
+
+
+async def _wait(supervisor: Supervisor, operation_id: str, wait_s: float) -> Operation:
+    async with supervisor.ledger.listen() as queue:
+        try:
+            async with asyncio.timeout(wait_s):
+                while (found := supervisor.operation(operation_id)).state is OperationState.RUNNING:
+                    try:
+                        async with asyncio.timeout(1.0):
+                            await queue.get()
+                    except TimeoutError:
+                        continue
+        except TimeoutError:
+            found = supervisor.operation(operation_id)
+    return found
+
+
+async def _follow(supervisor: Supervisor, name: str, cursor: str | None) -> AsyncIterator[str]:
+    while True:
+        page = await supervisor.log_text(name, cursor, 65536)
+        cursor = page["cursor"]
+        if page["text"]:
+            yield page["text"]
+        else:
+            await asyncio.sleep(FOLLOW_EVERY_S)
+
+
+async def _event_stream(supervisor: Supervisor, after: int, limit: int) -> AsyncIterator[str]:
+    async with supervisor.ledger.listen() as queue:
+        seen = after
+        for event in supervisor.ledger.events(after, limit):
+            seen = event.seq
+            yield _sse(event)
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    event = await queue.get()
+            except TimeoutError:
+                yield ": still here\n\n"
+                continue
+            if event.seq > seen:
+                seen = event.seq
+                yield _sse(event)
+
+
+def _sse(event: Event) -> str:
+    return f"id: {event.seq}\nevent: {event.kind}\ndata: {json.dumps(asdict(event))}\n\n"
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    refusal = error if isinstance(error, SparkdError) else SparkdError("sparkd made an error; its log has more.")
+    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=refusal.headers())
+
+
+async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
+    """FastAPI's own text repeats the input, which may hold a secret: only the place and the reason are told."""
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    told = "; ".join(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
+    return await _refuse(request, BadRequest(f"The request does not fit: {told or 'unreadable'}."))
+
+
+async def _refuse_route(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return await _refuse(request, MethodNotAllowed(request.method, [allowed] if allowed else []))
+    return await _refuse(request, UnknownRoute(f"There is nothing at this path of the admin API. {PREFIX}/docs lists it."))
+
+

@@ -1,0 +1,283 @@
+"""The nodes, through Ray: membership, agents, placement and ranks. Never decides what should run, never talks to an engine's users."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sparkd.config import Config, ModelConfig
+from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
+from sparkd.memory import GIB, reading
+from sparkd.placement import Placement, needed_gib
+from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
+from sparkd.raylink import RayLink
+from sparkd.snapshot import NodeView
+from sparkd.state import Progress, RankFact, RankHandle, Reading
+from sparkd.upstream import Upstream, served_names
+from workers.agent import Agent
+from workers.meminfo import sample
+
+log = logging.getLogger("sparkd.cluster")
+
+OBSERVE_TIMEOUT_S = 3.0
+PLACE_TIMEOUT_S = 20.0
+SPAWN_TIMEOUT_S = 60.0
+RECONNECT_EVERY_S = 2.0
+MISSES_BEFORE_RECOVERY = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed."""
+
+    ranks: tuple[RankFact, ...] | None
+    reading: Reading | None
+    connected: bool
+    nodes: tuple[NodeView, ...] = ()
+    trouble: str | None = None
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Cluster:
+    """One Spark is a cluster of one: our own Ray head unless an address is given.
+
+    The node that the daemon runs on is also looked at directly, by the agent's own code, while Ray is away: engines that outlive Ray stay
+    in sight, and a restarted daemon finds them before Ray is connected.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.node_ip = config.cluster.node_ip or LOOPBACK
+        self.run_dir = config.runtime_path() / "ranks"
+        self.log_dir = config.state_dir / "logs"
+        token_path = config.token_path()
+        self.total_gib = self._offered_gib()
+        self._head = None if config.cluster.address else RayHead(
+            config.runtime_path(),
+            token_path,
+            node_ip=self.node_ip,
+            port=config.cluster.port,
+            memory_gib=self.total_gib,
+            object_store_mib=config.cluster.object_store_memory_mib,
+        )
+        self._link = RayLink(
+            node_environment(token_path, self.node_ip), str(self.run_dir), str(self.log_dir), config.memory.sample_s
+        )
+        self._here = Agent(self.node_ip, str(self.run_dir), str(self.log_dir), config.memory.sample_s)
+        self._misses = 0
+        self._trouble: str | None = "RayStarting: Ray is not connected yet."
+        self._reserved: dict[str, float] = {}
+        self._closing = False
+
+    def reconfigure(self, config: Config) -> None:
+        """Settings of engines take effect with their next start; where Ray and the folders are stays as it was."""
+        self._config = config
+
+    async def run(self, joined: Callable[[], None]) -> None:
+        """Connect, and connect again whenever Ray is lost, until cancelled. `joined` is called after each connection."""
+        while True:
+            if not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY or await asyncio.to_thread(self._head_died):
+                await self._connect()
+                joined()
+            await asyncio.sleep(RECONNECT_EVERY_S)
+
+    async def observe(self) -> Observation:
+        """Reading and ranks, from the agent, or directly from this node while the agent does not answer."""
+        facts = await self._ask_agent() if self._link.connected else None
+        agent = facts is not None
+        if facts is None:
+            try:
+                facts = await asyncio.to_thread(self._here.observe)
+            except OSError as error:
+                return Observation(None, None, False, trouble=f"NodeUnreadable: {error}")
+        now = reading(self.node_ip, facts["reading"], facts["now_s"])
+        node = NodeView(self.node_ip, self.node_ip, True, agent, now, float(self.total_gib), sum(self._reserved.values()))
+        about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
+        return Observation(_facts(facts["ranks"]), now, self._link.connected and agent, (node,), self._trouble, about)
+
+    async def place(self, spec: ModelConfig) -> Placement:
+        """Reserve unified memory for `spec` on one node. Raises DoesNotFit with the numbers, ClusterError while Ray is away."""
+        if spec.tensor_parallel not in ("auto", 1):
+            raise DoesNotFit(
+                f"tensor_parallel {spec.tensor_parallel} needs as many nodes, and this release of sparkd starts a model on one node only: "
+                "leave it out or set it to 1."
+            )
+        platform: str = self._config.engine.platform
+        if platform == "auto":
+            platform = await self._via_agent(lambda agent: agent.platform.remote(self._runtime(spec)), SPAWN_TIMEOUT_S)
+        env = spec.environment(self._config.engine)
+        need_gib = await asyncio.to_thread(needed_gib, spec, platform, _mem_total_gib(), env)
+        if need_gib > self.total_gib:
+            raise DoesNotFit(
+                f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller context or "
+                "format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
+            )
+        await self._link.reserve(spec.name, need_gib, PLACE_TIMEOUT_S)
+        self._reserved[spec.name] = need_gib
+        return Placement(self.node_ip, _slug(spec.name), need_gib, platform)
+
+    async def hold(self, spec: ModelConfig) -> None:
+        """Reserve again what an adopted rank uses already."""
+        if spec.name not in self._reserved:
+            await self.place(spec)
+
+    async def release(self, model: str) -> None:
+        self._reserved.pop(model, None)
+        await self._link.release(model)
+
+    async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
+        """Free the page cache, then start the one rank of `spec`. Raises RankError or AgentLost."""
+        if placement.platform == "cuda":
+            dropped = await self._via_agent(lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
+            log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
+        fields = {
+            "rank_id": rank_id,
+            "model_name": spec.name,
+            "served_names": list(spec.served_names()),
+            "model": spec.model,
+            "generation": generation,
+            "node_id": placement.node_id,
+            "rank": 0,
+            "runtime": self._runtime(spec),
+            "entrypoint": spec.entrypoint_of(self._config.engine),
+            "run_dir": str(self.run_dir),
+            "log_path": str(self.log_dir / f"{placement.slug}.log"),
+            "config_hash": config_hash,
+            "platform": placement.platform,
+            "flags": [],
+            "extra_args": spec.vllm_flags(),
+            "env": spec.environment(self._config.engine),
+            "socket_path": str(self.run_dir / f"{rank_id[-8:]}.sock"),
+            "log_max_bytes": self._config.engine.log_max_bytes,
+            "log_backups": self._config.engine.log_backups,
+            "stop_timeout_s": float(self._config.engine.stop_timeout_s),
+        }
+        handle = await self._via_agent(lambda agent: agent.spawn.remote(fields), SPAWN_TIMEOUT_S)
+        return RankHandle(**handle)
+
+    async def destroy(self, fact: RankFact) -> None:
+        """Stop a rank and verify that nothing of it is left. Raises RankError naming the processes that would not die."""
+        grace_s = float(self._config.engine.stop_timeout_s)
+        handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
+        ended: dict[str, Any]
+        if self._link.connected:
+            try:
+                ended = await self._via_agent(lambda agent: agent.destroy.remote(handle, grace_s), grace_s + SPAWN_TIMEOUT_S)
+            except AgentLost:
+                ended = await asyncio.to_thread(self._here.destroy, handle, grace_s)
+        else:
+            ended = await asyncio.to_thread(self._here.destroy, handle, grace_s)
+        if not ended["gone"]:
+            pids = ", ".join(str(pid) for pid in ended["survivors"])
+            raise RankError(
+                f"Processes {pids} of rank {fact.handle.rank_id} do not end even after SIGKILL: they hang in the kernel, usually in "
+                "the GPU driver. If they stay, the node must be rebooted."
+            )
+
+    async def upstream(self, handle: RankHandle) -> Upstream:
+        """The way to a rank 0: its Unix socket on this node, else its private address with its own key."""
+        if handle.socket_path:
+            return Upstream(socket_path=handle.socket_path)
+        key = await asyncio.to_thread(Path(handle.api_key_path).read_text) if handle.api_key_path else None
+        return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key.strip() if key else None)
+
+    async def served_names(self, upstream: Upstream) -> list[str] | None:
+        return await served_names(upstream)
+
+    async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
+        if self._link.connected and node_id != self.node_ip:
+            return await self._via_agent(lambda agent: agent.read_log.remote(path, cursor, max_bytes), OBSERVE_TIMEOUT_S)
+        return await asyncio.to_thread(self._here.read_log, path, cursor, max_bytes)
+
+    def costs(self) -> dict[str, Any]:
+        """What Ray and the daemon cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks."""
+        processes = self._head.costs() if self._head else []
+        return {
+            "daemon": process_cost(os.getpid()),
+            "ray": [{"name": p.name, "pid": p.pid, "pss_bytes": p.pss_bytes, "cpu_s": p.cpu_s} for p in processes],
+            "ray_pss_bytes": sum(p.pss_bytes for p in processes),
+            "ray_listeners": self._head.listeners() if self._head else [],
+        }
+
+    async def close(self, *, stop_ray: bool) -> None:
+        """Leave the cluster; with stop_ray, end our own head too. Ranks are not touched."""
+        self._closing = True
+        await self._link.disconnect()
+        if stop_ray and self._head:
+            await asyncio.to_thread(self._head.stop)
+
+    async def _connect(self) -> None:
+        try:
+            await self._link.disconnect()
+            address = await asyncio.to_thread(self._head.ensure) if self._head else self._config.cluster.address
+            await self._link.connect(address or "", self.node_ip)
+            for model, gib in list(self._reserved.items()):
+                await self._link.reserve(model, int(gib), PLACE_TIMEOUT_S)
+        except ClusterError as error:
+            if self._trouble != f"{type(error).__name__}: {error.message}":
+                log.error("%s", error.message)
+            self._trouble = f"{type(error).__name__}: {error.message}"
+            return
+        self._misses = 0
+        self._trouble = None
+        log.info("connected to Ray at %s", self._link.address)
+
+    def _head_died(self) -> bool:
+        return self._head is not None and self._head.living_address() is None
+
+    async def _ask_agent(self) -> dict[str, Any] | None:
+        try:
+            facts = await self._via_agent(lambda agent: agent.observe.remote(), OBSERVE_TIMEOUT_S)
+        except ClusterError as error:
+            self._misses += 1
+            self._trouble = f"AgentLost: {error.message}"
+            return None
+        self._misses = 0
+        self._trouble = None
+        return facts
+
+    async def _via_agent(self, call: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
+        return await self._link.call(call, timeout_s)
+
+    def _runtime(self, spec: ModelConfig) -> str:
+        return str(spec.runtime_of(self._config.engine) or sys.executable)
+
+    def _offered_gib(self) -> int:
+        total = int(sample()["mem_total_bytes"])
+        return max(1, (total - self._config.memory.os_reserve_bytes(total)) // GIB)
+
+
+def _facts(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
+    found = []
+    for raw in ranks:
+        if raw["handle"] is None:
+            log.warning("the status file of rank %s cannot be read: %s", raw["rank_id"], raw["error"])
+            continue
+        found.append(
+            RankFact(
+                handle=RankHandle(**raw["handle"]),
+                alive=raw["alive"],
+                processes=raw["processes"],
+                exit_code=raw["exit_code"],
+                stop_ordered=raw["stop_ordered"],
+                progress=Progress(**raw["progress"]),
+            )
+        )
+    return tuple(found)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:48] or "model"
+
+
+def _mem_total_gib() -> float:
+    return float(sample()["mem_total_bytes"]) / GIB

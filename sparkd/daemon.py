@@ -1,0 +1,297 @@
+"""The only place that sees everything: builds the parts, starts, reloads and stops them in order. Never serves a request itself."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from sparkd import metrics
+from sparkd.admin import admin_app
+from sparkd.cluster import Cluster
+from sparkd.config import Config, load_config
+from sparkd.console import Console
+from sparkd.errors import ConfigError, StateError
+from sparkd.gateway.edge import Edge
+from sparkd.gateway.keys import Keys, digest
+from sparkd.gateway.limits import Limits
+from sparkd.gateway.server import BACKLOG, GatewayServer, gateway_server
+from sparkd.keys import load_keys
+from sparkd.question import Asker
+from sparkd.scrape import Scraper
+from sparkd.state import Store
+from sparkd.supervisor import Supervisor
+from sparkd.systemd import Systemd
+from sparkd.upstream import Upstream
+
+log = logging.getLogger("sparkd")
+
+LOOP_DEAD_S = 30.0
+HURRIED_DRAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How `sparkd serve` was called. leave_engines: a SIGTERM leaves engines and Ray running for the next daemon to adopt."""
+
+    config_path: Path | None = None
+    flags: Mapping[str, Any] | None = None
+    ask: str | None = None
+    leave_engines: bool = False
+
+
+def serve(config: Config, options: Options) -> None:
+    """Run until a signal ends it. Raises ConfigError or StateError for what is wrong before anything was started."""
+    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        runner.run(_serve(config, options))
+
+
+async def _serve(config: Config, options: Options) -> None:
+    environ = dict(os.environ)
+    systemd = Systemd.take()
+    config.check_bind(environ)
+    with _lock(config.state_dir):
+        _private_folder(config.runtime_path())
+        listening = [listener.socket for listener in systemd.listeners] or [_bind(config.host, config.port)]
+        store = Store(config.state_dir / "state.db")
+        try:
+            await Daemon(config, options, systemd, store, listening, environ).run()
+        finally:
+            store.close()
+
+
+class Daemon:
+    """The parts and their order. Start: sockets, supervisor, Ray. Stop: no new leases, open requests, engines, Ray."""
+
+    def __init__(
+        self,
+        config: Config,
+        options: Options,
+        systemd: Systemd,
+        store: Store,
+        listening: list[socket.socket],
+        environ: Mapping[str, str],
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._systemd = systemd
+        self._listening = listening
+        self._environ = environ
+        self._own_key = secrets.token_hex(32)
+        probe_token = secrets.token_hex(32)
+        self.base_url = _base_url(listening[0])
+        self._asker = Asker(self.base_url, self._own_key, probe_token)
+        self._cluster = Cluster(config)
+        self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm)
+        self._scraper = Scraper(self._engines, time.monotonic)
+        self._edge = Edge(
+            self._supervisor,
+            admin=admin_app(self._supervisor, self._cluster.costs),
+            live=self._live,
+            ready=self._ready,
+            metrics_text=lambda: metrics.text(self._scraper.text()),
+            keys=self._keys(config),
+            limits=_limits(config),
+            probe_token=probe_token,
+            metrics_need_key=config.metrics_need_key,
+            include_aliases_in_list=config.include_aliases_in_list,
+        )
+        self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
+        self._ending = asyncio.Event()
+        self._stop_engines = True
+        self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.keys.open)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._catch_signals(loop)
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(self._server.serve(sockets=self._listening), name="gateway")
+            background = [
+                tasks.create_task(self._supervisor.run(), name="supervisor"),
+                tasks.create_task(self._cluster.run(lambda: self._catch_signals(loop)), name="cluster"),
+                tasks.create_task(self._scraper.run(), name="scraper"),
+                tasks.create_task(self._keep_watchdog_quiet(), name="watchdog"),
+                tasks.create_task(self._console.run(self._options.ask), name="console"),
+            ]
+            await self._ending.wait()
+            await self._end(serving, background)
+
+    def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Again after Ray was joined: it puts handlers of its own in place."""
+        loop.add_signal_handler(signal.SIGINT, self._end_soon, True)
+        loop.add_signal_handler(signal.SIGTERM, self._end_soon, not (self._options.leave_engines or self._systemd.supervised))
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _end_soon(self, stop_engines: bool) -> None:
+        if self._ending.is_set():
+            self._server.force_exit = True
+            return
+        self._stop_engines = stop_engines
+        self._ending.set()
+
+    async def _end(self, serving: asyncio.Task[None], background: Iterable[asyncio.Task[None]]) -> None:
+        self._systemd.stopping("open requests may finish")
+        self._console.say_ending(self._stop_engines)
+        self._supervisor.drain()
+        if self._stop_engines:
+            self._server.config.timeout_graceful_shutdown = HURRIED_DRAIN_S  # type: ignore[assignment]
+        self._server.should_exit = True
+        await serving
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        if self._stop_engines:
+            await self._supervisor.stop_everything()
+        await self._asker.close()
+        await self._cluster.close(stop_ray=self._stop_engines)
+        self._console.say_ended(self._stop_engines)
+
+    def _reload(self) -> None:
+        """Take the new configuration whole or not at all: a bad file never takes a good one down."""
+        self._systemd.reloading("reading the configuration")
+        try:
+            config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
+            keys = self._keys(config)
+        except ConfigError as error:
+            log.error("the configuration was not taken, the old one stays: %s", error.message)
+            self._systemd.ready("the last reload failed, the old configuration stays")
+            return
+        for name in ("listen", "state_dir", "runtime_dir", "cluster", "memory"):
+            if getattr(config, name) != getattr(self._config, name):
+                log.warning("%s changed in the configuration: it takes effect at the next start", name)
+        self._config = config
+        self._edge.keys, self._edge.limits = keys, _limits(config)
+        self._edge.metrics_need_key = config.metrics_need_key
+        self._edge.include_aliases_in_list = config.include_aliases_in_list
+        self._cluster.reconfigure(config)
+        self._supervisor.reconfigure(config)
+        self._systemd.ready("serving")
+
+    async def _keep_watchdog_quiet(self) -> None:
+        """Tell systemd READY once the supervisor has settled, then ping only while its loop really ticks."""
+        told = False
+        while True:
+            snapshot = self._supervisor.snapshot()
+            if not told and snapshot.settled:
+                told = self._systemd.ready("serving") or True
+            if snapshot.tick_age_s < LOOP_DEAD_S:
+                self._systemd.watchdog()
+            await asyncio.sleep(min(1.0 if not told else 5.0, self._systemd.ping_interval_s or 5.0))
+
+    def _live(self) -> tuple[bool, dict[str, Any]]:
+        age_s = self._supervisor.snapshot().tick_age_s
+        return age_s < LOOP_DEAD_S, {"tick_age_s": round(age_s, 3)}
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        """Ready is: can serve or queue."""
+        snapshot = self._supervisor.snapshot()
+        facts = {"settled": snapshot.settled, "draining": snapshot.draining, "conditions": list(snapshot.conditions)}
+        return snapshot.settled and not snapshot.draining, facts
+
+    def _engines(self) -> list[tuple[str, str, Upstream]]:
+        return self._supervisor.upstreams()
+
+    def _keys(self, config: Config) -> Keys:
+        ring = load_keys(config.keys, self._environ)
+        for warning in ring.warnings:
+            log.warning("%s", warning)
+        if not ring.inference and not ring.admin:
+            return Keys()
+        return Keys((*ring.inference, digest(self._own_key)), tuple(ring.admin))
+
+
+def _limits(config: Config) -> Limits:
+    ours = config.limits
+    return replace(
+        Limits(),
+        header_bytes=ours.max_header_bytes,
+        header_s=ours.header_timeout_s,
+        body_bytes=ours.max_body_bytes,
+        body_grace_s=ours.body_timeout_s,
+        keep_alive_s=ours.keep_alive_s,
+        client_write_s=ours.client_write_timeout_s,
+        connections=ours.max_connections,
+    )
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop  # type: ignore[no-any-return]
+
+
+class _lock:  # noqa: N801 - used as a function
+    """One daemon for each state directory. Raises StateError naming the process that holds it."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "lock"
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = open(self._path, "a+")  # noqa: SIM115 - held open for the daemon's life
+        except OSError as error:
+            raise StateError(
+                f"The state directory {self._path.parent} cannot be used: {error.strerror}. Create it for this user, or give --state-dir."
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            raise StateError(
+                f"Another sparkd (process {self._file.read().strip() or 'unknown'}) runs with the state directory {self._path.parent}: "
+                "stop it, or give --state-dir."
+            ) from None
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _private_folder(path: Path) -> None:
+    """The runtime folder, ours alone. It may lie in /tmp, where anybody could have put a folder of that name before."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise StateError(f"The runtime directory {path} cannot be made: {error.strerror}. Set runtime_dir to a folder of this user.") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise StateError(f"The runtime directory {path} belongs to somebody else or others can write to it: remove it, or set runtime_dir.")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        why = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
+        raise ConfigError(f"listen: {host}:{port} cannot be bound: {why}. Choose another port with --listen HOST:PORT.") from None
+    listening.setblocking(False)
+    return listening
+
+
+def _base_url(listening: socket.socket) -> str:
+    """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,74 @@
+"""Shows the supervisor's picture in the metrics. Never measures anything itself."""
+
+from __future__ import annotations
+
+from sparkd import metrics
+from sparkd.snapshot import ModelView, NodeView, Snapshot
+from sparkd.state import ModelState
+
+_shown: set[str] = set()
+
+
+def show(snapshot: Snapshot) -> None:
+    """Set every gauge; the series of a model that is gone are removed."""
+    for view in snapshot.models.values():
+        _show_model(view)
+    for name in _shown - set(snapshot.models):
+        _forget(name)
+    _shown.clear()
+    _shown.update(snapshot.models)
+    for node in snapshot.nodes:
+        _show_node(node)
+
+
+def loaded(model: str, seconds: float, adopted: bool) -> None:
+    if not adopted:
+        metrics.MODEL_LOAD_SECONDS.labels(model).observe(seconds)
+
+
+def failed(model: str, reason: str) -> None:
+    metrics.MODEL_FAILURES.labels(model, reason).inc()
+
+
+def restarted(model: str) -> None:
+    metrics.MODEL_RESTARTS.labels(model).inc()
+
+
+def _show_model(view: ModelView) -> None:
+    for state in ModelState:
+        metrics.MODEL_STATE.labels(view.name, state.value).set(1 if view.state is state else 0)
+    metrics.QUEUE_DEPTH.labels(view.name).set(view.queued)
+    progress = view.progress
+    if progress and progress.bytes_done is not None:
+        metrics.MODEL_LOAD_BYTES.labels(view.name).set(progress.bytes_done)
+    if progress and progress.bytes_total is not None:
+        metrics.MODEL_LOAD_TOTAL_BYTES.labels(view.name).set(progress.bytes_total)
+
+
+def _show_node(node: NodeView) -> None:
+    metrics.NODE_RESERVED_BYTES.labels(node.node_id).set(node.reserved_gib * (1 << 30))
+    reading = node.reading
+    if reading is None:
+        return
+    values = [
+        (metrics.NODE_MEM_TOTAL_BYTES, reading.mem_total_bytes),
+        (metrics.NODE_MEM_AVAILABLE_BYTES, reading.mem_available_bytes),
+        (metrics.NODE_MEM_FREE_BYTES, reading.mem_free_bytes),
+        (metrics.NODE_MEM_CACHED_BYTES, reading.cached_bytes),
+        (metrics.NODE_MEM_SWAP_USED_BYTES, reading.swap_total_bytes - reading.swap_free_bytes),
+        (metrics.NODE_MEM_CMA_TOTAL_BYTES, reading.cma_total_bytes),
+        (metrics.NODE_MEM_CMA_FREE_BYTES, reading.cma_free_bytes),
+        (metrics.NODE_PSI_SOME_RATIO, reading.psi_some_avg10 / 100 if reading.psi_some_avg10 is not None else None),
+        (metrics.NODE_PSI_FULL_RATIO, reading.psi_full_avg10 / 100 if reading.psi_full_avg10 is not None else None),
+        (metrics.NODE_READING_AGE_SECONDS, reading.age_s),
+    ]
+    for gauge, value in values:
+        if value is not None:
+            gauge.labels(node.node_id).set(value)
+
+
+def _forget(model: str) -> None:
+    for state in ModelState:
+        metrics.MODEL_STATE.remove(model, state.value)
+    for gauge in (metrics.QUEUE_DEPTH, metrics.MODEL_LOAD_BYTES, metrics.MODEL_LOAD_TOTAL_BYTES):
+        gauge.remove(model)

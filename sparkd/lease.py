@@ -1,0 +1,149 @@
+"""The right to use an engine for one request: counted, waited for, withdrawn. Never starts or stops anything itself: it wishes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+from sparkd.errors import (
+    Draining,
+    ModelFailed,
+    ModelLoading,
+    TooManyRequests,
+    Unavailable,
+)
+from sparkd.record import Record
+from sparkd.state import STARTING, ModelState, Want
+from sparkd.upstream import Upstream
+
+if TYPE_CHECKING:
+    from sparkd.supervisor import Supervisor
+
+
+class Lease:
+    """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
+    decrement of the in-flight count."""
+
+    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "model", "upstream")
+
+    model: str
+    upstream: Upstream
+
+    def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool) -> None:
+        self._door = door
+        self._name = name
+        self._wait_s = wait_s
+        self._probe = probe
+        self._held: Record | None = None
+
+    async def __aenter__(self) -> Lease:
+        record = self._held = await self._door.enter(self._name, self._wait_s, self._probe)
+        upstream = record.upstream
+        if upstream is None:
+            self._held = None
+            self._door.leave(record)
+            raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
+        self.model, self.upstream = record.name, upstream
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._held is not None:
+            self._door.leave(self._held)
+            self._held = None
+
+
+class Door:
+    """Lets requests to the models, holds those whose model is on its way, and turns away the rest."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._waiting = 0
+        self._closed = False
+
+    async def enter(self, name: str, wait_s: float | None, probe: bool) -> Record:
+        """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
+        record = self._supervisor.record(name)
+        if probe and record.state in STARTING:
+            record.in_flight += 1
+            return record
+        self._refuse_closed()
+        if record.state is not ModelState.READY:
+            await self._wait(record, wait_s)
+        limit = record.spec.concurrency_limit if record.spec else None
+        if limit is not None and record.in_flight >= limit:
+            raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
+        record.in_flight += 1
+        return record
+
+    def leave(self, record: Record) -> None:
+        record.in_flight -= 1
+        record.last_used_s = self._supervisor.now_s()
+        if record.in_flight == 0 and record.state is ModelState.DRAINING:
+            self._supervisor.wake()
+
+    def open(self, record: Record) -> None:
+        """The model is READY: everyone who waits may go in."""
+        for waiter in record.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def turn_away(self, record: Record) -> None:
+        """The model failed or was stopped: everyone who waits learns why."""
+        error = self._failed(record) if record.state is ModelState.FAILED else Unavailable(f"The model {record.name} was unloaded meanwhile.")
+        for waiter in record.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def close(self) -> None:
+        self._closed = True
+
+    async def _wait(self, record: Record, wait_s: float | None) -> None:
+        if record.state is ModelState.FAILED and record.backoff_until_s > self._supervisor.now_s():
+            raise self._failed(record)
+        if self._waiting >= self._supervisor.config.max_queued_requests:
+            raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
+        if wait_s is None:
+            wait_s = self._supervisor.config.wait_s(record.spec) if record.spec else 0.0
+        wished = record.desired.want is not Want.RUNNING
+        if wished:
+            self._supervisor.want(record.name, Want.RUNNING, "request")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        record.waiters.add(waiter)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                await waiter
+        except TimeoutError:
+            raise self._loading(record) from None
+        finally:
+            self._waiting -= 1
+            record.waiters.discard(waiter)
+            self._withdraw(record)
+        self._refuse_closed()
+
+    def _withdraw(self, record: Record) -> None:
+        """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded."""
+        idle = record.state in (ModelState.STOPPED, ModelState.PLANNED) and not record.waiters
+        if idle and record.desired.want is Want.RUNNING and record.desired.by == "request":
+            self._supervisor.want(record.name, Want.STOPPED, "request")
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise Draining("sparkd is going down and takes no new requests; try again in a moment.", retry_after_s=5)
+
+    def _loading(self, record: Record) -> ModelLoading:
+        loading = self._supervisor.snapshot().models[record.name].loading()
+        eta_s = loading.get("eta_seconds")
+        return ModelLoading(
+            f"The model {record.name} is on its way ({record.state}) and was not ready in time; try again.",
+            loading=loading,
+            retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
+        )
+
+    def _failed(self, record: Record) -> ModelFailed:
+        left_s = max(0.0, record.backoff_until_s - self._supervisor.now_s())
+        return ModelFailed(
+            f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. See `sparkd ps` and `sparkd logs`.",
+            retry_after_s=max(1, math.ceil(left_s)),
+        )

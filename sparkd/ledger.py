@@ -1,0 +1,144 @@
+"""What must outlive the daemon: wishes, handles, operations, events, written as they happen. Never decides, never acts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from sparkd.errors import StateError, UnknownOperation
+from sparkd.record import Record
+from sparkd.state import (
+    OPERATIONS_KEPT,
+    Desired,
+    Event,
+    Operation,
+    OperationState,
+    RankHandle,
+    Store,
+    Want,
+)
+
+log = logging.getLogger("sparkd.events")
+
+LISTENER_BACKLOG = 1000
+
+
+class Ledger:
+    """The supervisor's book. A full disk must not end serving: `trouble` says what is not saved, and the next write tries again."""
+
+    def __init__(self, store: Store, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._wall = wall
+        self._operations: dict[str, Operation] = {operation.id: operation for operation in store.operations()}
+        self._listeners: set[asyncio.Queue[Event]] = set()
+        self.trouble: str | None = None
+
+    def wish(self, record: Record, want: Want, by: str) -> None:
+        record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())
+        self._persist(lambda: self._store.save_desired(record.desired))
+        self.say("want", record.name, f"{want} wished by {by}.", by=by)
+
+    def forget_wish(self, name: str) -> None:
+        self._persist(lambda: self._store.forget_desired(name))
+
+    def keep_handle(self, handle: RankHandle) -> None:
+        self._persist(lambda: self._store.save_handle(handle))
+
+    def forget_handle(self, rank_id: str) -> None:
+        self._persist(lambda: self._store.forget_handle(rank_id))
+
+    def operation(self, operation_id: str) -> Operation:
+        operation = self._operations.get(operation_id)
+        if operation is None:
+            raise UnknownOperation(f"The operation {operation_id[:64]!r} is not known; only the last {OPERATIONS_KEPT} are kept.")
+        return operation
+
+    def operations(self, records: dict[str, Record]) -> dict[str, Operation]:
+        """All of them; a running one carries its model's progress."""
+        return {operation.id: self._with_progress(operation, records) for operation in self._operations.values()}
+
+    def running(self, record: Record, kind: str) -> Operation | None:
+        operation = self._operations.get(record.operation or "")
+        return operation if operation and operation.kind == kind and operation.state is OperationState.RUNNING else None
+
+    def begin(self, record: Record, kind: str, by: str) -> Operation:
+        self.finish(record, OperationState.CANCELLED, f"Superseded by {kind}.")
+        operation = Operation(secrets.token_hex(8), kind, record.name, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        record.operation = operation.id
+        self._keep(operation)
+        return operation
+
+    def finish(self, record: Record, state: OperationState, message: str, kind: str | None = None) -> None:
+        """End the record's running operation, if it has one (of this kind)."""
+        operation = self._operations.get(record.operation or "")
+        if operation is None or operation.state is not OperationState.RUNNING or (kind and operation.kind != kind):
+            return
+        self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall(), progress=record.progress))
+        record.operation = None
+
+    def take_over(self, records: dict[str, Record]) -> None:
+        """An operation of an earlier daemon goes on where its wish still stands, and ends otherwise."""
+        for operation in list(self._operations.values()):
+            if operation.state is not OperationState.RUNNING:
+                continue
+            record = records.get(operation.model)
+            kind = "load" if record and record.desired.want is Want.RUNNING else "unload"
+            if record and record.operation is None and kind == operation.kind:
+                record.operation = operation.id
+            else:
+                self._keep(replace(operation, state=OperationState.CANCELLED, message="The daemon ended.", finished_at_s=self._wall()))
+
+    def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
+        """One event: to the log, the database and everyone who listens."""
+        log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
+        try:
+            event = self._store.add_event(self._wall(), kind, model, message, data)
+        except StateError as error:
+            self._note(error)
+            return
+        for queue in self._listeners:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(event)
+
+    def events(self, after_seq: int, limit: int) -> list[Event]:
+        return self._store.events(after_seq, limit)
+
+    @asynccontextmanager
+    async def listen(self) -> AsyncIterator[asyncio.Queue[Event]]:
+        """New events as they happen. A listener that does not keep up loses the oldest, which it can see by the gap in `seq`."""
+        queue: asyncio.Queue[Event] = asyncio.Queue(maxsize=LISTENER_BACKLOG)
+        self._listeners.add(queue)
+        try:
+            yield queue
+        finally:
+            self._listeners.discard(queue)
+
+    def _keep(self, operation: Operation) -> None:
+        self._operations[operation.id] = operation
+        while len(self._operations) > OPERATIONS_KEPT:
+            self._operations.pop(next(iter(self._operations)))
+        self._persist(lambda: self._store.save_operation(operation))
+
+    def _with_progress(self, operation: Operation, records: dict[str, Record]) -> Operation:
+        record = records.get(operation.model)
+        if operation.state is not OperationState.RUNNING or record is None:
+            return operation
+        return replace(operation, progress=record.progress)
+
+    def _persist(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+            self.trouble = None
+        except StateError as error:
+            self._note(error)
+
+    def _note(self, error: StateError) -> None:
+        if self.trouble is None:
+            log.error("state is not saved: %s", error.message)
+        self.trouble = f"StateNotSaved: {error.message}"

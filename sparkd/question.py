@@ -1,0 +1,67 @@
+"""Puts one real question to a model through our own gateway, on the path that users take. Never speaks to an engine directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from sparkd.errors import EngineError, Unavailable
+
+WARM_QUESTION = "Reply with the word ready."
+# A model answers on one of these: chat, then plain completion, then the pooling kinds.
+_WAYS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": WARM_QUESTION}], "max_tokens": 4, "temperature": 0}, "choices"),
+    ("/v1/completions", {"prompt": WARM_QUESTION, "max_tokens": 4, "temperature": 0}, "choices"),
+    ("/v1/embeddings", {"input": WARM_QUESTION}, "data"),
+    ("/v1/score", {"text_1": "ready", "text_2": "steady"}, "data"),
+    ("/v1/rerank", {"query": "ready", "documents": ["steady"]}, "results"),
+)
+_NOT_THIS_WAY = (400, 404, 405, 422, 501)
+
+
+class Asker:
+    """A client of our own gateway. `key` authorises it, `probe_token` lets it use a model that is not READY yet."""
+
+    def __init__(self, base_url: str, key: str | None, probe_token: str | None = None) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if probe_token:
+            headers["x-sparkd-probe"] = probe_token
+        self._client = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=None)
+
+    async def warm(self, model: str, timeout_s: float) -> None:
+        """Returns once the model has answered in one of the ways that engines answer. Raises EngineError or Unavailable."""
+        refusal = ""
+        for path, fields, expected in _WAYS:
+            status, answer = await self._post(path, {"model": model, **fields}, timeout_s)
+            if status == 200 and answer.get(expected):
+                return
+            refusal = f"{path} answered {status}"
+            if status not in _NOT_THIS_WAY:
+                break
+        raise EngineError(f"The model {model} did not answer its first question: {refusal}.")
+
+    async def chat(self, model: str, question: str, timeout_s: float, max_tokens: int = 64) -> str:
+        """The text of one chat answer, temperature 0."""
+        fields = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0}
+        status, answer = await self._post("/v1/chat/completions", fields, timeout_s)
+        if status != 200:
+            raise EngineError(f"The model {model} answered {status} to its question: {answer.get('error', {}).get('message', 'no reason given')}")
+        return str(answer["choices"][0]["message"]["content"])
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _post(self, path: str, fields: dict[str, Any], timeout_s: float) -> tuple[int, dict[str, Any]]:
+        try:
+            response = await self._client.post(path, json=fields, timeout=timeout_s)
+            answer = response.json()
+        except httpx.HTTPError as error:
+            raise Unavailable(f"The gateway did not answer on {path}: {type(error).__name__}.") from error
+        except ValueError as error:
+            raise EngineError(f"The answer on {path} was not JSON.") from error
+        if not isinstance(answer, dict):
+            raise EngineError(f"The answer on {path} was not a JSON object.")
+        return response.status_code, answer
+
+

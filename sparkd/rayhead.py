@@ -1,0 +1,272 @@
+"""sparkd's own Ray head: starts it, finds it again, measures it and ends it. Never touches a Ray that somebody else started."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkd.errors import RayUnavailable
+
+MARK = "SPARKD_RAY_DIR"
+START_TIMEOUT_S = 90.0
+STOP_GRACE_S = 2.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RayProcess:
+    """What one process of Ray costs. pss_bytes: its share of the memory it maps; cpu_s: CPU seconds since it started."""
+
+    name: str
+    pid: int
+    pss_bytes: int
+    cpu_s: float
+
+
+class RayHead:
+    """The Ray head of one runtime directory. Its processes carry that directory in their environment: so they are found, and only they.
+
+    node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
+    every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
+    """
+
+    def __init__(self, runtime_dir: Path, token_path: Path, *, node_ip: str, port: int, memory_gib: int, object_store_mib: int) -> None:
+        self.folder = runtime_dir / "ray"
+        self.token_path = token_path
+        self.node_ip = node_ip
+        self._port = port
+        self._memory_gib = memory_gib
+        self._object_store_mib = object_store_mib
+        self._record = runtime_dir / "ray.json"
+
+    def ensure(self) -> str:
+        """The address of the living head, which is started first if need be. Blocks, seconds. Raises RayUnavailable."""
+        address = self.living_address()
+        if address:
+            return address
+        self.stop()
+        return self._start()
+
+    def living_address(self) -> str | None:
+        """None unless both its GCS and its raylet live."""
+        try:
+            address = json.loads(self._record.read_text())["address"]
+        except (OSError, ValueError, KeyError):
+            return None
+        names = {name for name, _ in self._processes()}
+        return str(address) if {"gcs_server", "raylet"} <= names else None
+
+    def stop(self) -> None:
+        """End every process of this head, SIGTERM then SIGKILL, and remove its folder. The raylet goes first: it ends its own children."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for _, pid in sorted(self._processes(), key=lambda found: found[0] != "raylet"):
+                _kill(pid, number)
+            deadline = time.monotonic() + STOP_GRACE_S
+            while any(self._processes()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._record.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def costs(self) -> list[RayProcess]:
+        """PSS and CPU time of every process of this head, largest first."""
+        found = [RayProcess(name, pid, _pss_bytes(pid), _cpu_s(pid)) for name, pid in self._processes()]
+        return sorted(found, key=lambda process: -process.pss_bytes)
+
+    def listeners(self) -> list[str]:
+        """`address:port name` of every TCP socket that a process of this head listens on."""
+        return sorted(f"{where} {name}" for name, pid in self._processes() for where in _listening(pid))
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What `ray start` runs in. Ray's own variables of the caller are dropped: another cluster's settings must not leak in."""
+        clean = {name: value for name, value in inherited.items() if not name.startswith("RAY_")}
+        return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)}
+
+    def command(self) -> list[str]:
+        resources = {"unified_memory_gib": self._memory_gib}
+        return [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+            f"--node-ip-address={self.node_ip}",
+            f"--port={self._port}",
+            f"--temp-dir={self.folder}",
+            f"--object-store-memory={self._object_store_mib << 20}",
+            f"--resources={json.dumps(resources)}",
+            "--num-cpus=1",
+            "--num-gpus=0",
+            "--include-dashboard=false",
+            "--include-log-monitor=false",
+            "--no-monitor",
+            "--disable-usage-stats",
+            "--log-color=false",
+        ]
+
+    def _start(self) -> str:
+        make_token(self.token_path)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            done = subprocess.run(
+                self.command(),
+                env=self.environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=START_TIMEOUT_S,
+                start_new_session=True,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self.stop()
+            raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {type(error).__name__}. Look into {self.folder}.") from error
+        address = self._published_address()
+        if done.returncode != 0 or address is None:
+            last = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:] or ["no output"]
+            self.stop()
+            raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
+        _write_private(self._record, json.dumps({"address": address}))
+        return address
+
+    def _published_address(self) -> str | None:
+        """Ray writes the address of the newest head into its temp-dir."""
+        try:
+            return (self.folder / "ray_current_cluster").read_text().strip() or None
+        except OSError:
+            return None
+
+    def _processes(self) -> Iterator[tuple[str, int]]:
+        """(name, pid) of every living process of this head: it carries our mark or holds a file of our folder open.
+
+        Both, because Ray's agents and workers set a process title, which overwrites the environment that /proc shows.
+        """
+        mark = f"{MARK}={self.folder}".encode()
+        inside = f"{self.folder}/"
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit() or int(entry) == os.getpid():
+                continue
+            try:
+                with open(f"/proc/{entry}/environ", "rb") as file:
+                    ours = mark in file.read().split(b"\0") or _holds_open(entry, inside)
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    stat = file.read()
+            except OSError:
+                continue
+            if ours and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+                yield stat[stat.index(b"(") + 1 : stat.rindex(b")")].decode("ascii", "replace"), int(entry)
+
+
+def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
+    """Environment that every process which starts or joins our Ray needs.
+
+    Token authentication on (off by default in Ray; CVE-2023-48022), memory monitor off (it kills loading workers at 95 % of the node:
+    ray-project/ray issue 39723), no metrics collection, no prestarted workers, no usage report.
+    """
+    package_root = str(Path(__file__).resolve().parent.parent)
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_START_HOOK": "workers.ray_start.trim",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH", "")))),
+    }
+    if node_ip == LOOPBACK:
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return variables
+
+
+def make_token(path: Path) -> None:
+    """Write a new random token, for this user only, unless there is one."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_private(path, secrets.token_hex(32))
+
+
+def process_cost(pid: int) -> dict[str, Any]:
+    """{"pss_bytes", "cpu_s"} of one process of ours."""
+    return {"pss_bytes": _pss_bytes(pid), "cpu_s": _cpu_s(pid)}
+
+
+def _write_private(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _holds_open(pid: str, inside: str) -> bool:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _pss_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
+    except OSError:
+        return 0
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            words = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _listening(pid: int) -> set[str]:
+    """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
+    inodes = set()
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    except OSError:
+        return set()
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.add(_address(words[1]))
+    return found
+
+
+def _address(text: str) -> str:
+    """`0100007F:1F90` -> `127.0.0.1:8080`: each 32-bit word is in host byte order (proc_net_tcp)."""
+    raw, _, port = text.partition(":")
+    words = b"".join(int(raw[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(raw), 8))
+    family = socket.AF_INET if len(words) == 4 else socket.AF_INET6
+    return f"{socket.inet_ntop(family, words)}:{int(port, 16)}"

@@ -1,0 +1,125 @@
+"""What the supervisor remembers of one model between two ticks. Never decides, never acts; only the supervisor and its door write it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from sparkd.config import ModelConfig
+from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle
+from sparkd.upstream import Upstream
+
+
+class Record:
+    """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
+
+    __slots__ = (
+        "adopted",
+        "attempt_since_s",
+        "backoff_until_s",
+        "busy",
+        "desired",
+        "failures",
+        "handle",
+        "hash",
+        "in_flight",
+        "last_asked_s",
+        "last_used_s",
+        "load_s",
+        "log_path",
+        "memory_gib",
+        "message",
+        "name",
+        "node_id",
+        "operation",
+        "progress",
+        "rank_id",
+        "ranks",
+        "ready_since_s",
+        "reason",
+        "restarts",
+        "since_s",
+        "since_wall_s",
+        "spec",
+        "state",
+        "task",
+        "upstream",
+        "waiters",
+    )
+
+    def __init__(self, name: str, desired: Desired, now_s: float, wall_s: float) -> None:
+        self.name = name
+        self.desired = desired
+        self.spec: ModelConfig | None = None
+        self.hash: str | None = None
+        self.state = ModelState.STOPPED
+        self.since_s = now_s
+        self.since_wall_s = wall_s
+        self.reason: str | None = None
+        self.message: str | None = None
+        self.operation: str | None = None
+        self.busy: str | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.rank_id: str | None = None
+        self.handle: RankHandle | None = None
+        self.node_id: str | None = None
+        self.ranks: tuple[RankFact, ...] | None = None
+        self.progress: Progress | None = None
+        self.log_path: str | None = None
+        self.memory_gib: float | None = None
+        self.upstream: Upstream | None = None
+        self.adopted = False
+        self.in_flight = 0
+        self.waiters: set[asyncio.Future[None]] = set()
+        self.last_used_s = now_s
+        self.last_asked_s = float("-inf")
+        self.attempt_since_s = now_s
+        self.ready_since_s: float | None = None
+        self.load_s: float | None = None
+        self.failures = 0
+        self.restarts = 0
+        self.backoff_until_s = float("-inf")
+
+    @property
+    def queued(self) -> int:
+        return len(self.waiters)
+
+    def observe(self, ranks: tuple[RankFact, ...] | None) -> None:
+        """Take in what the node showed; None where nobody could look."""
+        if ranks is None:
+            return
+        self.ranks = ranks
+        for fact in ranks:
+            if fact.handle.rank_id == self.rank_id:
+                self.progress = fact.progress
+                self.log_path = fact.handle.log_path
+
+    def begin_attempt(self, now_s: float) -> None:
+        self.attempt_since_s = now_s
+        self.last_asked_s = float("-inf")
+        self.ready_since_s = self.load_s = self.progress = None
+        self.reason = self.message = None
+        self.adopted = False
+
+    def fail(self, reason: str, message: str, backoff_until_s: float) -> None:
+        self.reason, self.message = reason, message
+        self.backoff_until_s = backoff_until_s
+        self.ready_since_s = None
+        self.restarts += 1
+
+    def forget_rank(self) -> None:
+        self.rank_id = self.handle = self.node_id = self.progress = self.memory_gib = self.ready_since_s = None
+        self.reason = self.message = None
+        self.failures = 0
+        self.backoff_until_s = float("-inf")
+
+    def cancel(self) -> None:
+        """End a placement or a question that is under way; a stop always runs to its end."""
+        if self.task and self.busy in ("place", "ask"):
+            self.task.cancel()
+
+    def close_upstream(self, spawn: Callable[[Any, str], object]) -> None:
+        upstream, self.upstream = self.upstream, None
+        if upstream:
+            spawn(upstream.close(), f"close {self.name}")

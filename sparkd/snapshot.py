@@ -1,0 +1,80 @@
+"""The frozen picture of everything that the supervisor hands out. Never changes after it was made, never reaches back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkd.state import ModelState, Operation, Progress, RankHandle, Reading, Want
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model."""
+
+    name: str
+    aliases: tuple[str, ...]
+    unlisted: bool
+    metadata: Mapping[str, Any]
+    max_model_len: int | None
+    source: str
+    state: ModelState
+    want: Want
+    wanted_by: str
+    generation: int
+    since_s: float
+    created_at_s: float
+    reason: str | None
+    message: str | None
+    progress: Progress | None
+    node: str | None
+    ranks: tuple[RankHandle, ...]
+    in_flight: int
+    queued: int
+    failures: int
+    restarts: int
+    retry_in_s: float | None
+    load_s: float | None
+    memory_gib: float | None
+    operation: str | None
+
+    def loading(self) -> dict[str, Any]:
+        """The `loading` object of a 503: only what is known."""
+        fields: dict[str, Any] = {"model": self.name, "state": self.state.value, "node": self.node}
+        if self.progress:
+            fields |= {
+                "progress": self.progress.fraction,
+                "bytes_done": self.progress.bytes_done,
+                "bytes_total": self.progress.bytes_total,
+                "eta_seconds": self.progress.eta_s,
+            }
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node of the cluster. `agent` is false while its agent does not answer."""
+
+    node_id: str
+    address: str
+    local: bool
+    agent: bool
+    reading: Reading | None
+    unified_memory_gib: float | None
+    reserved_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything at one moment. `settled` is true once the first reading, the adoption scan and the configuration were in."""
+
+    at_s: float
+    settled: bool
+    draining: bool
+    tick_age_s: float
+    models: Mapping[str, ModelView]
+    nodes: tuple[NodeView, ...]
+    operations: Mapping[str, Operation]
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()

@@ -1,0 +1,123 @@
+"""The Ray actor of a node: readings, page cache, and the ranks that live there. Never decides what should run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from workers import meminfo, rank
+
+# Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
+VERSION = "1"
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
+WINDOW_S = 60.0
+
+
+class Agent:
+    """One node's eyes and hands. Every method returns facts and blocks; Ray runs them on threads of their own.
+
+    run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only.
+    """
+
+    def __init__(self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc") -> None:
+        self.node_id = node_id
+        self.run_dir = run_dir
+        self.log_dir = log_dir
+        self._proc = Path(proc)
+        self._sample_s = sample_s
+        for folder in (run_dir, log_dir):
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._plugin_dir = self._expose_workers()
+        self._samples: deque[dict[str, float]] = deque(maxlen=int(WINDOW_S / sample_s))
+        self._sample()
+        threading.Thread(target=self._sample_forever, name="memory sampler", daemon=True).start()
+
+    def version(self) -> str:
+        return VERSION
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def observe(self) -> dict[str, Any]:
+        """Reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller work out ages."""
+        return {
+            "node_id": self.node_id,
+            "now_s": time.time(),
+            "reading": self._samples[-1],
+            "ranks": rank.scan(self.run_dir),
+            "strays": rank.strays(self.run_dir),
+        }
+
+    def spawn(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Start one rank; returns its handle once that is on disk. Raises RankError."""
+        asked = rank.RankSpec.from_dict(spec | {"pythonpath": (self._plugin_dir,)})
+        return rank.spawn(asked)
+
+    def platform(self, runtime: str) -> str:
+        """`cuda` or `cpu`."""
+        return rank.platform_of(runtime)
+
+    def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
+        """Stop a rank, verify that every process is gone, and forget it. `survivors` names what even SIGKILL did not end."""
+        ended = rank.stop(handle, run_dir=self.run_dir, grace_s=grace_s)
+        if ended["gone"]:
+            rank.forget(handle["rank_id"], self.run_dir)
+        return ended
+
+    def read_log(self, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
+        """Only files in this node's log folder."""
+        if Path(path).resolve().parent != Path(self.log_dir).resolve():
+            return {"text": "", "cursor": cursor or ""}
+        return rank.read_log(path, cursor, max_bytes=max_bytes)
+
+    def drop_page_cache(self) -> dict[str, Any]:
+        """Free clean page cache. The kernel checks for uid 0, so an ordinary user asks the root helper on its socket.
+
+        Answers {"dropped": bool, "how": str, "freed_bytes": int}; a refusal is an answer, not an error.
+        """
+        before = meminfo.sample(self._proc)["mem_free_bytes"]
+        how = self._drop()
+        freed = meminfo.sample(self._proc)["mem_free_bytes"] - before
+        return {"dropped": how in ("directly", "helper"), "how": how, "freed_bytes": max(0, int(freed))}
+
+    def _drop(self) -> str:
+        if os.geteuid() == 0:
+            os.sync()
+            try:
+                DROP_CACHES.write_text("1\n")
+            except OSError as error:
+                return f"the kernel refused: {error.strerror}"
+            return "directly"
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as helper:
+                helper.settimeout(30.0)
+                helper.connect(str(DROP_SOCKET))
+                answer = helper.recv(200).decode("ascii", "replace").strip()
+        except OSError as error:
+            return f"no root helper on {DROP_SOCKET}: {error.strerror or error}"
+        return "helper" if answer.startswith("ok") else f"the helper said: {answer[:100]}"
+
+    def _expose_workers(self) -> str:
+        """A folder that holds nothing but `workers`, so that a foreign interpreter sees the plugin and no other package of ours."""
+        folder = Path(self.run_dir) / "plugin"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        link = folder / "workers"
+        target = Path(__file__).resolve().parent
+        if not link.is_symlink() or link.resolve() != target:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+        return str(folder)
+
+    def _sample(self) -> None:
+        self._samples.append(meminfo.sample(self._proc) | {"at_s": time.time()})
+
+    def _sample_forever(self) -> None:
+        while True:
+            time.sleep(self._sample_s)
+            self._sample()

@@ -1,0 +1,53 @@
+"""Reads /proc/meminfo and /proc/pressure/memory into plain numbers. Never judges them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROC = Path("/proc")
+
+_FIELDS = {
+    "MemTotal": "mem_total_bytes",
+    "MemAvailable": "mem_available_bytes",
+    "MemFree": "mem_free_bytes",
+    "Cached": "cached_bytes",
+    "SwapTotal": "swap_total_bytes",
+    "SwapFree": "swap_free_bytes",
+    "CmaTotal": "cma_total_bytes",
+    "CmaFree": "cma_free_bytes",
+}
+_ALWAYS = ("mem_total_bytes", "mem_available_bytes", "mem_free_bytes", "cached_bytes", "swap_total_bytes", "swap_free_bytes")
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """Bytes by the field names of sparkd.state.Reading; Cma fields only where the kernel prints them. Column widths differ: split on space."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.replace(":", " ").split()
+        if len(words) >= 2 and words[0] in _FIELDS and words[1].isdigit():
+            found[_FIELDS[words[0]]] = int(words[1]) * 1024
+    for name in _ALWAYS:
+        found.setdefault(name, 0)
+    return found
+
+
+def parse_pressure(text: str) -> dict[str, float]:
+    """psi_some_avg10 and psi_full_avg10, percent of time (Documentation/accounting/psi.rst)."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        for word in rest.split():
+            name, _, value = word.partition("=")
+            if name == "avg10" and kind in ("some", "full"):
+                found[f"psi_{kind}_avg10"] = float(value)
+    return found
+
+
+def sample(proc: Path = PROC) -> dict[str, float]:
+    """One look, without a time. A kernel without PSI gives no psi fields. Raises OSError where /proc/meminfo cannot be read."""
+    values: dict[str, float] = dict(parse_meminfo((proc / "meminfo").read_text()))
+    try:
+        values |= parse_pressure((proc / "pressure" / "memory").read_text())
+    except OSError:
+        pass
+    return values
