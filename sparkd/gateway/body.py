@@ -77,7 +77,7 @@ def model_of_form(body: bytes | bytearray, content_type: str) -> str:
     delimiter = b"--" + (match[1] or match[2]).encode("latin-1")
     if not body.startswith(delimiter):
         raise BadRequest("The multipart body does not begin with its boundary.")
-    names = []
+    names: list[bytes] = []
     at, marker = len(delimiter), b"\r\n" + delimiter
     for _ in range(_MAX_PARTS):
         if body[at : at + 2] == b"--":
@@ -125,9 +125,7 @@ def _has_long_number(body: bytes | bytearray) -> bool:
     if len(body) < _LONG_DIGITS:
         return False
     suspects = [
-        at
-        for at in (match.start() * _STRIDE for match in _TWO_DIGITS.finditer(body[::_STRIDE]))
-        if body[at : at + _STRIDE + 1].isdigit()
+        at for at in (match.start() * _STRIDE for match in _TWO_DIGITS.finditer(body[::_STRIDE])) if body[at : at + _STRIDE + 1].isdigit()
     ]
     if not suspects:
         return False

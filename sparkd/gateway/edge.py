@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from sparkd import __version__, metrics
@@ -41,6 +42,10 @@ _LOOPBACK = re.compile(rb"(?:https?://)?(?:localhost|127\.0\.0\.1|\[::1\])(?::[0
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
 _PROBES = (Kind.LIVE, Kind.READY)
 
+# Ids need to be unlike each other, not secret: one random part per process is enough.
+_ids = count(1)
+_process = secrets.token_hex(6)
+
 Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
 
@@ -59,13 +64,13 @@ class Edge:
         live: Probe,
         ready: Probe,
         metrics_text: Callable[[], bytes] = metrics.text,
-        keys: Keys = Keys(),
-        limits: Limits = Limits(),
+        keys: Keys | None = None,
+        limits: Limits | None = None,
         probe_token: str | None = None,
         metrics_need_key: bool = False,
         include_aliases_in_list: bool = False,
     ) -> None:
-        self.keys = keys
+        self.keys = keys or Keys()
         self.metrics_need_key = metrics_need_key
         self.include_aliases_in_list = include_aliases_in_list
         self._supervisor = supervisor
@@ -73,7 +78,7 @@ class Edge:
         self._live = live
         self._ready = ready
         self._metrics_text = metrics_text
-        self._proxy = Proxy(supervisor, limits, probe_token)
+        self._proxy = Proxy(supervisor, limits or Limits(), probe_token)
         self._open_requests = 0
 
     @property
@@ -99,11 +104,12 @@ class Edge:
         except asyncio.CancelledError:
             # Only the server's end cancels a request here; re-raised it would come out as uvicorn's own error, in plain text.
             await self._refuse(Draining("sparkd is going down; try again soon."), scope, receive, send, headers, exchange)
-        except Exception as error:  # noqa: BLE001 - the last line: anything that passed here would be told by uvicorn, with a traceback
+        except Exception as error:  # noqa: BLE001 - the last line: uvicorn would answer in its own words and log a traceback
             _log.error("request_id=%s internal error: %s", exchange.request_id, _place(error))
             await self._refuse(SparkdError("sparkd made an error; its log has more."), scope, receive, send, headers, exchange)
         finally:
             self._open_requests -= 1
+            self._proxy.release(exchange)
             exchange.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
@@ -194,23 +200,27 @@ class Edge:
     ) -> None:
         """The error's answer. The rest of the request's body is read and dropped for a while, else the client never sees it."""
         exchange.code = error.code
-        if exchange.status:
-            return  # headers are out: whoever sent them has ended the answer
+        if exchange.status or exchange.gone:
+            return  # headers are out, and whoever sent them has ended the answer; or nobody is there
         exchange.status = error.status
         body = error_bytes(error, exchange.request_id, anthropic=scope["path"].startswith("/v1/messages"))
         exchange.bytes_out = len(body)
         answer = json_headers(len(body), exchange.request_id, error.headers())
-        whole = b"content-length" not in headers and b"transfer-encoding" not in headers
-        if whole or scope["method"] == "HEAD":
-            await send_whole(send, error.status, answer, body)
-            return
-        if b"expect" in headers or int(headers.get(b"content-length", b"1")) > self.limits.admin_body_bytes:
-            answer.append((b"connection", b"close"))
-        await send({"type": "http.response.start", "status": error.status, "headers": answer})
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        if b"expect" not in headers:
-            await self._drop_body(receive)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        bodiless = b"content-length" not in headers and b"transfer-encoding" not in headers
+        try:
+            if exchange.whole or bodiless or scope["method"] == "HEAD":
+                await send_whole(send, error.status, answer, body)
+                return
+            waits = b"expect" in headers  # such a client sends its body only when it is asked to
+            if waits or int(headers.get(b"content-length", b"0")) > self.limits.admin_body_bytes:
+                answer.append((b"connection", b"close"))
+            await send({"type": "http.response.start", "status": error.status, "headers": answer})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if not waits:
+                await self._drop_body(receive)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            return  # the client has left, or the server ends; see __call__
 
     async def _drop_body(self, receive: Receive) -> None:
         try:
@@ -225,7 +235,7 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
-    return "req-" + secrets.token_hex(12)
+    return f"req-{_process}-{next(_ids):x}"
 
 
 def _check_local(headers: dict[bytes, bytes]) -> None:

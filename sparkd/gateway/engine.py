@@ -1,4 +1,4 @@
-"""One request to one engine: which headers go there and come back, and what its failures are called. Never retries what an engine may have seen."""
+"""One request to one engine: which headers go and come back, and what its failures are called. Never retries what it may have seen."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def request_headers(headers: dict[bytes, bytes], request_id: str) -> dict[str, s
             told[name] = value.decode("ascii")
     connection = headers.get(b"connection")
     if connection is not None:
-        for name in _tokens(connection):
-            told.pop(name.decode("latin-1"), None)
+        for token in _tokens(connection):
+            told.pop(token.decode("latin-1"), None)
     return told
 
 

@@ -21,13 +21,25 @@ class ClientGone(Exception):
 class Exchange:
     """One request. Times are seconds of `perf_counter`; None where it has not happened.
 
-    `body` is held until an engine has it, `reserved` is how much of it counts towards the bound on all bodies, `more` says that
-    the answer is not complete.
+    `body` is held until an engine has it, `reserved` is how much of it counts towards the bound on all bodies, `whole`
+    says that it was read to its end.
     """
 
     __slots__ = (
-        "body", "bytes_out", "code", "first_s", "gone", "model", "more", "queued_s", "request_id", "reserved", "route", "started_s", "status",
-    )  # fmt: skip
+        "body",
+        "bytes_out",
+        "code",
+        "first_s",
+        "gone",
+        "model",
+        "queued_s",
+        "request_id",
+        "reserved",
+        "route",
+        "started_s",
+        "status",
+        "whole",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -41,7 +53,7 @@ class Exchange:
         self.bytes_out = 0
         self.body: bytes | bytearray = b""
         self.reserved = 0
-        self.more = True
+        self.whole = False
         self.gone = False
 
     def close(self) -> None:

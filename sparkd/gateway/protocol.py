@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdErr
 from sparkd.gateway.answers import error_bytes
 from sparkd.gateway.limits import Limits
 
-CUT = "sparkd.cut"
+CONNECTION = "sparkd.connection"
 
 # RFC 9112 3.2: uri-host [":" port]. What some servers take for a path (CVE-2026-48710) has no place in it.
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
@@ -46,6 +47,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        self.access_log = False  # the one log line of a request is the edge's, which leaves out the query string
         self._stage = _Stage.HEAD
         self._timed: _Stage | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -55,19 +57,28 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._deaf = False
         self._refusal: SparkdError | None = None
-        self._extensions = {CUT: self.cut}
+        self._when_gone: Callable[[], object] | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
 
-    # --- what the app may ask for ---------------------------------------------------------------------------------------
+    # --- what the app may ask for, by scope["extensions"][CONNECTION] -----------------------------------------------------
+
+    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+        """Has `callback` called, once, if the client goes away before its answer is complete. None withdraws it.
+
+        ASGI's way, a task of its own that awaits `receive()`, costs a short request a tenth of its time.
+        """
+        self._when_gone = callback
 
     def cut(self) -> None:
         """Ends the present answer without its end, so that the client knows it is incomplete; what was sent is flushed first."""
+        self._when_gone = None
         if self.cycle is not None:
             self.cycle.disconnected = True
         self._close()
 
     # --- asyncio --------------------------------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
             self._refuse(Unavailable("Too many connections are open; try again soon.", retry_after_s=1))
@@ -80,8 +91,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline.cancel()
             self._write_deadline = None
         self._unset_keepalive_if_required()
-        self._extensions = {}
         super().connection_lost(exc)
+        callback, self._when_gone = self._when_gone, None
+        if callback is not None:
+            callback()
 
     def data_received(self, data: bytes) -> None:
         self._unparsed_bytes += len(data)
@@ -92,10 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._deaf = True
-            self.cycle.keep_alive = False
-        except httptools.HttpParserError:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             if not self._deaf:
                 self._refuse(self._refusal or BadRequest("The request is not valid HTTP/1.1."))
             return
@@ -134,7 +144,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             raise _Refused
         super().on_message_begin()
-        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
+        self.scope["extensions"] = {CONNECTION: self}
 
     def on_headers_complete(self) -> None:
         size, hosts, host = len(self.url), 0, b""
@@ -149,9 +159,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if hosts != 1 or _HOST.fullmatch(host) is None:
             self._refusal = BadRequest("The request must have exactly one valid Host header.")
             raise _Refused
-        if self.parser.should_upgrade() and self._get_upgrade() != b"h2c":
-            # Clients that offer h2c go on in HTTP/1.1 when it is ignored (RFC 9110 7.8); nobody else can.
-            self._refusal = BadRequest("No protocol upgrade and no tunnel is offered here; use plain HTTP requests.")
+        if self.parser.should_upgrade():
+            # An offer of h2c might be ignored (RFC 9110 7.8), but httptools then loses the request's body.
+            self._refusal = BadRequest("No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1).")
             raise _Refused
         super().on_headers_complete()
         if not self.url.startswith(b"/"):
@@ -173,6 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- uvicorn --------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        self._when_gone = None
         super().on_response_complete()
         if self.transport.is_closing() or self._stage is not _Stage.ANSWER or self._deaf:
             self._close()
@@ -200,6 +211,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+            callback, self._when_gone = self._when_gone, None
+            if callback is not None:
+                callback()
             if cycle.response_started:
                 self._close()
                 return

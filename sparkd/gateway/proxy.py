@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from functools import lru_cache
+from functools import lru_cache, partial
 from hmac import compare_digest
 from time import perf_counter
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from sparkd.gateway.engine import ask, request_headers, response_headers, transl
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import find_model
-from sparkd.gateway.protocol import CUT
+from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.routes import Kind, Route
 from sparkd.snapshot import Snapshot
 from sparkd.state import ModelState
@@ -67,18 +67,15 @@ class Proxy:
         """One exchange, from the body's first byte to the answer's last. Raises SparkdError only while no answer was begun."""
         content_type = headers.get(b"content-type", b"")
         _check_content(route.kind, content_type, headers.get(b"content-encoding"))
-        try:
-            body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
-            if route.kind is Kind.JSON:
-                model = model_of_json(body)
-            elif route.kind is Kind.FORM:
-                model = model_of_form(body, content_type.decode("latin-1"))
-            else:
-                model = self._model_of_response(name)
-            del body
-            await self._lease(model, scope, receive, send, route, headers, exchange)
-        finally:
-            self._release(exchange)
+        body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
+        if route.kind is Kind.JSON:
+            model = model_of_json(body)
+        elif route.kind is Kind.FORM:
+            model = model_of_form(body, content_type.decode("latin-1"))
+        else:
+            model = self._model_of_response(name)
+        del body
+        await self._lease(model, scope, send, route, headers, exchange)
 
     async def read_body(self, receive: Receive, exchange: Exchange, limit: int) -> bytes | bytearray:
         """The whole body. Raises BodyTooLarge beyond `limit` bytes, and Unavailable where all bodies together take too much."""
@@ -95,16 +92,21 @@ class Proxy:
                     raise ClientGone
                 self._reserve(len(message["body"]), exchange)
                 body += message["body"]
+        exchange.whole = not message["more_body"]
         if len(body) > limit:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.")
         return body
 
-    async def _lease(
-        self, model: str, scope: Scope, receive: Receive, send: Send, route: Route, headers: dict[bytes, bytes], exchange: Exchange
-    ) -> None:
+    def release(self, exchange: Exchange) -> None:
+        """Lets the body go, and its share of the bound on all bodies."""
+        self._buffered_bytes -= exchange.reserved
+        exchange.reserved = 0
+        exchange.body = b""
+
+    async def _lease(self, model: str, scope: Scope, send: Send, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Waits for the engine and passes the request on, for as long as the client is there."""
-        task = asyncio.current_task()
-        watcher = asyncio.create_task(_watch(receive, exchange, task))
+        connection: BoundedProtocol = scope["extensions"][CONNECTION]
+        connection.call_when_gone(partial(_leave, exchange, asyncio.current_task()))
         exchange.model = "unknown"
         try:
             async with self._supervisor.lease(model, probe=self._is_probe(headers)) as lease:
@@ -117,8 +119,7 @@ class Proxy:
                 finally:
                     gauge.dec()
         except asyncio.CancelledError:
-            if exchange.gone and task is not None:
-                task.uncancel()
+            if exchange.gone:
                 raise ClientGone from None
             raise
         except SparkdError:
@@ -127,23 +128,21 @@ class Proxy:
                 exchange.model = view.name if view else "unknown"
             raise
         finally:
-            watcher.cancel()
+            connection.call_when_gone(None)
 
-    async def _relay(
-        self, lease: Lease, scope: Scope, send: Send, route: Route, headers: dict[bytes, bytes], exchange: Exchange
-    ) -> None:
+    async def _relay(self, lease: Lease, scope: Scope, send: Send, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         query = scope["query_string"].decode("latin-1") if route.kind is Kind.RESPONSE else ""
         told = request_headers(headers, exchange.request_id)
         response = await ask(lease.upstream, scope["method"], scope["path"], query, told, exchange.body or None)
-        self._release(exchange)
+        self.release(exchange)
         chunk = b""
         streams = False
         try:
             answer, streams = response_headers(response, exchange.request_id)
-            await send({"type": "http.response.start", "status": response.status, "headers": answer})
             exchange.status = response.status
+            await send({"type": "http.response.start", "status": response.status, "headers": answer})
             content = response.content
-            read = content.readany
+            read: Callable[[], Awaitable[bytes]] = content.readany
             if route.label == "/v1/responses":
                 read = self._peeking(read, lease.model)
             more = True
@@ -152,7 +151,7 @@ class Proxy:
                 if streams and exchange.first_s is None:
                     exchange.first_s = perf_counter()
                 exchange.bytes_out += len(chunk)
-                more = exchange.more = not content.at_eof()
+                more = not content.at_eof()
                 await send({"type": "http.response.body", "body": chunk, "more_body": more})
         except (aiohttp.ClientError, OSError) as error:
             await _break_off(translated(error), scope, send, route, exchange, streams, chunk)
@@ -172,11 +171,6 @@ class Proxy:
         exchange.reserved += size
         if self._buffered_bytes > self.limits.buffered_bytes:
             raise Unavailable("Too many large requests are coming in at once; try again soon.", retry_after_s=1)
-
-    def _release(self, exchange: Exchange) -> None:
-        self._buffered_bytes -= exchange.reserved
-        exchange.reserved = 0
-        exchange.body = b""
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
@@ -211,18 +205,14 @@ class Proxy:
         raise UnknownResponse(response_id)
 
 
-async def _watch(receive: Receive, exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
-    """Ends the exchange when its client has gone: while it queues, while the engine works, while it streams."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if exchange.more and task is not None:
-        exchange.gone = True
+def _leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
+    """The client has gone: ends the exchange where it stands, waiting for a load, for the engine, or within a stream."""
+    exchange.gone = True
+    if task is not None:
         task.cancel()
 
 
-async def _break_off(
-    error: SparkdError, scope: Scope, send: Send, route: Route, exchange: Exchange, streams: bool, last: bytes
-) -> None:
+async def _break_off(error: SparkdError, scope: Scope, send: Send, route: Route, exchange: Exchange, streams: bool, last: bytes) -> None:
     """Ends a begun answer so that nobody takes it for complete.
 
     An event stream gets an error event and no `[DONE]`, if it stands between two events; a half event cannot be mended, and what
@@ -231,12 +221,10 @@ async def _break_off(
     exchange.code = error.code
     if streams and (not last or last.endswith(_EVENT_ENDS)):
         event = error_event(error, exchange.request_id, anthropic=route.anthropic)
-        exchange.more = False
         await send({"type": "http.response.body", "body": event, "more_body": False})
         return
-    cut = scope.get("extensions", {}).get(CUT)
-    if cut is not None:
-        cut()
+    connection: BoundedProtocol = scope["extensions"][CONNECTION]
+    connection.cut()
 
 
 @lru_cache(maxsize=128)

@@ -28,7 +28,7 @@ class GatewayServer(uvicorn.Server):
 def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> GatewayServer:
     """A server for `app`, not yet listening. Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can."""
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         http=bounded_protocol(limits),
         ws="none",
         loop="none",
@@ -40,7 +40,7 @@ def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> Gatewa
         server_header=False,
         date_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]
+        timeout_keep_alive=limits.keep_alive_s,
+        timeout_graceful_shutdown=drain_s,
     )
     return GatewayServer(config)

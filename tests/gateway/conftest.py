@@ -1,0 +1,47 @@
+"""Fixtures of the gateway's tests: an engine of raw bytes and the gateway in front of it, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import uvloop
+
+from tests.gateway.fakes import RawEngine, Running, serving
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The daemon takes uvloop where it can, asyncio's own where it cannot; their transports differ in what they do on close."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[RawEngine]:
+    with TemporaryDirectory(prefix="sparkd-") as folder:  # pytest's own paths are too long for a socket
+        engine = RawEngine(Path(folder) / "engine.sock")
+        await engine.start()
+        yield engine
+        await engine.stop()
+
+
+@pytest.fixture
+async def gateway(engine: RawEngine) -> AsyncIterator[Running]:
+    async with serving(engine) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """No test may leave a traceback or an error of uvicorn, aiohttp or asyncio in a log."""
+    caplog.set_level(logging.INFO)
+
+
+@pytest.fixture(autouse=True)
+def no_tracebacks(quiet: None, caplog: pytest.LogCaptureFixture) -> object:
+    yield
+    bad = [record for record in caplog.get_records("call") if record.exc_info or record.levelno >= logging.ERROR]
+    assert not bad, [record.getMessage() for record in bad]

@@ -1,0 +1,333 @@
+"""What the gateway's tests stand on: a supervisor, an engine of raw bytes, a client of raw bytes. Never parses what is under test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparkd.errors import SparkdError, UnknownModel
+from sparkd.gateway import Edge, Keys, Limits, gateway_server
+from sparkd.gateway.answers import Receive, Scope, Send
+from sparkd.snapshot import ModelView, Snapshot
+from sparkd.state import ModelState, Want
+from sparkd.upstream import Upstream
+
+PROBE_TOKEN = "the-probe-token"
+ANSWER = b'{"id":"chatcmpl-1","choices":[]}'
+JSON_ANSWER = b"HTTP/1.1 200 OK\r\nserver: engine\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER)
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"choices":[{"delta":{"content":"Paris"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def chunked(*pieces: bytes, end: bool = True) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + (b"0\r\n\r\n" if end else b"")
+
+
+def view(name: str, **changes: Any) -> ModelView:
+    """A READY model; `changes` are fields of ModelView."""
+    plain: dict[str, Any] = {field.name: None for field in dataclasses.fields(ModelView)}
+    plain |= {
+        "name": name,
+        "aliases": (),
+        "unlisted": False,
+        "metadata": {},
+        "max_model_len": 4096,
+        "source": "/models/" + name,
+        "state": ModelState.READY,
+        "want": Want.RUNNING,
+        "wanted_by": "config",
+        "generation": 1,
+        "since_s": 1000.0,
+        "created_at_s": 1000.0,
+        "ranks": (),
+        "in_flight": 0,
+        "queued": 0,
+        "failures": 0,
+        "restarts": 0,
+    }
+    return ModelView(**(plain | changes))
+
+
+@dataclass
+class FakeLease:
+    model: str
+    upstream: Upstream
+
+
+class FakeSupervisor:
+    """Leases every model of `models` on one upstream. `gate` closed: leases wait; `refusal`: they are refused."""
+
+    def __init__(self, upstream: Upstream, *models: ModelView) -> None:
+        self.upstream = upstream
+        self.models = {model.name: model for model in models or (view("tiny", aliases=("small",)),)}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refusal: SparkdError | None = None
+        self.waiting = 0
+        self.withdrawn = 0
+        self.held = 0
+        self.leased: list[tuple[str, bool]] = []
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False) -> AsyncIterator[FakeLease]:
+        found = next((model for model in self.models.values() if name == model.name or name in model.aliases), None)
+        if found is None:
+            raise UnknownModel(name, list(self.models))
+        self.waiting += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.withdrawn += 1
+            raise
+        finally:
+            self.waiting -= 1
+        if self.refusal is not None:
+            raise self.refusal
+        self.leased.append((found.name, probe))
+        self.held += 1
+        try:
+            yield FakeLease(found.name, self.upstream)
+        finally:
+            self.held -= 1
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(time.time(), True, False, 0.0, self.models, (), {})
+
+
+@dataclass
+class Heard:
+    """One request as it reached the engine."""
+
+    head: bytes
+    body: bytes
+
+    @property
+    def headers(self) -> dict[str, str]:
+        lines = self.head.decode("latin-1").split("\r\n")[1:]
+        return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def answer_json(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(JSON_ANSWER)
+
+
+class RawEngine:
+    """An engine of raw bytes on a Unix socket: hears requests, then runs `script`, then serves the next on the same connection."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.script: Script = answer_json
+        self.heard: list[Heard] = []
+        self.connections = 0
+        self.lost = 0
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_unix_server(self._serve, str(self.path), limit=1 << 20)
+
+    async def stop(self) -> None:
+        self.server.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    def replies(self, *pieces: bytes, then_close: bool = False) -> None:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            if then_close:
+                writer.close()
+
+        self.script = script
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+                heard = Heard(head, b"")
+                length = int(heard.headers.get("content-length", "0"))
+                heard.body = await reader.readexactly(length) if length else b""
+                self.heard.append(heard)
+                await self.script(reader, writer)
+                if writer.is_closing():
+                    return
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            self.lost += 1
+            writer.close()
+
+
+async def until_gone(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A script that answers nothing and returns when the gateway hangs up."""
+    await reader.read(1)
+    writer.close()
+
+
+@dataclass
+class Answer:
+    """One response as a client of raw bytes saw it. `closed`: the connection ended behind it; `complete`: its framing came to its end."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    complete: bool = True
+    closed: bool = False
+    rest: bytes = b""
+
+    @property
+    def error(self) -> dict[str, Any]:
+        import json
+
+        return json.loads(self.body)["error"]
+
+
+@dataclass
+class Running:
+    """A gateway that serves on `port` until its fixture ends."""
+
+    port: int
+    edge: Edge
+    supervisor: FakeSupervisor
+    engine: RawEngine
+    admin_calls: list[Scope] = field(default_factory=list)
+
+    async def open(self) -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        return Client(reader, writer)
+
+    async def ask(self, raw: bytes) -> Answer:
+        """Sends `raw` on a connection of its own and reads one answer."""
+        client = await self.open()
+        try:
+            client.send(raw)
+            return await client.answer()
+        finally:
+            await client.close()
+
+    async def post(self, path: str, body: bytes, *headers: str) -> Answer:
+        return await self.ask(post(path, body, *headers))
+
+    async def get(self, path: str, *headers: str, method: str = "GET") -> Answer:
+        return await self.ask(request(method, path, *headers))
+
+
+class Client:
+    """One connection of a client that writes and reads bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, raw: bytes) -> None:
+        self.writer.write(raw)
+
+    async def answer(self, *, head_only: bool = False) -> Answer:
+        """The next response; status 0 where the connection ended without one."""
+        async with asyncio.timeout(20):
+            try:
+                head = await self.reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                return Answer(0, {}, getattr(error, "partial", b""), complete=False, closed=True)
+            lines = head.decode("latin-1").split("\r\n")
+            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}
+            answer = Answer(int(lines[0].split(" ")[1]), headers, b"")
+            if head_only:
+                return answer
+            try:
+                await self._body(answer)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                answer.body += getattr(error, "partial", b"")
+                answer.complete = False
+                answer.closed = True
+            return answer
+
+    async def _body(self, answer: Answer) -> None:
+        if "transfer-encoding" in answer.headers:
+            while size := int(await self.reader.readuntil(b"\r\n"), 16):
+                answer.body += (await self.reader.readexactly(size + 2))[:-2]
+            await self.reader.readexactly(2)
+        elif length := int(answer.headers.get("content-length", "0")):
+            answer.body = await self.reader.readexactly(length)
+
+    async def ended(self, timeout_s: float = 10.0) -> bytes:
+        """What still comes until the server closes. TimeoutError if it does not."""
+        async with asyncio.timeout(timeout_s):
+            try:
+                return await self.reader.read(-1)
+            except ConnectionError:
+                return b""
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+def request(method: str, path: str, *headers: str) -> bytes:
+    """`headers` replace the default Host if one of them is a Host."""
+    lines = list(headers)
+    if not any(line.lower().startswith("host:") for line in lines):
+        lines.insert(0, "Host: localhost")
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode("latin-1")
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [*headers, f"Content-Length: {len(body)}"]
+    if not any(line.lower().startswith("content-type:") for line in lines):
+        lines.append("Content-Type: application/json")
+    return request("POST", path, *lines) + body
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: RawEngine, *, limits: Limits | None = None, keys: Keys | None = None, drain_s: float = 0.2, **options: Any
+) -> AsyncIterator[Running]:
+    """The real server, on a real port, in front of `engine`."""
+    limits = limits or Limits(linger_s=0.3)
+    upstream = Upstream(socket_path=str(engine.path), api_key="the-engine-key")
+    supervisor = FakeSupervisor(upstream)
+    calls: list[Scope] = []
+
+    async def admin(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(scope)
+        body = (await receive())["body"]
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def well() -> tuple[bool, dict[str, Any]]:
+        return True, {}
+
+    named: dict[str, Any] = {"admin": admin, "live": well, "ready": well, "probe_token": PROBE_TOKEN} | options
+    edge = Edge(supervisor, keys=keys, limits=limits, **named)
+    server = gateway_server(edge, limits, drain_s=drain_s)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    port = listener.getsockname()[1]
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve(sockets=[listener]))
+        await soon(lambda: server.started)
+        try:
+            yield Running(port, edge, supervisor, engine, calls)
+        finally:
+            server.should_exit = True
+    await upstream.close()
+
+
+async def soon(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Returns when `condition` holds; TimeoutError if it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)

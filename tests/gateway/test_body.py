@@ -1,0 +1,212 @@
+"""Which model a body names: S1 of the malformed bodies as a table, the same over hypothesis' JSON, and the form."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkd.errors import BadRequest
+from sparkd.gateway.body import model_of_form, model_of_json
+
+DIGITS = b"9" * 5000
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+GOOD = {
+    "plain": (b'{"model":"a","stream":true}', "a"),
+    "last member": (b'{"messages":[],"model":"a"}', "a"),
+    "spaces": (b' \r\n\t{ "model" : "a" } \n', "a"),
+    "escaped name": (b'{"mod\\u0065l":"a"}', "a"),
+    "escaped value": (b'{"model":"caf\\u00e9/\\"x\\""}', 'caf\u00e9/"x"'),
+    "utf-8 value": ('{"model":"caf\u00e9"}'.encode(), "caf\u00e9"),
+    "emoji as a pair": (b'{"model":"a","x":"\\ud83d\\ude00"}', "a"),
+    "model further down": (b'{"model":"a","tools":[{"model":"b","x":{"model":1}}]}', "a"),
+    "model in a text": (b'{"model":"a","x":"\\"model\\":\\"b\\""}', "a"),
+    "digits in a string": (b'{"model":"a","x":"' + DIGITS + b'"}', "a"),
+    "NaN in a string": (b'{"model":"a","x":"NaN"}', "a"),
+    "4000 digits": (b'{"model":"a","x":' + b"9" * 4000 + b"}", "a"),
+    "empty model": (b'{"model":""}', ""),
+    "large": (b'{"model":"a","x":"' + b"y" * 1_000_000 + b'"}', "a"),
+    "large with digits": (b'{"model":"a","x":"' + DIGITS * 100 + b'"}', "a"),
+    "large, not ASCII": (('{"model":"a","x":"' + "\u00e9" * 1_000_000 + '"}').encode(), "a"),
+}
+
+BAD = {
+    "empty": b"",
+    "not JSON": b"model=a",
+    "cut off": b'{"model":"a"',
+    "invalid UTF-8 in a text": b'{"model":"a","x":"\xff\xfe"}',
+    "invalid UTF-8 in the model": b'{"model":"\xff"}',
+    "invalid UTF-8 in a name": b'{"model":"a","\xff":1}',
+    "overlong UTF-8": b'{"model":"a","x":"\xc0\xaf"}',
+    "surrogate in UTF-8": b'{"model":"a","x":"\xed\xa0\x80"}',
+    "large, invalid UTF-8 at a seam": b'{"model":"a","x":"' + b"y" * (1024 * 1024 - 19) + b"\xc3" + b'y"}' + b" " * 1024 * 1024,
+    "UTF-16": '{"model":"a"}'.encode("utf-16"),
+    "BOM": b'\xef\xbb\xbf{"model":"a"}',
+    "NaN": b'{"model":"a","temperature":NaN}',
+    "Infinity": b'{"model":"a","temperature":[-Infinity]}',
+    "100k deep": b'{"model":"a","x":' + DEEP + b"}",
+    "100k deep, alone": DEEP,
+    "100k deep objects": b'{"model":"a","x":' + b'{"x":' * 100_000 + b"1" + b"}" * 100_001,
+    "5k-digit integer": b'{"model":"a","max_tokens":' + DIGITS + b"}",
+    "5k-digit integer, negative": b'{"model":"a","max_tokens":-' + DIGITS + b"}",
+    "5k-digit integer beside a text of digits": b'{"model":"a","x":"' + DIGITS + b'","y":' + DIGITS + b"}",
+    "model twice": b'{"model":"a","model":"b"}',
+    "model twice, the same": b'{"model":"a","model":"a"}',
+    "model twice, escaped": b'{"model":"a","m\\u006fdel":"b"}',
+    "model twice, large": b'{"model":"a","x":"' + b"y" * 1_000_000 + b'","model":"b"}',
+    "lone surrogate": b'{"model":"a","x":"\\ud800"}',
+    "lone low surrogate": b'{"model":"a","x":"\\udc00x"}',
+    "surrogate with a letter": b'{"model":"a","x":"\\ud800\\u0041"}',
+    "lone surrogate in the model": b'{"model":"\\ud800"}',
+    "raw NUL": b'{"model":"a","x":"\x00"}',
+    "control character": b'{"model":"a","x":"a\x01b"}',
+    "list root": b'[{"model":"a"}]',
+    "string root": b'"a"',
+    "null root": b"null",
+    "bytes behind the document": b'{"model":"a"}x',
+    "two documents": b'{"model":"a"}{"model":"b"}',
+    "no model": b'{"messages":[]}',
+    "null model": b'{"model":null}',
+    "number model": b'{"model":7}',
+    "list model": b'{"model":["a"]}',
+    "trailing comma": b'{"model":"a",}',
+    "comment": b'{"model":"a"/**/}',
+    "single quotes": b"{'model':'a'}",
+    "bad escape": b'{"model":"a","x":"\\q"}',
+    "leading zero": b'{"model":"a","x":01}',
+    "gzip": b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03",
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_reads_the_model(case: str) -> None:
+    body, model = GOOD[case]
+    assert model_of_json(body) == model
+    assert model_of_json(bytearray(body)) == model
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case: str) -> None:
+    for body in (BAD[case], bytearray(BAD[case])):
+        with pytest.raises(BadRequest) as caught:
+            model_of_json(body)
+        assert len(caught.value.message) < 200
+
+
+def test_a_refusal_repeats_nothing_of_the_body() -> None:
+    for body in (b'{"model":"a","x":"canary\xff"}', b'{"model":["canary"]}', b'{"model":"a" canary}', b'"canary"'):
+        with pytest.raises(BadRequest) as caught:
+            model_of_json(body)
+        assert "canary" not in caught.value.message
+        assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("body", [b'{"model":"a","x":[' + b"[]," * 3_000_000 + b"0]}", b'{"model":[' + b"[]," * 3_000_000 + b"0]}"])
+def test_what_is_skipped_costs_no_memory(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        try:
+            model_of_json(body)
+        except BadRequest:
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), _ANYTHING), st.text(), st.booleans())
+def test_reads_what_json_writes(members: dict[str, object], model: str, ascii_only: bool) -> None:
+    members["model"] = model
+    try:
+        body = json.dumps(members, ensure_ascii=ascii_only).encode()
+    except UnicodeEncodeError:
+        return
+    try:
+        json.dumps(members, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate, escaped
+        with pytest.raises(BadRequest):
+            model_of_json(body)
+        return
+    assert model_of_json(body) == model
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_it(noise: bytes) -> None:
+    for body in (noise, b'{"model":"a","x":' + noise + b"}", b'{"model":"' + noise + b'"}'):
+        try:
+            assert isinstance(model_of_json(body), str)
+        except BadRequest:
+            pass
+
+
+def form(*parts: tuple[str, bytes], boundary: str = "XX", end: bytes = b"--\r\n") -> bytes:
+    pieces = [f"--{boundary}\r\n{head}\r\n\r\n".encode() + value + b"\r\n" for head, value in parts]
+    return b"".join(pieces) + b"--" + boundary.encode() + end
+
+
+FIELD = 'Content-Disposition: form-data; name="model"'
+FILE = 'Content-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav'
+TYPE = "multipart/form-data; boundary=XX"
+
+GOOD_FORMS = {
+    "plain": (form((FIELD, b"tiny")), TYPE),
+    "behind a file": (form((FILE, b"\x00\r\n--X\r\n" * 1000), (FIELD, b"tiny")), TYPE),
+    "a file that shows a field": (form((FILE, b'name="model"\r\n\r\nother'), (FIELD, b"tiny")), TYPE),
+    "a file called model": (form(('Content-Disposition: form-data; name="file"; filename="model"', b"x"), (FIELD, b"tiny")), TYPE),
+    "unquoted": (form(("content-disposition:form-data;name=model", b"tiny")), TYPE),
+    "more headers": (form(("Content-Type: text/plain\r\n" + FIELD, b"tiny")), TYPE),
+    "quoted boundary": (form((FIELD, b"tiny"), boundary="a b"), 'multipart/form-data; charset=utf-8; boundary="a b"'),
+    "no newline at the end": (form((FIELD, b"tiny"), end=b"--"), TYPE),
+    "epilogue": (form((FIELD, b"tiny")) + b"whatever", TYPE),
+    "upper-case type": (form((FIELD, b"tiny")), "Multipart/Form-Data; Boundary=XX"),
+}
+BAD_FORMS = {
+    "empty": (b"", TYPE),
+    "no boundary": (form((FIELD, b"tiny")), "multipart/form-data"),
+    "another boundary": (form((FIELD, b"tiny")), "multipart/form-data; boundary=YY"),
+    "long boundary": (form((FIELD, b"tiny"), boundary="X" * 71), "multipart/form-data; boundary=" + "X" * 71),
+    "no model": (form((FILE, b"x")), TYPE),
+    "no part": (b"--XX--\r\n", TYPE),
+    "model twice": (form((FIELD, b"tiny"), (FIELD, b"other")), TYPE),
+    "cut off": (form((FIELD, b"tiny"))[:-10], TYPE),
+    "no end": (form((FIELD, b"tiny"), end=b"\r\n"), TYPE),
+    "preamble": (b"hello\r\n" + form((FIELD, b"tiny")), TYPE),
+    "headers without end": (b"--XX\r\n" + FIELD.encode() + b"\r\n--XX--", TYPE),
+    "9 KiB of headers": (form((FIELD + "\r\nx: " + "y" * 9000, b"tiny")), TYPE),
+    "65 parts": (form(*[(FILE, b"")] * 65, (FIELD, b"tiny")), TYPE),
+    "invalid UTF-8": (form((FIELD, b"\xff")), TYPE),
+    "JSON": (b'{"model":"tiny"}', TYPE),
+}
+
+
+@pytest.mark.parametrize("case", GOOD_FORMS)
+def test_reads_the_model_of_a_form(case: str) -> None:
+    body, content_type = GOOD_FORMS[case]
+    assert model_of_form(bytearray(body), content_type) == "tiny"
+
+
+@pytest.mark.parametrize("case", BAD_FORMS)
+def test_refuses_a_form(case: str) -> None:
+    body, content_type = BAD_FORMS[case]
+    with pytest.raises(BadRequest):
+        model_of_form(body, content_type)
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_the_form(noise: bytes) -> None:
+    for body in (noise, b"--XX" + noise, form((FIELD, noise))):
+        try:
+            assert isinstance(model_of_form(body, TYPE), str)
+        except BadRequest:
+            pass
