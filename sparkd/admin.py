@@ -115,7 +115,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
 
     @api.get("/operations", summary="Long actions, newest first")
     async def operations() -> dict[str, Any]:
-        return {"operations": [asdict(operation) for operation in reversed(supervisor.snapshot().operations.values())]}
+        return {"operations": [asdict(operation) for operation in reversed(list(supervisor.snapshot().operations.values()))]}
 
     @api.get("/operations/{operation_id}", summary="One long action; wait_s waits for its end")
     async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> dict[str, Any]:

@@ -111,11 +111,7 @@ class Cluster:
                 f"tensor_parallel {spec.tensor_parallel} needs as many nodes, and this release of sparkd starts a model on one node only: "
                 "leave it out or set it to 1."
             )
-        platform: str = self._config.engine.platform
-        if platform == "auto":
-            platform = await self._via_agent(lambda agent: agent.platform.remote(self._runtime(spec)), SPAWN_TIMEOUT_S)
-        env = spec.environment(self._config.engine)
-        need_gib = await asyncio.to_thread(needed_gib, spec, platform, _mem_total_gib(), env)
+        platform, need_gib = await asyncio.to_thread(self._need, spec)
         if need_gib > self.total_gib:
             raise DoesNotFit(
                 f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller context or "
@@ -126,9 +122,10 @@ class Cluster:
         return Placement(self.node_ip, _slug(spec.name), need_gib, platform)
 
     async def hold(self, spec: ModelConfig) -> None:
-        """Reserve again what an adopted rank uses already."""
-        if spec.name not in self._reserved:
-            await self.place(spec)
+        """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
+        _, self._reserved[spec.name] = await asyncio.to_thread(self._need, spec)
+        if self._link.connected:
+            await self._reserve_again(spec.name)
 
     async def release(self, model: str) -> None:
         self._reserved.pop(model, None)
@@ -220,8 +217,8 @@ class Cluster:
             await self._link.disconnect()
             address = await asyncio.to_thread(self._head.ensure) if self._head else self._config.cluster.address
             await self._link.connect(address or "", self.node_ip)
-            for model, gib in list(self._reserved.items()):
-                await self._link.reserve(model, int(gib), PLACE_TIMEOUT_S)
+            for model in list(self._reserved):
+                await self._reserve_again(model)
         except ClusterError as error:
             if self._trouble != f"{type(error).__name__}: {error.message}":
                 log.error("%s", error.message)
@@ -230,6 +227,20 @@ class Cluster:
         self._misses = 0
         self._trouble = None
         log.info("connected to Ray at %s", self._link.address)
+
+    async def _reserve_again(self, model: str) -> None:
+        """The rank lives already: a reservation that does not fit is a word in the log, not an end."""
+        try:
+            await self._link.reserve(model, int(self._reserved[model]), PLACE_TIMEOUT_S)
+        except DoesNotFit as error:
+            log.warning("%s", error.message)
+
+    def _need(self, spec: ModelConfig) -> tuple[str, int]:
+        """(platform, GiB to reserve). Blocks."""
+        platform: str = self._config.engine.platform
+        if platform == "auto":
+            platform = self._here.platform(self._runtime(spec))
+        return platform, needed_gib(spec, platform, _mem_total_gib(), spec.environment(self._config.engine))
 
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None

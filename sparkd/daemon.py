@@ -144,7 +144,7 @@ class Daemon:
         self._console.say_ending(self._stop_engines)
         self._supervisor.drain()
         if self._stop_engines:
-            self._server.config.timeout_graceful_shutdown = HURRIED_DRAIN_S  # type: ignore[assignment]
+            self._server.config.timeout_graceful_shutdown = HURRIED_DRAIN_S
         self._server.should_exit = True
         await serving
         for task in background:
@@ -229,10 +229,10 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
         import uvloop
     except ImportError:
         return None
-    return uvloop.new_event_loop  # type: ignore[no-any-return]
+    return uvloop.new_event_loop
 
 
-class _lock:  # noqa: N801 - used as a function
+class _lock:
     """One daemon for each state directory. Raises StateError naming the process that holds it."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -242,7 +242,7 @@ class _lock:  # noqa: N801 - used as a function
     def __enter__(self) -> None:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = open(self._path, "a+")  # noqa: SIM115 - held open for the daemon's life
+            self._file = open(self._path, "a+")
         except OSError as error:
             raise StateError(
                 f"The state directory {self._path.parent} cannot be used: {error.strerror}. Create it for this user, or give --state-dir."
@@ -293,5 +293,5 @@ def _bind(host: str, port: int) -> socket.socket:
 def _base_url(listening: socket.socket) -> str:
     """How this machine reaches its own gateway: a wildcard address is reached on loopback."""
     host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

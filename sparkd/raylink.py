@@ -53,7 +53,7 @@ class RayLink:
                 if await agent.version.remote() != VERSION:
                     agent = await _in_thread(self._replace_agent, agent, node_ip)
                     await agent.version.remote()
-        except (TimeoutError, *_ray_errors()) as error:
+        except _errors(TimeoutError) as error:
             raise AgentLost(f"The agent of node {node_ip} did not start: {type(error).__name__}.") from error
         self._agent, self.address = agent, address
 
@@ -77,7 +77,7 @@ class RayLink:
                 return await method(self._agent)
         except TimeoutError:
             raise AgentLost(f"The node's agent did not answer within {timeout_s:.0f} s.") from None
-        except _ray_errors() as error:
+        except _errors() as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, ClusterError):
                 raise cause from None
@@ -106,7 +106,7 @@ class RayLink:
                 configure_logging=False,
                 logging_level=logging.ERROR,
             )
-        except (ConnectionError, RuntimeError, ValueError, OSError, *_ray_errors()) as error:
+        except _errors(ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RayUnavailable(f"Ray at {address} cannot be joined: {str(error).splitlines()[0][:200]}") from error
 
     def _ray(self) -> Any:
@@ -196,7 +196,8 @@ def _group(model: str) -> str:
     return f"model:{model}"
 
 
-def _ray_errors() -> tuple[type[BaseException], ...]:
+def _errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Ray's root exception, known only once Ray is imported, and others."""
     from ray.exceptions import RayError
 
-    return (RayError,)
+    return (RayError, *others)

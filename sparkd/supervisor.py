@@ -368,7 +368,11 @@ class Supervisor:
         self._ledger.keep_handle(fact.handle)
         self._move(record, ModelState.LOADING)
         self._ledger.say("adopted", record.name, f"Rank {fact.handle.rank_id}, process {fact.handle.pid}, was adopted as it runs.", pid=fact.handle.pid)
-        self.wake()
+        self._start(record, "hold", self._hold(record))
+
+    async def _hold(self, record: Record) -> None:
+        if record.spec:
+            await self._cluster.hold(record.spec)
 
     async def _ask_once(self, record: Record) -> None:
         handle = record.handle
@@ -449,7 +453,8 @@ class Supervisor:
         delay_s = backoff.delay_s(record.failures, self._rng)
         record.fail(reason, message, self._clock() + delay_s)
         self._move(record, ModelState.FAILED)
-        self._ledger.say("failed", record.name, f"{reason}: {message} Next try in {delay_s:.0f} s.", reason=reason, failures=record.failures)
+        told = f"{reason}: {message} Next try in {delay_s:.0f} s."
+        self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
         gauges.failed(record.name, reason)
         self._ledger.finish(record, OperationState.FAILED, message, kind="load")
         self.door.turn_away(record)

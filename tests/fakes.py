@@ -1,0 +1,143 @@
+"""Plain fakes for unit tests: a clock that is turned by hand and a cluster that is told what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sparkd.cluster import Observation
+from sparkd.config import Config, ModelConfig, load_config
+from sparkd.errors import RankError, SparkdError
+from sparkd.placement import Placement
+from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
+from sparkd.supervisor import Supervisor
+from sparkd.upstream import Upstream
+
+READING = Reading("n", 0.0, 100, 90, 80, 5, 0, 0)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeCluster:
+    """Ranks live in `ranks`; what is started, adopted and destroyed is recorded in `log`."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[str, RankFact] | None = {}
+        self.reading: Reading | None = READING
+        self.connected = True
+        self.log: list[str] = []
+        self.place_error: SparkdError | None = None
+        self.immortal = False
+        self.names: list[str] | None = None
+        self.placing = asyncio.Event()
+        self.placing.set()
+
+    async def observe(self) -> Observation:
+        ranks = None if self.ranks is None else tuple(self.ranks.values())
+        return Observation(ranks, self.reading, self.connected)
+
+    async def place(self, spec: ModelConfig) -> Placement:
+        self.log.append(f"place {spec.name}")
+        await self.placing.wait()
+        if self.place_error:
+            raise self.place_error
+        return Placement("n", spec.name, 4, "cpu")
+
+    async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
+        self.log.append(f"spawn {spec.name}")
+        handle = RankHandle(
+            *(rank_id, spec.name, generation, "n", 0, 42, 7, "b", "/run/x.sock", None, None, None, config_hash, f"/log/{spec.name}", 0.0)
+        )
+        if self.ranks is not None:
+            self.ranks[rank_id] = RankFact(handle, True, 3, None, False, Progress(phase="loading"))
+        return handle
+
+    async def hold(self, spec: ModelConfig) -> None:
+        self.log.append(f"hold {spec.name}")
+
+    async def destroy(self, fact: RankFact) -> None:
+        self.log.append(f"destroy {fact.handle.model}")
+        if self.immortal:
+            raise RankError("Processes 42 do not end.")
+        if self.ranks is not None:
+            self.ranks.pop(fact.handle.rank_id, None)
+
+    async def release(self, model: str) -> None:
+        self.log.append(f"release {model}")
+
+    async def upstream(self, handle: RankHandle) -> Upstream:
+        return Upstream(socket_path=handle.socket_path)
+
+    async def served_names(self, upstream: Upstream) -> list[str] | None:
+        return self.names
+
+    async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
+        return {"text": f"log of {path}", "cursor": "1"}
+
+    def only(self) -> RankFact:
+        (fact,) = (self.ranks or {}).values()
+        return fact
+
+    def show(self, **changes: Any) -> None:
+        """Change the one rank's fact."""
+        fact = self.only()
+        if self.ranks is not None:
+            self.ranks[fact.handle.rank_id] = replace(fact, **changes)
+
+
+@dataclass
+class Scene:
+    """A supervisor over fakes, ticked by hand."""
+
+    config: Config
+    store: Store
+    cluster: FakeCluster
+    clock: FakeClock
+    supervisor: Supervisor
+    asked: list[str] = field(default_factory=list)
+    answer: Callable[[str], None] = lambda model: None
+
+    async def tick(self, times: int = 1, *, seconds: float = 1.0) -> None:
+        """Tick, and let every action that was started come as far as it can."""
+        for _ in range(times):
+            self.clock.now_s += seconds
+            await self.settle()
+            await self.supervisor.tick()
+            await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def state(self, model: str = "m") -> str:
+        return self.supervisor.snapshot().models[model].state.value
+
+
+def scene(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -> Scene:
+    """`flags` are configuration keys, dots as double underscores; one model `m` unless they give others."""
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    models = flags.pop("models", {"m": {"model": str(folder), "aliases": ["gpt-4o"]}})
+    settings = {name.replace("__", "."): value for name, value in flags.items()} | {"models": models, "state_dir": str(tmp_path / "state")}
+    config = load_config(None, flags=settings, environ={})
+    store = Store(config.state_dir / "state.db")
+    clock = FakeClock()
+    made = cluster or FakeCluster()
+
+    async def ask(model: str, timeout_s: float) -> None:
+        found.asked.append(model)
+        found.answer(model)
+
+    supervisor = Supervisor(config, store, made, ask=ask, clock=clock, wall=lambda: 5.0, rng=random.Random(1))  # type: ignore[arg-type]
+    found = Scene(config, store, made, clock, supervisor)
+    return found

@@ -1,0 +1,200 @@
+"""The pure decision, as a table of (facts, expected actions)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from sparkd.plan import Adopt, Ask, Backoff, Destroy, Drain, Fail, ModelFacts, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.state import ModelState, Progress, RankFact, RankHandle, Want
+
+NOW_S = 1000.0
+HASH = "0123456789abcdef"
+S = ModelState
+
+HANDLE = RankHandle(
+    rank_id="r1",
+    model="m",
+    generation=1,
+    node_id="n",
+    rank=0,
+    pid=42,
+    start_ticks=7,
+    boot_id="b",
+    socket_path="/run/x.sock",
+    host=None,
+    port=None,
+    api_key_path=None,
+    config_hash=HASH,
+    log_path="/log",
+    started_at_s=0.0,
+)
+ALIVE = RankFact(HANDLE, alive=True, processes=3, exit_code=None, stop_ordered=False, progress=Progress(phase="loading"))
+UP = replace(ALIVE, progress=Progress(phase="serving", server_up=True))
+DEAD = replace(ALIVE, alive=False, processes=0, exit_code=0)
+OTHER = replace(ALIVE, handle=replace(HANDLE, rank_id="r0"))
+OUTDATED = replace(ALIVE, handle=replace(HANDLE, rank_id="r0", config_hash="ffffffffffffffff"))
+CHANGED = replace(UP, handle=replace(HANDLE, config_hash="ffffffffffffffff"))
+
+RUNNING = ModelFacts("m", Want.RUNNING, 1, S.STOPPED, NOW_S - 5, HASH, attempt_since_s=NOW_S - 5, last_used_s=NOW_S - 5)
+STOPPED = replace(RUNNING, want=Want.STOPPED)
+
+
+def running(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
+    return replace(RUNNING, state=state, ranks=ranks, rank_id="r1", **changes)
+
+
+def stopped(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
+    return replace(STOPPED, state=state, ranks=ranks, rank_id="r1", **changes)
+
+
+TABLE = {
+    # towards running
+    "a stopped model that is wanted is placed": (RUNNING, [Place("m")]),
+    "a stopped model that nobody wants rests": (STOPPED, []),
+    "a living rank of an earlier daemon is adopted": (replace(RUNNING, ranks=(ALIVE,)), [Adopt("m", "r1")]),
+    "a rank that was told to stop is not adopted": (
+        replace(RUNNING, ranks=(replace(ALIVE, stop_ordered=True),)),
+        [Destroy("r1", "m", "it is not the present rank of its model")],
+    ),
+    "a rank of another configuration is destroyed": (
+        replace(RUNNING, ranks=(OUTDATED,)),
+        [Destroy("r0", "m", "its configuration changed")],
+    ),
+    "the remains of a rank are cleared away first": (
+        replace(RUNNING, ranks=(DEAD,)),
+        [Destroy("r1", "m", "it died while nobody watched")],
+    ),
+    "a second rank beside the present one is destroyed": (
+        running(S.READY, UP, OTHER),
+        [Destroy("r0", "m", "it is not the present rank of its model")],
+    ),
+    "a living rank that nobody wants is destroyed": (
+        replace(STOPPED, ranks=(ALIVE,)),
+        [Destroy("r1", "m", "it is not the present rank of its model")],
+    ),
+    "nothing is decided where nobody could look": (replace(RUNNING, state=S.READY, rank_id="r1", ranks=None), []),
+    "one action at a time": (replace(RUNNING, busy="place", state=S.PLANNED), []),
+    "a failed model waits for its back-off": (replace(RUNNING, state=S.FAILED, backoff_until_s=NOW_S + 1), []),
+    "then it is placed again": (replace(RUNNING, state=S.FAILED, backoff_until_s=NOW_S), [Place("m")]),
+    "the rank of a failed attempt is removed": (
+        running(S.FAILED, ALIVE, backoff_until_s=NOW_S + 9),
+        [Destroy("r1", "m", "the attempt it belonged to failed")],
+    ),
+    "a placement that was lost is tried again": (
+        replace(RUNNING, state=S.PLANNED),
+        [Fail("m", "PlacementLost", "The placement ended without a result; it is tried again.")],
+    ),
+    "an unconfigured model is never placed": (replace(RUNNING, config_hash=None), []),
+    # progress
+    "the log says warming": (running(S.LOADING, replace(ALIVE, progress=Progress(phase="warming"))), [Move("m", S.WARMING)]),
+    "the log says sizing": (running(S.LOADING, replace(ALIVE, progress=Progress(phase="sizing"))), [Move("m", S.SIZING)]),
+    "a state never goes back": (running(S.SIZING, ALIVE, last_asked_s=NOW_S), []),
+    "a server that is up is asked": (running(S.SIZING, UP), [Ask("m")]),
+    "but not more often than once a second": (running(S.SIZING, UP, last_asked_s=NOW_S - 0.5), []),
+    "a silent log does not hide a server": (running(S.LOADING, ALIVE, last_asked_s=NOW_S - 6), [Ask("m")]),
+    "and is asked seldom": (running(S.LOADING, ALIVE, last_asked_s=NOW_S - 4), []),
+    # ready
+    "a ready model is left alone": (running(S.READY, UP), []),
+    "an idle one is unwanted after its ttl": (running(S.READY, UP, ttl_s=5.0), [Unwant("m", 5.0)]),
+    "not while a request is in flight": (running(S.READY, UP, ttl_s=5.0, in_flight=1), []),
+    "not while a request waits": (running(S.READY, UP, ttl_s=5.0, queued=1), []),
+    "ttl 0 is never": (running(S.READY, UP, ttl_s=0.0, last_used_s=-1e9), []),
+    "a changed configuration drains first": (running(S.READY, CHANGED, in_flight=2), [Drain("m")]),
+    "a changed configuration stops an idle engine": (running(S.READY, CHANGED), [Stop("m")]),
+    "a changed configuration ends a load": (running(S.LOADING, CHANGED), [Stop("m")]),
+    "wanted again while draining": (running(S.DRAINING, UP, in_flight=1), [Move("m", S.READY)]),
+    "wanted again while stopping: first the stop": (running(S.STOPPING, UP), [Stop("m")]),
+    "wanted again once it is stopped": (running(S.STOPPING), [Rest("m")]),
+    # towards stopped
+    "an idle engine is stopped at once": (stopped(S.READY, UP), [Stop("m")]),
+    "a busy one is drained": (stopped(S.READY, UP, in_flight=1), [Drain("m")]),
+    "draining waits": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 59), []),
+    "not for ever": (stopped(S.DRAINING, UP, in_flight=1, state_since_s=NOW_S - 60), [Stop("m")]),
+    "drained": (stopped(S.DRAINING, UP), [Stop("m")]),
+    "a load is cancelled": (stopped(S.LOADING, ALIVE), [Stop("m")]),
+    "a placement is cancelled": (replace(STOPPED, state=S.PLANNED), [Stop("m")]),
+    "stopping goes on until nothing is left": (stopped(S.STOPPING, DEAD), [Stop("m")]),
+    "then it rests": (stopped(S.STOPPING), [Rest("m")]),
+    "a failed one rests at once": (replace(STOPPED, state=S.FAILED), [Rest("m")]),
+    "a failed one with remains is stopped first": (stopped(S.FAILED, ALIVE), [Stop("m")]),
+}
+
+
+@pytest.mark.parametrize(("facts", "expected"), TABLE.values(), ids=TABLE.keys())
+def test_plan_of_one_model(facts: ModelFacts, expected: list[object]) -> None:
+    assert plan({"m": facts}, (), True, NOW_S) == expected
+
+
+@pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])
+@pytest.mark.parametrize("exit_code", [0, 1, -9, None])
+def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code: int | None) -> None:
+    (action,) = plan({"m": running(state, replace(DEAD, exit_code=exit_code))}, (), True, NOW_S)
+
+    assert isinstance(action, Fail)
+    assert action.reason == "EngineExited"
+    assert ("exit code" in action.message) and ("sparkd logs m" in action.message)
+
+
+def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:
+    fact = replace(DEAD, exit_code=1, progress=Progress(last_error="ValueError: no room"))
+
+    (action,) = plan({"m": running(S.LOADING, fact)}, (), True, NOW_S)
+
+    assert isinstance(action, Fail)
+    assert "ValueError: no room" in action.message
+
+
+def test_a_rank_without_any_trace_is_a_failure() -> None:
+    (action,) = plan({"m": running(S.READY)}, (), True, NOW_S)
+
+    assert isinstance(action, Fail)
+    assert action.reason == "RankLost"
+
+
+def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> None:
+    facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60)
+
+    (action,) = plan({"m": facts}, (), True, NOW_S)
+
+    assert isinstance(action, Fail)
+    assert action.reason == "StartTimeout"
+
+
+def test_only_one_model_starts_at_a_time_and_one_that_is_waited_for_goes_first() -> None:
+    models = {"a": replace(RUNNING, name="a"), "b": replace(RUNNING, name="b", queued=3)}
+
+    assert plan(models, (), True, NOW_S) == [Place("b")]
+
+
+def test_nothing_is_placed_while_another_model_loads() -> None:
+    models = {"a": replace(RUNNING, name="a"), "b": replace(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
+
+    assert plan(models, (), True, NOW_S) == []
+
+
+def test_a_load_does_not_keep_others_from_stopping() -> None:
+    models = {"a": replace(stopped(S.READY, UP), name="a"), "b": replace(running(S.LOADING, ALIVE, last_asked_s=NOW_S), name="b")}
+
+    assert plan(models, (), True, NOW_S) == [Stop("a")]
+
+
+def test_nothing_is_placed_while_ray_is_away_but_adoption_goes_on() -> None:
+    models = {"a": replace(RUNNING, name="a"), "b": replace(RUNNING, name="b", ranks=(ALIVE,))}
+
+    assert plan(models, (), False, NOW_S) == [Adopt("b", "r1")]
+
+
+def test_strangers_are_destroyed() -> None:
+    assert plan({}, (ALIVE,), True, NOW_S) == [Destroy("r1", "m", "no such model is configured")]
+
+
+@pytest.mark.parametrize(("failures", "base_s"), [(1, 10), (2, 20), (3, 40), (5, 160), (6, 300), (60, 300)])
+def test_backoff_doubles_up_to_its_cap_within_its_jitter(failures: int, base_s: float) -> None:
+    delays = [Backoff().delay_s(failures, random.Random(seed)) for seed in range(200)]
+
+    assert min(delays) >= base_s * 0.75
+    assert max(delays) <= base_s * 1.25
+    assert max(delays) - min(delays) > base_s * 0.3

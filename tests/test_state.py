@@ -1,0 +1,147 @@
+"""The state table and the store."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkd.errors import StateError
+from sparkd.state import (
+    EVENTS_KEPT,
+    LEGAL,
+    OPERATIONS_KEPT,
+    STARTING,
+    Desired,
+    ModelState,
+    Operation,
+    OperationState,
+    Progress,
+    Store,
+    Want,
+    check_step,
+)
+from tests.test_plan import HANDLE
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    made = Store(tmp_path / "state.db")
+    yield made
+    made.close()
+
+
+def test_every_state_can_fail_or_be_stopped_and_comes_to_rest() -> None:
+    for state in ModelState:
+        reachable, frontier = {state}, {state}
+        while frontier:
+            frontier = {new for old in frontier for new in LEGAL[old]} - reachable
+            reachable |= frontier
+        assert {ModelState.STOPPED, ModelState.FAILED, ModelState.READY} <= reachable
+
+
+def test_starting_states_never_go_backwards() -> None:
+    order = [ModelState.PLANNED, ModelState.LOADING, ModelState.WARMING, ModelState.SIZING, ModelState.READY]
+
+    assert not [(old, new) for i, old in enumerate(order) for new in order[:i] if new in LEGAL[old] and new in STARTING]
+
+
+@given(st.sampled_from(ModelState), st.sampled_from(ModelState))
+def test_check_step_is_the_table(old: ModelState, new: ModelState) -> None:
+    if new in LEGAL[old]:
+        check_step(old, new)
+    else:
+        with pytest.raises(StateError, match=f"{old} to {new}"):
+            check_step(old, new)
+
+
+def test_what_is_saved_is_found_again_by_the_next_daemon(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.db"
+    desired = Desired("org/Model:1", Want.RUNNING, 3, "admin", 12.5)
+    operation = Operation("op", "load", "m", OperationState.RUNNING, "going", 1.0, progress=Progress(phase="loading", fraction=0.5))
+    first = Store(path)
+    first.save_desired(desired)
+    first.save_handle(HANDLE)
+    first.save_operation(operation)
+    first.save_spec("m", {"model": "/x", "extra_args": ["--a", "b"]})
+    event = first.add_event(1.0, "state", "m", "LOADING -> READY", {"old": "LOADING"})
+    first.close()
+
+    second = Store(path)
+
+    assert second.desired() == {desired.model: desired}
+    assert second.handles() == {HANDLE.rank_id: HANDLE}
+    assert second.operations() == [operation]
+    assert second.specs() == {"m": {"model": "/x", "extra_args": ["--a", "b"]}}
+    assert second.events() == [event]
+    second.close()
+
+
+def test_forgetting(store: Store) -> None:
+    store.save_desired(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    store.save_handle(HANDLE)
+    store.save_spec("m", {})
+    store.forget_desired("m")
+    store.forget_handle(HANDLE.rank_id)
+    store.forget_spec("m")
+
+    assert (store.desired(), store.handles(), store.specs()) == ({}, {}, {})
+
+
+def test_events_are_in_order_paged_and_bounded(store: Store) -> None:
+    for number in range(EVENTS_KEPT + 200):
+        store.add_event(float(number), "k", None, str(number), {})
+
+    newest = store.events(limit=3)
+    assert [event.message for event in newest] == [str(EVENTS_KEPT + n) for n in (197, 198, 199)]
+    assert [event.seq for event in store.events(after_seq=newest[0].seq)] == [event.seq for event in newest[1:]]
+    assert len(store.events(after_seq=1, limit=10**6)) <= EVENTS_KEPT + 100
+
+
+def test_only_the_last_operations_are_kept(store: Store) -> None:
+    operation = Operation("0", "load", "m", OperationState.SUCCEEDED, "", 0.0)
+    for number in range(OPERATIONS_KEPT + 5):
+        store.save_operation(replace(operation, id=str(number), created_at_s=float(number)))
+
+    kept = store.operations()
+    assert (len(kept), kept[0].id) == (OPERATIONS_KEPT, "5")
+
+
+def test_a_store_of_a_newer_release_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+
+    with pytest.raises(StateError, match=r"newer sparkd .schema 99.*--state-dir"):
+        Store(path)
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but long enough to be one" * 50])
+def test_a_file_that_is_no_database_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "state.db"
+    path.write_bytes(content)
+
+    with pytest.raises(StateError, match=r"state\.db cannot be used: .*not a database"):
+        Store(path)
+    assert path.read_bytes() == content
+
+
+def test_schema_version_1_as_the_first_release_wrote_it_still_opens(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    golden = Path(__file__).parent / "fixtures" / "state-v1.sql"
+    with sqlite3.connect(path) as db:
+        db.executescript(golden.read_text())
+    db.close()
+
+    found = Store(path)
+
+    assert found.desired()["m"].want is Want.RUNNING
+    assert found.handles()["r1"] == HANDLE
+    assert found.operations()[0].state is OperationState.SUCCEEDED
+    assert found.events()[0].kind == "ready"
+    found.close()

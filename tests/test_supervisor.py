@@ -1,0 +1,493 @@
+"""The supervisor over a fake cluster and a fake clock: what it does, what it remembers, whom it lets in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import (
+    ConfigError,
+    Conflict,
+    DoesNotFit,
+    Draining,
+    EngineError,
+    ModelFailed,
+    ModelLoading,
+    TooManyRequests,
+    Unavailable,
+    UnknownModel,
+    UnknownOperation,
+)
+from sparkd.state import OperationState, Progress, Want
+from tests.fakes import FakeCluster, Scene, scene
+
+UP = Progress(phase="serving", server_up=True)
+
+
+@asynccontextmanager
+async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -> AsyncIterator[Scene]:
+    """A scene whose tasks run and end with the block."""
+    made = scene(tmp_path, cluster=cluster, **flags)
+    async with asyncio.TaskGroup() as tasks:
+        made.supervisor._tasks = tasks
+        yield made
+        for task in list(tasks._tasks):  # type: ignore[attr-defined]
+            task.cancel()
+    made.store.close()
+
+
+async def make_ready(made: Scene, model: str = "m") -> None:
+    made.supervisor.want(model, Want.RUNNING, "admin")
+    await made.tick()
+    made.cluster.names = [model]
+    made.cluster.show(progress=UP)
+    await made.tick(3)
+    assert made.state(model) == "READY"
+
+
+async def test_a_load_goes_from_wish_to_ready_and_ready_means_it_answered(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        operation = made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        assert made.state() == "LOADING"
+        made.cluster.show(progress=Progress(phase="warming"))
+        await made.tick()
+        assert made.state() == "WARMING"
+        made.cluster.show(progress=UP)
+        await made.tick()
+        assert (made.state(), made.asked) == ("WARMING", [])
+
+        made.cluster.names = ["m", "gpt-4o"]
+        await made.tick()
+
+        assert (made.state(), made.asked) == ("READY", ["m"])
+        assert made.supervisor.operation(operation.id).state is OperationState.SUCCEEDED
+        assert made.cluster.log == ["place m", "spawn m"]
+
+
+async def test_a_server_that_answers_for_another_model_is_not_ready(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        made.cluster.names = ["stranger"]
+        made.cluster.show(progress=UP)
+        await made.tick(2)
+
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, made.asked) == ("FAILED", "WrongModel", [])
+
+
+async def test_a_question_without_an_answer_is_put_again(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        made.cluster.names = ["m"]
+        made.cluster.show(progress=UP)
+
+        def refuse(model: str) -> None:
+            raise EngineError("not yet")
+
+        made.answer = refuse
+        await made.tick(2)
+        assert made.state() == "LOADING"
+        made.answer = lambda model: None
+        await made.tick(2)
+
+        assert made.state() == "READY"
+        assert len(made.asked) >= 2
+
+
+async def test_it_acts_only_after_the_first_reading_and_the_adoption_scan(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/nowhere", "preload": True}}) as made:
+        made.cluster.ranks = None
+        await made.tick(2)
+        assert made.cluster.log == []
+        made.cluster.ranks = {}
+        made.cluster.reading = None
+        await made.tick(2)
+        assert made.cluster.log == []
+        assert not made.supervisor.snapshot().settled
+
+        from tests.fakes import READING
+
+        made.cluster.reading = READING
+        await made.tick()
+
+        assert made.cluster.log == ["place m", "spawn m"]
+
+
+async def test_the_next_daemon_adopts_what_runs(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    cluster.log.clear()
+
+    async with stage(tmp_path, cluster=cluster) as second:
+        await second.tick(3)
+
+        assert second.state() == "READY"
+        assert cluster.log == ["hold m"]
+        assert second.supervisor.snapshot().models["m"].ranks[0].pid == 42
+
+
+async def test_a_rank_whose_configuration_changed_meanwhile_is_replaced(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    cluster.log.clear()
+
+    changed = {"m": {"model": str(tmp_path / "model"), "max_model_len": 77}}
+    async with stage(tmp_path, cluster=cluster, models=changed) as second:
+        await second.tick(3)
+
+        assert cluster.log[:2] == ["destroy m", "release m"]
+        assert cluster.log[-2:] == ["place m", "spawn m"]
+
+
+async def test_a_dead_engine_fails_is_cleared_away_and_started_again_after_its_backoff(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.show(alive=False, processes=0, exit_code=0)
+        made.cluster.log.clear()
+        await made.tick()
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, view.failures) == ("FAILED", "EngineExited", 1)
+
+        await made.tick()
+        assert made.cluster.log == ["destroy m", "release m"]
+        await made.tick(seconds=1)
+        assert made.state() == "FAILED"
+        await made.tick(2, seconds=13)
+
+        assert made.cluster.log[-2:] == ["place m", "spawn m"]
+
+
+async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = DoesNotFit("m asks for 9 GiB; 4 are free.")
+        made.supervisor.want("m", Want.RUNNING, "config")
+        waits = []
+        for _ in range(4):
+            await made.tick()
+            view = made.supervisor.snapshot().models["m"]
+            assert (view.state, view.reason) == ("FAILED", "DoesNotFit")
+            waits.append(view.retry_in_s)
+            await made.tick(seconds=view.retry_in_s or 0)
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick()
+
+        assert [later > earlier for earlier, later in pairwise(waits)] == [True, True, True]
+        assert (made.state(), made.supervisor.snapshot().models["m"].failures) == ("STOPPED", 0)
+
+
+async def test_an_operator_who_asks_again_does_not_wait_for_the_backoff(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = DoesNotFit("no room")
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        made.cluster.place_error = None
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+
+        assert made.state() == "LOADING"
+
+
+async def test_unloading_waits_for_requests_in_flight(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        async with made.supervisor.lease("m"):
+            operation = made.supervisor.want("m", Want.STOPPED, "admin")
+            await made.tick(2)
+            assert made.state() == "DRAINING"
+        await made.tick(3)
+
+        assert made.state() == "STOPPED"
+        assert made.cluster.log[-2:] == ["destroy m", "release m"]
+        assert made.supervisor.operation(operation.id).state is OperationState.SUCCEEDED
+
+
+async def test_unloading_a_model_that_loads_cancels_the_load(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        load = made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        cancelled = made.supervisor.cancel(load.id)
+        await made.tick(3)
+
+        assert cancelled.state is OperationState.CANCELLED
+        assert (made.state(), made.cluster.ranks) == ("STOPPED", {})
+
+
+async def test_a_placement_under_way_is_cancelled_too(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.placing.clear()
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        assert made.state() == "PLANNED"
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(3)
+
+        assert (made.state(), "spawn m" in made.cluster.log) == ("STOPPED", False)
+
+
+async def test_processes_that_will_not_die_are_named_and_nothing_is_started_over_them(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.immortal = True
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(2)
+
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.message) == ("STOPPING", "Processes 42 do not end.")
+
+
+async def test_an_idle_model_is_unloaded_after_its_ttl_and_comes_back_for_a_request(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/x", "ttl": 30}}) as made:
+        await make_ready(made)
+        await made.tick(seconds=31)
+        await made.tick(3)
+        assert (made.state(), made.supervisor.snapshot().models["m"].wanted_by) == ("STOPPED", "ttl")
+
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick()
+        made.cluster.show(progress=UP)
+        await made.tick(3)
+
+        assert await waiting == "m"
+
+
+async def enter(made: Scene, name: str, wait_s: float | None = None) -> str:
+    async with made.supervisor.lease(name, wait_s=wait_s) as lease:
+        return lease.model
+
+
+async def test_a_lease_knows_aliases_and_counts(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        async with made.supervisor.lease("gpt-4o") as lease:
+            assert lease.model == "m"
+            assert made.supervisor.snapshot().models["m"].in_flight == 1
+        assert made.supervisor.snapshot().models["m"].in_flight == 0
+        with pytest.raises(UnknownModel, match="Known models: m"):
+            await enter(made, "gpt-5")
+
+
+async def test_the_concurrency_limit_answers_429(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/x", "concurrency_limit": 1}}) as made:
+        await make_ready(made)
+        async with made.supervisor.lease("m"):
+            with pytest.raises(TooManyRequests, match="1 requests at once"):
+                await enter(made, "m")
+        assert await enter(made, "m") == "m"
+
+
+async def test_many_requests_for_an_absent_model_start_it_once(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        waiting = [asyncio.create_task(enter(made, "m")) for _ in range(50)]
+        await made.tick()
+        assert made.supervisor.snapshot().models["m"].queued == 50
+        made.cluster.names = ["m"]
+        made.cluster.show(progress=UP)
+        await made.tick(3)
+
+        assert await asyncio.gather(*waiting) == ["m"] * 50
+        assert made.cluster.log == ["place m", "spawn m"]
+
+
+async def test_a_wait_that_is_too_long_ends_in_503_with_a_loading_object(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        made.cluster.show(progress=Progress(phase="loading", fraction=0.5, eta_s=12.3))
+        await made.tick()
+        with pytest.raises(ModelLoading) as raised:
+            await enter(made, "m", wait_s=0.0)
+
+        assert raised.value.loading == {"model": "m", "state": "LOADING", "node": "n", "progress": 0.5, "eta_seconds": 12.3}
+        assert raised.value.headers() == {"retry-after": "13"}
+
+
+async def test_a_client_that_leaves_before_anything_acted_does_not_load_the_model(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await made.tick()
+        waiting = asyncio.create_task(enter(made, "m"))
+        await asyncio.sleep(0)
+        assert made.supervisor.snapshot().models["m"].want is Want.RUNNING
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await made.tick(2)
+
+        assert made.cluster.log == []
+        assert (made.state(), made.supervisor.snapshot().models["m"].queued) == ("STOPPED", 0)
+
+
+async def test_a_client_that_leaves_does_not_take_the_load_from_others(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        first, second = (asyncio.create_task(enter(made, "m")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await made.tick()
+        made.cluster.names = ["m"]
+        made.cluster.show(progress=UP)
+        await made.tick(3)
+
+        assert await second == "m"
+
+
+async def test_a_failed_model_turns_requests_away_with_the_time_of_the_next_try(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = DoesNotFit("no room")
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick(2)
+        with pytest.raises(ModelFailed, match="DoesNotFit"):
+            await waiting
+        with pytest.raises(ModelFailed) as raised:
+            await enter(made, "m")
+
+        assert 1 <= int(raised.value.headers()["retry-after"]) <= 13
+
+
+async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
+    async with stage(tmp_path, max_queued_requests=1) as made:
+        waiting = asyncio.create_task(enter(made, "m"))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="max_queued_requests"):
+            await enter(made, "m")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_draining_daemon_takes_nobody_in_and_starts_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.supervisor.drain()
+        with pytest.raises(Draining):
+            await enter(made, "m")
+
+
+async def test_a_node_that_cannot_be_seen_changes_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.ranks = None
+        await made.tick(5)
+
+        assert made.state() == "READY"
+        assert await enter(made, "m") == "m"
+
+
+async def test_a_stray_rank_of_an_unknown_model_is_destroyed(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        await make_ready(first)
+        cluster = first.cluster
+    cluster.log.clear()
+
+    async with stage(tmp_path, cluster=cluster, models={"other": {"model": "/x"}}) as second:
+        await second.tick(2)
+
+        assert cluster.log == ["destroy m", "release m"]
+
+
+async def test_models_are_added_and_removed_while_it_runs(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
+        await make_ready(made, "new")
+        with pytest.raises(Conflict, match="configuration file"):
+            made.supervisor.add("m", {"model": "/y"})
+        with pytest.raises(Conflict):
+            made.supervisor.remove("m")
+        with pytest.raises(ConfigError):
+            made.supervisor.add("evil", {"model": "/y", "extra_args": ["--trust-remote-code"]})
+        made.supervisor.remove("new")
+        await made.tick(4)
+
+        assert set(made.supervisor.snapshot().models) == {"m"}
+        assert made.cluster.ranks == {}
+
+
+async def test_an_added_model_is_known_to_the_next_daemon(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        first.supervisor.add("new", {"model": "/y"})
+    async with stage(tmp_path) as second:
+        assert set(second.supervisor.snapshot().models) == {"m", "new"}
+
+
+async def test_a_reload_keeps_engines_whose_settings_did_not_change(tmp_path: Path) -> None:
+    from sparkd.config import load_config
+
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.log.clear()
+        flags = {"models": {"m": {"model": str(tmp_path / "model"), "ttl": 5, "aliases": ["gpt-4o"]}, "n": {"model": "/n"}}}
+        made.supervisor.reconfigure(load_config(None, flags=flags, environ={}))
+        await made.tick(2)
+        assert (made.state(), made.cluster.log) == ("READY", [])
+
+        flags["models"]["m"]["max_model_len"] = 99
+        made.supervisor.reconfigure(load_config(None, flags=flags, environ={}))
+        await made.tick(4)
+
+        assert made.cluster.log == ["destroy m", "release m", "place m", "spawn m"]
+
+
+async def test_a_model_taken_out_of_the_file_is_stopped_and_forgotten(tmp_path: Path) -> None:
+    from sparkd.config import load_config
+
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.supervisor.reconfigure(load_config(None, flags={"models": {"n": {"model": "/n"}}}, environ={}))
+        await made.tick(4)
+
+        assert set(made.supervisor.snapshot().models) == {"n"}
+        assert made.cluster.ranks == {}
+
+
+@pytest.mark.parametrize(
+    ("by", "starts"), [("admin", False), ("ttl", True), ("request", True), ("config", True)], ids=["operator", "ttl", "request", "config"]
+)
+async def test_preload_respects_an_operators_unload_only(tmp_path: Path, by: str, starts: bool) -> None:
+    models = {"m": {"model": "/x", "preload": True}}
+    async with stage(tmp_path, models=models) as first:
+        first.supervisor.want("m", Want.STOPPED, by)
+    async with stage(tmp_path, models=models) as second:
+        assert (second.supervisor.snapshot().models["m"].want is Want.RUNNING) is starts
+
+
+async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.store._db.execute("PRAGMA query_only=ON")
+        await make_ready(made)
+
+        assert any("StateNotSaved" in condition for condition in made.supervisor.snapshot().conditions)
+        made.store._db.execute("PRAGMA query_only=OFF")
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        assert made.supervisor.snapshot().conditions == ()
+
+
+async def test_events_reach_listeners_in_order(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made, made.supervisor.ledger.listen() as queue:
+        await make_ready(made)
+        seen = [queue.get_nowait() for _ in range(queue.qsize())]
+
+        assert [event.data["new"] for event in seen if event.kind == "state"] == ["PLANNED", "LOADING", "READY"]
+        assert [event.seq for event in seen] == sorted(event.seq for event in seen)
+
+
+async def test_unknown_operations_are_said_to_be_unknown(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        with pytest.raises(UnknownOperation):
+            made.supervisor.cancel("nope")
+
+
+async def test_the_log_is_kept_for_a_model_that_failed(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.show(alive=False, exit_code=1)
+        await made.tick(3)
+
+        assert (await made.supervisor.log_text("m", None, 100))["text"] == "log of /log/m"
