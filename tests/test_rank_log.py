@@ -1,0 +1,130 @@
+"""What an engine writes: how far it is, and a log that is bounded, readable and free of keys."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import DEADLINE_S, SECRET, Place, a_place, until
+from workers import logfile, rank
+
+place = pytest.fixture(name="place")(a_place)
+
+
+# From a running rank
+
+
+def test_progress_reaches_the_status_file(place: Place) -> None:
+    code = r"""
+    import sys, time
+    print("(Worker pid=1) INFO 11-21 07:00:49 [m.py:68] Starting to load model /models/m...")
+    sys.stderr.write("\rLoading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?, ?it/s]")
+    sys.stderr.write("\rLoading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<?, ?it/s]")
+    sys.stderr.flush()
+    print("\nup", flush=True)
+    time.sleep(600)
+    """
+    place.start(code)
+    progress = until(lambda: place.fact()["progress"]["fraction"] and place.fact()["progress"])
+    assert (progress["phase"], progress["shards_done"], progress["shards_total"], progress["fraction"]) == ("loading", 2, 4, 0.5)
+    assert abs(progress["line_at_s"] - time.time()) < DEADLINE_S
+
+
+def test_an_unfinished_bar_counts(place: Place) -> None:
+    bar = r"\rLoading safetensors checkpoint shards:  25% Completed | 1/4 [00:00<?, ?it/s]"
+    rank.spawn(place.spec(f"import sys, time\nsys.stderr.write('{bar}')\nsys.stderr.flush()\ntime.sleep(600)\n"))
+    assert until(lambda: place.fact()["progress"]["shards_done"]) == 1
+
+
+def test_a_full_disk_does_not_stop_the_engine(place: Place) -> None:
+    code = """
+    import pathlib, sys, time
+    for _ in range(40000):
+        print("x" * 99)
+    sys.stdout.flush()
+    pathlib.Path(sys.argv[sys.argv.index("--flag") + 1]).touch()
+    time.sleep(600)
+    """
+    done = place.root / "done"
+    rank.spawn(place.spec(code, log_path="/dev/full", flags=("--flag", str(done))))
+    until(done.exists)
+    assert until(lambda: place.fact()["dropped_lines"] >= 40000)
+    assert place.fact()["alive"]
+
+
+def test_the_log_rotates_by_size(place: Place) -> None:
+    code = "import time\nfor i in range(3000):\n    print(f'line {i:05d}', flush=True)\nprint('up', flush=True)\ntime.sleep(600)\n"
+    place.start(code, log_max_bytes=8000, log_backups=2)
+    names = sorted(path.name for path in place.log.parent.iterdir())
+    assert names == ["r1.log", "r1.log.1", "r1.log.2"]
+    assert all(path.stat().st_size <= 8000 for path in place.log.parent.iterdir())
+    text = "".join(Path(place.log.parent, name).read_text() for name in reversed(names))
+    kept = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line")]
+    assert kept == list(range(kept[0], 3000))
+
+
+# Without one
+
+
+def test_reading_goes_on_across_a_rotation(tmp_path: Path) -> None:
+    log = logfile.RotatingLog(str(tmp_path / "a.log"), max_bytes=50, backups=1)
+    assert logfile.read_log(log.path) == {"text": "", "cursor": "0:0"}
+    log.write(["one", "two", "three"])
+    first = logfile.read_log(log.path, tail_lines=2)
+    assert first["text"] == "two\nthree\n"
+    log.write(["four"])
+    log.write(["five" * 9])
+    assert (tmp_path / "a.log.1").exists()
+    second = logfile.read_log(log.path, first["cursor"])
+    assert second["text"] == "four\n"
+    third = logfile.read_log(log.path, second["cursor"])
+    assert third["text"] == "five" * 9 + "\n"
+    assert logfile.read_log(log.path, third["cursor"]) == {"text": "", "cursor": third["cursor"]}
+    log.close()
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "1", "-1:-1", "1:2:3", "99999999999999999999:5"])
+def test_an_odd_cursor_begins_again(tmp_path: Path, cursor: str) -> None:
+    (tmp_path / "a.log").write_text("one\n")
+    assert logfile.read_log(str(tmp_path / "a.log"), cursor)["text"] == "one\n"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines", "tail"),
+    [
+        ([b"a\nb\n"], ["a", "b"], ""),
+        ([b"a", b"b\nc"], ["ab"], "c"),
+        ([b"a\r\nb\rc"], ["a", "b"], "c"),
+        ([b"\xff\xfe\n"], ["\ufffd\ufffd"], ""),
+        ([b"x" * 20000 + b"\ny\n"], ["x" * logfile.LINE_BYTES + " [cut]", "y"], ""),
+        ([b"x" * 20000, b"x" * 20000, b"x\ny\n"], ["x" * logfile.LINE_BYTES + " [cut]", "y"], ""),
+    ],
+)
+def test_lines_are_split_and_bounded(chunks: list[bytes], lines: list[str], tail: str) -> None:
+    splitter = logfile.LineSplitter()
+    assert [line for chunk in chunks for line in splitter.feed(chunk)] == lines
+    assert splitter.tail == tail
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("Authorization: Bearer abc.def", "Authorization: Bearer [redacted]"),
+        ('{"authorization": "Basic dXNlcg=="}', '{"authorization": "Basic [redacted]"}'),
+        (
+            "non-default args: {'port': 1, 'api_key': ['letmein'], 'model': 'm'}",
+            "non-default args: {'port': 1, 'api_key': ['[redacted]'], 'model': 'm'}",
+        ),
+        ("vllm serve m --hf-token hunter2 --port 1", "vllm serve m --hf-token [redacted] --port 1"),
+        ("VLLM_API_KEY=hunter2", "VLLM_API_KEY=[redacted]"),
+        ("got hf_" + "a" * 34, "got [redacted]"),
+        ("got sk-" + "a" * 20, "got [redacted]"),
+        (f"the key is {SECRET}.", "the key is [redacted]."),
+        ("GPU KV cache size: 4,843,965 tokens", "GPU KV cache size: 4,843,965 tokens"),
+        ("tokenizer_mode=auto, max_tokens=5, keyboard", "tokenizer_mode=auto, max_tokens=5, keyboard"),
+    ],
+)
+def test_keys_are_redacted(line: str, expected: str) -> None:
+    assert logfile.Redactor([SECRET, "short"]).clean(line) == expected

@@ -1,0 +1,192 @@
+"""A rank's log: bounded lines, no keys, rotated by size, read on from where a reader left off. Never raises on a full disk.
+
+Nothing here understands what the lines say; workers.progress does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+LINE_BYTES = 16 * 1024
+MODE = 0o640
+SHORTEST_SECRET = 8
+
+_KEYS = re.compile(
+    r"(?i)(authorization\W{1,4}(?:(?:bearer|basic)\s+)?|\bbearer\s+|(?:api|access|secret)[_-]?key\W{1,6}|\b(?:hf|auth|access)[_-]?token\W{1,6}|password\W{1,6})"
+    r"[^\s'\",}\])]+"
+)
+_TOKENS = re.compile(r"\b(?:hf_[A-Za-z0-9]{24,}|gh[po]_[A-Za-z0-9]{24,}|(?:sk|glpat|nvapi)-[A-Za-z0-9_-]{16,})")
+_HINTS = ("auth", "bearer", "key", "token", "password", "hf_", "sk-", "gh", "glpat", "nvapi")
+
+
+class Redactor:
+    """Replaces the given secrets, and what looks like a key or an Authorization header, by `[redacted]`."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._secrets = sorted({one for one in secrets if len(one) >= SHORTEST_SECRET}, key=len, reverse=True)
+
+    def clean(self, line: str) -> str:
+        for secret in self._secrets:
+            line = line.replace(secret, "[redacted]")
+        lowered = line.lower()
+        if not any(hint in lowered for hint in _HINTS):
+            return line
+        return _TOKENS.sub("[redacted]", _KEYS.sub(r"\1[redacted]", line))
+
+
+class LineSplitter:
+    """Bytes in, text lines out. A line ends at \\n, \\r or both; what passes LINE_BYTES is cut and the rest of it dropped."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._skipping = False
+
+    @property
+    def tail(self) -> str:
+        """The beginning of a line whose end has not come: a progress bar writes its carriage return first."""
+        return "" if self._skipping else self._tail.decode("utf-8", "replace")
+
+    def feed(self, data: bytes) -> list[str]:
+        pieces = (self._tail + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._tail = pieces.pop()
+        lines = []
+        for piece in pieces:
+            if not self._skipping:
+                lines.append(_cut(piece))
+            self._skipping = False
+        if len(self._tail) > LINE_BYTES:
+            if not self._skipping:
+                lines.append(_cut(self._tail))
+            self._tail, self._skipping = b"", True
+        return lines
+
+    def finish(self) -> list[str]:
+        rest, self._tail = self.tail, b""
+        return [rest] if rest else []
+
+
+class RotatingLog:
+    """path, path.1 ... path.N: the newest first, at most max_bytes each. What cannot be written is counted in dropped_lines."""
+
+    def __init__(self, path: str, *, max_bytes: int, backups: int) -> None:
+        self.path = path
+        self.dropped_lines = 0
+        self._max_bytes = max_bytes
+        self._backups = backups
+        self._fd = -1
+        self._size = 0
+
+    def write(self, lines: list[str]) -> None:
+        """Appends the lines, a rotation between two of them where one is due."""
+        kept = 0
+        pending: list[bytes] = []
+        try:
+            for line in lines:
+                data = f"{line}\n".encode("utf-8", "replace")
+                self._open()
+                if self._size and self._size + len(data) > self._max_bytes:
+                    kept += self._append(pending)
+                    pending = []
+                    self._rotate()
+                pending.append(data)
+                self._size += len(data)
+            kept += self._append(pending)
+        except OSError:  # full, read-only or missing: the engine must go on, and dropped_lines tells
+            self.close()
+        self.dropped_lines += len(lines) - kept
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _open(self) -> None:
+        if self._fd >= 0:
+            return
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
+        facts = os.fstat(self._fd)
+        self._size = facts.st_size
+        if stat.S_ISREG(facts.st_mode):
+            os.fchmod(self._fd, MODE)
+
+    def _append(self, pieces: list[bytes]) -> int:
+        """How many of the lines are in the file now."""
+        data = b"".join(pieces)
+        return len(pieces) if not data or os.write(self._fd, data) == len(data) else 0
+
+    def _rotate(self) -> None:
+        self.close()
+        if self._backups > 0:
+            for number in range(self._backups - 1, 0, -1):
+                if os.path.exists(f"{self.path}.{number}"):
+                    os.replace(f"{self.path}.{number}", f"{self.path}.{number + 1}")
+            os.replace(self.path, f"{self.path}.1")
+        else:
+            os.unlink(self.path)
+        self._open()
+
+
+def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, tail_lines: int = 200) -> dict[str, Any]:
+    """{"text": whole lines, "cursor": where to go on}. Without a cursor the last tail_lines; with one, what came since.
+
+    A cursor names a file by its inode, so that lines written just before a rotation are still found in path.1. A log that does not
+    exist yet reads as empty.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return {"text": "", "cursor": cursor or "0:0"}
+    with os.fdopen(fd, "rb") as log:
+        inode, size = os.fstat(fd).st_ino, os.fstat(fd).st_size
+        if cursor is None:
+            start = max(0, size - max_bytes)
+            log.seek(start)
+            data = log.read(max_bytes)
+            whole = data[: data.rfind(b"\n") + 1]
+            lines = whole.splitlines(keepends=True)
+            lines = lines[1:] if start else lines
+            return {"text": _text(b"".join(lines[-tail_lines:])), "cursor": f"{inode}:{start + len(whole)}"}
+        old_inode, offset = _position(cursor)
+        if old_inode != inode:
+            rest = _rest_of_rotated(path, old_inode, offset, max_bytes)
+            if rest is not None:
+                return rest
+            offset = 0
+        if offset > size:  # truncated by somebody else
+            offset = 0
+        log.seek(offset)
+        data = log.read(max_bytes)
+        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == max_bytes else b"")
+        return {"text": _text(whole), "cursor": f"{inode}:{offset + len(whole)}"}
+
+
+def _rest_of_rotated(path: str, inode: int, offset: int, max_bytes: int) -> dict[str, Any] | None:
+    """What is left of the file that the cursor was in; None once that was read, or is gone."""
+    try:
+        with open(f"{path}.1", "rb") as log:
+            if os.fstat(log.fileno()).st_ino != inode:
+                return None
+            log.seek(offset)
+            data = log.read(max_bytes)
+    except FileNotFoundError:
+        return None
+    return {"text": _text(data), "cursor": f"{inode}:{offset + len(data)}"} if data else None
+
+
+def _position(cursor: str) -> tuple[int, int]:
+    inode, _, offset = cursor.partition(":")
+    return (int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else (0, 0)
+
+
+def _cut(line: bytes) -> str:
+    text = line[:LINE_BYTES].decode("utf-8", "replace")
+    return f"{text} [cut]" if len(line) > LINE_BYTES else text
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

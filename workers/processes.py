@@ -1,0 +1,241 @@
+"""Which processes of this machine belong to a rank, and how to end exactly those. Never starts one, never guesses by name.
+
+A process is named by (pid, start time, boot id): a pid alone is used again. A rank's processes are those whose environment carries
+its mark, the members of its shim's session, and the descendants of either: a child that makes a session of its own keeps the mark,
+and one that loses its environment keeps its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RANK_ID_VARIABLE = "SPARKD_RANK_ID"
+RUN_DIR_VARIABLE = "SPARKD_RUN_DIR"
+STOP = signal.SIGTERM
+STOP_NOW = signal.SIGUSR1
+KILL = signal.SIGKILL
+POLL_S = 0.02
+TRACKER_S = 1.5
+READ_BYTES = 1 << 15
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One process. start_ticks: clock ticks between boot and its start, field 22 of /proc/PID/stat (proc_pid_stat(5))."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A line of /proc/PID/stat. state is the kernel's letter; session is the pid of the session's first process."""
+
+    pid: int
+    state: str
+    parent: int
+    session: int
+    start_ticks: int
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def identity(pid: int) -> Identity | None:
+    """None where no such process lives."""
+    stat = read_stat(pid)
+    return Identity(pid, stat.start_ticks, boot_id()) if stat and not _is_over(stat) else None
+
+
+def is_alive(who: Identity) -> bool:
+    """A zombie counts as dead, unless threads of it still run: then its memory has not come back."""
+    stat = read_stat(who.pid)
+    return stat is not None and stat.start_ticks == who.start_ticks and not _is_over(stat) and who.boot_id == boot_id()
+
+
+def read_stat(pid: int) -> Stat | None:
+    text = _read(pid, "stat")
+    if not text:
+        return None
+    # The command name stands in parentheses and may hold anything, parentheses and spaces included.
+    fields = text[text.rfind(b")") + 2 :].split()
+    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def table() -> dict[int, Stat]:
+    """Every process that is not over, by pid."""
+    stats = (read_stat(pid) for pid in _pids())
+    return {stat.pid: stat for stat in stats if stat and not _is_over(stat)}
+
+
+def marks(stats: Mapping[int, Stat], run_dir: str) -> dict[str, set[int]]:
+    """rank id -> pids whose environment says that they belong to this rank of this run directory."""
+    found: dict[str, set[int]] = {}
+    for pid in stats:
+        if rank_id := mark(pid, run_dir):
+            found.setdefault(rank_id, set()).add(pid)
+    return found
+
+
+def mark(pid: int, run_dir: str) -> str | None:
+    """The rank id in the environment that the process was started with; None for another run directory's and other users' processes."""
+    environ = _read(pid, "environ")
+    if RANK_ID_VARIABLE.encode() not in environ:
+        return None
+    values = dict(entry.partition(b"=")[::2] for entry in environ.split(b"\0"))
+    if values.get(RUN_DIR_VARIABLE.encode()) != os.fsencode(run_dir):
+        return None
+    return os.fsdecode(values[RANK_ID_VARIABLE.encode()]) if RANK_ID_VARIABLE.encode() in values else None
+
+
+def members(rank_id: str, run_dir: str, *, shim: Identity | None, engine: Identity | None) -> dict[int, Identity]:
+    """The living processes of a rank by pid, its shim not among them. shim and engine are as its status file names them."""
+    stats, boot = table(), boot_id()
+    marked = {pid for pid in stats if mark(pid, run_dir) == rank_id}
+    found = belonging(stats, boot, marked, shim=shim, engine=engine)
+    # A rank started from within a rank must not end its starter.
+    return {pid: Identity(pid, stats[pid].start_ticks, boot) for pid in found - {os.getpid()}}
+
+
+def belonging(stats: Mapping[int, Stat], boot: str, marked: Collection[int], *, shim: Identity | None, engine: Identity | None) -> set[int]:
+    """Pids of a rank, its shim not among them. stats: of this moment and this boot; marked: pids that carry its mark.
+
+    A session's number is the pid of its first process, and the kernel uses it again only after its last member: it is the shim's
+    session where the shim lives or one of the marked is in it, and might be a stranger's otherwise.
+    """
+    known = [one for one in (shim, engine) if one and one.boot_id == boot]
+    alive = {one.pid for one in known if one.pid in stats and stats[one.pid].start_ticks == one.start_ticks}
+    roots = set(marked) | alive
+    if shim and shim in known and (shim.pid in alive or any(stats[pid].session == shim.pid for pid in marked)):
+        roots |= {pid for pid, one in stats.items() if one.session == shim.pid}
+    return (roots | descendants(roots, stats)) - ({shim.pid} if shim and shim in known else set())
+
+
+def descendants(roots: Collection[int], stats: Mapping[int, Stat]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid, stat in stats.items():
+        children.setdefault(stat.parent, []).append(pid)
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
+
+
+def adopts_orphans() -> bool:
+    """Whether orphans below this process become its children. Ray's deprecated sub-reaper does that to its workers, and kills them."""
+    answer = ctypes.c_int()
+    return prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer)) and answer.value == 1
+
+
+def prctl(option: int, value: Any) -> bool:
+    """False where the C library or the kernel refuses."""
+    try:
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+def send(who: Identity, number: signal.Signals) -> bool:
+    """Signals exactly this process; False where it is gone, or another user's.
+
+    A pidfd holds on to the process it was opened for (pidfd_open(2)), so that looking again after opening leaves no gap in which the
+    number could change hands. Where the kernel or the Python has none the gap is a few microseconds.
+    """
+    try:
+        handle = os.pidfd_open(who.pid)
+    except ProcessLookupError:
+        return False
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            raise
+        handle = -1
+    try:
+        if not is_alive(who):
+            return False
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(who.pid, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, between: Callable[[float], object] = time.sleep) -> list[int]:
+    """SIGKILLs what `find` returns until it returns nothing; the pids that live after timeout_s seconds (uninterruptible waits).
+
+    Python's resource trackers go last: they end by themselves once the processes that they serve are dead, and remove the shared
+    memory that those left in /dev/shm, which nobody else would. `between` is called with the seconds to wait between two looks.
+    """
+    started_s = time.monotonic()
+    while found := find():
+        waited_s = time.monotonic() - started_s
+        if waited_s > timeout_s:
+            return sorted(found)
+        spared = {pid for pid in found if waited_s < TRACKER_S and _is_resource_tracker(pid)}
+        for pid in found.keys() - spared:
+            send(found[pid], signal.SIGKILL)
+        between(POLL_S)
+    return []
+
+
+def wait_gone(who: Iterable[Identity], *, timeout_s: float) -> bool:
+    """True once all have ended; False after timeout_s seconds."""
+    deadline_s = time.monotonic() + timeout_s
+    waiting = list(who)
+    while waiting := [one for one in waiting if is_alive(one)]:
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _is_over(stat: Stat) -> bool:
+    if stat.state not in "ZXx":
+        return False
+    try:
+        return len(os.listdir(f"/proc/{stat.pid}/task")) <= 1
+    except OSError:
+        return True
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Empty where the process is gone or another user's. Not through pathlib: this is read for every process of the machine."""
+    pieces = []
+    try:
+        fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while piece := os.read(fd, READ_BYTES):
+                pieces.append(piece)
+        finally:
+            os.close(fd)
+    except OSError:
+        return b""
+    return b"".join(pieces)

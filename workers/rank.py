@@ -1,0 +1,238 @@
+"""One rank as its node handles it: spawn, scan, stop, forget. Never decides what should run, never waits for a model.
+
+A rank is two things: a shim (workers.shim), daemonised out of the caller's process tree, which owns the log and the status file, and
+the engine below it, which dies with the shim. Everything here can be called again by a process that knows nothing but the run
+directory. All of it blocks: call it from a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sparkd.errors import RankError
+from workers import processes
+from workers.command import build_command, build_environment, ipc_dir, platform_of
+from workers.logfile import read_log
+from workers.processes import Identity
+from workers.progress import Parser
+from workers.spec import RankSpec, checked_rank_id
+from workers.status import identity_of, rank_ids, read_status, remove_sockets, status_path, write_status
+
+__all__ = [
+    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "platform_of", "read_log", "scan", "spawn", "stop", "strays",
+    "verify_gone",
+]  # fmt: skip
+
+PACKAGE_DIR = str(Path(__file__).resolve().parent.parent)
+SPAWN_TIMEOUT_S = 30.0
+SHIM_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 10.0
+SECRET_MODE_MASK = 0o077
+
+
+def spawn(spec: RankSpec) -> dict[str, Any]:
+    """Starts the rank and returns its handle (the fields of sparkd.state.RankHandle) once that is on disk and the engine was exec'ed.
+
+    Raises RankError, and leaves nothing behind, where it cannot: the rank id is in use, the runtime cannot be executed, the socket is
+    taken, the key is readable by others. The shim leaves the caller's process tree, session and open files, and outlives it.
+    """
+    spec.check()
+    if processes.adopts_orphans():
+        raise RankError(
+            f"The rank {spec.rank_id} would end with this process, which adopts orphans: start Ray on this node without "
+            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper."
+        )
+    if os.path.lexists(status_path(spec.run_dir, spec.rank_id)) or verify_gone(spec.rank_id, spec.run_dir):
+        raise RankError(f"The rank {spec.rank_id} exists in {spec.run_dir}: stop and forget it first, or start it under another id.")
+    order = {
+        "spec": spec.to_dict(),
+        "command": build_command(spec),
+        "environment": build_environment(spec, os.environ, _api_key(spec)),
+    }
+    _prepare_folders(spec)
+    try:
+        return _start_shim(spec, order)
+    except RankError:
+        stop({"rank_id": spec.rank_id}, run_dir=spec.run_dir, grace_s=0)
+        forget(spec.rank_id, spec.run_dir)
+        raise
+
+
+def scan(run_dir: str) -> list[dict[str, Any]]:
+    """One fact per status file, sorted by rank id. Reads /proc and the files, changes nothing, fails on no single file.
+
+    alive: shim and engine both live. processes: how many processes of the rank live, the shim not counted; above 0 while alive is
+    False means that something has to be stopped. handle is None and error tells why where a file cannot be read.
+    """
+    statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
+    if not statuses:
+        return []
+    stats, boot = processes.table(), processes.boot_id()
+    shims = {rank_id: identity_of(status.get("handle"), "pid", "start_ticks") for rank_id, status in statuses.items()}
+    # Reading every environment is the dear part; a rank whose shim lives is known by session and descent.
+    marks = {} if all(shim and processes.is_alive(shim) for shim in shims.values()) else processes.marks(stats, run_dir)
+    facts = []
+    for rank_id, status in statuses.items():
+        engine = identity_of(status, "engine_pid", "engine_start_ticks")
+        pids = processes.belonging(stats, boot, marks.get(rank_id, ()), shim=shims[rank_id], engine=engine)
+        facts.append(_fact(rank_id, status, shims[rank_id], engine, len(pids)))
+    return facts
+
+
+def strays(run_dir: str) -> dict[str, list[int]]:
+    """rank id -> pids of living engine processes that were started from this run directory and have no status file any more."""
+    marks = processes.marks(processes.table(), run_dir)
+    return {rank_id: sorted(pids) for rank_id, pids in marks.items() if not status_path(run_dir, rank_id).exists()}
+
+
+def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str, Any]:
+    """Ends a rank: SIGTERM, at most grace_s or the rank's stop_timeout_s, SIGKILL, and a look that nothing is left.
+
+    handle: the fields of a handle, or rank_id alone where no more is known. Works with a dead and with a stuck shim too, and is
+    harmless for a rank that is gone, of an earlier boot, or whose pid belongs to somebody else by now. Returns gone, survivors (pids
+    that live in an uninterruptible wait: report them and call again), exit_code and stop_ordered as the status file has them.
+    """
+    rank_id = checked_rank_id(handle.get("rank_id"))
+    path = status_path(run_dir, rank_id)
+    status = read_status(path)
+    shim = identity_of(handle, "pid", "start_ticks") or identity_of(status.get("handle"), "pid", "start_ticks")
+    if shim and processes.send(shim, processes.STOP) and not processes.wait_gone([shim], timeout_s=grace_s):
+        processes.send(shim, processes.STOP_NOW)
+        processes.wait_gone([shim], timeout_s=SHIM_TIMEOUT_S)
+    status = read_status(path)
+    ordered_here = bool(shim and processes.is_alive(shim))
+    survivors = _kill_from_outside(rank_id, run_dir, shim, identity_of(status, "engine_pid", "engine_start_ticks"))
+    if ordered_here and status.get("handle") and status.get("state") != "exited":
+        status |= {"state": "exited", "stop_ordered": True}
+        with suppress(OSError):  # a full disk: what was asked for is done, and the rank is about to be forgotten
+            write_status(path, status)
+    remove_sockets(run_dir, rank_id, handle.get("socket_path") or (status.get("handle") or {}).get("socket_path"))
+    return {
+        "gone": not survivors,
+        "survivors": survivors,
+        "exit_code": status.get("exit_code"),
+        "stop_ordered": bool(status.get("stop_ordered")),
+    }
+
+
+def verify_gone(rank_id: str, run_dir: str) -> list[int]:
+    """The pids of the rank's living processes, its shim included; empty when it is gone."""
+    status = read_status(status_path(run_dir, checked_rank_id(rank_id)))
+    shim = identity_of(status.get("handle"), "pid", "start_ticks")
+    engine = identity_of(status, "engine_pid", "engine_start_ticks")
+    found = set(processes.members(rank_id, run_dir, shim=shim, engine=engine))
+    return sorted(found | {shim.pid} if shim and processes.is_alive(shim) else found)
+
+
+def forget(rank_id: str, run_dir: str) -> None:
+    """Removes the status file and the sockets of a rank that is gone. Raises RankError while a process of it lives."""
+    if living := verify_gone(rank_id, run_dir):
+        raise RankError(f"The rank {rank_id} cannot be forgotten: its processes {living} live. Stop it first.")
+    remove_sockets(run_dir, rank_id, None)
+    for path in (status_path(run_dir, rank_id), *Path(run_dir).glob(f".{rank_id}.json.*")):
+        path.unlink(missing_ok=True)
+
+
+def _fact(rank_id: str, status: Mapping[str, Any], shim: Identity | None, engine: Identity | None, living: int) -> dict[str, Any]:
+    engine_alive = bool(engine and processes.is_alive(engine))
+    return {
+        "rank_id": rank_id,
+        "handle": status.get("handle"),
+        "alive": bool(shim and processes.is_alive(shim)) and (engine_alive or status.get("state") == "starting"),
+        "processes": living,
+        "exit_code": status.get("exit_code"),
+        "stop_ordered": bool(status.get("stop_ordered")),
+        "progress": status.get("progress") or Parser().progress,
+        "state": status.get("state", "unreadable"),
+        "engine_pid": status.get("engine_pid"),
+        "updated_at_s": status.get("updated_at_s"),
+        "dropped_lines": status.get("dropped_lines", 0),
+        "error": status.get("error"),
+    }
+
+
+def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
+    """The order goes through a pipe, so that no secret of it is on disk, in an argv or in the shim's environment."""
+    shim = subprocess.Popen(
+        [sys.executable, "-m", "workers.shim", spec.rank_id],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", umask=0o077, start_new_session=True,
+        env={"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": PACKAGE_DIR, "LANG": "C.UTF-8"},
+    )  # fmt: skip
+    try:
+        answer, _ = shim.communicate(json.dumps(order).encode(), timeout=SPAWN_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        shim.kill()
+        shim.communicate()
+        raise RankError(
+            f"The rank {spec.rank_id} did not start within {SPAWN_TIMEOUT_S:.0f} s: this node is overloaded or its disk hangs: try again."
+        ) from error
+    lines = answer.decode("utf-8", "replace").strip().splitlines()
+    try:
+        told = json.loads(lines[-1])
+        if "handle" in told:
+            return dict(told["handle"])
+        reason = str(told["error"])
+    except (IndexError, ValueError, KeyError, TypeError):
+        said = lines[-1] if lines else "it said nothing"
+        reason = f"The shim of the rank {spec.rank_id} failed: {said}. Check the installation of sparkd on this node."
+    raise RankError(reason)
+
+
+def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:
+    """What a healthy shim has done by itself. Members first, while the shim's session still tells them."""
+
+    def find() -> dict[int, Identity]:
+        return processes.members(rank_id, run_dir, shim=shim, engine=engine)
+
+    processes.kill_all(find, timeout_s=KILL_TIMEOUT_S)
+    if shim:
+        processes.send(shim, processes.KILL)
+        processes.wait_gone([shim], timeout_s=KILL_TIMEOUT_S)
+    survivors = processes.kill_all(find, timeout_s=KILL_TIMEOUT_S)
+    return sorted({*survivors, shim.pid}) if shim and processes.is_alive(shim) else survivors
+
+
+def _prepare_folders(spec: RankSpec) -> None:
+    try:
+        for folder in (spec.run_dir, ipc_dir(spec.run_dir, spec.rank_id), spec.socket_path and os.path.dirname(spec.socket_path)):
+            if folder:
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+        if spec.socket_path:
+            _remove_stale_socket(spec.socket_path)
+    except OSError as error:
+        raise RankError(f"The rank {spec.rank_id} has no place to run: {error}. Give this user write access to {spec.run_dir}.") from error
+
+
+def _remove_stale_socket(path: str) -> None:
+    if not os.path.lexists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise RankError(f"The socket {path} is in use by another process: stop that process, or use another --state-dir.")
+
+
+def _api_key(spec: RankSpec) -> str | None:
+    if not spec.host or not spec.api_key_path:
+        return None
+    try:
+        if os.stat(spec.api_key_path).st_mode & SECRET_MODE_MASK:
+            raise RankError(f"The engine key {spec.api_key_path} is readable by others: chmod 600 {spec.api_key_path}")
+        key = Path(spec.api_key_path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise RankError(f"The engine key of the rank {spec.rank_id} cannot be read: {error}.") from error
+    if not key:
+        raise RankError(f"The engine key {spec.api_key_path} is empty: remove the file, sparkd writes a new one.")
+    return key

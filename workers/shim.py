@@ -1,0 +1,363 @@
+"""The parent of one engine: starts it, drains its output, keeps the status file true, ends all of it. Never restarts it, never decides.
+
+Like containerd's shim it stands outside the process tree of whoever asked for it, so that daemon, actor and raylet may die without
+it. SIGTERM is an ordered stop, SIGUSR1 the same without grace. One thread only: PR_SET_PDEATHSIG follows the thread that forked the
+child (PR_SET_PDEATHSIG(2const)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from workers import processes
+from workers.logfile import LineSplitter, Redactor, RotatingLog
+from workers.processes import Identity
+from workers.progress import Parser
+from workers.spec import RankSpec
+from workers.status import remove_sockets, status_path, write_status
+
+STATUS_EVERY_S = 0.25
+STATUS_IDLE_S = 5.0
+KILL_TIMEOUT_S = 10.0
+DRAIN_S = 1.0
+PIPE_BYTES = 1 << 20
+READ_BYTES = 1 << 16
+READS_PER_TURN = 16
+ENGINE_OOM_SCORE = 500
+OPEN_FILES = 65536
+
+_SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASSW")
+
+
+class Shim:
+    """Runs one rank from its order (specification, argv, environment) to its end."""
+
+    def __init__(self, spec: RankSpec, command: list[str], environment: Mapping[str, str]) -> None:
+        self._spec = spec
+        self._command = command
+        self._environment = dict(environment)
+        self._path = status_path(spec.run_dir, spec.rank_id)
+        self._log = RotatingLog(spec.log_path, max_bytes=spec.log_max_bytes, backups=spec.log_backups)
+        self._redactor = Redactor(value for name, value in environment.items() if any(part in name.upper() for part in _SECRET_NAMES))
+        self._splitter = LineSplitter()
+        self._parser = Parser()
+        self._epoch_s = time.time() - time.monotonic()  # a wall clock that nobody can turn back
+        self._subreaper = False
+        self._me: Identity
+        self._engine: Identity | None = None
+        self._output = self._wakeup = -1
+        self._exit_code: int | None = None
+        self._survivors: list[int] = []
+        self._state = "starting"
+        self._stop_ordered = False
+        self._is_ending = False
+        self._kill_at_s: float | None = None
+        self._dirty = False
+        self._written_at_s = 0.0
+        self._started_at_s = time.time()
+
+    def run(self, answer_fd: int) -> None:
+        """Returns when every process of the rank is gone, or cannot be ended. The handle, or the reason why not, goes to answer_fd."""
+        self._me = _identity_of_this_process()
+        self._wakeup = _catch_signals()
+        # Without it orphans go to init, and are found by their mark and their session instead.
+        self._subreaper = processes.prctl(processes.PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+        try:
+            write_status(self._path, self._status())  # the handle is on disk before there is anything to lose
+            self._start_engine()
+        except OSError as error:
+            reason = f"The rank {self._spec.rank_id} cannot be started: {error}. Check engine.runtime and the run directory."
+            _answer(answer_fd, {"error": reason})
+            return
+        self._write_status()
+        _answer(answer_fd, {"handle": self._handle()})
+        try:
+            while self._exit_code is None and not self._is_due():
+                self._turn(STATUS_IDLE_S)
+            self._finish()
+        except Exception as error:
+            self._say(f"the rank's shim failed, and its engine goes with it: {error!r}")
+            raise
+
+    def _start_engine(self) -> None:
+        """Raises OSError where the runtime cannot be executed."""
+        self._output, output_end = os.pipe()
+        failure, failure_end = os.pipe()
+        with suppress(OSError):  # over this user's pipe quota: the kernel's 64 KiB do too
+            fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.set_blocking(self._output, False)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_engine(parent, self._command, self._environment, output_end, failure_end)
+        os.close(output_end)
+        os.close(failure_end)
+        with os.fdopen(failure, "rb") as told:
+            reason = told.read().decode("utf-8", "replace")
+        if reason:
+            os.waitpid(pid, 0)
+            raise OSError(f"{self._command[0]}: {reason}")
+        # Not reaped yet, so that /proc has it even where it has already ended.
+        facts = processes.read_stat(pid)
+        self._engine = Identity(pid, facts.start_ticks if facts else -1, self._me.boot_id)
+        self._state = "running"
+        self._say(f"engine started as process {pid}: {shlex.join(self._command)}")
+
+    def _turn(self, timeout_s: float) -> None:
+        """One look at output, signals and children; at most timeout_s seconds."""
+        if self._kill_at_s is not None:
+            timeout_s = min(timeout_s, max(0.0, self._kill_at_s - time.monotonic()))
+        if self._dirty:
+            timeout_s = min(timeout_s, STATUS_EVERY_S)
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if self._output >= 0:
+            poll.register(self._output, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(timeout_s * 1000)}
+        if self._output in ready:
+            self._pump()
+        if self._wakeup in ready:
+            self._take_signals(os.read(self._wakeup, 4096))
+        self._reap()
+        self._write_status_when_due()
+
+    def _pump(self) -> None:
+        """Drains what the engine wrote, come what may: a full pipe would stop the engine."""
+        for _ in range(READS_PER_TURN):
+            try:
+                data = os.read(self._output, READ_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                os.close(self._output)
+                self._output = -1
+                break
+            self._take_lines(self._splitter.feed(data))
+        # tqdm writes its carriage return before the bar, so that the newest bar is always an unfinished line.
+        if tail := self._splitter.tail:
+            self._parse(self._redactor.clean(tail))
+
+    def _take_lines(self, lines: list[str]) -> None:
+        kept = []
+        for line in lines:
+            if line.strip():
+                line = self._redactor.clean(line)
+                self._parse(line)
+                kept.append(line)
+        before = self._log.dropped_lines
+        self._log.write(kept)
+        self._dirty |= self._log.dropped_lines != before
+
+    def _parse(self, line: str) -> None:
+        phase = self._parser.phase
+        if self._parser.feed(line, self._epoch_s + time.monotonic()):
+            self._dirty = True
+        if self._parser.phase != phase:
+            self._write_status()
+
+    def _take_signals(self, numbers: bytes) -> None:
+        if self._is_ending:
+            return  # it ended by itself, or is being ended already: an order changes neither
+        if processes.STOP_NOW in numbers:
+            self._order_stop(grace_s=0.0)
+        elif processes.STOP in numbers and not self._stop_ordered:
+            self._order_stop(grace_s=self._spec.stop_timeout_s)
+
+    def _order_stop(self, *, grace_s: float) -> None:
+        if not self._stop_ordered:
+            self._stop_ordered = True
+            self._say(f"stop ordered, {grace_s:g} s of grace")
+            self._write_status()
+            # The engine leads a process group of its own, and its number is safe: the engine was not reaped yet.
+            if self._engine and self._exit_code is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._engine.pid, signal.SIGTERM)
+        self._kill_at_s = time.monotonic() + grace_s
+
+    def _is_due(self) -> bool:
+        return self._kill_at_s is not None and time.monotonic() >= self._kill_at_s
+
+    def _reap(self) -> None:
+        """The engine, and every orphan of its that came to this subreaper."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self._engine and pid == self._engine.pid:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+                self._write_status()  # at once: whoever sees it dead wants to know how
+
+    def _finish(self) -> None:
+        """The engine ended or its grace is over: end what is left of it, read what it still said, and tell how it went."""
+        self._is_ending, self._kill_at_s = True, None
+        self._survivors = processes.kill_all(self._members, timeout_s=KILL_TIMEOUT_S, between=self._turn)
+        deadline_s = time.monotonic() + DRAIN_S
+        while self._output >= 0 and time.monotonic() < deadline_s:
+            self._turn(DRAIN_S / 10)
+        self._reap()
+        self._take_lines(self._splitter.finish())
+        how = "as ordered" if self._stop_ordered else "by itself"
+        self._say(f"engine ended {how}, exit code {self._exit_code}")
+        if self._survivors:
+            self._say(f"processes that SIGKILL did not end: {self._survivors}")
+        remove_sockets(self._spec.run_dir, self._spec.rank_id, self._spec.socket_path)
+        self._state = "exited"
+        self._write_status()
+        self._log.close()
+
+    def _members(self) -> dict[int, Identity]:
+        self._reap()
+        return processes.members(self._spec.rank_id, self._spec.run_dir, shim=self._me, engine=self._engine)
+
+    def _say(self, text: str) -> None:
+        self._log.write([self._redactor.clean(f"[sparkd] {time.strftime('%Y-%m-%d %H:%M:%S')} {text}")])
+
+    def _write_status_when_due(self) -> None:
+        if time.monotonic() - self._written_at_s >= (STATUS_EVERY_S if self._dirty else STATUS_IDLE_S):
+            self._write_status()
+
+    def _write_status(self) -> None:
+        self._written_at_s = time.monotonic()
+        try:
+            write_status(self._path, self._status())
+            self._dirty = False
+        except OSError:  # full or gone: the engine goes on, and the next change tries again
+            self._dirty = True
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "handle": self._handle(),
+            "state": self._state,
+            "engine_pid": self._engine.pid if self._engine else None,
+            "engine_start_ticks": self._engine.start_ticks if self._engine else None,
+            "exit_code": self._exit_code,
+            "stop_ordered": self._stop_ordered,
+            "survivors": self._survivors,
+            "subreaper": self._subreaper,
+            "dropped_lines": self._log.dropped_lines,
+            "progress": self._parser.progress,
+            "updated_at_s": time.time(),
+        }
+
+    def _handle(self) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "rank_id": spec.rank_id,
+            "model": spec.model_name,
+            "generation": spec.generation,
+            "node_id": spec.node_id,
+            "rank": spec.rank,
+            "pid": self._me.pid,
+            "start_ticks": self._me.start_ticks,
+            "boot_id": self._me.boot_id,
+            "socket_path": spec.socket_path,
+            "host": spec.host,
+            "port": spec.port,
+            "api_key_path": spec.api_key_path,
+            "config_hash": spec.config_hash,
+            "log_path": spec.log_path,
+            "started_at_s": self._started_at_s,
+        }
+
+
+def main() -> None:
+    """Reads the order from standard input, leaves the caller's process tree, and answers on standard output with one line of JSON."""
+    order = json.load(sys.stdin)
+    shim = Shim(RankSpec.from_dict(order["spec"]), order["command"], order["environment"])
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    processes.prctl(processes.PR_SET_NAME, ctypes.create_string_buffer(b"sparkd-rank"))
+    _lower_own_oom_score()
+    answer_fd = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+    shim.run(answer_fd)
+
+
+def _become_engine(parent: int, command: list[str], environment: Mapping[str, str], output: int, failure: int) -> NoReturn:
+    """In the forked child. What goes wrong is told on `failure`, which exec closes."""
+    try:
+        processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:
+            os._exit(127)  # the shim died before the line above
+        os.setpgid(0, 0)
+        _write_oom_score(ENGINE_OOM_SCORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file holds prompts
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if resource.RLIM_INFINITY != soft < OPEN_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES), hard))
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.execve(command[0], command, environment)
+    except OSError as error:
+        os.write(failure, (error.strerror or str(error)).encode())
+    finally:
+        os._exit(127)
+
+
+def _catch_signals() -> int:
+    """The end of a pipe from which the numbers of arriving signals are read."""
+    read_end, write_end = os.pipe()
+    for fd in (read_end, write_end):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (processes.STOP, processes.STOP_NOW, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    return read_end
+
+
+def _lower_own_oom_score() -> None:
+    """Ray raises its workers to 1000 (worker_oom_score_adjustment) and the shim inherits that: it must not go before its engine."""
+    try:
+        if int(Path("/proc/self/oom_score_adj").read_text(encoding="ascii")) > 0:
+            _write_oom_score(0)
+    except OSError:
+        pass  # /proc is mounted without it
+
+
+def _write_oom_score(score: int) -> None:
+    with suppress(OSError):  # below what root set it needs CAP_SYS_RESOURCE; the kernel then chooses by size alone
+        Path("/proc/self/oom_score_adj").write_text(f"{score}\n", encoding="ascii")
+
+
+def _identity_of_this_process() -> Identity:
+    me = processes.identity(os.getpid())
+    if me is None:
+        raise OSError("/proc does not show this process: mount it without hidepid for this user")
+    return me
+
+
+def _answer(fd: int, answer: Mapping[str, Any]) -> None:
+    with suppress(OSError):  # the caller is gone; the rank's status file is what counts
+        os.write(fd, json.dumps(answer).encode() + b"\n")
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    main()

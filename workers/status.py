@@ -1,0 +1,72 @@
+"""The status file of a rank: its handle, and what its shim last saw. Never asks a process.
+
+One file per rank in the run directory, `<rank_id>.json`, mode 0600, always replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.command import ipc_dir
+from workers.processes import Identity
+from workers.spec import RANK_ID
+
+
+def status_path(run_dir: str, rank_id: str) -> Path:
+    return Path(run_dir, f"{rank_id}.json")
+
+
+def rank_ids(run_dir: str) -> list[str]:
+    """Whose status files are in the run directory, sorted."""
+    return sorted(path.stem for path in Path(run_dir).glob("*.json") if RANK_ID.fullmatch(path.stem))
+
+
+def write_status(path: Path, status: Mapping[str, Any]) -> None:
+    """Replaces the file in one step, mode 0600: a reader sees the old one or the new one. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(status, file)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        return {"state": "unreadable", "error": f"{path} cannot be read: {error}"}
+    if not isinstance(status, dict) or not isinstance(status.get("handle"), dict):
+        return {"state": "unreadable", "error": f"{path} cannot be read: it is not a rank's status."}
+    return status
+
+
+def identity_of(raw: object, pid: str, start_ticks: str) -> Identity | None:
+    """From a handle or a status that may be of another boot, incomplete or damaged."""
+    if not isinstance(raw, Mapping):
+        return None
+    boot = raw.get("boot_id") or (raw.get("handle") or {}).get("boot_id")
+    if not (isinstance(raw.get(pid), int) and isinstance(raw.get(start_ticks), int) and isinstance(boot, str)):
+        return None
+    return Identity(raw[pid], raw[start_ticks], boot)
+
+
+def remove_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> None:
+    try:
+        if socket_path and stat.S_ISSOCK(os.lstat(socket_path).st_mode):
+            os.unlink(socket_path)
+    except FileNotFoundError:
+        pass
+    if folder := ipc_dir(run_dir, rank_id):
+        shutil.rmtree(folder, ignore_errors=True)
