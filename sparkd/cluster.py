@@ -31,6 +31,7 @@ PLACE_TIMEOUT_S = 20.0
 SPAWN_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
+UNSERVED_GRACE_S = 2.0
 
 T = TypeVar("T")
 
@@ -76,7 +77,8 @@ class Cluster:
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
         self._reserved: dict[str, float] = {}
-        self._closing = False
+        # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
+        self._head_is_suspect = False
 
     def reconfigure(self, config: Config) -> None:
         """Settings of engines take effect with their next start; where Ray and the folders are stays as it was."""
@@ -150,7 +152,8 @@ class Cluster:
             "log_path": str(self.log_dir / f"{placement.slug}.log"),
             "config_hash": config_hash,
             "platform": placement.platform,
-            "flags": [],
+            # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
+            "flags": ["--enforce-eager"] if placement.platform == "cpu" else [],
             "extra_args": spec.vllm_flags(),
             "env": spec.environment(self._config.engine),
             "socket_path": str(self.run_dir / f"{rank_id[-8:]}.sock"),
@@ -163,7 +166,8 @@ class Cluster:
 
     async def destroy(self, fact: RankFact) -> None:
         """Stop a rank and verify that nothing of it is left. Raises RankError naming the processes that would not die."""
-        grace_s = float(self._config.engine.stop_timeout_s)
+        # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
+        grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
         ended: dict[str, Any]
         if self._link.connected:
@@ -207,7 +211,6 @@ class Cluster:
 
     async def close(self, *, stop_ray: bool) -> None:
         """Leave the cluster; with stop_ray, end our own head too. Ranks are not touched."""
-        self._closing = True
         await self._link.disconnect()
         if stop_ray and self._head:
             await asyncio.to_thread(self._head.stop)
@@ -215,6 +218,9 @@ class Cluster:
     async def _connect(self) -> None:
         try:
             await self._link.disconnect()
+            if self._head and self._head_is_suspect:
+                await asyncio.to_thread(self._head.stop)
+            self._head_is_suspect = True
             address = await asyncio.to_thread(self._head.ensure) if self._head else self._config.cluster.address
             await self._link.connect(address or "", self.node_ip)
             for model in list(self._reserved):
@@ -226,6 +232,7 @@ class Cluster:
             return
         self._misses = 0
         self._trouble = None
+        self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
 
     async def _reserve_again(self, model: str) -> None:

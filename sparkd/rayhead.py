@@ -179,7 +179,10 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DISABLE_IMPORT_WARNING": "1",
+        # Ray's default of 15 would be inherited by every engine.
+        "RAY_worker_niceness": "0",
+        # Ray titles its processes with setproctitle, which overwrites what /proc shows of their environment unless told not to.
+        "SPT_NOENV": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH", "")))),
     }
     if node_ip == LOOPBACK:

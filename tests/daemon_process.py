@@ -1,0 +1,184 @@
+"""A real `sparkd serve` in a process of its own, and everything a test asks or does to it. Never fakes any part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import yaml
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def until(look: Callable[[], T], timeout_s: float, what: str, every_s: float = 0.05) -> T:
+    """The first true thing that `look` sees. Fails with `what` after timeout_s."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        seen = look()
+        if seen:
+            return seen
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}; last seen: {seen!r}")
+        time.sleep(every_s)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def alive(pid: int) -> bool:
+    """A zombie has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+class DaemonProcess:
+    """`settings` is the content of sparkd.yaml without listen and state_dir."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], environ: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.config = folder / "sparkd.yaml"
+        self.state_dir = folder / "state"
+        self.output = folder / "daemon.log"
+        self._environ = environ or {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        self.configure(settings)
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        fixed = {"listen": f"127.0.0.1:{self.port}", "state_dir": str(self.state_dir)}
+        self.config.write_text(yaml.safe_dump(settings | fixed))
+
+    def start(self, *arguments: str) -> None:
+        """Without waiting for anything."""
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), "--log-level", "info", *arguments],
+                cwd=ROOT,
+                env=os.environ | self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def settled(self, timeout_s: float = 60.0) -> None:
+        until(lambda: self._status_of("/readyz") == 200, timeout_s, f"/readyz; {self.tail()}")
+
+    def ray_connected(self, timeout_s: float = 90.0) -> None:
+        until(lambda: self.status().get("cluster", {}).get("connected"), timeout_s, "Ray connected", 0.2)
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.get("/admin/v1/status") or {})
+
+    def model(self, name: str) -> dict[str, Any]:
+        return dict(self.get(f"/admin/v1/models/{name}") or {})
+
+    def pid_of(self, name: str) -> int:
+        """The rank's shim."""
+        return int(self.model(name)["ranks"][0]["pid"])
+
+    def wait_for(self, name: str, state: str, timeout_s: float) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            seen = self.model(name)
+            return seen if seen.get("state") == state else None
+
+        return until(look, timeout_s, f"{name} {state}", 0.1)
+
+    def load(self, name: str) -> str:
+        response = self.client.post(f"/admin/v1/models/{name}/load")
+        response.raise_for_status()
+        return str(response.json()["operation"])
+
+    def unload(self, name: str) -> None:
+        self.client.post(f"/admin/v1/models/{name}/unload").raise_for_status()
+
+    def chat(self, model: str, question: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 16} | fields
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def get(self, path: str) -> Any:
+        try:
+            return self.client.get(path).json()
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """The first sample whose line begins with `name` and contains `labels`."""
+        text = self.client.get("/metrics").text
+        found = [line for line in text.splitlines() if line.startswith(name) and labels in line]
+        return float(found[0].split()[-1]) if found else float("nan")
+
+    def kill(self) -> None:
+        """kill -9 of the daemon alone."""
+        if self.process:
+            self.process.kill()
+            self.process.wait(10)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60.0) -> int:
+        if self.process is None:
+            return 0
+        self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+    def ray_pids(self) -> list[int]:
+        return [int(process["pid"]) for process in self.status().get("costs", {}).get("ray", [])]
+
+    def leftovers(self) -> list[str]:
+        """Command lines of every process that carries this state directory or its runtime directory, the daemon's own included."""
+        runtime = self.runtime_dir()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid() or not alive(int(entry.name)):
+                continue
+            with contextlib.suppress(OSError):
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                if str(runtime).encode() in text or str(self.state_dir).encode() in text:
+                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')[:120]!r}")
+        return found
+
+    def runtime_dir(self) -> Path:
+        from sparkd.config import load_config
+
+        return load_config(self.config, environ={}).runtime_path()
+
+    def tail(self) -> str:
+        return self.output.read_text(errors="replace")[-3000:] if self.output.exists() else ""
+
+    def _status_of(self, path: str) -> int:
+        try:
+            return self.client.get(path).status_code
+        except httpx.HTTPError:
+            if self.process and self.process.poll() is not None:
+                raise AssertionError(f"the daemon ended with {self.process.returncode}: {self.tail()}") from None
+            return 0
+
+
+@contextlib.contextmanager
+def daemon(folder: Path, settings: dict[str, Any], *arguments: str, environ: dict[str, str] | None = None) -> Iterator[DaemonProcess]:
+    """Started and settled; ended with everything it started, which is checked."""
+    made = DaemonProcess(folder, settings, environ)
+    made.start(*arguments)
+    try:
+        made.settled()
+        yield made
+    finally:
+        if made.process and made.process.poll() is None:
+            made.end(signal.SIGINT)
+        until(lambda: not made.leftovers(), 20, f"nothing is left: {made.leftovers()}")

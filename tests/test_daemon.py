@@ -1,0 +1,428 @@
+"""The whole daemon with real Ray and the stub engine: loads, kills, adoption, reload, and what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.daemon_process import DaemonProcess, alive, daemon, until
+
+BACKOFF = {"initial_s": 0.2, "max_s": 1, "jitter": 0}
+
+
+def model(folder: Path, **keys: Any) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"model": str(folder), "memory_gib": 1} | keys
+
+
+def settings(folder: Path, **models: dict[str, Any]) -> dict[str, Any]:
+    given = {name.replace("_", "-"): model(folder / "model", **keys) for name, keys in models.items()}
+    return {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "backoff": BACKOFF, "models": given}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("daemon")
+    slow = {"SPARKD_STUB_START_DELAY_S": "3"}
+    given = settings(
+        folder,
+        quick={"aliases": ["gpt-4o"]},
+        slow={"env": slow, "wait_for_load_s": 30},
+        impatient={"env": slow, "wait_for_load_s": 0.3},
+        tree={"env": {"SPARKD_STUB_CHILDREN": "3", "SPARKD_STUB_IGNORE_SIGTERM": "1"}},
+        crash={"env": {"SPARKD_STUB_EXIT_AT": "load", "SPARKD_STUB_EXIT_CODE": "0"}},
+        idle={"ttl": 1},
+        lazy={"env": {"SPARKD_STUB_FIRST_DELAY_S": "30"}, "health_check_timeout_s": 60},
+    )
+    with daemon(folder, given) as made:
+        made.ray_connected()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _unload_all(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Models start at one at a time: none of one test is left for the next."""
+    yield
+    if "stage" in request.fixturenames:
+        made: DaemonProcess = request.getfixturevalue("stage")
+        for found in made.get("/admin/v1/models")["models"]:
+            if found["state"] != "STOPPED":
+                made.unload(found["name"])
+                made.wait_for(found["name"], "STOPPED", 30)
+
+
+def test_a_load_is_an_operation_that_can_be_waited_for(stage: DaemonProcess) -> None:
+    operation = stage.load("quick")
+    done = stage.client.get(f"/admin/v1/operations/{operation}", params={"wait_s": 30}).json()
+
+    assert (done["state"], done["kind"], done["model"]) == ("SUCCEEDED", "load", "quick")
+    assert stage.chat("quick", "hello").json()["choices"][0]["message"]["content"]
+    assert stage.chat("gpt-4o", "hello").status_code == 200
+
+
+def test_a_request_starts_a_stopped_model_and_waits_for_it(stage: DaemonProcess) -> None:
+    response = stage.chat("slow", "hello")
+
+    assert response.status_code == 200
+    assert stage.model("slow")["wanted_by"] == "request"
+
+
+def test_a_request_that_waits_too_long_gets_503_with_the_progress(stage: DaemonProcess) -> None:
+    response = stage.chat("impatient", "hello")
+
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["code"] == "model_loading"
+    assert response.json()["error"]["src"] == "sparkd"
+    assert response.json()["loading"]["model"] == "impatient"
+
+
+def test_progress_is_read_from_the_log_and_shown(stage: DaemonProcess) -> None:
+    stage.load("slow")
+    seen = until(lambda: stage.model("slow")["progress"], 20, "progress")
+    assert seen["phase"] in ("starting", "loading", "warming", "sizing", "serving")
+    ready = stage.wait_for("slow", "READY", 30)
+
+    assert ready["progress"]["kv_tokens"] > 0
+    assert ready["load_s"] > 2
+
+
+def test_a_client_that_leaves_while_it_waits_is_no_longer_queued(stage: DaemonProcess) -> None:
+    stage.load("slow")
+    body = b'{"model": "slow", "messages": []}'
+    with socket.create_connection(("127.0.0.1", stage.port)) as client:
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        until(lambda: stage.model("slow")["queued"] == 1, 5, "it waits")
+    until(lambda: stage.model("slow")["queued"] == 0, 1, "it waits no longer")
+
+
+def test_unloading_ends_the_whole_tree_of_processes(stage: DaemonProcess) -> None:
+    stage.load("tree")
+    stage.wait_for("tree", "READY", 30)
+    shim = stage.pid_of("tree")
+    tree = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _session(int(entry.name)) == shim]
+    assert len(tree) >= 5
+
+    stage.unload("tree")
+    stage.wait_for("tree", "STOPPED", 30)
+
+    assert [pid for pid in tree if alive(pid)] == []
+
+
+def test_an_exit_that_nobody_ordered_is_a_failure_whatever_its_code(stage: DaemonProcess) -> None:
+    stage.load("crash")
+    failed = stage.wait_for("crash", "FAILED", 30)
+
+    assert failed["reason"] == "EngineExited"
+    assert "exit code 0" in failed["message"]
+    assert stage.client.get("/readyz").status_code == 200
+    until(lambda: stage.model("crash")["failures"] >= 3, 30, "it is tried again")
+
+
+def test_an_idle_model_goes_after_its_ttl(stage: DaemonProcess) -> None:
+    assert stage.chat("idle", "hello").status_code == 200
+    stage.wait_for("idle", "STOPPED", 15)
+
+    assert stage.model("idle")["wanted_by"] == "ttl"
+
+
+def test_cancelling_a_load_stops_it(stage: DaemonProcess) -> None:
+    operation = stage.load("slow")
+    until(lambda: stage.model("slow")["state"] in ("LOADING", "WARMING"), 20, "it loads")
+    cancelled = stage.client.delete(f"/admin/v1/operations/{operation}").json()
+
+    assert cancelled["state"] == "CANCELLED"
+    stage.wait_for("slow", "STOPPED", 20)
+
+
+@pytest.mark.parametrize("state", ["LOADING", "SIZING", "READY"])
+def test_an_engine_that_is_killed_comes_back(stage: DaemonProcess, state: str) -> None:
+    """SIZING stands for: the server is up and the first question is being answered."""
+    name = {"LOADING": "slow", "SIZING": "lazy", "READY": "quick"}[state]
+    stage.load(name)
+    first = until(lambda: _killable(stage, name, state), 30, f"{name} {state}")
+    os.kill(first, signal.SIGKILL)
+    until(lambda: stage.model(name)["failures"] >= 1, 10, "the failure is seen")
+    second = until(lambda: stage.model(name)["ranks"] and stage.pid_of(name), 30, "it was started again")
+
+    until(lambda: stage.pid_of(name) != first, 20, "a new rank")
+    assert second
+    if state != "SIZING":
+        stage.wait_for(name, "READY", 30)
+
+
+def test_the_agent_actor_dies_and_the_engine_does_not_notice(stage: DaemonProcess) -> None:
+    stage.load("quick")
+    stage.wait_for("quick", "READY", 30)
+    rank = stage.pid_of("quick")
+    (agent,) = [process["pid"] for process in stage.status()["costs"]["ray"] if process["name"].startswith("ray::Agent")]
+    os.kill(agent, signal.SIGKILL)
+
+    assert stage.chat("quick", "hello").status_code == 200
+    until(lambda: _agents(stage) not in ([], [agent]), 30, "Ray starts the agent again", 0.3)
+    until(lambda: stage.status()["nodes"][0]["agent"], 20, "it answers", 0.2)
+    assert (stage.pid_of("quick"), stage.model("quick")["failures"]) == (rank, 0)
+
+
+def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage: DaemonProcess) -> None:
+    stage.load("quick")
+    stage.wait_for("quick", "READY", 30)
+    rank = stage.pid_of("quick")
+    before = stage.ray_pids()
+    (raylet,) = [process["pid"] for process in stage.status()["costs"]["ray"] if process["name"] == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+
+    assert stage.chat("quick", "hello").status_code == 200
+    until(lambda: raylet not in stage.ray_pids() and stage.status()["nodes"][0]["agent"] and _connected(stage), 60, "Ray is back", 0.3)
+    assert (stage.pid_of("quick"), stage.model("quick")["failures"]) == (rank, 0)
+    until(lambda: [pid for pid in before if alive(pid)] == [], 10, "nothing of the old Ray is left")
+    assert stage.status()["nodes"][0]["reserved_gib"] == 1
+    stage.unload("quick")
+    stage.wait_for("quick", "STOPPED", 20)
+    stage.load("quick")
+    stage.wait_for("quick", "READY", 30)
+
+
+def test_events_are_streamed(stage: DaemonProcess) -> None:
+    kinds: list[str] = []
+    with stage.client.stream("GET", "/admin/v1/events", headers={"accept": "text/event-stream"}) as stream:
+        stage.load("quick")
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                event = json.loads(line[6:])
+                kinds.append(event["kind"])
+                if event["kind"] == "ready" and event["model"] == "quick":
+                    break
+    assert {"want", "state", "started", "ready"} <= set(kinds)
+
+
+def test_the_log_of_an_engine_can_be_followed(stage: DaemonProcess) -> None:
+    stage.load("quick")
+    stage.wait_for("quick", "READY", 30)
+    page = stage.get("/admin/v1/models/quick/log")
+    assert "Application startup complete" in page["text"]
+    with stage.client.stream("GET", "/admin/v1/models/quick/log", params={"follow": "true"}) as stream:
+        assert "Loading safetensors" in next(stream.iter_text())
+
+
+def test_engine_metrics_pass_through_with_labels_and_a_hung_engine_does_not_delay_the_scrape(stage: DaemonProcess) -> None:
+    stage.load("quick")
+    stage.wait_for("quick", "READY", 30)
+    until(lambda: "vllm:num_requests_running" in stage.client.get("/metrics").text, 15, "a scrape", 0.3)
+    text = stage.client.get("/metrics").text
+    assert 'model="quick",node="127.0.0.1"' in text
+    assert text.count("# TYPE vllm:num_requests_running") == 1
+    assert 'sparkd_model_state{model="quick",state="READY"} 1.0' in text
+
+    engine = [pid for pid in _members(stage.pid_of("quick")) if pid != stage.pid_of("quick")]
+    for pid in engine:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert stage.client.get("/metrics").status_code == 200
+        assert stage.client.get("/livez").status_code == 200
+        waited_s = time.monotonic() - started
+    finally:
+        for pid in engine:
+            os.kill(pid, signal.SIGCONT)
+    # Not a measurement: the engine answers nothing at all, so any waiting for it would take its whole timeout.
+    assert waited_s < 1.9
+
+
+def test_ray_listens_on_loopback_only_and_every_port_wants_the_token(stage: DaemonProcess) -> None:
+    listeners = stage.status()["costs"]["ray_listeners"]
+
+    assert listeners
+    assert [where for where in listeners if "127.0.0.1:" not in where] == []
+    assert not [where for where in listeners if where.split()[0].endswith((":8265", ":10001"))]
+    assert (stage.state_dir / "ray.token").stat().st_mode & 0o077 == 0
+
+
+def test_secrets_and_prompts_are_nowhere(stage: DaemonProcess) -> None:
+    canary = "xyzzy-canary-9431"
+    stage.chat("quick", canary)
+    stage.chat(canary, "x")
+    stage.client.post("/v1/chat/completions", content=f'{{"model": "quick", {canary}', headers={"content-type": "application/json"})
+    stage.client.get("/v1/models", headers={"authorization": f"Bearer {canary}"})
+    stage.client.get(f"/nothing?key={canary}")
+    written = [path for path in [stage.output, *stage.state_dir.rglob("*")] if path.is_file()]
+
+    assert [path for path in written if canary.encode() in path.read_bytes()] == []
+    assert canary not in stage.client.get("/metrics").text
+
+
+def test_the_daemon_is_killed_and_the_next_one_adopts_the_engine(tmp_path: Path) -> None:
+    given = settings(tmp_path, quick={"preload": True})
+    first = DaemonProcess(tmp_path, given)
+    first.start()
+    first.settled()
+    first.wait_for("quick", "READY", 60)
+    rank = first.pid_of("quick")
+    ray = first.ray_pids()
+    first.kill()
+    assert alive(rank)
+
+    first.start()
+    answered = until(lambda: _answers(first, "quick"), 30, "an answer")
+    first.ray_connected()
+
+    assert answered
+    assert (first.pid_of("quick"), first.model("quick")["failures"]) == (rank, 0)
+    assert sorted(first.ray_pids())[0] in ray
+    kinds = [event["kind"] for event in first.get("/admin/v1/events?limit=1000")["events"]]
+    assert (kinds.count("adopted"), kinds.count("started")) == (1, 1)
+    until(lambda: first.status()["nodes"][0]["reserved_gib"] == 1, 10, "its memory is reserved again")
+    first.end(signal.SIGINT)
+    until(lambda: not first.leftovers(), 20, "nothing is left")
+
+
+def test_sigterm_under_systemd_leaves_engines_and_ray_and_ctrl_c_ends_them(tmp_path: Path) -> None:
+    made = DaemonProcess(tmp_path, settings(tmp_path, quick={"preload": True}))
+    made.start("--leave-engines")
+    made.settled()
+    made.wait_for("quick", "READY", 60)
+    rank = made.pid_of("quick")
+    assert made.end(signal.SIGTERM) == 0
+    assert alive(rank)
+
+    made.start()
+    made.settled()
+    made.wait_for("quick", "READY", 30)
+    assert made.pid_of("quick") == rank
+    assert made.end(signal.SIGINT) == 0
+
+    until(lambda: not made.leftovers(), 20, "nothing is left")
+    assert not list(made.runtime_dir().rglob("*.sock"))
+
+
+def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(tmp_path: Path) -> None:
+    given = settings(tmp_path, quick={"preload": True, "env": {"SPARKD_STUB_TOKENS": "60", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}})
+    with daemon(tmp_path, given) as made:
+        made.wait_for("quick", "READY", 60)
+        rank = made.pid_of("quick")
+        chunks: list[str] = []
+
+        def read() -> None:
+            body = {"model": "quick", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+            with httpx.stream("POST", f"{made.url}/v1/chat/completions", json=body, timeout=30, trust_env=False) as stream:
+                chunks.extend(stream.iter_lines())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        until(lambda: len(chunks) > 3, 10, "the stream has begun")
+        given["models"]["second"] = model(tmp_path / "model")
+        made.configure(given)
+        made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
+        until(lambda: made.model("second").get("state"), 10, "the new model is known")
+        made.config.write_text("modles: {}\n")
+        made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
+        until(lambda: "modles" in made.tail(), 10, "the refusal is logged")
+        reader.join(20)
+
+        assert "data: [DONE]" in chunks
+        assert made.pid_of("quick") == rank
+        assert set(name["name"] for name in made.get("/admin/v1/models")["models"]) == {"quick", "second"}
+
+
+def test_keys_are_needed_where_they_are_set_and_the_probe_passes_all_the_same(tmp_path: Path) -> None:
+    given = settings(tmp_path, quick={"preload": True}) | {"keys": {"inference": ["user-key-0123456789"], "admin": ["admin-key-0123456789"]}}
+    with daemon(tmp_path, given) as made:
+        made.client.headers["authorization"] = "Bearer admin-key-0123456789"
+        made.wait_for("quick", "READY", 60)
+        assert httpx.get(f"{made.url}/v1/models", trust_env=False).status_code == 401
+        user = {"authorization": "Bearer user-key-0123456789"}
+        assert httpx.get(f"{made.url}/v1/models", headers=user, trust_env=False).status_code == 200
+        assert httpx.get(f"{made.url}/admin/v1/models", headers=user, trust_env=False).status_code in (401, 403)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"listen": "0.0.0.0:0"}, 2, "no inference and no admin key"),
+        ({"modles": {}}, 2, "models"),
+        ({"listen": "127.0.0.1:1"}, 2, "cannot be bound"),
+    ],
+    ids=["open to the network without a key", "unknown key", "no right to bind"],
+)
+def test_what_is_wrong_is_said_in_one_sentence_before_anything_starts(tmp_path: Path, change: dict[str, Any], code: int, words: str) -> None:
+    if "127.0.0.1:1" in change.values() and os.geteuid() == 0:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            change = {"listen": f"127.0.0.1:{other.getsockname()[1]}"}
+            _refused(tmp_path, change, code, "another program listens there")
+        return
+    _refused(tmp_path, change, code, words)
+
+
+def test_a_second_daemon_on_the_same_state_is_refused(tmp_path: Path) -> None:
+    with daemon(tmp_path, settings(tmp_path, quick={})) as made:
+        second = DaemonProcess(tmp_path, settings(tmp_path, quick={}))
+        second.output = tmp_path / "second.log"
+        second.start()
+
+        assert second.process is not None
+        assert second.process.wait(30) == 3
+        assert f"process {made.process.pid}" in second.tail()  # type: ignore[union-attr]
+
+
+def _refused(folder: Path, change: dict[str, Any], code: int, words: str) -> None:
+    made = DaemonProcess(folder, {})
+    made.configure({})
+    text = made.config.read_text()
+    import yaml
+
+    made.config.write_text(yaml.safe_dump(yaml.safe_load(text) | change))
+    made.start()
+    assert made.process is not None
+    assert made.process.wait(30) == code
+    assert words in made.tail()
+    assert "Traceback" not in made.tail()
+
+
+def _session(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
+    except OSError:
+        return -1
+
+
+def _members(shim: int) -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _session(int(entry.name)) == shim]
+
+
+def _killable(stage: DaemonProcess, name: str, state: str) -> int:
+    """The shim of a rank that is in `state`, 0 while it is not."""
+    seen = stage.model(name)
+    if not seen["ranks"]:
+        return 0
+    if state == "SIZING":
+        return int(seen["ranks"][0]["pid"]) if seen["in_flight"] == 1 and seen["state"] != "READY" else 0
+    return int(seen["ranks"][0]["pid"]) if seen["state"] == state else 0
+
+
+def _agents(stage: DaemonProcess) -> list[int]:
+    return [process["pid"] for process in stage.status().get("costs", {}).get("ray", []) if process["name"].startswith("ray::Agent")]
+
+
+def _connected(stage: DaemonProcess) -> bool:
+    return bool(stage.status()["cluster"]["connected"])
+
+
+def _answers(stage: DaemonProcess, name: str) -> bool:
+    try:
+        return stage.chat(name, "hello").status_code == 200
+    except httpx.HTTPError:
+        return False
