@@ -113,19 +113,19 @@ class Cluster:
                 f"tensor_parallel {spec.tensor_parallel} needs as many nodes, and this release of sparkd starts a model on one node only: "
                 "leave it out or set it to 1."
             )
-        platform, need_gib = await asyncio.to_thread(self._need, spec)
+        platform, entrypoint, need_gib = await asyncio.to_thread(self._need, spec)
         if need_gib > self.total_gib:
             raise DoesNotFit(
-                f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller context or "
-                "format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
+                f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller context "
+                "or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
             )
         await self._link.reserve(spec.name, need_gib, PLACE_TIMEOUT_S)
         self._reserved[spec.name] = need_gib
-        return Placement(self.node_ip, _slug(spec.name), need_gib, platform)
+        return Placement(self.node_ip, _slug(spec.name), need_gib, platform, entrypoint)
 
     async def hold(self, spec: ModelConfig) -> None:
         """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
-        _, self._reserved[spec.name] = await asyncio.to_thread(self._need, spec)
+        _, _, self._reserved[spec.name] = await asyncio.to_thread(self._need, spec)
         if self._link.connected:
             await self._reserve_again(spec.name)
 
@@ -147,7 +147,7 @@ class Cluster:
             "node_id": placement.node_id,
             "rank": 0,
             "runtime": self._runtime(spec),
-            "entrypoint": spec.entrypoint_of(self._config.engine),
+            "entrypoint": placement.entrypoint,
             "run_dir": str(self.run_dir),
             "log_path": str(self.log_dir / f"{placement.slug}.log"),
             "config_hash": config_hash,
@@ -242,12 +242,21 @@ class Cluster:
         except DoesNotFit as error:
             log.warning("%s", error.message)
 
-    def _need(self, spec: ModelConfig) -> tuple[str, int]:
-        """(platform, GiB to reserve). Blocks."""
-        platform: str = self._config.engine.platform
-        if platform == "auto":
-            platform = self._here.platform(self._runtime(spec))
-        return platform, needed_gib(spec, platform, _mem_total_gib(), spec.environment(self._config.engine))
+    def _need(self, spec: ModelConfig) -> tuple[str, str, int]:
+        """(platform, entry point, GiB to reserve). Blocks. Raises RankError where the runtime has nothing to run."""
+        engine = self._config.engine
+        interpreter = self._runtime(spec)
+        found = self._here.runtime(interpreter)
+        platform = found["platform"] if engine.platform == "auto" else engine.platform
+        entrypoint = spec.entrypoint_of(engine)
+        if entrypoint == "auto":
+            entrypoint = found["entrypoint"]
+        if entrypoint is None:
+            raise RankError(
+                f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
+                "to the Python interpreter of an environment that has it."
+            )
+        return platform, entrypoint, needed_gib(spec, platform, _mem_total_gib(), spec.environment(engine))
 
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None

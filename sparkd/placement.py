@@ -19,12 +19,13 @@ VLLM_DEFAULT_UTILIZATION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one model goes. slug is its name as a file name; platform is `cuda` or `cpu`."""
+    """Where one model goes. slug is its name as a file name; platform is `cuda` or `cpu`; entrypoint the module that is its engine."""
 
     node_id: str
     slug: str
     memory_gib: int
     platform: str
+    entrypoint: str
 
 
 def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapping[str, str]) -> int:

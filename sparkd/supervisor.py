@@ -1,4 +1,4 @@
-"""The single writer: observes, plans and acts, and offers lease, want and snapshot. Never reads /proc, a socket or the configuration file."""
+"""The single writer: observes, plans and acts, and offers lease, want and snapshot. Never reads /proc, a socket or a file."""
 
 from __future__ import annotations
 
@@ -276,7 +276,11 @@ class Supervisor:
             record.observe(ranks)
             facts[name] = self._facts(record, ranks)
         strangers = tuple(
-            fact for name, found in by_model.items() if name not in self._records for fact in found if fact.handle.rank_id not in self._strays
+            fact
+            for name, found in by_model.items()
+            if name not in self._records
+            for fact in found
+            if fact.handle.rank_id not in self._strays
         )
         return plan(facts, strangers, observation.connected, self._clock())
 
@@ -367,7 +371,8 @@ class Supervisor:
         record.adopted = True
         self._ledger.keep_handle(fact.handle)
         self._move(record, ModelState.LOADING)
-        self._ledger.say("adopted", record.name, f"Rank {fact.handle.rank_id}, process {fact.handle.pid}, was adopted as it runs.", pid=fact.handle.pid)
+        told = f"Rank {fact.handle.rank_id}, process {fact.handle.pid}, was adopted as it runs."
+        self._ledger.say("adopted", record.name, told, pid=fact.handle.pid)
         self._start(record, "hold", self._hold(record))
 
     async def _hold(self, record: Record) -> None:
@@ -387,8 +392,8 @@ class Supervisor:
             if record.name not in names:
                 self._fail(record, "WrongModel", f"The server answers for {', '.join(names)[:200]}, not for {record.name}.")
                 return
-            timeout_s = max(1.0, self.config.start_deadline_s(record.spec) - (self._clock() - record.attempt_since_s)) if record.spec else 60.0
-            await self._ask(record.name, timeout_s)
+            deadline_s = self.config.start_deadline_s(record.spec) if record.spec else 60.0
+            await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt_since_s)))
         except SparkdError as error:
             record.message = f"It does not answer yet: {error.message}"
             return

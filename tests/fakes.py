@@ -51,7 +51,7 @@ class FakeCluster:
         await self.placing.wait()
         if self.place_error:
             raise self.place_error
-        return Placement("n", spec.name, 4, "cpu")
+        return Placement("n", spec.name, 4, "cpu", "workers.stub")
 
     async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
         self.log.append(f"spawn {spec.name}")

