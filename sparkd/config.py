@@ -1,4 +1,4 @@
-"""Owns the configuration: every key, its default and unit, and the way from sparkd.yaml, environment and flags to one frozen value. Never acts.
+"""Owns the configuration: every key, its default and unit, from sparkd.yaml, environment and flags to one frozen value. Never acts.
 
 configs/sparkd.yaml explains every key; a test holds the two together.
 """
@@ -13,7 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from sparkd import vllm_args, yamlfile
 from sparkd.config_fields import (
@@ -26,7 +32,16 @@ from sparkd.config_fields import (
     Section,
     Word,
 )
-from sparkd.config_source import canonical, error_of, in_order, overlay_environ, overlay_flags, place_of, problems_of, table_of
+from sparkd.config_source import (
+    canonical,
+    error_of,
+    in_order,
+    overlay_environ,
+    overlay_flags,
+    place_of,
+    problems_of,
+    table_of,
+)
 from sparkd.errors import ConfigError
 from sparkd.keys import Keys, load_keys
 from sparkd.model_config import ModelConfig, config_hash
@@ -37,6 +52,7 @@ __all__ = ["Config", "ModelConfig", "Problem", "check", "config_hash", "is_loopb
 GIB = 1024**3
 MIB = 1024**2
 STATE_DIR = Path("/var/lib/sparkd")
+_NO_ADMIN_KEY = "There are inference keys and no admin key, so nobody can use the admin API or the command line: set keys.admin_file."
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -68,7 +84,7 @@ class Limits(Section):
     max_header_bytes: Annotated[PositiveCount, Field(ge=1024)] = 32 * 1024
     header_timeout_s: PositiveSeconds = 10
     body_timeout_s: PositiveSeconds = 60
-    client_write_timeout_s: PositiveSeconds = 60
+    client_write_timeout_s: PositiveSeconds = 120
     keep_alive_s: PositiveSeconds = 75
     max_connections: PositiveCount = 4096
 
@@ -87,7 +103,7 @@ class Engine(Section):
     """How engines are started where a model says nothing else."""
 
     runtime: AbsolutePath | None = None
-    entrypoint: Word = "vllm.entrypoints.openai.api_server"
+    entrypoint: Word = "auto"
     env: Environment = Field(default_factory=dict)
     platform: Literal["auto", "cuda", "cpu"] = "auto"
     stop_timeout_s: PositiveSeconds = 30
@@ -169,17 +185,25 @@ class Config(Section):
         return _split(self.listen)[1]
 
     def runtime_path(self) -> Path:
-        """Sockets and handles of this boot. Short, because the path of a Unix socket has at most 107 bytes (unix(7))."""
+        """Sockets and handles of this boot. Short, because the path of a Unix socket has at most 107 bytes (unix(7)).
+
+        Below /tmp anybody may have made it first: whoever makes it must check its owner and mode.
+        """
         if self.runtime_dir is not None:
             return self.runtime_dir
         if self.state_dir == STATE_DIR:
             return Path("/run/sparkd")
         digest = hashlib.sha256(os.fsencode(self.state_dir.resolve())).hexdigest()[:8]
-        return Path(f"/tmp/sparkd-{os.getuid()}-{digest}")  # noqa: S108 - whoever makes it must check its owner and mode
+        return Path(f"/tmp/sparkd-{os.getuid()}-{digest}")
 
-    def token_path(self) -> Path:
-        """The file with Ray's authentication token."""
-        return self.cluster.token_file or self.state_dir / "ray.token"
+    def token_path(self, environ: Mapping[str, str] | None = None) -> Path:
+        """The file with Ray's authentication token: the key's, else systemd's credential ray.token unless blank, else one in state_dir."""
+        if self.cluster.token_file is not None:
+            return self.cluster.token_file
+        folder = (environ or {}).get("CREDENTIALS_DIRECTORY")
+        if folder and (credential := Path(folder) / "ray.token").is_file() and credential.read_bytes().strip():
+            return credential
+        return self.state_dir / "ray.token"
 
     def names(self) -> dict[str, str]:
         """Every name a request may use -> the model's canonical name."""
@@ -219,11 +243,10 @@ class Config(Section):
         if is_loopback(self.host):
             return
         ring = load_keys(self.keys, environ)
-        missing = [role for role, digests in (("inference", ring.inference), ("admin", ring.admin)) if not digests]
-        if missing:
+        if not ring.inference and not ring.admin:
             raise ConfigError(
-                f"listen: {self.listen} can be reached from other machines and there is no {' and no '.join(missing)} key. "
-                f"Set {' and '.join(f'keys.{role} or keys.{role}_file' for role in missing)}, or listen on 127.0.0.1."
+                f"listen: {self.listen} can be reached from other machines, and there is no key. "
+                "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin), or listen on 127.0.0.1."
             )
 
 
@@ -244,7 +267,10 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
     if config is None:
         return problems
     try:
-        problems += load_keys(config.keys, environ).warnings
+        ring = load_keys(config.keys, environ)
+        problems += ring.warnings
+        if ring.inference and not ring.admin:
+            problems.append(Problem(str(path), None, _NO_ADMIN_KEY, "warning"))
         config.check_bind(environ)
     except ConfigError as error:
         place = Place(error.file, error.line)
@@ -256,6 +282,7 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool) -> Model
     """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
 
     over_admin refuses what an admin key alone must not bring in (vllm_args.refused_over_admin): code, files, addresses, another Python.
+    A path that begins with '.' or '~' is refused there too, because the daemon's folders are not the caller's.
     """
     problems: list[Problem] = []
     tree = canonical(table_of({"models": {name: dict(raw)}}, Place()), Config, problems)["models"].get(name)
@@ -270,6 +297,8 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool) -> Model
         for key in ("trust_remote_code", "runtime", "entrypoint"):
             if getattr(model, key):
                 raise ConfigError(f"{key} is refused over the admin API: set it in the configuration file.", param=key)
+        if str(raw["model"]).startswith((".", "~")):
+            raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")
         vllm_args.refused_over_admin(model.extra_args, model.env)
     return model
 

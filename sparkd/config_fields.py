@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError
 
 from sparkd import vllm_args
@@ -98,6 +106,8 @@ def environment(value: Any) -> Any:
             raise refuse("holds a name that is not one of an environment variable (letters, digits and '_')", item=place)
         if isinstance(text, bool) or not isinstance(text, str | int | float | SecretStr):
             raise refuse(f"must give {name} a text or a number: put true, false and empty values in quotes", item=place)
+        if isinstance(text, str) and "\x00" in text:
+            raise refuse(f"gives {name} a NUL byte, which no process can be given", item=place)
         for _, message in vllm_args.owned_env([name]):
             raise refuse(message, item=place)
     return {name: text if isinstance(text, SecretStr) else str(text) for _, name, text in pairs}

@@ -13,7 +13,7 @@ from sparkd import spellings
 from sparkd.config_fields import check_name
 from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
-from sparkd.yamlfile import Items, Place, Problem, Table
+from sparkd.yamlfile import Items, Place, Problem, Table, whole
 
 SHOWN_PROBLEMS = 20
 ENV_PREFIX = "SPARKD_"
@@ -30,7 +30,7 @@ def table_of(values: Mapping[str, Any], place: Place) -> Table:
     """Plain values (a flag's, the admin API's) as a tree whose every place is `place`."""
     table = Table()
     for key, value in values.items():
-        table.put(str(key), _tree(value, place), place)
+        table.put(_text(str(key)), _tree(value, place), place)
     return table
 
 
@@ -198,7 +198,14 @@ def _tree(value: Any, place: Place) -> Any:
         items.extend(_tree(item, place) for item in value)
         items.places = [place] * len(items)
         return items
-    return value
+    return _text(value) if isinstance(value, str) else value
+
+
+def _text(value: str) -> str:
+    text = whole(value)
+    if text is None:
+        raise ConfigError("A text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew.")
+    return text
 
 
 def _from_here(key: str, value: Any) -> Any:

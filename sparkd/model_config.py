@@ -70,7 +70,7 @@ def _minus_one_is_none(value: Any) -> Any:
 
 
 def _zero_is_none(value: Any) -> Any:
-    return None if kinds.no_bool(value) in {0, "0"} else value
+    return None if kinds.no_bool(value) in (0, "0") else value
 
 
 def _auto_is_none(value: Any) -> Any:

@@ -79,7 +79,6 @@ _NOT_OVER_ADMIN: Mapping[str, str] = {
     "scheduler-cls": _CODE,
     "model-class-overrides": _CODE,
     "speculative-config": _CODE,  # .model may be "module.Class" (config/speculative.py, _is_custom_proposer_path)
-    "spec-method": _CODE,
     "spec-model": _CODE,
     "compilation-config": _CODE,  # .backend is resolved by name; .debug_dump_path and .cache_dir write
     "additional-config": _CODE,
@@ -126,7 +125,7 @@ _OWNED_ENV: Mapping[str, str] = {
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "sparkd restarts an engine when its process ends, so it has to end",
     "VLLM_SERVER_DEV_MODE": "it opens routes without a key that run any method in the engine",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets the engine unpickle what it is sent",
-    "PYTHONPATH": "sparkd reaches its plugin by it. Install your package into the environment of 'runtime:' instead",
+    "VLLM_RPC_BASE_PATH": "sparkd keeps the sockets between an engine's processes in its runtime folder",
     "PYTHONHOME": "it would break the interpreter of 'runtime:'",
 }
 _OWNED_ENV_FAMILIES: Mapping[str, str] = {
@@ -164,6 +163,9 @@ def owned_args(args: Sequence[str]) -> Iterable[tuple[int, str]]:
             yield index, "'--' would turn the arguments after it into model names: remove it."
         elif index == 0 and not arg.startswith("-"):
             yield index, "The first argument is not a flag, so vLLM would take it for the model: set that by 'model:'."
+        elif arg.startswith("-O") and arg[2:].removeprefix("=").startswith("-"):
+            # vLLM splits `-O--uds` in two, and a dotted flag before it swallows the first half: found by fuzzing its parser.
+            yield index, "'-O' takes a level, 0 to 3: remove what follows it."
         elif name := _owned_name(arg):
             yield index, f"{_flag(arg)} is not for extra_args: {_reason(name)}."
 
@@ -171,8 +173,8 @@ def owned_args(args: Sequence[str]) -> Iterable[tuple[int, str]]:
 def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
     """(name, message) of every environment variable that sparkd owns.
 
-    LD_PRELOAD is not among them: the CPU engine itself asks for tcmalloc and libiomp there, and who writes the file owns the machine's
-    engine anyway.
+    LD_PRELOAD is not among them: the CPU engine itself asks for tcmalloc and libiomp there, and who writes the file owns the engine
+    anyway. Nor is PYTHONPATH: the rank puts sparkd's own folder before it.
     """
     for name in names:
         reason = _OWNED_ENV.get(name)

@@ -16,6 +16,7 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"
+_BROKEN = "The text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew."
 _ENV = re.compile(r"\$\{env\.([^}]*)(\}?)")
 _DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH + 1}}}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -99,6 +100,14 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str]) -> Document:
     return document
 
 
+def whole(text: str) -> str | None:
+    """The text with surrogate pairs joined (JSON's way to write an emoji); None where half of one is left, which nothing can encode."""
+    try:
+        return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        return None
+
+
 class _TooMuchError(Exception):
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -106,7 +115,7 @@ class _TooMuchError(Exception):
 
 
 class _CoreLoader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - how PyYAML is extended
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
 
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}|0x[0-9a-fA-F]{1,15}|0o[0-7]{1,20}")
@@ -198,7 +207,10 @@ class _Builder:
             if key_node.tag == _TAG + "merge":
                 merges.append(value_node)
                 continue
-            key = key_node.value
+            key = whole(key_node.value)
+            if key is None:
+                self._wrong(key_node, _BROKEN)
+                continue
             if key in table:
                 first = table.places[key].line
                 self._wrong(key_node, f"The key {_shown(key)} stands here a second time; it was first set on line {first}. Keep one.")
@@ -260,7 +272,10 @@ class _Builder:
                 self._wrong(node, "'${env.' must be followed by the name of an environment variable and '}'.")
             return ""
 
-        return _ENV.sub(fill, text)
+        filled = whole(_ENV.sub(fill, text))
+        if filled is None:
+            self._wrong(node, _BROKEN)
+        return filled or ""
 
     def _place(self, key_node: yaml.Node, value_node: yaml.Node) -> Place:
         secret = isinstance(value_node, yaml.ScalarNode) and "${env." in value_node.value

@@ -1,0 +1,302 @@
+"""sparkd.yaml, SPARKD_ variables and flags: what they become, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd import spellings
+from sparkd.config import Config, ModelConfig, load_config
+from sparkd.errors import ConfigError
+
+KEY = "sk-canary-0123456789"
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(text: str, flags: dict[str, Any] | None = None, **environ: str) -> Config:
+        file = tmp_path / "sparkd.yaml"
+        file.write_text(text)
+        file.chmod(0o600)
+        return load_config(file, flags=flags, environ=environ)
+
+    return load
+
+
+@pytest.fixture
+def complain(load, tmp_path: Path):
+    def complain(text: str, flags: dict[str, Any] | None = None, **environ: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load(text, flags, **environ)
+        assert "Traceback" not in str(caught.value)
+        return str(caught.value).replace(str(tmp_path / "sparkd.yaml"), "F").splitlines()
+
+    return complain
+
+
+# What wins
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "port"),
+    [
+        ("", {}, {}, 4000),
+        ("listen: 127.0.0.1:1", {}, {}, 1),
+        ("listen: 127.0.0.1:1", {"SPARKD_LISTEN": "127.0.0.1:2"}, {}, 2),
+        ("listen: 127.0.0.1:1", {"SPARKD_LISTEN": "127.0.0.1:2"}, {"listen": "127.0.0.1:3"}, 3),
+        ("listen: 127.0.0.1:1", {"SPARKD_LISTEN": ""}, {"listen": None}, 1),
+    ],
+)
+def test_flag_over_environment_over_file_over_default(load, text, environ, flags, port) -> None:
+    assert load(text, flags, **environ).port == port
+
+
+def test_no_file_is_the_default() -> None:
+    assert load_config(None, environ={}) == Config()
+
+
+def test_environment_reaches_into_sections_and_lists(load) -> None:
+    config = load(
+        "cluster: {port: 1, node_ip: 10.0.0.1}",
+        SPARKD_CLUSTER__PORT="6379",
+        SPARKD_KEYS__INFERENCE="a, b",
+        SPARKD_LIMITS__KEEP_ALIVE_S="1.5",
+        SPARKD_METRICS_NEED_KEY="true",
+        SPARKD_HOOKS__ON_STARTUP__PRELOAD="",
+        SPARKD_STUB_DELAY="1",
+        SPARKD_API_KEY="x",
+        HOME="/root",
+    )
+
+    assert (config.cluster.port, config.cluster.node_ip) == (6379, "10.0.0.1")
+    assert [key.get_secret_value() for key in config.keys.inference] == ["a", "b"]
+    assert config.limits.keep_alive_s == 1.5
+    assert config.metrics_need_key is True
+
+
+def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain) -> None:
+    assert complain("", SPARKD_LISTN="x") == ["SPARKD_LISTN: This environment variable is not a setting; did you mean SPARKD_LISTEN?"]
+    assert complain("", SPARKD_CLUSTER__PORT="x") == ["SPARKD_CLUSTER__PORT: cluster.port is 'x'; it must be a whole number."]
+    assert load("log_level: '${env.SPARKD_MINE}'", SPARKD_MINE="debug").log_level == "debug"
+
+
+def test_flags_add_models_and_preloads(load) -> None:
+    config = load(
+        "models: {a: {model: o/a, ttl: 5}, b: {model: o/b}}",
+        {"models": {"a": {"model": "o/other"}, "c": {"model": "/c"}}, "hooks.on_startup.preload": ["c"], "engine.platform": "cpu"},
+    )
+
+    assert {name: model.model for name, model in config.models.items()} == {"a": "o/other", "b": "o/b", "c": "/c"}
+    assert config.models["a"].ttl is None
+    assert (config.preload(), config.engine.platform) == (("c",), "cpu")
+
+
+def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir("/usr")
+    monkeypatch.setenv("HOME", "/home/me")
+    text = "state_dir: state\nengine: {runtime: ../venv/bin/python}\nmodels: {a: {model: ./a}, b: {model: ~/b}, c: {model: o/c}}"
+
+    config = load(text)
+    assert config.state_dir == tmp_path / "state"
+    assert config.engine.runtime == tmp_path.parent / "venv/bin/python"
+    assert [model.model for model in config.models.values()] == [str(tmp_path / "a"), "/home/me/b", "o/c"]
+    assert load(text, {"state_dir": "here"}).state_dir == Path("/usr/here")
+    assert load(text, {"state_dir": "~/x"}).state_dir == Path("/home/me/x")
+    assert load(text, SPARKD_ENGINE__RUNTIME="bin/python").engine.runtime == Path("/usr/bin/python")
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("lisen: x", ["F:1: lisen is not a known key; did you mean listen?"]),
+        ("log_level: info\nlimits:\n  max_body: 1", ["F:3: limits.max_body is not a known key; did you mean max_body_bytes?"]),
+        (
+            "limits: {xyzzy: 1}",
+            ["F:1: limits.xyzzy is not a known key. The keys of limits are in the commented reference, configs/sparkd.yaml."],
+        ),
+        (
+            "models: {a: {model: o/a, max-model-length: 1}}",
+            ["F:1: models.a.max-model-length is not a known key; did you mean max_model_len?"],
+        ),
+        ("models: {a: {model: o/a, quantize: fp8}}", ["F:1: models.a.quantize is not a known key; did you mean quantization?"]),
+        (
+            "listen: a\nlisten: b",
+            ["F:2: The key 'listen' stands here a second time; it was first set on line 1. Keep one.", "F:1: listen: *"],
+        ),
+        ("max_queued_requests: -1", ["F:1: max_queued_requests is -1; it must be at least 0."]),
+        ("max_queued_requests: many", ["F:1: max_queued_requests is 'many'; it must be a whole number."]),
+        ("max_queued_requests: true", ["F:1: max_queued_requests: a number is expected, not true or false."]),
+        ("wait_for_load_s: .inf", ["F:1: wait_for_load_s is inf; it must be a finite number."]),
+        ("log_level: loud", ["F:1: log_level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'."]),
+        ("metrics_need_key: perhaps", ["F:1: metrics_need_key is 'perhaps'; it must be true or false."]),
+        ("listen: :4000", ["F:1: listen: host:port is expected, such as 127.0.0.1:4000, 0.0.0.0:4000 (every address) or [[]::1]:4000."]),
+        ("listen:", ["F:1: listen is empty; it must be text (put it in quotes)."]),
+        ("limits: 5", ["F:1: limits is 5; it must be a map of 'key: value' lines."]),
+        ("models: [a]", ["F:1: models is a list; it must be a map of 'key: value' lines."]),
+        ("backoff: {initial_s: 9, max_s: 1}", ["F:1: backoff: max_s must be at least initial_s."]),
+        ("memory: {os_reserve_gib: lots}", ["F:1: memory.os_reserve_gib is 'lots'; it must be a number or 'auto'."]),
+        ("models:\n  a:\n    ttl: 5", ["F:2: models.a.model is missing, and it is required."]),
+        ("models:\n  a:", ["F:2: models.a.model is missing, and it is required."]),
+        (
+            "models: {a: {model: -x}}",
+            ["F:1: models.a.model: a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected."],
+        ),
+        ("models: {a: {model: o/../a}}", ["F:1: models.a.model: a folder *"]),
+        ("models: {'a b': {model: o/a}}", ["F:1: models: 'a b' cannot be a model's name: it needs *"]),
+        ("models: {a/../b: {model: o/a}}", ["F:1: models: 'a/../b' cannot be a model's name: *"]),
+        ("models: {a: {model: o/a, tensor_parallel: 0}}", ["F:1: models.a.tensor_parallel is 0; it must be at least 1 or 'auto'."]),
+        ("models: {a: {model: o/a, max_model_len: big}}", ["F:1: models.a.max_model_len is 'big'; it must be a whole number or 'auto'."]),
+        ("models: {a: {model: o/a, dtype: --host}}", ["F:1: models.a.dtype: a word is expected that does not begin with '-'."]),
+        ("models: {a: {model: o/a, metadata: {x: .nan}}}", ["F:1: models.a.metadata: a number here must be finite."]),
+        ("hooks: {on_startup: {preload: [\n b]}}", ["F:2: hooks.on_startup.preload names 'b', which no model is called. Known: none."]),
+        (
+            "models: {a: {model: o/a, extra_args: -tp 2}}",
+            ["F:1: models.a.extra_args: must be a list, because no shell splits a line here: *"],
+        ),
+        (
+            "models:\n a:\n  model: o/a\n  extra_args:\n  - -O3\n  - --port=1",
+            ["F:6: models.a.extra_args: '--port' is not for extra_args: *"],
+        ),
+        ("models:\n a:\n  model: o/a\n  env:\n   A: 1\n   RAY_X: 1", ["F:6: models.a.env: RAY_X is not for env: *"]),
+        ("engine: {env: {A: true}}", ["F:1: engine.env: must give A a text or a number: put true, false and empty values in quotes."]),
+        ("apiKeys: [a]\nkeys: {inference: [b]}", ["F:2: keys.inference sets inference a second time (first on line 1). Keep one."]),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_every_complaint_names_place_key_and_cure(complain, text: str, lines: list[str]) -> None:
+    said = complain(text)
+
+    assert len(said) == len(lines)
+    for line, pattern in zip(sorted(said), sorted(lines), strict=True):
+        assert re.fullmatch(re.escape(pattern).replace(r"\ \*", " .*").replace(r"\[\[\]", r"\["), line), line
+
+
+def test_all_complaints_come_at_once_by_line_and_the_error_has_the_first_place(load, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("models:\n  a: {model: o/a, cmd: x}\nlog_level: x\nlisten: ${env.NOPE}\nxyzzy: 1\n")
+
+    assert [line.removeprefix(str(tmp_path / "sparkd.yaml"))[:3] for line in str(caught.value).splitlines()] == [
+        ":2:",
+        ":3:",
+        ":4:",
+        ":4:",
+        ":5:",
+    ]
+    assert (caught.value.file, caught.value.line) == (str(tmp_path / "sparkd.yaml"), 2)
+
+
+def test_a_flood_of_complaints_is_cut(complain) -> None:
+    lines = complain("\n".join(f"key{number}: 1" for number in range(100)))
+
+    assert len(lines) == 21
+    assert lines[-1] == "... and 80 more problems."
+
+
+def test_names_belong_to_one_model(complain) -> None:
+    assert complain("models:\n a: {model: o/a, aliases: [x, b]}\n b: {model: o/b, served_model_name: x}") == [
+        "F:2: models.a.aliases: 'b' is a name of the model 'b'. Choose another.",
+        "F:3: models.b.served_model_name: 'x' is a name of the model 'a'. Choose another.",
+    ]
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_config(path, environ={})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"keys: {{inference: [{KEY}, 5]}}",
+        f"keys: {{inference: {{a: {KEY}}}}}",
+        f"keys: {KEY}",
+        f"keys: {{inferense: [{KEY}]}}",
+        f"apiKeys: {{{KEY}: 1}}",
+        f"engine: {{env: {KEY}}}",
+        f"engine: {{env: [{KEY}]}}",
+        f"engine: {{env: {{VLLM_API_KEY: {KEY}}}}}",
+        f"models: {{a: {{model: o/a, env: {{HF_TOKEN: [{KEY}]}}}}}}",
+        f"models: {{a: {{model: o/a, extra_args: --api-key {KEY}}}}}",
+        f"models: {{a: {{model: o/a, extra_args: [--hf-token={KEY}]}}}}",
+        f"models: {{a: {{model: o/a, extra_args: [{KEY}]}}}}",
+        "listen: '${env.CANARY}'",
+        "models: {a: {model: '-${env.CANARY}'}}",
+        "log_level: '${env.CANARY}'",
+        "limits: {max_body_bytes: '${env.CANARY}'}",
+    ],
+)
+def test_no_complaint_repeats_a_secret(complain, text: str) -> None:
+    assert KEY not in "\n".join(complain(text, CANARY=KEY))
+
+
+def test_no_repr_and_no_dump_shows_a_secret(load) -> None:
+    config = load(
+        f"keys: {{inference: [{KEY}], admin: {KEY}}}\nengine: {{env: {{A: {KEY}}}}}\nmodels: {{a: {{model: o/a, env: [HF_TOKEN={KEY}]}}}}"
+    )
+
+    assert config.models["a"].environment(config.engine) == {"A": KEY, "HF_TOKEN": KEY}
+    for shown in (repr(config), str(config), str(config.model_dump()), config.model_dump_json(), repr(config.models)):
+        assert KEY not in shown
+
+
+# What other tools write
+
+
+def test_llama_swap_spellings(load) -> None:
+    config = load(
+        """
+        healthCheckTimeout: 500
+        logLevel: warn
+        globalTTL: 60
+        unloadTimeout: 10
+        includeAliasesInList: true
+        apiKeys: ["${env.MINE}"]
+        models:
+          "qwen:72b":
+            model: Qwen/Qwen
+            useModelName: Qwen/Qwen
+            aliases: [gpt-4o]
+            env: ["A=b=c", "B="]
+            ttl: -1
+            concurrencyLimit: 0
+            unlisted: true
+            metadata: {a: [1, {b: c}]}
+          "other":
+            model: o/o
+            ttl: 0
+            concurrencyLimit: 4
+        hooks: {on_startup: {preload: [gpt-4o]}}
+        """,
+        MINE=KEY,
+    )
+
+    qwen, other = config.models["qwen:72b"], config.models["other"]
+    assert (config.health_check_timeout_s, config.log_level, config.global_ttl_s, config.unload_timeout_s) == (500, "warning", 60, 10)
+    assert config.include_aliases_in_list
+    assert config.keys.inference[0].get_secret_value() == KEY
+    assert qwen.served_names() == ("qwen:72b", "Qwen/Qwen", "gpt-4o")
+    assert qwen.environment(config.engine) == {"A": "b=c", "B": ""}
+    assert (config.ttl_s(qwen), qwen.concurrency_limit, qwen.unlisted, qwen.metadata) == (60, None, True, {"a": [1, {"b": "c"}]})
+    assert (config.ttl_s(other), other.concurrency_limit) == (0, 4)
+    assert config.preload() == ("qwen:72b",)
+
+
+def test_keys_without_a_meaning_here_say_what_to_do(complain) -> None:
+    for key, cure in spellings.TOP_FOREIGN.items():
+        assert complain(f"{key}: 1") == [f"F:1: {key} has no meaning here. {cure}"]
+    for key, cure in spellings.MODEL_FOREIGN.items():
+        assert complain(f"models: {{a: {{model: o/a, {key}: 1}}}}") == [f"F:1: models.a.{key} has no meaning here. {cure}"]
+
+
+def test_no_spelling_hides_a_key_of_ours() -> None:
+    assert not set(Config.model_fields) & (set(spellings.TOP) | set(spellings.TOP_FOREIGN))
+    assert not (set(ModelConfig.model_fields) - {"name"}) & (set(spellings.MODEL) | set(spellings.MODEL_FOREIGN))
+    assert {target.partition(".")[0] for target in spellings.TOP.values()} <= set(Config.model_fields)
+    assert set(spellings.MODEL.values()) <= set(ModelConfig.model_fields)

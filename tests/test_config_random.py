@@ -1,0 +1,54 @@
+"""No text, whatever it says, makes anything but a configuration or a ConfigError."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd import spellings
+from sparkd.config import load_config, parse_model
+from sparkd.config_fields import Section
+from sparkd.errors import ConfigError
+
+KEYS = sorted(
+    {key for section in Section.__subclasses__() for key in section.model_fields} | {*spellings.TOP, *spellings.MODEL, "<<", "a", ""}
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["auto", "127.0.0.1:1", "/x", "~/x", "~nobody/x", "o/m", "--port", "${env.A}", "${env.B}", "\x00", "\ud800", "1k"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+
+
+def written(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{written(str(key))}: {written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(written, value)) + "]"
+    return json.dumps(value)
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_random_configurations_load_or_raise_a_config_error(tmp_path_factory, top: dict[str, Any], entry: dict[str, Any]) -> None:
+    file = tmp_path_factory.getbasetemp() / "random.yaml"
+    if "models" not in top:
+        top["models"] = {"m": {"model": "o/m", **entry}}
+    file.write_text(written(top))
+    try:
+        load_config(file, environ={"A": "1", "HOME": "/"}).preload()
+    except ConfigError:
+        pass
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), st.booleans())
+def test_random_models_parse_or_raise_a_config_error(raw: dict[str, Any], over_admin: bool) -> None:
+    try:
+        parse_model("m", raw, over_admin=over_admin).vllm_flags()
+    except ConfigError:
+        pass

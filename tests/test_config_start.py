@@ -1,0 +1,125 @@
+"""What the daemon asks of its configuration before it starts: address, keys, folders, reserve, and what `sparkd check` says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Config, check, is_loopback, load_config
+from sparkd.errors import ConfigError
+
+KEY = "sk-canary-0123456789"
+GIB = 1024**3
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(text: str) -> Config:
+        file = tmp_path / "sparkd.yaml"
+        file.write_text(text)
+        return load_config(file, environ={})
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("listen", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:4000", "127.0.0.1", 4000, True),
+        ("127.9.9.9:0", "127.9.9.9", 0, True),
+        ("localhost:80", "127.0.0.1", 80, True),
+        ("[::1]:4000", "::1", 4000, True),
+        ("[::ffff:127.0.0.1]:1", "::ffff:127.0.0.1", 1, True),
+        ("0.0.0.0:4000", "0.0.0.0", 4000, False),
+        ("[::]:4000", "::", 4000, False),
+        ("[::ffff:10.0.0.1]:1", "::ffff:10.0.0.1", 1, False),
+        ("192.168.100.10:4000", "192.168.100.10", 4000, False),
+        ("spark-a.local:4000", "spark-a.local", 4000, False),
+        ("127.1:4000", "127.1", 4000, False),
+        ("localhost.example.org:1", "localhost.example.org", 1, False),
+    ],
+)
+def test_only_the_loopback_needs_no_key(load, listen: str, host: str, port: int, loopback: bool) -> None:
+    config = load(f"listen: '{listen}'")
+
+    assert (config.host, config.port, is_loopback(config.host)) == (host, port, loopback)
+    if loopback:
+        config.check_bind({})
+        return
+    with pytest.raises(ConfigError, match="can be reached from other machines, and there is no key"):
+        config.check_bind({})
+    load(f"listen: '{listen}'\nkeys: {{inference: [{KEY}]}}").check_bind({})
+    load(f"listen: '{listen}'\nkeys: {{admin: [{KEY}]}}").check_bind({})
+
+
+@pytest.mark.parametrize("listen", ["4000", ":4000", "a:", "a:65536", "::1:4000", "http://a:1", "a b:1", "a:1\n", "*:4000", "[::1]"])
+def test_what_is_no_address(listen: str) -> None:
+    with pytest.raises(ConfigError, match="host:port is expected"):
+        load_config(None, flags={"listen": listen}, environ={})
+
+
+def test_runtime_folder_is_short_and_one_per_state_folder(tmp_path: Path) -> None:
+    def runtime(**flags: str) -> str:
+        return str(load_config(None, flags=flags, environ={}).runtime_path())
+
+    deep = str(tmp_path / ("d" * 200))
+    assert runtime() == "/run/sparkd"
+    assert runtime(state_dir=deep, runtime_dir="/r") == "/r"
+    assert re.fullmatch(r"/tmp/sparkd-\d+-[0-9a-f]{8}", runtime(state_dir=deep))
+    assert runtime(state_dir=deep) == runtime(state_dir=deep + "/./")
+    assert runtime(state_dir=deep) != runtime(state_dir=deep + "/x")
+
+
+def test_rays_token_is_the_keys_or_the_credential_or_our_own(load, tmp_path: Path) -> None:
+    config, credentials = load("state_dir: /s"), {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+
+    assert config.token_path() == Path("/s/ray.token")
+    (tmp_path / "ray.token").write_text("\n")
+    assert config.token_path(credentials) == Path("/s/ray.token")
+    (tmp_path / "ray.token").write_text("token\n")
+    assert config.token_path(credentials) == tmp_path / "ray.token"
+    assert load("cluster: {token_file: /t}").token_path(credentials) == Path("/t")
+
+
+@pytest.mark.parametrize(
+    ("reserve", "total_gib", "reserved_gib"), [("auto", 119, 7), ("auto", 24, 2.4), (7, 24, 7), (0, 24, 0), (0.5, 24, 0.5)]
+)
+def test_memory_that_no_model_is_given(load, reserve: Any, total_gib: float, reserved_gib: float) -> None:
+    memory = load(f"memory: {{os_reserve_gib: {reserve}}}").memory
+
+    assert memory.os_reserve_bytes(total_gib * GIB) == pytest.approx(reserved_gib * GIB, abs=1)
+
+
+def test_check_says_what_start_would_say_and_warns(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(
+        f"listen: 0.0.0.0:4000\nkeys: {{inference: [short, {KEY}]}}\nengine: {{runtime: /no/python}}\n"
+        "models: {a: {model: /no, runtime: /no/p}}"
+    )
+    file.chmod(0o644)
+
+    problems = check(file, {})
+    assert {problem.severity for problem in problems} == {"warning"}
+    text = "\n".join(map(str, problems))
+    for words in ("fewer than 16", "no admin key", "Every user of this machine", "/no/python", "folder /no does", "/no/p "):
+        assert words in text
+    assert KEY not in text
+
+
+def test_check_finds_errors(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    for text, words, line in [
+        ("a: 1", "not a known key", 1),
+        ("listen: 0.0.0.0:1", "there is no key", None),
+        ("keys: {admin_file: none}", "cannot be read", None),
+    ]:
+        file.write_text(text)
+        (problem,) = check(file, {})
+        assert (problem.severity, problem.line) == ("error", line)
+        assert words in problem.message
+        assert not problem.message.startswith(str(tmp_path))
+    file.write_text("")
+    assert check(file, {}) == []

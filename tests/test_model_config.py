@@ -1,0 +1,145 @@
+"""A model's entry: its vLLM flags, its hash, its names, and what the admin API may not bring in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.errors import ConfigError
+
+
+def from_text(folder: Path, text: str) -> Config:
+    file = folder / "sparkd.yaml"
+    file.write_text(text)
+    return load_config(file, environ={})
+
+
+def model(**keys: Any) -> ModelConfig:
+    return parse_model("m", {"model": "/m", **keys}, over_admin=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags"),
+    [
+        ({}, ""),
+        ({"max_model_len": 4096}, "--max-model-len 4096"),
+        ({"max_model_len": "32k"}, "--max-model-len 32000"),
+        ({"max_model_len": "32K"}, "--max-model-len 32768"),
+        ({"max_model_len": "1.5M"}, "--max-model-len 1572864"),
+        ({"max_model_len": "auto"}, "--max-model-len auto"),
+        ({"max_model_len": -1}, "--max-model-len auto"),
+        ({"gpu_memory_utilization": "auto"}, ""),
+        ({"gpu_memory_utilization": 0.8}, "--gpu-memory-utilization 0.8"),
+        ({"trust_remote_code": True, "enforce_eager": True}, "--trust-remote-code --enforce-eager"),
+        ({"tool_call_parser": "hermes"}, "--enable-auto-tool-choice --tool-call-parser hermes"),
+        ({"extra_args": ["--seed", 1, "--swap=0.5"], "dtype": "bfloat16"}, "--dtype bfloat16 --seed 1 --swap=0.5"),
+        (
+            {"reasoning_parser": "r", "load_format": "l", "quantization": "q", "kv_cache_dtype": "k", "max_num_batched_tokens": "8k",
+             "max_num_seqs": 2, "revision": "abc"},
+            "--revision abc --max-num-seqs 2 --max-num-batched-tokens 8000 --kv-cache-dtype k --quantization q --load-format l"
+            " --reasoning-parser r",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_become_vllm_flags(keys: dict[str, Any], flags: str) -> None:
+    assert model(**keys).vllm_flags() == flags.split()
+
+
+CHANGES_ENGINE = {
+    "model": "/n", "revision": "r", "aliases": ["a"], "served_model_name": ["s"], "executor": "ray", "tensor_parallel": 2, "runtime": "/p",
+    "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
+    "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
+    "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"],
+}  # fmt: skip
+CHANGES_NOTHING = {
+    "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "concurrency_limit": 1, "wait_for_load_s": 1,
+    "health_check_timeout_s": 1, "memory_gib": 1,
+}  # fmt: skip
+
+
+def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
+    plain = config_hash(model(), Engine())
+    hashes = {key: config_hash(model(**{key: value}), Engine()) for key, value in CHANGES_ENGINE.items()}
+
+    assert re.fullmatch("[0-9a-f]{16}", plain)
+    assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name"} == set(ModelConfig.model_fields)
+    assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
+    for key, value in CHANGES_NOTHING.items():
+        assert config_hash(model(**{key: value}), Engine()) == plain
+    assert config_hash(model(), Engine(stop_timeout_s=1, log_backups=0)) == plain
+    for engine in (Engine(runtime="/p"), Engine(entrypoint="e"), Engine(platform="cpu"), Engine(env={"A": "b"})):
+        assert config_hash(model(), engine) != plain
+    assert config_hash(model(runtime="/p", entrypoint="e"), Engine()) == config_hash(model(), Engine(runtime="/p", entrypoint="e"))
+
+
+def test_a_model_says_more_than_the_engine_section() -> None:
+    engine = Engine(runtime="/e", entrypoint="e", env={"A": "1", "B": "1"})
+
+    assert (model().runtime_of(engine), model().entrypoint_of(engine)) == (Path("/e"), "e")
+    assert (model(runtime="/m").runtime_of(engine), model(entrypoint="m").entrypoint_of(engine)) == (Path("/m"), "m")
+    assert model(env={"B": 2}).environment(engine) == {"A": "1", "B": "2"}
+
+
+def test_names_lead_to_models(tmp_path: Path) -> None:
+    config = from_text(
+        tmp_path, "models: {a: {model: o/a, aliases: [x], preload: true}, b: {model: o/b}}\nhooks: {on_startup: {preload: [b, x]}}"
+    )
+
+    assert config.names() == {"a": "a", "x": "a", "b": "b"}
+    assert config.lookup("x") is config.models["a"]
+    assert config.lookup("y") is None
+    assert config.preload() == ("b", "a")
+
+
+def test_a_model_can_be_added_where_its_names_are_free(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "models: {a: {model: o/a, aliases: [x]}}")
+
+    assert set(config.with_model(model()).models) == {"a", "m"}
+    assert set(config.models) == {"a"}
+    assert config.with_model(model()).with_model(model(ttl=5)).models["m"].ttl == 5
+    with pytest.raises(ConfigError, match="'x' is a name of the model 'a'"):
+        config.with_model(model(aliases=["x"]))
+
+
+def test_waits_and_deadlines_have_one_default_and_one_per_model(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "wait_for_load_s: 5\nhealth_check_timeout_s: 6\nglobal_ttl_s: 7")
+
+    assert (config.wait_s(model()), config.start_deadline_s(model()), config.ttl_s(model())) == (5, 6, 7)
+    own = model(wait_for_load_s=0, health_check_timeout_s=1, ttl=0)
+    assert (config.wait_s(own), config.start_deadline_s(own), config.ttl_s(own)) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({}, "models.m.model is missing"),
+        ({"model": "/m", "ttl": "x"}, "models.m.ttl is 'x'; it must be a number"),
+        ({"model": "/m", "cmd": "x"}, "models.m.cmd has no meaning here"),
+        ({"model": "/m", "ttle": 1}, "did you mean ttl"),
+        ({"model": "/m", "name": "n"}, "models.m.name has no meaning here"),
+        ({"model": "/m", "trust_remote_code": True}, "trust_remote_code is refused over the admin API"),
+        ({"model": "/m", "runtime": "/p"}, "runtime is refused over the admin API"),
+        ({"model": "/m", "entrypoint": "p"}, "entrypoint is refused over the admin API"),
+        ({"model": "/m", "extra_args": ["--middleware", "x"]}, "'--middleware' is refused over the admin API"),
+        ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, "'LD_PRELOAD' is refused over the admin API"),
+        ({"model": "./m"}, "absolute path"),
+        ({"model": "~/m"}, "absolute path"),
+    ],
+)
+def test_the_admin_api_may_bring_in_less(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", raw, over_admin=True)
+
+    assert words in str(caught.value)
+
+
+def test_the_admin_api_may_tune() -> None:
+    raw = {"model": "o/m", "extra_args": ["--max-num-seqs", "4"], "env": {"OMP_NUM_THREADS": 2}, "max_model_len": 10, "ttl": 5}
+
+    assert parse_model("m", raw, over_admin=True) == parse_model("m", raw, over_admin=False)
+    with pytest.raises(ConfigError, match="cannot be a model's name"):
+        parse_model("../m", raw, over_admin=True)

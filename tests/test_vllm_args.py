@@ -1,0 +1,187 @@
+"""Which of vLLM's arguments and variables are refused. The list of flags is that of a real release."""
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from sparkd.errors import ConfigError
+from sparkd.vllm_args import check_args, owned_args, owned_env, refused_over_admin
+
+FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
+
+
+def release() -> list[tuple[str, list[str]]]:
+    lines = [line.split() for line in FLAGS.read_text().splitlines() if not line.startswith("#")]
+    return [(line[0], line[1:]) for line in lines]
+
+
+def kind_of(args: list[str]) -> str:
+    if list(owned_args(args)):
+        return "owned"
+    try:
+        refused_over_admin(args, [])
+    except ConfigError:
+        return "file"
+    return "free"
+
+
+@pytest.mark.parametrize(("kind", "spellings"), release(), ids=lambda value: value[0] if isinstance(value, list) else value)
+def test_every_flag_of_the_release_has_its_place(kind: str, spellings: list[str]) -> None:
+    for spelling in spellings:
+        assert kind_of(["--seed=0", spelling]) == kind
+        assert kind_of(["--seed=0", f"{spelling}=x"]) == kind
+        if spelling.startswith("--"):
+            assert kind_of(["--seed=0", "--" + spelling[2:].replace("-", "_")]) == kind
+            assert kind_of(["--seed=0", f"{spelling}.key=1"]) == kind
+            assert kind_of(["--seed=0", f"{spelling}.list+=1"]) == kind
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def test_what_argparse_would_complete_or_split_is_refused_as_the_whole_flag_is() -> None:
+    parser = Parser(add_help=False)
+    kinds = {}
+    for kind, spellings in release():
+        kinds[spellings[0]] = kind
+        parser.add_argument(*spellings, dest=spellings[0], nargs="*", default=None)
+    attempts = {spelling[:length] for _, spellings in release() for spelling in spellings for length in range(2, len(spelling) + 1)}
+    attempts |= {attempt + glued for attempt in attempts if not attempt.startswith("--") for glued in ("2", "=2")}
+    meant = 0
+    for attempt in sorted(attempts - {"--"}):
+        try:
+            found, _ = parser.parse_known_args([attempt])
+        except ValueError:
+            continue  # ambiguous: vLLM does not start
+        for name in (name for name, value in vars(found).items() if value is not None):
+            meant += 1
+            allowed = {"owned": {"owned"}, "file": {"owned", "file"}, "free": {"owned", "file", "free"}}[kinds[name]]
+            assert kind_of(["--seed=0", attempt]) in allowed, attempt
+    assert meant > 3000
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--host", "0.0.0.0"],
+        ["--hos=0.0.0.0"],
+        ["--api_key", "x"],
+        ["--api_key.x=1"],
+        ["-n2"],
+        ["-n=2"],
+        ["-r1"],
+        ["-t", "2"],
+        ["-tp2"],
+        ["--tensor_parallel_size", "2"],
+        ["--no-enable-ssl-refresh"],
+        ["--ssl-a-flag-of-tomorrow"],
+        ["--data-parallel-a-flag-of-tomorrow"],
+        ["--config", "more.yaml"],
+        ["--seed", "0", "--"],
+        ["--hf-overrides.a", "-O--uds", "/tmp/x"],
+        ["-O=--uds"],
+        ["/models/other"],
+        ["other/model", "--seed", "0"],
+    ],
+)
+def test_refused(args: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_args(args)
+
+    assert caught.value.param == "extra_args"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--max-model-len", "-1"],
+        ["--max-num-seqs", "8", "--enable-auto-tool-choice"],
+        ["--hf-overrides.rope_scaling.factor=2.0"],
+        ["--hf-overrides", '{"host": "--host"}'],
+        ["--model-impl", "auto"],
+        ["--modelscope-like-flag-of-tomorrow"],
+        ["-O3"],
+        ["-O", "3"],
+        ["-q", "fp8"],
+        ["-ep"],
+        ["--seed", "-5"],
+        ["--response-role", "-"],
+        ["--lora-modules", "a=/loras/a", "b=/loras/b"],
+    ],
+)
+def test_passes(args: list[str]) -> None:
+    check_args(args)
+    refused_over_admin(args, [])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--trust_remote_code"],
+        ["--trust"],
+        ["--speculative-config.model", "my.Proposer"],
+        ["-s", "{}"],
+        ["-cc.backend=my.backend"],
+        ["-O.backend=x"],
+        ["-O{}"],
+        ["--some-future-plugin", "x"],
+        ["--some-future-cls=x"],
+        ["--some-future-dump-dir", "/"],
+        ["--host", "x"],
+    ],
+)
+def test_refused_over_admin(args: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        refused_over_admin(args, [])
+
+
+def test_the_message_has_flag_reason_and_cure_and_no_value() -> None:
+    ((index, message),) = owned_args(["--seed", "0", "--api-key=sk-canary"])
+
+    assert index == 2
+    assert message == (
+        "'--api-key' is not for extra_args: sparkd makes a random key for each engine that needs one; "
+        "clients' keys stand under 'keys:'. Remove it."
+    )
+    with pytest.raises(ConfigError) as caught:
+        refused_over_admin(["--middleware=sk-canary"], [])
+    assert "canary" not in str(caught.value)
+    assert "Set it in the configuration file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "owned"),
+    [
+        ("VLLM_API_KEY", True),
+        ("VLLM_HOST_IP", True),
+        ("VLLM_SERVER_DEV_MODE", True),
+        ("RAY_ADDRESS", True),
+        ("VLLM_RAY_PER_WORKER_GPUS", True),
+        ("SPARKD_RANK", True),
+        ("PYTHONHOME", True),
+        ("VLLM_RPC_BASE_PATH", True),
+        ("SPARKD_STUB_DELAY", False),
+        ("LD_PRELOAD", False),
+        ("PYTHONPATH", False),
+        ("VLLM_CPU_KVCACHE_SPACE", False),
+        ("HF_TOKEN", False),
+        ("NCCL_IB_HCA", False),
+        ("PYTHONUNBUFFERED", False),
+    ],
+)
+def test_owned_environment(name: str, owned: bool) -> None:
+    assert [found for found, _ in owned_env([name])] == ([name] if owned else [])
+
+
+@pytest.mark.parametrize(
+    "name", ["LD_PRELOAD", "PYTHONSTARTUP", "VLLM_PLUGINS", "NCCL_NET_PLUGIN", "PATH", "HF_TOKEN", "SPARKD_STUB_DELAY"]
+)
+def test_environment_over_admin_is_a_list_of_what_may_pass(name: str) -> None:
+    with pytest.raises(ConfigError):
+        refused_over_admin([], [name])
+    refused_over_admin([], ["OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"])

@@ -1,0 +1,151 @@
+"""YAML texts, as tables: what they mean here, and where they are wrong."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.yamlfile import MAX_BYTES, Items, Place, Table, parse
+
+
+def problems(text: str | bytes, **environ: str) -> list[str]:
+    document = parse(text if isinstance(text, bytes) else text.encode(), "f.yaml", environ)
+    return [str(problem) for problem in document.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("-7", -7),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("017", 17),
+        ("1.5", 1.5),
+        ("1e3", 1000.0),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'1'", "1"),
+        ("no", "no"),
+        ("1:30", "1:30"),
+        ("2026-11-21", "2026-11-21"),
+        ("10.0.0.1:50", "10.0.0.1:50"),
+        ("[1, a]", [1, "a"]),
+        ('"\\ud83d\\ude00"', "\U0001f600"),
+        ("{b: c}", {"b": "c"}),
+        ("|\n  two\n  lines", "two\nlines"),
+        ("12345678901234567890", 12345678901234567890.0),
+    ],
+)
+def test_scalars_follow_the_core_schema(text: str, value: Any) -> None:
+    document = parse(f"a: {text}".encode(), "f.yaml", {})
+
+    assert document.problems == []
+    assert document.table == {"a": value}
+    assert type(document.table["a"]) is type(value) or isinstance(value, list | dict)
+
+
+def test_every_value_knows_its_line() -> None:
+    table = parse(b"# c\na:\n  b: [x,\n   y]\n7: z\n", "f.yaml", {}).table
+
+    assert isinstance(table["a"], Table)
+    assert isinstance(table["a"]["b"], Items)
+    assert table.places == {"a": Place("f.yaml", 2), "7": Place("f.yaml", 5)}
+    assert table["a"].places == {"b": Place("f.yaml", 3)}
+    assert table["a"]["b"].places == [Place("f.yaml", 3), Place("f.yaml", 4)]
+
+
+def test_anchors_and_merges() -> None:
+    table = parse(b"x: &x {p: 1, q: 2}\ny: {<<: *x, q: 3}\nz:\n  <<: [*x, {p: 9, r: 1}]\n", "f.yaml", {}).table
+
+    assert table["y"] == {"q": 3, "p": 1}
+    assert table["z"] == {"p": 1, "q": 2, "r": 1}
+    assert table["y"].places["p"].line == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nb: 2\na: 3", 3, "'a' stands here a second time; it was first set on line 1"),
+        ("a: [1", 1, "malformed"),
+        ("a: 1\n  b: 2", 2, "malformed"),
+        ("\ta: 1", 1, "malformed"),
+        ("a: b\n---\nc: d", 2, "another document"),
+        ("- 1", 1, "must hold a map"),
+        ("a: 1\nb: !!python/object/apply:os.system [x]", 2, "tags"),
+        ("a: !secret x", 1, "tags"),
+        ("a: !!int x", 1, "tags"),
+        ("? [x]\n: y", 1, "A key must be plain text"),
+        ("a:\n  <<: 5", 2, "merges maps"),
+        (b"a: 1\nb: \xff", 2, "not UTF-8"),
+        ("a: 1\nb: \x01", 2, "control character"),
+        ('a: "\\ud83d"', 1, "half a character"),
+        ('"\\ud83d": a', 1, "half a character"),
+        ("a: &a [*a]", 1, "nested too deeply"),
+        ("a: " + "[" * 5000, 1, "nested too deeply"),
+        ("- " * 5000, None, "nested too deeply"),
+        ('a: "\\UFFFFFFFF"', None, "out of range"),
+        ("%YAML " + "9" * 5000 + ".1\n---\na: 1", None, "out of range"),
+        ("a: " + "x" * MAX_BYTES, None, "bytes"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_wrong_and_where(text: str | bytes, line: int | None, words: str) -> None:
+    (problem,) = parse(text if isinstance(text, bytes) else text.encode(), "f.yaml", {}).problems
+
+    assert words in problem.message
+    assert (problem.file, problem.line) == ("f.yaml", line)
+
+
+def test_aliases_are_counted_when_they_are_used() -> None:
+    laughs = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+
+    (problem,) = problems(laughs)
+    assert "more than 20000 values" in problem
+
+
+def test_environment_variables_are_filled_in_and_remembered() -> None:
+    document = parse(b"a: x${env.ONE}y${env.TWO}\nb: ${PORT} $HOME\nc: ['${env.ONE}']\nd: 1", "f.yaml", {"ONE": "${env.TWO}", "TWO": "2"})
+
+    assert document.table == {"a": "x${env.TWO}y2", "b": "${PORT} $HOME", "c": ["${env.TWO}"], "d": 1}
+    assert document.env_names == {"ONE", "TWO"}
+    assert [document.table.places[key].secret for key in "abd"] == [True, False, False]
+    assert document.table["c"].places[0].secret
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("${env.NOPE}", "NOPE is not set"),
+        ("${env.NOPE:-x}", "no defaults"),
+        ("${env.NOPE", "must be followed"),
+        ("${env.}", "must be followed"),
+        ("${env.A B}", "must be followed"),
+    ],
+)
+def test_environment_variables_that_cannot_be_filled_in(text: str, words: str) -> None:
+    (problem,) = problems(f"a: 1\nb: {text}")
+
+    assert problem.startswith("f.yaml:2: ")
+    assert words in problem
+
+
+def test_malformed_text_is_not_repeated() -> None:
+    assert "canary" not in str(problems("keys: {inference: [*sk-canary]}"))
+    assert "canary" not in str(problems("keys: {inference: 'sk-canary' 'x'}"))
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    st.one_of(
+        st.binary(max_size=300),
+        st.text(max_size=300).map(str.encode),
+        st.text("ab:-[]{}#&*!|>'\"%@`?,<$\\U \n\t", max_size=200).map(str.encode),
+    )
+)
+def test_no_text_raises(raw: bytes) -> None:
+    parse(raw, "f.yaml", {})
