@@ -1,0 +1,370 @@
+"""The systemd side as it would be installed: what systemd-analyze says, what install.sh lays down, how the page cache helper answers.
+
+What needs a running systemd stands in tests/chaos/boot.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import os
+import re
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+DAEMON, RAY, HELPER = "sparkd.service", "sparkd-ray.service", "sparkd-dropcache@.service"
+SERVICES = (DAEMON, RAY, HELPER)
+UNITS = (*SERVICES, "sparkd.socket", "sparkd-dropcache.socket")
+DROP_INS = ((DAEMON, "relax"), (RAY, "relax"), (DAEMON, "systemd-255"))
+
+
+def call(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
+    if path is None:
+        pytest.fail(f"{name} is missing: install the package systemd (apt-get install systemd on Debian and Ubuntu).")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An installation below a temporary folder whose units name programs that exist there."""
+
+    root: Path
+    prefix: Path
+    venv: Path
+
+    def make(self, target: str) -> subprocess.CompletedProcess[str]:
+        return call("make", "-C", DEPLOY, target, f"DESTDIR={self.root}", f"PREFIX={self.prefix}", f"VENV={self.venv}")
+
+    @property
+    def units(self) -> Path:
+        return self.root / self.prefix.relative_to("/") / "lib/systemd/system"
+
+    def tree(self) -> dict[str, tuple[str, bytes]]:
+        """Path below the root -> (mode, content) of every file."""
+        files = (path for path in sorted(self.root.rglob("*")) if path.is_file())
+        return {str(path.relative_to(self.root)): (oct(path.stat().st_mode), path.read_bytes()) for path in files}
+
+    def verify(self, unit: str) -> subprocess.CompletedProcess[str]:
+        return call(tool("systemd-analyze"), "verify", "--man=no", unit, SYSTEMD_UNIT_PATH=f"{self.units}:")
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    found = Stage(tmp_path / "root", tmp_path / "prefix", tmp_path / "venv")
+    done = found.make("install")
+    assert done.returncode == 0, done.stderr
+    # verify looks for the programs where the units will: give it the staged helper, and a stand-in for the Python environment.
+    found.prefix.symlink_to(found.root / found.prefix.relative_to("/"))
+    (found.venv / "bin").mkdir(parents=True)
+    (found.venv / "bin/sparkd").symlink_to("/bin/true")
+    return found
+
+
+def directives(unit: str) -> dict[str, list[str]]:
+    """Name -> values in order, of all sections."""
+    found: dict[str, list[str]] = {}
+    for line in (DEPLOY / unit).read_text().splitlines():
+        name, separator, value = line.partition("=")
+        if separator and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_systemd_verifies_the_unit_without_a_word(stage: Stage, unit: str) -> None:
+    done = stage.verify(unit)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_verify_would_have_complained(stage: Stage) -> None:
+    """The control: the same call finds a misspelt directive and a missing program."""
+    path = stage.units / DAEMON
+    text = path.read_text().replace("KillMode=mixed", "KillMod=mixed")
+    path.write_text(text.replace(f"{stage.venv}/bin/sparkd serve", "/nowhere/sparkd serve"))
+    done = stage.verify(DAEMON)
+    assert "KillMod" in done.stderr
+    assert "/nowhere/sparkd" in done.stderr
+
+
+@pytest.mark.parametrize(("unit", "name"), DROP_INS)
+def test_the_drop_ins_are_understood(stage: Stage, unit: str, name: str) -> None:
+    folder = stage.units / f"{unit}.d"
+    folder.mkdir()
+    shutil.copy(DEPLOY / f"{unit}.d" / f"{name}.conf.example", folder / f"{name}.conf")
+    done = stage.verify(unit)
+    complaints = done.stderr.splitlines()
+    version = re.search(r"systemd (\d+)", call(tool("systemd-analyze"), "--version").stdout)
+    assert version is not None
+    if name == "systemd-255" and int(version[1]) < 254:
+        newer = ("notify-reload", "RestartSteps", "RestartMaxDelaySec")
+        complaints = [line for line in complaints if not any(word in line for word in newer)]
+    assert complaints == []
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_exposure_is_at_most_3(stage: Stage, unit: str) -> None:
+    done = call(tool("systemd-analyze"), "security", "--no-pager", "--offline=true", "--threshold=30", stage.units / unit)
+    assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()
+
+
+def test_the_user_and_the_folders(stage: Stage) -> None:
+    lib = stage.units.parent.parent
+    users = call(tool("systemd-sysusers"), f"--root={stage.root}", lib / "sysusers.d/sparkd.conf")
+    assert (users.returncode, "rror" in users.stderr) == (0, False), users.stderr
+    line = next(line for line in (stage.root / "etc/passwd").read_text().splitlines() if line.startswith("sparkd:"))
+    assert line.split(":")[5:] == ["/var/lib/sparkd", "/usr/sbin/nologin"]
+
+    key = stage.root / "etc/sparkd/admin.key"
+    key.touch(mode=0o644)
+    kept, scratch = stage.root / "var/lib/sparkd/state.db", stage.root / "var/lib/sparkd/tmp/left-over"
+    scratch.parent.mkdir(parents=True)
+    for path in (kept, scratch):
+        path.touch()
+    made = call(tool("systemd-tmpfiles"), f"--root={stage.root}", "--create", "--remove", "--boot", lib / "tmpfiles.d/sparkd.conf")
+    # 65 is a line that cannot be parsed (systemd-tmpfiles(8)); without root it cannot give folders away, and says so with 73.
+    assert made.returncode == 0 if os.geteuid() == 0 else made.returncode != 65, made.stderr
+    modes = {"etc/sparkd": 0o750, "etc/sparkd/sparkd.yaml": 0o640, "etc/sparkd/admin.key": 0o600, "var/lib/sparkd": 0o700}
+    if os.geteuid() == 0:
+        assert {name: stat.S_IMODE((stage.root / name).stat().st_mode) for name in modes} == modes
+        assert (stage.root / "var/lib/sparkd").stat().st_uid == int(line.split(":")[2])
+        assert key.stat().st_uid == 0
+    assert kept.exists()
+    assert not scratch.exists()
+
+
+def test_installing_twice_is_installing_once_and_uninstalling_leaves_nothing(stage: Stage) -> None:
+    once = stage.tree()
+    assert stage.make("install").returncode == 0
+    assert stage.tree() == once
+    assert "etc/sparkd/sparkd.yaml" in once
+    assert stage.make("uninstall").returncode == 0
+    assert stage.tree() == {}
+    assert [path for path in stage.root.rglob("sparkd*") if path.is_dir()] == []
+    assert stage.make("uninstall").returncode == 0
+
+
+def test_what_the_operator_wrote_is_kept(stage: Stage) -> None:
+    config, key = stage.root / "etc/sparkd/sparkd.yaml", stage.root / "etc/sparkd/admin.key"
+    config.write_text("log_level: debug\n")
+    key.write_text("sk\n")
+    assert stage.make("install").returncode == 0
+    assert config.read_text() == "log_level: debug\n"
+    assert stage.make("uninstall").returncode == 0
+    assert set(stage.tree()) == {"etc/sparkd/sparkd.yaml", "etc/sparkd/admin.key"}
+
+
+def test_check_names_every_problem(stage: Stage) -> None:
+    staged = stage.root / stage.venv.relative_to("/") / "bin/sparkd"
+    staged.parent.mkdir(parents=True)
+    shutil.copy("/bin/true", staged)
+    root = os.geteuid() == 0
+    assert stage.make("check").returncode == (0 if root else 2)
+
+    (stage.root / "etc/sparkd/admin.key").touch(mode=0o644)
+    (stage.units / RAY).unlink()
+    staged.chmod(0o777)
+    done = stage.make("check")
+    assert done.returncode != 0
+    for problem in ("admin.key can be read by others", f"{RAY} is missing", "can be changed by somebody else than root"):
+        assert problem in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PREFIX": "usr", "DESTDIR": "/tmp/x"}, "not an absolute path"),
+        ({"PREFIX": "/usr", "DESTDIR": "x"}, "not an absolute path"),
+        ({"PREFIX": "/usr|e id", "DESTDIR": "/tmp/x"}, "cannot stand in a unit file"),
+        ({"VENV": "/opt/my venv", "DESTDIR": "/tmp/x"}, "cannot stand in a unit file"),
+    ],
+)
+def test_places_that_cannot_stand_in_a_unit_are_refused(environ: dict[str, str], expected: str) -> None:
+    done = call(DEPLOY / "install.sh", "install", **environ)
+    assert done.returncode == 1
+    assert expected in done.stderr
+
+
+def test_the_prefix_reaches_the_units(stage: Stage) -> None:
+    assert f"ExecStart={stage.prefix}/libexec/sparkd-dropcache\n" in (stage.units / HELPER).read_text()
+    assert f"ExecStart={stage.venv}/bin/sparkd serve --config /etc/sparkd/sparkd.yaml\n" in (stage.units / DAEMON).read_text()
+    assert f"ExecStart={stage.venv}/bin/sparkd ray-node --config /etc/sparkd/sparkd.yaml\n" in (stage.units / RAY).read_text()
+
+
+def test_what_lets_a_rank_live_on() -> None:
+    """Each line was tried against a running systemd (tests/chaos/boot.py)."""
+    ray = directives(RAY)
+    assert ray["KillMode"] == ["process"]
+    assert ray["OOMPolicy"] == ["continue"]
+    assert ray["RuntimeDirectoryPreserve"] == ["yes"]
+    assert not {"PrivateTmp", "RemoveIPC", "PrivateUsers", "PrivateDevices", "PrivateNetwork", "MemoryDenyWriteExecute"} & ray.keys()
+    assert not {"PrivateTmp", "RemoveIPC", "PrivateUsers"} & directives(DAEMON).keys()
+
+
+@pytest.mark.parametrize("name", ["User", "Group", "StateDirectory", "RuntimeDirectory", "RuntimeDirectoryPreserve", "BindPaths", "UMask"])
+def test_the_daemon_and_ray_share_a_home(name: str) -> None:
+    assert directives(DAEMON)[name] == directives(RAY)[name]
+
+
+def test_the_ray_unit_reaches_the_devices_of_cuda_and_rdma() -> None:
+    """Names as /proc/devices has them; a pattern without * must be a whole name (systemd.resource-control(5))."""
+    patterns = [value.split()[0].removeprefix("char-") for value in directives(RAY)["DeviceAllow"] if value.startswith("char-")]
+    for group in ("nvidia", "nvidiactl", "nvidia-uvm", "nvidia-caps", "nvidia-modeset", "infiniband_verbs", "infiniband_mad"):
+        assert any(fnmatch.fnmatchcase(group, pattern) for pattern in patterns), group
+    for group in ("misc", "mem", "hidraw", "rtc"):
+        assert not any(fnmatch.fnmatchcase(group, pattern) for pattern in patterns), group
+    assert "DeviceAllow" not in directives(DAEMON)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_no_secret_in_argv_or_environment(unit: str) -> None:
+    found = directives(unit)
+    for name in ("Environment", "EnvironmentFile", "ExecStart", "ExecReload"):
+        for value in found.get(name, []):
+            assert not re.search(r"key|token|secret|password", value, re.IGNORECASE), (name, value)
+    for value in found.get("LoadCredential", []):
+        name, path = value.split(":")
+        assert path == f"/etc/sparkd/{name}"
+        # Empty but for a newline: what a missing file becomes. Without it the unit would not start.
+        assert f"{name}:\\n" in found["SetCredential"]
+
+
+def test_the_listener_is_on_loopback() -> None:
+    assert directives("sparkd.socket")["ListenStream"] == ["127.0.0.1:4000"]
+    assert directives(DAEMON)["Sockets"] == ["sparkd.socket"]
+
+
+def test_only_sparkd_may_ask_for_the_page_cache() -> None:
+    door = directives("sparkd-dropcache.socket")
+    assert (door["SocketUser"], door["SocketGroup"], door["SocketMode"]) == (["root"], ["sparkd"], ["0660"])
+    assert door["ListenStream"] == ["/run/sparkd-dropcache.sock"]
+    assert directives(HELPER)["ReadWritePaths"] == ["/proc/sys/vm/drop_caches"]
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_the_table_has_a_reason_for_every_directive(unit: str) -> None:
+    text = (DEPLOY / "README.md").read_text()
+    plain = {"Description", "Wants", "After", "WantedBy", "Also", "ExecStart", "Environment"}
+    assert [name for name in directives(unit) if name not in plain and f"`{name}=" not in text] == []
+
+
+# The page cache helper, with a folder for /proc.
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    proc: Path
+    state: Path
+
+    def run(self, *arguments: str, said: str = "") -> tuple[int, str]:
+        environ = {"DROPCACHE_PROC": str(self.proc), "DROPCACHE_STATE": str(self.state), "DROPCACHE_LOCK_WAIT_S": "0"}
+        done = subprocess.run(
+            [str(DEPLOY / "sparkd-dropcache"), *arguments],
+            env=environ,
+            input=said,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def uptime(self, seconds: float) -> None:
+        (self.proc / "uptime").write_text(f"{seconds:.2f} 12345.67\n")
+
+    @property
+    def written(self) -> str:
+        return (self.proc / "sys/vm/drop_caches").read_text()
+
+
+@pytest.fixture
+def helper(tmp_path: Path) -> Helper:
+    found = Helper(tmp_path / "proc", tmp_path / "state")
+    (found.proc / "sys/vm").mkdir(parents=True)
+    found.state.mkdir()
+    (found.proc / "meminfo").write_text("MemTotal:       125513636 kB\nMemFree:         4062344 kB\nMemAvailable:   98061308 kB\n")
+    (found.proc / "sys/vm/drop_caches").touch()
+    found.uptime(3.5)
+    return found
+
+
+def test_it_drops_and_says_what_was_free(helper: Helper) -> None:
+    assert helper.run() == (0, "ok 4062344 4062344\n")
+    assert helper.written == "3\n"
+
+
+def test_it_hears_nothing(helper: Helper) -> None:
+    assert helper.run("1; touch /tmp/x", "--help", said="error\n2\n" * 1000) == (0, "ok 4062344 4062344\n")
+    assert helper.written == "3\n"
+
+
+def test_it_drops_at_most_every_10_s(helper: Helper) -> None:
+    times = [(100.0, "ok"), (100.9, "limited 10"), (104.2, "limited 6"), (109.9, "limited 1"), (110.0, "ok"), (110.1, "limited 10")]
+    for uptime_s, expected in times:
+        (helper.proc / "sys/vm/drop_caches").write_text("")
+        helper.uptime(uptime_s)
+        code, answer = helper.run()
+        assert code == 0
+        assert answer.startswith(expected), uptime_s
+        assert helper.written == ("3\n" if expected == "ok" else "")
+
+
+def test_one_at_a_time(helper: Helper) -> None:
+    with (helper.state / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert helper.run() == (1, "error another drop has been running for 0 s\n")
+    assert helper.written == ""
+
+
+def test_what_it_cannot_do_it_says(helper: Helper) -> None:
+    shutil.rmtree(helper.proc / "sys")
+    code, answer = helper.run()
+    assert (code, answer.split()[:4]) == (1, ["error", "the", "kernel", "refused"])
+    shutil.rmtree(helper.state)
+    code, answer = helper.run()
+    assert (code, answer) == (1, f"error cannot write to {helper.state}/lock\n")
+
+
+# The firewall sample.
+
+
+def test_the_firewall_opens_two_ports_to_strangers() -> None:
+    text = re.sub(r"#.*", "", (DEPLOY / "nftables.conf").read_text())
+    assert "hook input priority filter; policy drop;" in text
+    assert re.search(r"define api_port = 4000\n", text)
+    open_to_all = re.findall(r"^\s*tcp dport (.*) accept$", text, re.MULTILINE)
+    assert open_to_all == ["{ $ssh_port, $api_port }"]
+    links = re.search(r"define qsfp = \{(.*)\}", text)
+    assert links is not None
+    assert re.findall(r'"(.*?)"', links[1]) == ["enp1s0f0np0", "enp1s0f1np1", "enP2p1s0f0np0", "enP2p1s0f1np1"]
+    assert "iifname $qsfp jump links" in text
+
+
+def test_nft_takes_the_firewall() -> None:
+    """By nft itself where it is installed, in a network namespace of its own; its brackets are checked everywhere."""
+    path = DEPLOY / "nftables.conf"
+    text = re.sub(r"#.*", "", path.read_text())
+    assert text.count("{") == text.count("}")
+    nft = shutil.which("nft", path="/usr/sbin:/usr/bin:/sbin:/bin")
+    if nft is None:
+        return
+    done = call("unshare", "--map-root-user", "--net", nft, "--check", "--file", path)
+    assert (done.returncode, done.stderr) == (0, "")
