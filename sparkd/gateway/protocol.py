@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
@@ -80,6 +81,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            # asyncio does so only where the listener was made with an explicit protocol number; else every answer waits for an ACK.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.limits.connections:
             self._refuse(Unavailable("Too many connections are open; try again soon.", retry_after_s=1))
             return
@@ -164,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = BadRequest("No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1).")
             raise _Refused
         super().on_headers_complete()
-        if not self.url.startswith(b"/"):
+        if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form, a fragment: no route is written so
             self.scope["path"] = self.url.decode("latin-1")
             self.scope["raw_path"] = self.url
         self.headers = []  # trailers land here, where nobody reads them, instead of among the request's headers

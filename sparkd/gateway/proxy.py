@@ -151,13 +151,15 @@ class Proxy:
                 if streams and exchange.first_s is None:
                     exchange.first_s = perf_counter()
                 exchange.bytes_out += len(chunk)
-                more = not content.at_eof()
+                # A broken answer also comes to an end; its exception is raised by the next read.
+                more = not content.at_eof() or content.exception() is not None
                 await send({"type": "http.response.body", "body": chunk, "more_body": more})
         except (aiohttp.ClientError, OSError) as error:
-            await _break_off(translated(error), scope, send, route, exchange, streams, chunk)
+            await _break_off(translated(error), scope, send, route, exchange, streams and response.content_length is None, chunk)
         except asyncio.CancelledError:
             if not exchange.gone:
-                await _break_off(Draining("sparkd is going down."), scope, send, route, exchange, streams, chunk)
+                going = Draining("sparkd is going down; ask again soon.")
+                await _break_off(going, scope, send, route, exchange, streams and response.content_length is None, chunk)
             raise
         finally:
             response.close()
@@ -212,14 +214,14 @@ def _leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
         task.cancel()
 
 
-async def _break_off(error: SparkdError, scope: Scope, send: Send, route: Route, exchange: Exchange, streams: bool, last: bytes) -> None:
+async def _break_off(error: SparkdError, scope: Scope, send: Send, route: Route, exchange: Exchange, events: bool, last: bytes) -> None:
     """Ends a begun answer so that nobody takes it for complete.
 
     An event stream gets an error event and no `[DONE]`, if it stands between two events; a half event cannot be mended, and what
     is no event stream has no place for words: there the connection is cut.
     """
     exchange.code = error.code
-    if streams and (not last or last.endswith(_EVENT_ENDS)):
+    if events and (not last or last.endswith(_EVENT_ENDS)):
         event = error_event(error, exchange.request_id, anthropic=route.anthropic)
         await send({"type": "http.response.body", "body": event, "more_body": False})
         return

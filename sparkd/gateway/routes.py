@@ -63,7 +63,7 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
 _GET = ("GET", "HEAD")
 _POST = ("POST",)
 _MODEL = Route("/v1/models/{name}", Kind.MODEL, _GET, Role.INFERENCE)
-_RESPONSE = Route("/v1/responses/{id}", Kind.RESPONSE, _GET, Role.INFERENCE)
+_RESPONSE = Route("/v1/responses/{id}", Kind.RESPONSE, ("GET",), Role.INFERENCE)
 _CANCEL = Route("/v1/responses/{id}/cancel", Kind.RESPONSE, _POST, Role.INFERENCE)
 _ADMIN = Route(ADMIN_ROOT, Kind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"), Role.ADMIN)
 

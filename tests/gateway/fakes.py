@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -163,7 +164,7 @@ class RawEngine:
                 if writer.is_closing():
                     return
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # RuntimeError: uvloop's word for a closed transport
             return
         finally:
             self.lost += 1
@@ -188,10 +189,12 @@ class Answer:
     rest: bytes = b""
 
     @property
-    def error(self) -> dict[str, Any]:
-        import json
+    def json(self) -> Any:
+        return json.loads(self.body)
 
-        return json.loads(self.body)["error"]
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
 
 
 @dataclass
@@ -235,7 +238,7 @@ class Client:
         self.writer.write(raw)
 
     async def answer(self, *, head_only: bool = False) -> Answer:
-        """The next response; status 0 where the connection ended without one."""
+        """The next response, without its body if `head_only`; status 0 where the connection ended without one."""
         async with asyncio.timeout(20):
             try:
                 head = await self.reader.readuntil(b"\r\n\r\n")
@@ -324,10 +327,16 @@ async def serving(
         finally:
             server.should_exit = True
     await upstream.close()
+    await supervisor.upstream.close()
+
+
+def is_ours(answer: Answer, status: int) -> bool:
+    """Whether it has `status` and the gateway's own error body."""
+    return answer.status == status and answer.error["src"] == "sparkd" and answer.headers["content-type"] == "application/json"
 
 
 async def soon(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     """Returns when `condition` holds; TimeoutError if it does not in time."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)

@@ -1,16 +1,42 @@
-"""The pass-through: what reaches the engine, what comes back, and how an exchange ends early."""
+"""The pass-through: what reaches the engine, what comes back, and what is refused before."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 
-from tests.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Running, chunked
+from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
+from sparkd.gateway import Keys, Limits
+from sparkd.gateway.routes import EXACT, Kind
+from sparkd.state import ModelState
+from tests.gateway.fakes import (
+    ANSWER,
+    DONE,
+    EVENT,
+    JSON_ANSWER,
+    PROBE_TOKEN,
+    STREAM_HEAD,
+    RawEngine,
+    Running,
+    chunked,
+    post,
+    request,
+    serving,
+    soon,
+    until_gone,
+    view,
+)
 
+CHAT = "/v1/chat/completions"
 BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'
+FORM = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--XX--\r\n'
+
+
+# --- there and back -------------------------------------------------------------------------------------------------------
 
 
 async def test_the_same_bytes_reach_the_engine_and_come_back(gateway: Running) -> None:
-    answer = await gateway.post("/v1/chat/completions", BODY)
+    answer = await gateway.post(CHAT, BODY)
     assert (answer.status, answer.body) == (200, ANSWER)
     (heard,) = gateway.engine.heard
     assert heard.body == BODY
@@ -19,10 +45,276 @@ async def test_the_same_bytes_reach_the_engine_and_come_back(gateway: Running) -
     assert gateway.supervisor.held == 0
 
 
-async def test_a_stream_is_passed_on_unaltered(gateway: Running) -> None:
-    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, EVENT, end=False), chunked(EVENT, DONE))
-    answer = await gateway.post("/v1/chat/completions", BODY)
-    assert answer.body == EVENT * 3 + DONE
-    assert answer.headers["x-accel-buffering"] == "no"
-    assert answer.headers["cache-control"] == "no-cache"
-    assert json.dumps(BODY.decode())
+async def test_every_forwarded_route_reaches_the_engine_under_its_own_path(gateway: Running) -> None:
+    paths = [path for path, route in EXACT.items() if route.kind in (Kind.JSON, Kind.FORM)]
+    assert len(paths) == 14
+    for path in paths:
+        form = EXACT[path].kind is Kind.FORM
+        answer = await gateway.post(path, FORM if form else BODY, *(["Content-Type: multipart/form-data; boundary=XX"] if form else []))
+        assert answer.status == 200
+        heard = gateway.engine.heard[-1]
+        assert heard.head.split(b" ")[1] == path.encode()
+        assert heard.body == (FORM if form else BODY)
+        assert heard.headers["content-type"] == ("multipart/form-data; boundary=XX" if form else "application/json")
+
+
+async def test_large_bodies_arrive_whole(gateway: Running) -> None:
+    body = b'{"model":"tiny","x":"' + b"0123456789abcdef" * 200_000 + b'"}'
+    assert (await gateway.post(CHAT, body)).status == 200
+    assert gateway.engine.heard[-1].body == body
+    raw = request("POST", CHAT, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    assert (await gateway.ask(raw + chunked(*(body[at : at + 10_000] for at in range(0, len(body), 10_000))))).status == 200
+    assert gateway.engine.heard[-1].body == body
+
+
+async def test_a_stream_is_passed_on_unaltered_and_unbuffered(gateway: Running) -> None:
+    go_on = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(EVENT, end=False))
+        await go_on.wait()
+        writer.write(chunked(EVENT, end=False) + chunked(EVENT, DONE))
+
+    gateway.engine.script = script
+    client = await gateway.open()
+    client.send(post(CHAT, BODY))
+    head = await client.answer(head_only=True)
+    assert (head.headers["x-accel-buffering"], head.headers["cache-control"]) == ("no", "no-cache")
+    assert await client.reader.readuntil(b"\n\n\r\n") == chunked(EVENT, end=False)
+    go_on.set()
+    rest = await client.reader.readuntil(b"0\r\n\r\n")
+    assert rest.count(EVENT) == 2
+    assert DONE in rest
+    await client.close()
+
+
+async def test_request_headers_are_an_allow_list(engine: RawEngine) -> None:
+    async with serving(engine, keys=Keys.of(inference=["secret-key"])) as gateway:
+        await gateway.post(
+            CHAT,
+            BODY,
+            "Authorization: Bearer secret-key",
+            "X-Api-Key: secret-key",
+            "Cookie: a=secret-key",
+            "Accept: text/event-stream",
+            "Accept-Encoding: gzip, br",
+            "User-Agent: OpenAI/Python",
+            "Traceparent: 00-1-2-01",
+            "Tracestate: a=1",
+            "Anthropic-Version: 2023-06-01",
+            "Anthropic-Beta: x",
+            "OpenAI-Beta: y",
+            "OpenAI-Organization: org",
+            "X-Request-Id: my.id-1",
+            "X-Forwarded-For: 1.2.3.4",
+            "X-Sparkd-Probe: nonsense",
+            "TE: trailers",
+            "Keep-Alive: timeout=5",
+            "Connection: tracestate, Keep-Alive, openai-beta",
+        )
+    told = engine.heard[0].headers
+    assert told == {
+        "host": "engine",
+        "authorization": "Bearer the-engine-key",
+        "content-type": "application/json",
+        "content-length": str(len(BODY)),
+        "accept": "text/event-stream",
+        "accept-encoding": "identity",
+        "user-agent": "OpenAI/Python",
+        "traceparent": "00-1-2-01",
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "x",
+        "x-request-id": "my.id-1",
+    }
+
+
+async def test_headers_that_are_not_printable_are_not_told(gateway: Running) -> None:
+    answer = await gateway.post(CHAT, BODY, "User-Agent: caf\xe9", "Accept: a\tb")
+    assert answer.status == 200
+    told = gateway.engine.heard[0].headers
+    assert "user-agent" not in told
+    assert told["accept"] == "a\tb"
+
+
+async def test_response_headers_lose_what_is_between_two_hops(gateway: Running) -> None:
+    gateway.engine.replies(
+        b"HTTP/1.1 418 I'm a teapot\r\nServer: engine\r\nDate: today\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\n"
+        b"Keep-Alive: timeout=5\r\n"
+        b"X-Request-Id: theirs\r\nAccess-Control-Allow-Origin: *\r\nContent-Type: text/plain\r\nX-Kept: a\r\nX-Kept: b\r\n"
+        b"Content-Length: 5\r\n\r\nshort"
+    )
+    client = await gateway.open()
+    client.send(post(CHAT, BODY, "X-Request-Id: mine"))
+    raw = await client.reader.readuntil(b"short")
+    await client.close()
+    lines = raw.decode().split("\r\n")
+    assert lines[0] == "HTTP/1.1 418 I'm a Teapot"
+    assert sorted(lines[1:-2]) == ["content-length: 5", "content-type: text/plain", "x-kept: a", "x-kept: b", "x-request-id: mine"]
+
+
+async def test_request_ids(gateway: Running) -> None:
+    good = ("a", "req_1.2:3-4", "x" * 128)
+    bad = ("", " ", "a b", "x" * 129, "-a", "caf\xe9", 'a"b', "<script>")
+    for given in good:
+        assert (await gateway.get("/livez", f"X-Request-Id: {given}")).headers["x-request-id"] == given
+    made = {(await gateway.get("/livez", f"X-Request-Id: {given}")).headers["x-request-id"] for given in bad}
+    assert len(made) == len(bad)
+    assert all(name.startswith("req-") for name in made)
+
+
+async def test_statuses_without_a_body(gateway: Running) -> None:
+    for status in (b"204 No Content", b"304 Not Modified"):
+        gateway.engine.replies(b"HTTP/1.1 " + status + b"\r\nContent-Length: 5\r\n\r\n")
+        client = await gateway.open()
+        client.send(post(CHAT, BODY))
+        assert (await client.answer()).status == int(status[:3])
+        client.send(request("GET", "/livez"))
+        assert (await client.answer()).status == 200
+        await client.close()
+
+
+async def test_a_redirect_is_not_followed(gateway: Running) -> None:
+    gateway.engine.replies(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n")
+    assert (await gateway.post(CHAT, BODY)).status == 307
+    assert len(gateway.engine.heard) == 1
+
+
+async def test_the_probe_header_is_checked_and_not_passed_on(gateway: Running) -> None:
+    for token in (PROBE_TOKEN, "wrong", ""):
+        assert (await gateway.post(CHAT, BODY, f"X-Sparkd-Probe: {token}")).status == 200
+    assert [probe for _, probe in gateway.supervisor.leased] == [True, False, False]
+    assert all("x-sparkd-probe" not in heard.headers for heard in gateway.engine.heard)
+
+
+async def test_aliases_lead_to_their_model(gateway: Running) -> None:
+    assert (await gateway.post(CHAT, b'{"model":"small"}')).status == 200
+    assert gateway.supervisor.leased == [("tiny", False)]
+    assert gateway.engine.heard[0].body == b'{"model":"small"}'
+
+
+# --- /v1/responses/{id} --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_response_is_asked_of_the_model_that_made_it(gateway: Running) -> None:
+    gateway.supervisor.models["other"] = view("other")
+    body = b'{"id":"resp_abc","object":"response"}'
+    made = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    gateway.engine.replies(made)
+    assert (await gateway.post("/v1/responses", b'{"model":"other"}')).body == body
+    event = b'event: response.created\ndata: {"response":{"id":"resp_def","object":"response"}}\n\n'
+    gateway.engine.replies(STREAM_HEAD, chunked(event[:40], event[40:], EVENT))
+    assert (await gateway.post("/v1/responses", b'{"model":"tiny","stream":true}')).body == event + EVENT
+    gateway.engine.replies(made)
+    assert (await gateway.get("/v1/responses/resp_abc?stream=true&starting_after=3")).body == body
+    assert (await gateway.post("/v1/responses/resp_def/cancel", b"")).body == body
+    assert [name for name, _ in gateway.supervisor.leased] == ["other", "tiny", "other", "tiny"]
+    heads = [heard.head.split(b"\r\n")[0] for heard in gateway.engine.heard[-2:]]
+    assert heads == [b"GET /v1/responses/resp_abc?stream=true&starting_after=3 HTTP/1.1", b"POST /v1/responses/resp_def/cancel HTTP/1.1"]
+
+
+async def test_an_unknown_response_is_asked_of_the_only_ready_model(gateway: Running) -> None:
+    assert (await gateway.get("/v1/responses/resp_x")).status == 200
+    gateway.supervisor.models["other"] = view("other")
+    answer = await gateway.get("/v1/responses/resp_x")
+    assert (answer.status, answer.error["code"]) == (404, "response_not_found")
+    gateway.supervisor.models["other"] = view("other", state=ModelState.STOPPED)
+    assert (await gateway.get("/v1/responses/resp_x")).status == 200
+
+
+# --- refusals before an answer -----------------------------------------------------------------------------------------------
+
+
+async def test_content_types(gateway: Running) -> None:
+    for kind, status in (
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=XX", 415),
+        ("application/jsonx", 415),
+    ):
+        assert (await gateway.post(CHAT, BODY, f"Content-Type: {kind}")).status == status, kind
+    assert (await gateway.ask(request("POST", CHAT, f"Content-Length: {len(BODY)}") + BODY)).status == 200
+    assert (await gateway.post("/v1/audio/transcriptions", BODY)).status == 415
+    assert (await gateway.post(CHAT, BODY, "Content-Encoding: gzip")).status == 415
+    assert (await gateway.post(CHAT, BODY, "Content-Encoding: identity")).status == 200
+    assert (await gateway.post(CHAT, BODY, "Content-Type: application/json", "Content-Type: text/plain")).status == 400
+
+
+async def test_s1_malformed_bodies_get_our_envelope(gateway: Running) -> None:
+    from tests.gateway.test_body import BAD
+
+    client = await gateway.open()
+    for case, body in BAD.items():
+        client.send(post(CHAT, body))
+        answer = await client.answer()
+        assert 400 <= answer.status < 500, case
+        assert answer.error["src"] == "sparkd", case
+        assert answer.error["request_id"] == answer.headers["x-request-id"], case
+    client.send(post(CHAT, b'{"model":"tiny\\u0000"}'))
+    assert (await client.answer()).status == 404
+    await client.close()
+    assert gateway.engine.heard == []
+
+
+async def test_s7_names_from_a_payload_list_are_only_ever_keys(gateway: Running) -> None:
+    payloads = ("../../etc/passwd", "--trust-remote-code", "$(touch /tmp/x)", "`id`", "a\nb", "a\x00b", "%00", "tiny%00", "x" * 10_000)
+    payloads += ("http://169.254.169.254/", "tiny/../tiny", "__class__", "{{7*7}}", "' OR 1=1 --", "", "\u202etiny", "TINY")
+    for name in payloads:
+        answer = await gateway.post(CHAT, json.dumps({"model": name}).encode())
+        assert answer.status == 404, name
+        assert answer.error["code"] == "model_not_found"
+        assert "tiny" in answer.error["message"]
+        assert len(answer.body) < 1500
+    assert gateway.engine.heard == []
+
+
+async def test_errors_of_the_supervisor(gateway: Running) -> None:
+    loading = {"model": "tiny", "state": "LOADING", "progress": 0.5, "eta_seconds": 12}
+    for refusal, status, retry in (
+        (ModelLoading("The model is loading.", loading=loading, retry_after_s=7), 503, "7"),
+        (ModelFailed("The model failed.", retry_after_s=10), 503, "10"),
+        (Draining("Going down."), 503, "5"),
+        (TooManyRequests("Full.", retry_after_s=2), 429, "2"),
+    ):
+        gateway.supervisor.refusal = refusal
+        for path in (CHAT, "/v1/messages"):
+            answer = await gateway.post(path, BODY)
+            assert (answer.status, answer.headers["retry-after"]) == (status, retry)
+            assert answer.error["message"] == refusal.message
+            assert answer.error["code"] == refusal.code
+            if isinstance(refusal, ModelLoading):
+                assert answer.json["loading"] == loading
+
+
+async def test_errors_of_the_messages_api_have_its_shape(engine: RawEngine) -> None:
+    async with serving(engine, keys=Keys.of(inference=["k"])) as gateway:
+        cases = (
+            (await gateway.post("/v1/messages", BODY), 401, "authentication_error"),
+            (await gateway.post("/v1/messages", b"{}", "X-Api-Key: k"), 400, "invalid_request_error"),
+            (await gateway.post("/v1/messages/count_tokens", b'{"model":"x"}', "X-Api-Key: k"), 404, "not_found_error"),
+            (await gateway.post("/v1/messages", BODY, "X-Api-Key: k", "Content-Type: text/plain"), 415, "invalid_request_error"),
+        )
+        engine.replies(then_close=True)
+        cases += ((await gateway.post("/v1/messages", BODY, "X-Api-Key: k"), 502, "api_error"),)
+        for answer, status, kind in cases:
+            assert (answer.status, answer.json["type"], answer.error["type"], answer.error["src"]) == (status, "error", kind, "sparkd")
+            assert answer.json["request_id"] == answer.headers["x-request-id"]
+
+
+async def test_all_bodies_together_are_bounded(engine: RawEngine) -> None:
+    limits = Limits(buffered_bytes=3_000_000, linger_s=0.2)
+    engine.script = until_gone
+    part = b'{"model":"tiny","x":"' + b"y" * 2_000_000
+    async with serving(engine, limits=limits) as gateway:
+        first = await gateway.open()
+        first.send(post(CHAT, part + b'"}')[:-10])
+        await soon(lambda: gateway.edge._proxy._buffered_bytes > 1_900_000)
+        second = await gateway.post(CHAT, part + b'"}')
+        assert (second.status, second.headers["retry-after"]) == (503, "1")
+        await first.close()
+        await soon(lambda: gateway.edge._proxy._buffered_bytes == 0)
+        engine.replies(JSON_ANSWER)
+        assert (await gateway.post(CHAT, part + b'"}')).status == 200
+        assert gateway.edge._proxy._buffered_bytes == 0

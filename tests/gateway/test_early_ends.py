@@ -1,0 +1,313 @@
+"""Exchanges that end early: the engine fails, the client goes, the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from sparkd.upstream import Upstream
+from tests.gateway.fakes import (
+    ANSWER,
+    DONE,
+    EVENT,
+    JSON_ANSWER,
+    STREAM_HEAD,
+    Answer,
+    RawEngine,
+    Running,
+    chunked,
+    post,
+    serving,
+    soon,
+    until_gone,
+)
+from workers.stub import start_stub
+from workers.stub_faults import FAULTS
+
+CHAT = "/v1/chat/completions"
+BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'
+FORM = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--XX--\r\n'
+
+
+# --- an engine that fails ------------------------------------------------------------------------------------------------------
+
+
+async def test_no_engine(engine: RawEngine) -> None:
+    async with serving(engine) as gateway:
+        gateway.supervisor.upstream = Upstream(socket_path=str(engine.path.with_name("nothing.sock")))
+        answer = await gateway.post(CHAT, BODY)
+        assert (answer.status, answer.error["code"], answer.error["src"]) == (502, "engine_gone", "sparkd")
+        await gateway.supervisor.upstream.close()
+        gateway.supervisor.upstream = Upstream(base_url="http://127.0.0.1:1")
+        assert (await gateway.post(CHAT, BODY)).status == 502
+        assert str(engine.path.parent) not in answer.body.decode()
+
+
+async def test_a_connection_that_could_not_be_made_is_tried_again(engine: RawEngine) -> None:
+    path = engine.path.with_name("late.sock")
+    late = RawEngine(path)
+    async with serving(engine) as gateway:
+        gateway.supervisor.upstream = Upstream(socket_path=str(path))
+        asking = asyncio.create_task(gateway.post(CHAT, BODY))
+        await soon(lambda: gateway.supervisor.held)
+        await late.start()
+        answer = await asking
+        assert answer.status in (200, 502)  # 502 where the second try came before the engine
+        assert len(late.heard) <= 1
+    await late.stop()
+
+
+async def test_what_the_engine_may_have_seen_is_not_sent_twice(gateway: Running) -> None:
+    gateway.engine.replies(then_close=True)
+    answer = await gateway.post(CHAT, BODY)
+    assert (answer.status, answer.error["code"]) == (502, "engine_gone")
+    assert len(gateway.engine.heard) == 1
+
+
+async def test_an_engine_that_died_between_two_requests(gateway: Running) -> None:
+    """Its idle connection is closed by the time of the second request: a fresh one is made."""
+    assert (await gateway.post(CHAT, BODY)).status == 200
+    gateway.engine.replies(JSON_ANSWER, then_close=True)
+    assert (await gateway.post(CHAT, BODY)).status == 200
+    await soon(lambda: gateway.engine.lost == 1)
+    gateway.engine.replies(JSON_ANSWER)
+    assert (await gateway.post(CHAT, BODY)).status == 200
+    assert gateway.engine.connections == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"hello\r\n\r\n",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nX-A: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\n" + b"X-A: y\r\n" * 100_000,
+        b"HTTP/1.1 200 OK\r\nX-A: " + b"y" * 1_000_000 + b"\r\n\r\n",
+    ],
+)
+async def test_answers_that_are_no_http(gateway: Running, raw: bytes) -> None:
+    gateway.engine.replies(raw, then_close=True)
+    answer = await gateway.post(CHAT, BODY)
+    assert answer.status == 502
+    assert answer.error["src"] == "sparkd"
+    assert "yyy" not in answer.body.decode()
+
+
+async def test_a_stream_that_breaks_between_two_events_ends_with_an_error_event(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
+    answer = await gateway.post(CHAT, BODY)
+    assert answer.complete
+    assert answer.body.startswith(EVENT)
+    assert b"[DONE]" not in answer.body
+    event = answer.body.removeprefix(EVENT)
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    error = json.loads(event.removeprefix(b"data: "))["error"]
+    assert (error["code"], error["src"]) == ("engine_error", "sparkd")
+    assert error["request_id"] == answer.headers["x-request-id"]
+
+
+async def test_the_error_event_of_the_messages_api_has_a_name(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
+    answer = await gateway.post("/v1/messages", BODY)
+    event = answer.body.removeprefix(EVENT)
+    assert event.startswith(b"event: error\ndata: ")
+    body = json.loads(event.partition(b"data: ")[2])
+    assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+
+
+async def test_a_stream_that_breaks_before_its_first_event(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, then_close=True)
+    answer = await gateway.post(CHAT, BODY)
+    assert answer.body.startswith(b'data: {"error"')
+
+
+async def test_a_stream_that_breaks_within_an_event_is_cut(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, EVENT[:20], end=False), then_close=True)
+    answer = await gateway.post(CHAT, BODY)
+    assert not answer.complete
+    assert answer.body == EVENT + EVENT[:20]
+
+
+async def test_an_answer_that_breaks_is_cut(gateway: Running) -> None:
+    gateway.engine.replies(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{", then_close=True)
+    answer = await gateway.post(CHAT, BODY)
+    assert (answer.status, answer.complete, answer.body) == (200, False, b"{")
+
+
+async def test_s2_every_broken_stream_passes_or_ends(engine: RawEngine) -> None:
+    """The stub's faults: the client gets the engine's bytes, or an error, or a cut connection; never a 5xx of ours with a traceback."""
+    path = engine.path.with_name("stub.sock")
+    async with serving(engine) as gateway, await start_stub(uds=str(path), models=("tiny",)) as stub:
+        gateway.supervisor.upstream = Upstream(socket_path=str(path))
+        got: dict[str, Answer] = {}
+        for fault in FAULTS:
+            body = json.dumps({"model": "tiny", "stream": True, "messages": [], "stub": {"malformed": fault}}).encode()
+            got[fault] = await gateway.post(CHAT, body)
+        assert stub.posts == len(FAULTS)
+    for fault in ("half_event", "no_blank_line", "huge_line", "mixed_newlines", "after_done", "informational"):
+        answer = got.pop(fault)
+        raw = FAULTS[fault]()[0]
+        assert answer.complete, fault
+        assert answer.status == 200
+        assert answer.body == dechunked(raw), fault
+    for fault in ("header_flood", "not_http", "no_answer"):
+        answer = got.pop(fault)
+        assert (answer.status, answer.error["src"]) == (502, "sparkd"), fault
+    for fault in ("early_close", "bad_chunk", "length_long"):
+        answer = got.pop(fault)
+        assert answer.status in (200, 502), fault  # 502 where the fault came with the head, in one read
+        assert not answer.complete or b'"src": "sparkd"' in answer.body, fault
+    assert got.pop("length_short").status in (200, 502)
+    assert not got
+
+
+def dechunked(raw: bytes) -> bytes:
+    """The body of a raw answer; interim answers before it are passed over."""
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    while head.split(b" ")[1].startswith(b"1"):
+        head, _, rest = rest.partition(b"\r\n\r\n")
+    body = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        if not int(size, 16):
+            return body
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+
+
+# --- a client that goes --------------------------------------------------------------------------------------------------------
+
+
+async def gone(gateway: Running) -> None:
+    await soon(lambda: gateway.engine.lost == 1)
+    await soon(lambda: gateway.supervisor.held == 0)
+
+
+async def test_gone_while_the_engine_works_on_a_whole_answer(gateway: Running) -> None:
+    gateway.engine.script = until_gone
+    client = await gateway.open()
+    client.send(post(CHAT, BODY))
+    await soon(lambda: gateway.engine.heard)
+    await client.close()
+    await gone(gateway)
+
+
+async def test_gone_before_the_first_byte_of_a_stream(gateway: Running) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        await until_gone(reader, writer)
+
+    gateway.engine.script = script
+    client = await gateway.open()
+    client.send(post(CHAT, BODY))
+    await client.answer(head_only=True)
+    await client.close()
+    await gone(gateway)
+
+
+async def test_gone_within_a_stream(gateway: Running) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(EVENT, end=False))
+        await until_gone(reader, writer)
+
+    gateway.engine.script = script
+    client = await gateway.open()
+    client.send(post(CHAT, BODY))
+    await client.reader.readuntil(b"\n\n\r\n")
+    client.writer.transport.abort()
+    await gone(gateway)
+
+
+async def test_gone_within_an_answer_that_is_no_stream(gateway: Running) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        await until_gone(reader, writer)
+
+    gateway.engine.script = script
+    client = await gateway.open()
+    client.send(post(CHAT, BODY))
+    await client.reader.readuntil(b"{")
+    await client.close()
+    await gone(gateway)
+
+
+async def test_gone_while_queued_withdraws_the_wish(gateway: Running) -> None:
+    gateway.supervisor.gate.clear()
+    client = await gateway.open()
+    client.send(post(CHAT, BODY))
+    await soon(lambda: gateway.supervisor.waiting == 1)
+    await client.close()
+    await soon(lambda: gateway.supervisor.withdrawn == 1)
+    assert gateway.engine.heard == []
+    assert gateway.supervisor.waiting == 0
+
+
+async def test_gone_within_its_own_body(gateway: Running) -> None:
+    client = await gateway.open()
+    client.send(post(CHAT, BODY)[:-5])
+    await asyncio.sleep(0.05)
+    await client.close()
+    await soon(lambda: gateway.edge._open_requests == 0)
+    assert gateway.engine.heard == []
+
+
+async def test_a_queued_request_goes_on_when_its_model_is_ready(gateway: Running) -> None:
+    gateway.supervisor.gate.clear()
+    asking = asyncio.create_task(gateway.post(CHAT, BODY))
+    await soon(lambda: gateway.supervisor.waiting == 1)
+    gateway.supervisor.gate.set()
+    assert (await asking).body == ANSWER
+
+
+async def test_200_clients_go_at_any_moment(gateway: Running) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for _ in range(5):
+            writer.write(chunked(EVENT, end=False))
+            await asyncio.sleep(0.002)
+        writer.write(chunked(DONE))
+
+    gateway.engine.script = script
+
+    async def leave(after_s: float) -> None:
+        client = await gateway.open()
+        client.send(post(CHAT, BODY))
+        await asyncio.sleep(after_s)
+        client.writer.transport.abort()
+
+    await asyncio.gather(*(leave(number * 0.0002) for number in range(200)))
+    await soon(lambda: gateway.edge._open_requests == 0)
+    assert gateway.supervisor.held == 0
+    assert (await gateway.post(CHAT, BODY)).body == EVENT * 5 + DONE
+
+
+# --- the server's end ----------------------------------------------------------------------------------------------------------
+
+
+async def test_at_the_servers_end_streams_get_an_error_event(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(EVENT, end=False))
+        await until_gone(reader, writer)
+
+    engine.script = script
+    async with serving(engine, drain_s=0.1) as gateway:
+        streaming = await gateway.open()
+        streaming.send(post(CHAT, BODY))
+        await streaming.reader.readuntil(b"\n\n\r\n")
+        gateway.supervisor.gate.clear()
+        queued = await gateway.open()
+        queued.send(post(CHAT, BODY))
+        await soon(lambda: gateway.supervisor.waiting == 1)
+    rest = await streaming.ended()
+    assert b'"code": "draining"' in rest
+    assert b"[DONE]" not in rest
+    answer = await queued.answer()
+    assert (answer.status, answer.error["code"]) == (503, "draining")
+    await streaming.close()
+    await queued.close()
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1  # uvicorn's count of what it cancelled
+    caplog.clear()

@@ -1,0 +1,84 @@
+"""What the gateway answers itself: the model list, probes, the admin API's door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.gateway import Limits
+from sparkd.state import ModelState, Progress
+from tests.gateway.fakes import (
+    RawEngine,
+    chunked,
+    request,
+    serving,
+    view,
+)
+
+CHAT = "/v1/chat/completions"
+BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'
+FORM = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--XX--\r\n'
+
+
+async def test_the_model_list(engine: RawEngine) -> None:
+    async with serving(engine) as gateway:
+        progress = Progress(phase="loading", fraction=0.25, bytes_done=1, bytes_total=4)
+        gateway.supervisor.models = {
+            "tiny": view("tiny", aliases=("small",), metadata={"family": "x"}),
+            "org/big-model:7b": view("org/big-model:7b", state=ModelState.LOADING, progress=progress, max_model_len=None),
+            "hidden": view("hidden", unlisted=True),
+        }
+        listed = (await gateway.get("/v1/models")).json
+        assert [entry["id"] for entry in listed["data"]] == ["tiny", "org/big-model:7b"]
+        assert listed["object"] == "list"
+        first, second = listed["data"]
+        assert first["status"] == {"state": "READY", "want": "RUNNING", "in_flight": 0, "queued": 0}
+        assert (first["object"], first["created"], first["owned_by"], first["max_model_len"]) == ("model", 1000, "sparkd", 4096)
+        assert first["metadata"] == {"family": "x"}
+        assert second["status"]["progress"] == 0.25
+        assert "eta_seconds" not in second["status"]
+        gateway.edge.include_aliases_in_list = True
+        assert [entry["id"] for entry in (await gateway.get("/v1/models")).json["data"]] == ["tiny", "small", "org/big-model:7b"]
+        for path in ("org/big-model:7b", "org%2Fbig-model%3A7b", "hidden", "small"):
+            assert (await gateway.get(f"/v1/models/{path}")).status == 200, path
+        missing = await gateway.get("/v1/models/nobody")
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        assert "hidden" not in missing.error["message"]
+
+
+async def test_probes(engine: RawEngine) -> None:
+    states = {"live": (True, {"tick_age_s": 0.1}), "ready": (False, {"draining": True})}
+    async with serving(engine, live=lambda: states["live"], ready=lambda: states["ready"]) as gateway:
+        for path in ("/livez", "/healthz", "/health", "/health/liveliness", "/health/liveness"):
+            answer = await gateway.get(path)
+            assert (answer.status, answer.json) == (200, {"status": "ok", "tick_age_s": 0.1})
+        for path in ("/readyz", "/health/readiness"):
+            answer = await gateway.get(path)
+            assert (answer.status, answer.json) == (503, {"status": "unavailable", "draining": True})
+        assert (await gateway.get("/")).json["name"] == "sparkd"
+
+
+async def test_the_admin_api_gets_bounded_bodies(engine: RawEngine) -> None:
+    async with serving(engine, limits=Limits(admin_body_bytes=1000, linger_s=0.2)) as gateway:
+        answer = await gateway.post("/admin/v1/models", b"{}", "X-Request-Id: mine")
+        assert (answer.status, answer.body, answer.headers["x-request-id"]) == (200, b"{}", "mine")
+        assert (await gateway.post("/admin/v1/models", b"x" * 1001)).status == 413
+        raw = request("POST", "/admin/v1/models", "Transfer-Encoding: chunked")
+        assert (await gateway.ask(raw + chunked(b"x" * 600, b"y" * 600))).status == 413
+        assert len(gateway.admin_calls) == 1
+
+
+async def test_a_fault_of_ours_says_nothing_and_logs_no_traceback(
+    engine: RawEngine, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def broken() -> bytes:
+        raise ValueError("canary")
+
+    async with serving(engine, metrics_text=broken) as gateway:
+        answer = await gateway.get("/metrics")
+    assert (answer.status, answer.error["src"]) == (500, "sparkd")
+    (record,) = [record for record in caplog.records if record.name == "sparkd.gateway"]
+    assert "ValueError at " in record.getMessage()
+    assert "canary" not in caplog.text + answer.body.decode()
+    caplog.clear()
