@@ -1,0 +1,24 @@
+"""The gateway as a process of its own in front of an engine's socket, so that its memory can be measured. Never starts the engine.
+
+python -m tests.gateway.standalone ENGINE_SOCKET    prints its port, ends with its standard input
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from sparkd.gateway import Limits
+from tests.gateway.fakes import RawEngine, serving
+
+
+async def main(engine_socket: str) -> None:
+    limits = Limits(body_bytes=8 << 20, client_write_s=2.0, linger_s=0.2)
+    async with serving(RawEngine(Path(engine_socket)), limits=limits) as gateway:
+        print(gateway.port, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
