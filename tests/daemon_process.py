@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
+from sparkd.config import load_config
+
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +62,7 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
         self.configure(settings)
+        self.runtime_dir = load_config(self.config, environ={}).runtime_path()
 
     def configure(self, settings: dict[str, Any]) -> None:
         fixed = {"listen": f"127.0.0.1:{self.port}", "state_dir": str(self.state_dir)}
@@ -137,26 +140,26 @@ class DaemonProcess:
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
+    def gone(self) -> None:
+        """Ended by Ctrl-C, and nothing of it is left."""
+        self.end(signal.SIGINT)
+        self.client.close()
+        until(lambda: not self.leftovers(), 20, f"nothing is left: {self.leftovers()}")
+
     def ray_pids(self) -> list[int]:
         return [int(process["pid"]) for process in self.status().get("costs", {}).get("ray", [])]
 
     def leftovers(self) -> list[str]:
         """Command lines of every process that carries this state directory or its runtime directory, the daemon's own included."""
-        runtime = self.runtime_dir()
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid() or not alive(int(entry.name)):
                 continue
             with contextlib.suppress(OSError):
                 text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                if str(runtime).encode() in text or str(self.state_dir).encode() in text:
+                if str(self.runtime_dir).encode() in text or str(self.state_dir).encode() in text:
                     found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ')[:120]!r}")
         return found
-
-    def runtime_dir(self) -> Path:
-        from sparkd.config import load_config
-
-        return load_config(self.config, environ={}).runtime_path()
 
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-3000:] if self.output.exists() else ""
@@ -181,4 +184,5 @@ def daemon(folder: Path, settings: dict[str, Any], *arguments: str, environ: dic
     finally:
         if made.process and made.process.poll() is None:
             made.end(signal.SIGINT)
+        made.client.close()
         until(lambda: not made.leftovers(), 20, f"nothing is left: {made.leftovers()}")

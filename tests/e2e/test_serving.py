@@ -1,0 +1,217 @@
+"""End to end: real clients, real gateway, real Ray, real vLLM, a real model with a checkable answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.daemon_process import DaemonProcess, alive, until
+from tests.e2e.conftest import NAME, START_S
+
+QUESTION = "What is the capital of France?"
+LONG = {"max_tokens": 1500, "ignore_eos": True}
+
+
+def engine_metric(served: DaemonProcess, name: str) -> float:
+    """Straight from the engine's socket: the gateway's copy is up to five seconds old."""
+    (rank,) = served.model(NAME)["ranks"]
+    with httpx.Client(transport=httpx.HTTPTransport(uds=rank["socket_path"]), base_url="http://engine", timeout=10) as client:
+        lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def running(served: DaemonProcess) -> float:
+    return engine_metric(served, "vllm:num_requests_running")
+
+
+def raw_request(served: DaemonProcess, **fields: Any) -> socket.socket:
+    """A chat request on a socket of its own, sent and not yet answered."""
+    body = json.dumps({"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0} | fields).encode()
+    client = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+    return client
+
+
+def test_ready_means_it_answered_and_the_first_user_gets_paris(served: DaemonProcess) -> None:
+    answer = served.chat(NAME, QUESTION).json()
+
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert answer["model"] == NAME
+
+
+def test_a_stream_arrives_in_pieces_and_says_the_same(served: DaemonProcess) -> None:
+    whole = served.chat(NAME, QUESTION).json()["choices"][0]["message"]["content"]
+    pieces, arrivals = [], []
+    body = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 16, "stream": True}
+    with served.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        assert stream.headers["x-accel-buffering"] == "no"
+        for chunk in stream.iter_raw():
+            arrivals.append(chunk)
+            pieces.append(chunk)
+    events = [line[6:] for line in b"".join(pieces).decode().splitlines() if line.startswith("data: ")]
+    text = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1] if json.loads(event)["choices"])
+
+    assert events[-1] == "[DONE]"
+    assert len(arrivals) > 1
+    assert text == whole
+
+
+def test_the_official_openai_client_works_unchanged(served: DaemonProcess) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
+    listed = [model.id for model in client.models.list()]
+    chat = client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16)
+    stream = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16, stream=True
+    )
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    completion = client.completions.create(model=NAME, prompt="The capital of France is", temperature=0, max_tokens=4)
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.chat.completions.create(model="nobody", messages=[{"role": "user", "content": "x"}])
+    client.close()
+
+    assert NAME in listed
+    assert "Paris" in (chat.choices[0].message.content or "")
+    assert "Paris" in streamed
+    assert "Paris" in completion.choices[0].text
+    assert NAME in str(raised.value)
+
+
+def test_the_official_openai_client_uses_responses(served: DaemonProcess) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused")
+    response = client.responses.create(model=NAME, input=QUESTION, temperature=0, max_output_tokens=16)
+    client.close()
+
+    assert "Paris" in response.output_text
+
+
+def test_the_official_anthropic_client_works_unchanged(served: DaemonProcess) -> None:
+    client = anthropic.Anthropic(base_url=served.url, api_key="unused")
+    message = client.messages.create(
+        model="claude-sonnet", max_tokens=16, temperature=0, messages=[{"role": "user", "content": QUESTION}]
+    )
+    with client.messages.stream(model="claude-sonnet", max_tokens=16, messages=[{"role": "user", "content": QUESTION}]) as stream:
+        streamed = stream.get_final_text()
+    counted = client.messages.count_tokens(model="claude-sonnet", messages=[{"role": "user", "content": QUESTION}])
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="nobody", max_tokens=4, messages=[{"role": "user", "content": "x"}])
+    client.close()
+
+    assert "Paris" in message.content[0].text  # type: ignore[union-attr]
+    assert streamed
+    assert counted.input_tokens > 5
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(served: DaemonProcess) -> None:
+    tokens = served.client.post("/tokenize", json={"model": NAME, "prompt": QUESTION, "add_special_tokens": False}).json()["tokens"]
+    text = served.client.post("/detokenize", json={"model": NAME, "tokens": tokens}).json()["prompt"]
+
+    assert text == QUESTION
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
+def test_a_client_that_leaves_ends_its_request_in_vllm(served: DaemonProcess, stream: bool) -> None:
+    client = raw_request(served, stream=stream, **LONG)
+    until(lambda: running(served) == 1, 10, "vLLM works on it")
+    client.close()
+
+    until(lambda: running(served) == 0, 1.0, "vLLM stopped within a second")
+    assert served.model(NAME)["in_flight"] == 0
+
+
+def test_a_client_that_leaves_while_queued_in_vllm_is_aborted_too(served: DaemonProcess) -> None:
+    """max_num_seqs is 4: the fifth request waits inside the engine."""
+    clients = [raw_request(served, stream=True, **LONG) for _ in range(5)]
+    until(lambda: engine_metric(served, "vllm:num_requests_waiting{") == 1, 15, "the fifth waits")
+    for client in reversed(clients):
+        client.close()
+
+    until(lambda: running(served) == 0 and engine_metric(served, "vllm:num_requests_waiting{") == 0, 2.0, "all are gone")
+
+
+def test_metrics_of_the_engine_carry_model_and_node(served: DaemonProcess) -> None:
+    until(lambda: f'model="{NAME}",node="127.0.0.1"' in served.client.get("/metrics").text, 15, "a scrape", 0.5)
+    assert served.metric("vllm:generation_tokens_total", f'model="{NAME}"') > 0
+
+
+def test_the_engine_is_reachable_by_its_socket_alone(served: DaemonProcess) -> None:
+    (rank,) = served.model(NAME)["ranks"]
+    assert (rank["host"], rank["port"]) == (None, None)
+    assert Path(rank["socket_path"]).stat().st_mode & 0o077 == 0
+    listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    ours = [line for line in listening.splitlines() if "VLLM" in line]
+    assert [line for line in ours if "127.0.0.1" not in line and "[::1]" not in line] == []
+
+
+def test_the_daemon_is_killed_and_the_next_answers_at_once_with_the_same_engine(served: DaemonProcess) -> None:
+    rank, tokens = served.pid_of(NAME), engine_metric(served, "vllm:generation_tokens_total")
+    served.kill()
+    served.start()
+    began = time.monotonic()
+    until(lambda: _paris(served), 30, "an answer")
+    took_s = time.monotonic() - began
+
+    assert served.pid_of(NAME) == rank
+    assert engine_metric(served, "vllm:generation_tokens_total") > tokens
+    print(f"next answer {took_s:.2f} s after the restart")
+    served.ray_connected()
+
+
+def test_the_raylet_is_killed_and_the_engine_goes_on(served: DaemonProcess) -> None:
+    rank = served.pid_of(NAME)
+    before = served.ray_pids()
+    (raylet,) = [process["pid"] for process in served.status()["costs"]["ray"] if process["name"] == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+
+    assert _paris(served)
+    until(lambda: raylet not in served.ray_pids() and served.status()["nodes"][0]["agent"], 90, "Ray is back", 0.5)
+    until(lambda: [pid for pid in before if alive(pid)] == [], 15, "nothing of the old Ray is left")
+    assert (served.pid_of(NAME), served.model(NAME)["failures"]) == (rank, 0)
+    assert _paris(served)
+
+
+def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> None:
+    rank = served.pid_of(NAME)
+    core = int(subprocess.run(["pgrep", "-s", str(rank), "-f", "EngineCore"], capture_output=True, text=True, check=True).stdout.split()[0])
+    os.kill(core, signal.SIGKILL)
+    until(lambda: served.model(NAME)["failures"] == 1, 20, "the failure is seen")
+    served.wait_for(NAME, "READY", START_S)
+
+    assert served.pid_of(NAME) != rank
+    assert not alive(core)
+    assert _paris(served)
+
+
+def test_a_foreign_runtime_has_vllm_and_not_sparkd(served: DaemonProcess, foreign_python: Path) -> None:
+    assert subprocess.run([str(foreign_python), "-c", "import sparkd"], capture_output=True, check=False, cwd="/").returncode != 0
+    served.unload(NAME)
+    served.wait_for(NAME, "STOPPED", 60)
+    answer = served.client.post(
+        "/v1/chat/completions",
+        json={"model": "foreign", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 16},
+        timeout=START_S,
+    )
+
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    assert served.model("foreign")["wanted_by"] == "request"
+
+
+def _paris(served: DaemonProcess) -> bool:
+    try:
+        answer = served.chat(NAME, QUESTION)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200 and "Paris" in answer.json()["choices"][0]["message"]["content"]
+
+
