@@ -1,7 +1,9 @@
 """What the gateway costs, beside nginx and a direct connection on the same stub, in one run. Never asserts; it prints and exits.
 
     python -m tests.bench.gateway [--quick] [--json]
-    python -m tests.bench.gateway --url http://127.0.0.1:4000 --pid PID --model NAME [--ray-address HOST:PORT]
+    python -m tests.bench.gateway --url http://127.0.0.1:4000 --pid PID --engine-pid PID --model NAME [--ray-address HOST:PORT]
+
+The second form measures a whole daemon whose `engine.entrypoint` is workers.stub; Ray's token is read from the environment.
 
 The proxy runs alone on the second core, stub and load generator on the first. Every run measures every target in turn; a figure is the
 median of its runs, and "added" is a run's figure less the direct connection's of the same run. Bars are in bars.json. Exit status 1: a
@@ -185,17 +187,20 @@ def measure(options: argparse.Namespace, folder: Path, cores: Cores) -> dict[str
         direct = Target("direct", "127.0.0.1", port, None, options.model)
         proxies = [stack.enter_context(targets.nginx(folder, cores.proxy, uds, options.model))]
         if options.url:
-            proxies.append(stack.enter_context(targets.running(options.url, options.pid, cores.proxy, options.model, options.key)))
+            daemon = targets.running(options.url, options.pid, options.engine_pid, cores, options.model, options.key)
+            proxies.append(stack.enter_context(daemon))
         else:
             proxies.append(stack.enter_context(targets.gateway(folder, cores.proxy, uds, options.model)))
         bench = Bench(stack.enter_context(targets.generator(folder, cores.load)), size, cores, folder)
         present = [direct, *(proxy for proxy in proxies if proxy is not None)]
         for target in present:
             bench.warm(target)
-        for _ in range(options.runs or size.runs):
+        for number in range(options.runs or size.runs):
             for target in present:
+                print(f"run {number + 1} of {options.runs or size.runs}: {target.name}", file=sys.stderr)
                 bench.run(target)
         for target in present:
+            print(f"{_MANY} streams: {target.name}", file=sys.stderr)
             bench.many(target)
     ray_kib = targets.ray_baseline_kib(options.ray_address, folder) if options.ray_address else 0
     return _medians(bench.figures, present, ray_kib)
@@ -261,6 +266,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=0, help="interleaved runs (3; 1 with --quick)")
     parser.add_argument("--url", help="a daemon that is already up, with workers.stub as its engine")
     parser.add_argument("--pid", type=int, help="its process id")
+    parser.add_argument("--engine-pid", type=int, help="the process id of its engine, to keep it off the proxy's core")
     parser.add_argument("--model", default="stub", help="the name of its model")
     parser.add_argument("--key", default=os.environ.get("SPARKD_API_KEY"), help="its inference key (SPARKD_API_KEY)")
     parser.add_argument("--ray-address", help="its Ray cluster, to measure what importing and connecting Ray costs")
