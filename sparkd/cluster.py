@@ -55,13 +55,13 @@ class Cluster:
     in sight, and a restarted daemon finds them before Ray is connected.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self._config = config
         self.node_ip = config.cluster.node_ip or LOOPBACK
         self.run_dir = config.runtime_path() / "ranks"
         self.log_dir = config.state_dir / "logs"
-        token_path = config.token_path()
-        self.total_gib = self._offered_gib()
+        token_path = config.token_path(environ)
+        self.total_gib = offered_gib(config)
         self._head = None if config.cluster.address else RayHead(
             config.runtime_path(),
             token_path,
@@ -212,7 +212,7 @@ class Cluster:
     async def close(self, *, stop_ray: bool) -> None:
         """Leave the cluster; with stop_ray, end our own head too. Ranks are not touched."""
         await self._link.disconnect()
-        if stop_ray and self._head:
+        if stop_ray and self._head and not self._head.kept_elsewhere:
             await asyncio.to_thread(self._head.stop)
 
     async def _connect(self) -> None:
@@ -278,9 +278,11 @@ class Cluster:
     def _runtime(self, spec: ModelConfig) -> str:
         return str(spec.runtime_of(self._config.engine) or sys.executable)
 
-    def _offered_gib(self) -> int:
-        total = int(sample()["mem_total_bytes"])
-        return max(1, (total - self._config.memory.os_reserve_bytes(total)) // GIB)
+
+def offered_gib(config: Config) -> int:
+    """What this node offers to models, whole GiB: all but the system's reserve."""
+    total = int(sample()["mem_total_bytes"])
+    return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)
 
 
 def _facts(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:

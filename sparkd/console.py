@@ -3,129 +3,126 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
+from collections.abc import Iterable
+from dataclasses import asdict
 
-from rich.console import Console as Terminal
 from rich.markup import escape
 
+from sparkd import show
 from sparkd.errors import SparkdError
 from sparkd.question import Asker
-from sparkd.snapshot import ModelView
+from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import STARTING, ModelState, Want
 from sparkd.supervisor import Supervisor
 
 EVERY_S = 0.25
+WATCH_EVERY_S = 1.0
 ANSWER_TIMEOUT_S = 300.0
-_WORDS = {
-    ModelState.PLANNED: "finding room",
-    ModelState.LOADING: "loading weights",
-    ModelState.WARMING: "warming up",
-    ModelState.SIZING: "sizing the KV cache",
-}
+GREETING = "Hello!"
+_WAITING = STARTING | {ModelState.STOPPED}
 
 
 class Console:
-    """A live line on a terminal, one line for each change elsewhere (a journal, a pipe)."""
+    """A live line for each model on a terminal, one line for each change elsewhere (a journal, a pipe)."""
 
     def __init__(self, base_url: str, supervisor: Supervisor, asker: Asker, *, needs_key: bool) -> None:
         self._base_url = base_url
         self._supervisor = supervisor
         self._asker = asker
         self._needs_key = needs_key
-        self._terminal = Terminal(stderr=False, highlight=False, soft_wrap=True)
+        self._terminal = show.terminal()
+        self._said: dict[str, str] = {}
         self._started_at_s = time.monotonic()
 
     async def run(self, question: str | None) -> None:
-        """Follow the loads that are on their way at start; then, with a question, put it to the first model and say how to go on."""
-        self._terminal.print(f"sparkd listens on [bold]{self._base_url}[/bold]")
+        """Follow the loads that are on their way at start, put the question to the first model that is ready, say how to go on.
+
+        On a terminal what happens to models later is told as well; a journal has the log for that.
+        """
+        self._say(f"sparkd listens on [bold]{self._base_url}[/]")
         names = await self._follow()
-        if question is None or not names:
-            return
-        for name in names:
-            view = self._supervisor.snapshot().models[name]
-            if view.state is ModelState.READY:
-                await self._ask(name, question)
-                return
-        self._terminal.print("[red]No model is ready, so nothing was asked. `sparkd ps` and `sparkd logs MODEL` tell more.[/red]")
+        ready = next((view.name for view in self._wished() if view.state is ModelState.READY), None)
+        if question is not None and ready:
+            await self._ask(ready, question)
+        elif question is not None and names:
+            self._say("[red]No model is ready, so nothing was asked. `sparkd ps` and `sparkd logs MODEL` tell more.[/]")
+        if question is not None or self._terminal.is_terminal:
+            self._say_how_to_go_on(ready, question or GREETING, known=bool(names))
+        while self._terminal.is_terminal:
+            self._say_changes(self._supervisor.snapshot().models.values())
+            await asyncio.sleep(WATCH_EVERY_S)
 
     def say_ending(self, stop_engines: bool) -> None:
-        self._terminal.print("Stopping: engines and Ray end now." if stop_engines else "Letting go: engines keep running for the next daemon.")
+        # The terminal has shown ^C at the beginning of this line.
+        text = "Stopping: engines and Ray end now." if stop_engines else "Letting go: engines keep running for the next daemon."
+        self._say(f"\n{text}" if self._terminal.is_terminal else text)
 
     def say_ended(self, stop_engines: bool) -> None:
-        self._terminal.print("Everything that was started has ended." if stop_engines else "Engines run on.")
+        self._say("Everything that was started has ended." if stop_engines else "Engines run on.")
 
     async def _follow(self) -> list[str]:
         """Names of the models that were wished for, in order, once none of them is on its way any more."""
-        said: dict[str, str] = {}
-        status = self._terminal.status("starting") if self._terminal.is_terminal else None
-        if status:
-            status.start()
-        try:
+        with show.progress(self._terminal) as line:
             while True:
-                views = [view for view in self._supervisor.snapshot().models.values() if view.want is Want.RUNNING]
-                for view in views:
-                    self._say_change(view, said)
-                if status:
-                    status.update(escape(" | ".join(self._line(view) for view in views) or "no model is wished for"))
-                if not any(view.state in STARTING | {ModelState.STOPPED} for view in views):
+                snapshot, views = self._supervisor.snapshot(), self._wished()
+                self._say_changes(views)
+                moving = [view for view in views if view.state in _WAITING]
+                if not moving:
                     return [view.name for view in views]
+                spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
+                line("\n  ".join(_line(view, snapshot) for view in moving) + spent, "\n".join(view.state for view in moving))
                 await asyncio.sleep(EVERY_S)
-        finally:
-            if status:
-                status.stop()
 
-    def _say_change(self, view: ModelView, said: dict[str, str]) -> None:
-        key = f"{view.state}{view.message or ''}" if view.state is ModelState.FAILED else view.state.value
-        if said.get(view.name) == key:
-            return
-        said[view.name] = key
-        if view.state is ModelState.READY:
-            loaded = f" after {view.load_s:.1f} s" if view.load_s else ""
-            self._terminal.print(f"[green]{escape(view.name)} is ready{loaded}[/green]")
-        elif view.state is ModelState.FAILED:
-            self._terminal.print(f"[red]{escape(f'{view.name} failed ({view.reason}): {view.message}')}[/red]")
-        elif not self._terminal.is_terminal:
-            self._terminal.print(escape(self._line(view)))
+    def _wished(self) -> list[ModelView]:
+        return [view for view in self._supervisor.snapshot().models.values() if view.want is Want.RUNNING]
 
-    def _line(self, view: ModelView) -> str:
-        parts = [view.name, _WORDS.get(view.state, view.state.value.lower())]
-        progress = view.progress
-        if progress and view.state in STARTING:
-            if progress.fraction is not None and progress.phase == "loading":
-                parts.append(f"{progress.fraction:.0%}")
-            if progress.weights_gib is not None:
-                parts.append(f"weights {progress.weights_gib:.2f} GiB")
-            if progress.kv_tokens is not None:
-                parts.append(f"KV cache {progress.kv_tokens:,} tokens")
-            if progress.eta_s is not None:
-                parts.append(f"about {progress.eta_s:.0f} s left")
-        return f"{'  '.join(parts)}  ({time.monotonic() - self._started_at_s:.0f} s)"
+    def _say_changes(self, views: Iterable[ModelView]) -> None:
+        """A line for each model that became ready, failed or stopped since the last call."""
+        for view in views:
+            news = f"{view.state} {view.message}" if view.state is ModelState.FAILED else view.state.value
+            before = self._said.get(view.name)
+            self._said[view.name] = news
+            if news == before:
+                continue
+            if view.state is ModelState.READY:
+                loaded = f" after {view.load_s:.1f} s" if view.load_s else ""
+                self._say(f"[green]{escape(view.name)} is ready{loaded}[/]")
+            elif view.state is ModelState.FAILED:
+                retry = f" Next try in {view.retry_in_s:.0f} s." if view.retry_in_s else ""
+                self._say(f"[red]{escape(show.printable(f'{view.name} failed ({view.reason}): {view.message}{retry}'))}[/]")
+            elif view.state is ModelState.STOPPED and before:
+                self._say(f"[dim]{escape(view.name)} is stopped[/]")
 
     async def _ask(self, name: str, question: str) -> None:
         try:
             answer = await self._asker.chat(name, question, ANSWER_TIMEOUT_S)
         except SparkdError as error:
-            self._terminal.print(f"[red]{escape(error.message)}[/red]")
+            self._say(f"[red]{escape(show.printable(error.message))}[/]")
             return
         took_s = time.monotonic() - self._started_at_s
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": question}]})
-        key = " -H 'Authorization: Bearer '\"$SPARKD_API_KEY\"" if self._needs_key else ""
-        lines = [
-            "",
-            f"[bold]You asked[/bold]   {escape(question)}",
-            f"[bold]It answered[/bold] {escape(answer.strip())}",
-            "",
-            f"[bold]Base URL[/bold]    {self._base_url}/v1    [bold]model[/bold] {escape(name)}    ({took_s:.0f} s from start to answer)",
-            f"  curl {self._base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {escape(_quoted(body))}",
-            "",
-            "Ctrl-C ends it, and everything it started.",
-        ]
-        self._terminal.print("\n".join(lines))
-        sys.stdout.flush()
+        self._say(f"\n[bold]You asked[/]    {escape(question)}")
+        self._say(f"[bold]It answered[/]  {escape(show.printable(answer.strip()))}")
+        self._say(f"[dim]             {took_s:.0f} s after the start[/]")
+
+    def _say_how_to_go_on(self, model: str | None, question: str, *, known: bool) -> None:
+        self._say(f"\n[bold]Base URL[/]     {self._base_url}/v1")
+        if model:
+            self._say(f"[bold]Model[/]        {escape(model)}\n")
+            # Not folded, so that it can be copied as it stands.
+            self._terminal.print(show.curl(self._base_url, model, question, self._needs_key), markup=False, soft_wrap=True)
+        elif not known:
+            self._say("No model is loaded at start; `sparkd run FOLDER_OR_HUB_ID` brings one in.")
+        self._say("\nCtrl-C ends it, and everything it started.")
+
+    def _say(self, marked_up: str) -> None:
+        self._terminal.print(marked_up)
+        self._terminal.file.flush()
 
 
-def _quoted(text: str) -> str:
-    """For a POSIX shell."""
-    return "'" + text.replace("'", "'\\''") + "'"
+def _line(view: ModelView, snapshot: Snapshot) -> str:
+    """How far a model is; while it cannot even begin, what it waits for."""
+    if view.state is ModelState.STOPPED and snapshot.conditions:
+        kind, _, reason = snapshot.conditions[0].partition(": ")
+        return f"{view.name}: {'starting Ray' if kind == 'RayStarting' else reason}"
+    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None)}"

@@ -240,6 +240,7 @@ class ModelLoading(Unavailable):
 
 class ModelFailed(Unavailable):
     code = "model_failed"
+    exit_code = 8
 
 
 class Draining(Unavailable):

@@ -39,33 +39,60 @@ class RayHead:
 
     node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
     every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
+
+    join: the head's address where this node is not the head. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone.
     """
 
-    def __init__(self, runtime_dir: Path, token_path: Path, *, node_ip: str, port: int, memory_gib: int, object_store_mib: int) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        token_path: Path,
+        *,
+        node_ip: str,
+        port: int,
+        memory_gib: int,
+        object_store_mib: int,
+        join: str | None = None,
+        keeper: bool = False,
+    ) -> None:
         self.folder = runtime_dir / "ray"
         self.token_path = token_path
         self.node_ip = node_ip
         self._port = port
         self._memory_gib = memory_gib
         self._object_store_mib = object_store_mib
+        self._join = join
+        self._keeper = keeper
+        self._essential = {"raylet"} if join else {"gcs_server", "raylet"}
         self._record = runtime_dir / "ray.json"
+
+    @property
+    def kept_elsewhere(self) -> bool:
+        """True where `sparkd ray-node` keeps this node's Ray: in a control group of its own, where the ranks belong too."""
+        return self._kept and not self._keeper
 
     def ensure(self) -> str:
         """The address of the living head, which is started first if need be. Blocks, seconds. Raises RayUnavailable."""
-        address = self.living_address()
-        if address:
+        address, kept = self.living_address(), self._kept
+        # A keeper takes over what an earlier keeper left, and nothing that a daemon started for itself.
+        if address and (kept or not self._keeper):
             return address
+        if kept and not self._keeper:
+            raise RayUnavailable("Ray of this node has ended; `sparkd ray-node` starts it, not the daemon: systemctl restart sparkd-ray.")
+        if self._keeper:
+            # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
+            _write_private(self._record, json.dumps({"address": None, "keeper": True}))
         self.stop()
         return self._start()
 
     def living_address(self) -> str | None:
-        """None unless both its GCS and its raylet live."""
-        try:
-            address = json.loads(self._record.read_text())["address"]
-        except (OSError, ValueError, KeyError):
-            return None
-        names = {name for name, _ in self._processes()}
-        return str(address) if {"gcs_server", "raylet"} <= names else None
+        """None unless both its GCS and its raylet live; of a node that joined, its raylet."""
+        address = self._recorded().get("address")
+        return str(address) if address and set(self.essential()) == self._essential else None
+
+    def essential(self) -> dict[str, int]:
+        """Name and process id of the living ones without which there is no Ray here."""
+        return {name: pid for name, pid in self._processes() if name in self._essential}
 
     def stop(self) -> None:
         """End every process of this head, SIGTERM then SIGKILL, and remove its folder. The raylet goes first: it ends its own children."""
@@ -75,8 +102,13 @@ class RayHead:
             deadline = time.monotonic() + STOP_GRACE_S
             while any(self._processes()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-        self._record.unlink(missing_ok=True)
+        if not self._kept:
+            self.forget()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Nobody keeps this node's Ray any more: a daemon may start a head of its own."""
+        self._record.unlink(missing_ok=True)
 
     def costs(self) -> list[RayProcess]:
         """PSS and CPU time of every process of this head, largest first."""
@@ -94,24 +126,24 @@ class RayHead:
 
     def command(self) -> list[str]:
         resources = {"unified_memory_gib": self._memory_gib}
+        head = ["--head", f"--port={self._port}", "--include-dashboard=false", "--no-monitor"]
         return [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start"),
+            *([f"--address={self._join}"] if self._join else head),
             f"--node-ip-address={self.node_ip}",
-            f"--port={self._port}",
             f"--temp-dir={self.folder}",
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",
             "--num-cpus=1",
             "--num-gpus=0",
-            "--include-dashboard=false",
             "--include-log-monitor=false",
-            "--no-monitor",
             "--disable-usage-stats",
             "--log-color=false",
         ]
 
     def _start(self) -> str:
-        make_token(self.token_path)
+        if not self._join:
+            make_token(self.token_path)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             done = subprocess.run(
@@ -126,14 +158,26 @@ class RayHead:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             self.stop()
-            raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {type(error).__name__}. Look into {self.folder}.") from error
+            why = type(error).__name__
+            raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {why}. Look into {self.folder}.") from error
         address = self._published_address()
         if done.returncode != 0 or address is None:
             last = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:] or ["no output"]
             self.stop()
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
-        _write_private(self._record, json.dumps({"address": address}))
+        _write_private(self._record, json.dumps({"address": address, "keeper": self._keeper}))
         return address
+
+    @property
+    def _kept(self) -> bool:
+        return bool(self._recorded().get("keeper"))
+
+    def _recorded(self) -> dict[str, Any]:
+        try:
+            record = json.loads(self._record.read_text())
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
 
     def _published_address(self) -> str | None:
         """Ray writes the address of the newest head into its temp-dir."""
@@ -179,8 +223,12 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray's default of 15 would be inherited by every engine.
+        # Ray's defaults, 15 and 1000, would make the agent the slowest and the first to die, and every engine would inherit the former.
         "RAY_worker_niceness": "0",
+        "RAY_worker_oom_score_adjustment": "0",
+        # /run is memory: 16 MiB of each log at most.
+        "RAY_ROTATION_MAX_BYTES": str(8 << 20),
+        "RAY_ROTATION_BACKUP_COUNT": "1",
         # Ray titles its processes with setproctitle, which overwrites what /proc shows of their environment unless told not to.
         "SPT_NOENV": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH", "")))),
@@ -194,7 +242,7 @@ def make_token(path: Path) -> None:
     """Write a new random token, for this user only, unless there is one."""
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_private(path, secrets.token_hex(32))
 
 

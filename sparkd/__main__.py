@@ -1,0 +1,125 @@
+"""The command line: its verbs, their exit codes, and one sentence for whatever goes wrong. Never shows a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparkd import __version__, launch, talk, verbs
+from sparkd.errors import ConfigError, SparkdError
+from sparkd.verbs import Asked, Json, KeyFile, Url
+
+INTERRUPTED = 130
+EXIT_CODES = """Exit codes
+
+\b
+  0  done
+  1  something else went wrong
+  2  the command line or the configuration is wrong
+  3  the state directory cannot be used
+  4  Ray or a node; a model does not fit
+  5  the daemon refuses the request: an unknown model, a conflict
+  6  the admin key is missing or wrong
+  7  no sparkd answers, or not yet: try again later
+  8  the model failed
+130  interrupted
+
+The daemon is looked for at --url, else SPARKD_URL, else http://127.0.0.1:4000. The admin key is taken from --key-file, else from
+SPARKD_ADMIN_KEY; no flag takes the key itself, because every user of a machine can read every command line.
+"""
+
+app = typer.Typer(
+    name="sparkd",
+    help="Turns one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
+    epilog=EXIT_CODES,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+# typer's public BadParameter leads to the root of all usage errors, which typer or, in older releases, click keeps elsewhere.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command line and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character gets a question mark rather than an error.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(exit_code(sys.argv[1:] if argv is None else argv))
+
+
+def exit_code(argv: list[str]) -> int:
+    """The exit code of one command line. What went wrong is one sentence on stderr."""
+    try:
+        return app(argv, prog_name="sparkd", standalone_mode=False) or 0
+    except SparkdError as error:
+        return _fail(error.message, error.exit_code)
+    except _USAGE_ERROR as error:
+        return _fail(_usage(error), ConfigError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has had enough, as `head` has; Python must not complain when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last resort: a bug becomes one sentence that is enough to report it
+        known = _known(error)
+        if known is not None:
+            return _fail(known.message, known.exit_code)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return _fail(f"sparkd has a bug: {type(error).__name__} at {Path(place.filename).name}:{place.lineno}. Please report it.", 1)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    ctx: typer.Context,
+    url: Url = None,
+    key_file: KeyFile = None,
+    json: Json = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    ctx.obj = Asked(url, key_file, json)
+    if version:
+        sys.stdout.write(f"sparkd {__version__}\n")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        sys.stdout.write(ctx.get_help() + "\n")
+
+
+launch.register_serve(app)
+talk.register(app)
+verbs.register(app)
+launch.register(app)
+
+
+def _fail(message: str, code: int) -> int:
+    """One sentence, or one problem a line, on stderr."""
+    sys.stdout.flush()
+    sys.stderr.write(f"error: {message}\n")
+    return code
+
+
+def _usage(error: Exception) -> str:
+    """typer's complaint in one line, and where to read on."""
+    context = getattr(error, "ctx", None)
+    told = error.format_message() if hasattr(error, "format_message") else str(error)
+    return f"{' '.join(told.split()).rstrip('.')}. See `{context.command_path if context else 'sparkd'} -h`."
+
+
+def _known(error: BaseException) -> SparkdError | None:
+    """The SparkdError inside a group of a TaskGroup, if that is what ended it."""
+    if isinstance(error, SparkdError):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((known for known in map(_known, inner) if known is not None), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""The command line's way to a daemon: an httpx client of the admin API and of /v1. Never prints, never decides what to ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from sparkd.errors import (
+    ConfigError,
+    EngineError,
+    SparkdError,
+    Unauthorized,
+    Unavailable,
+)
+
+DEFAULT_URL = "http://127.0.0.1:4000"
+ADMIN = "/admin/v1"
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 30.0
+_KEY = re.compile(r"[!-~]{1,512}")
+_NAMES_A_PORT = re.compile(r"://[^/]*:\d{1,5}(?:/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a streamed answer. `thought` is what a reasoning model thinks before it speaks."""
+
+    text: str
+    thought: str = ""
+
+
+class Client:
+    """One daemon. Every method raises a SparkdError: the daemon's refusal as the class its code names, Unavailable where nobody answers.
+
+    base_url: http://host:port. key: the admin key, or None where the daemon is open. Nothing of the environment's proxies is used, and no
+    redirection is followed: the key goes to the host that was named.
+    """
+
+    def __init__(self, base_url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
+        self.base_url = base_url
+        self.has_key = key is not None
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            trust_env=False,
+            # Without https no certificate is ever looked at, and reading the authorities' takes 50 ms.
+            verify=base_url.startswith("https:"),
+            transport=transport,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def get(self, path: str, **parameters: Any) -> dict[str, Any]:
+        """`path` below the admin API. wait_s among the parameters lengthens the time that the answer may take."""
+        return self._ask("GET", path, parameters)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return self._ask("POST", path, {}, body)
+
+    def delete(self, path: str) -> dict[str, Any]:
+        return self._ask("DELETE", path, {})
+
+    def models(self) -> list[dict[str, Any]]:
+        return list(self.get("/models")["models"])
+
+    def model(self, name: str) -> dict[str, Any]:
+        return self.get(model_path(name))
+
+    def follow_log(self, name: str, cursor: str) -> Iterator[str]:
+        """What is written to a model's log from `cursor` on, until the daemon ends."""
+        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params={"follow": "true", "cursor": cursor}) as response:
+            yield from response.iter_text()
+
+    def follow_events(self, after: int) -> Iterator[dict[str, Any]]:
+        """Events with a `seq` beyond `after` as they happen, until the daemon ends."""
+        headers = {"accept": "text/event-stream", "last-event-id": str(after)}
+        with self._stream("GET", f"{ADMIN}/events", headers=headers) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield _piece(line)
+
+    def answer(self, model: str, messages: list[dict[str, str]]) -> Iterator[Delta]:
+        """A chat answer as it is made. Leaving the iterator ends the request, and with it the engine's work."""
+        body = {"model": model, "messages": messages, "stream": True}
+        with self._stream("POST", "/v1/chat/completions", json=body) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                piece = _piece(line)
+                if "error" in piece:
+                    raise EngineError(f"The answer broke off: {_message(piece) or 'the engine gave no reason'}")
+                for choice in piece.get("choices", [])[:1]:
+                    delta = choice.get("delta", {})
+                    yield Delta(delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or "")
+
+    def _ask(self, method: str, path: str, parameters: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        read_s = READ_TIMEOUT_S + float(parameters.get("wait_s", 0.0))
+        timeout = httpx.Timeout(read_s, connect=CONNECT_TIMEOUT_S)
+        with self._translated():
+            response = self._http.request(method, ADMIN + path, params=dict(parameters), json=body, timeout=timeout)
+        return self._checked(response)
+
+    @contextmanager
+    def _stream(self, method: str, path: str, **request: Any) -> Iterator[httpx.Response]:
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        with self._translated(), self._http.stream(method, path, timeout=timeout, **request) as response:
+            if response.status_code != 200:
+                response.read()
+                self._checked(response)
+            yield response
+
+    def _checked(self, response: httpx.Response) -> dict[str, Any]:
+        """The JSON object of a success; a refusal is raised."""
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        if response.is_success and isinstance(body, dict):
+            return body
+        if response.status_code == 401:
+            raise _key_refused(self.base_url, self.has_key)
+        if not isinstance(body, dict) or not isinstance(body.get("error"), dict):
+            raise Unavailable(f"What answers at {self.base_url} (status {response.status_code}) is not sparkd: give its address by --url.")
+        raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The one seam between httpx's exceptions and ours."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            why = f" ({error})" if self.base_url.startswith("https:") else ""
+            cure = "Start it with `sparkd serve`, or say by --url or SPARKD_URL where it is."
+            raise Unavailable(f"No sparkd answers at {self.base_url}{why}. {cure}") from None
+        except httpx.TimeoutException:
+            raise Unavailable(f"sparkd at {self.base_url} took too long to answer; try again, or see its log.") from None
+        except httpx.TransportError:
+            raise Unavailable(f"sparkd at {self.base_url} broke the connection off: it ended or was restarted. Try again.") from None
+
+
+def base_url(text: str) -> str:
+    """`host:port`, `host`, or a whole URL, with or without /v1, as scheme://host:port. Raises ConfigError."""
+    whole = text if "://" in text else f"http://{text}"
+    try:
+        url = httpx.URL(whole)
+    except httpx.InvalidURL:
+        raise ConfigError(f"--url: {text!r} is not an address; write it as http://host:port.") from None
+    if url.userinfo:
+        raise ConfigError("--url: no name or password belongs into the address; give the admin key by SPARKD_ADMIN_KEY or --key-file.")
+    if url.scheme not in ("http", "https") or not url.host or url.path.rstrip("/") not in ("", "/v1") or url.query:
+        raise ConfigError(f"--url: {text!r} is not sparkd's address; write it as http://host:port.")
+    # httpx hides a scheme's own port, and http://host:80 must stay on 80.
+    if url.scheme == "http" and not _NAMES_A_PORT.search(whole):
+        url = url.copy_with(port=4000)
+    return str(url.copy_with(path="/")).rstrip("/")
+
+
+def admin_key(key_file: Path | None, environ: Mapping[str, str]) -> str | None:
+    """The key from a file (its first line that is no comment), else from SPARKD_ADMIN_KEY, else None. Raises ConfigError, never with it.
+
+    There is no flag with the key itself: every user of a machine can read every command line (/proc/PID/cmdline).
+    """
+    if key_file is None:
+        key, origin = environ.get("SPARKD_ADMIN_KEY", "").strip(), "SPARKD_ADMIN_KEY"
+    else:
+        key, origin = _first_line(key_file), str(key_file)
+    if not key and key_file is None:
+        return None
+    if key.startswith("sha256:"):
+        raise ConfigError(f"{origin} holds the digest of a key; the key itself is needed to call sparkd.")
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{origin} holds no key: 1 to 512 visible ASCII characters are expected.")
+    return key
+
+
+def refusal(code: object, message: str) -> SparkdError:
+    """The daemon's refusal as the class whose `code` it carries, so that it has that class's exit code."""
+    kind = _BY_CODE.get(str(code), SparkdError)
+    error = kind.__new__(kind)
+    SparkdError.__init__(error, message)
+    return error
+
+
+def model_path(name: str) -> str:
+    """A model's path below the admin API; names may hold '/' and ':'."""
+    return f"/models/{quote(name, safe='/:')}"
+
+
+def _key_refused(url: str, had_key: bool) -> SparkdError:
+    what = "does not take this admin key" if had_key else "wants an admin key"
+    return refusal(Unauthorized.code, f"sparkd at {url} {what}: put one into SPARKD_ADMIN_KEY, or into a file and give --key-file FILE.")
+
+
+def _first_line(path: Path) -> str:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"The key file cannot be read: {reason}. Name a file that holds one key.", file=str(path)) from None
+    return next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), "")
+
+
+def _piece(line: str) -> dict[str, Any]:
+    """The object of one `data:` line of an event stream."""
+    try:
+        piece = json.loads(line.removeprefix("data: "))
+    except ValueError:
+        piece = None
+    if not isinstance(piece, dict):
+        raise EngineError("A piece of the stream was not a JSON object.")
+    return piece
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body.get("error")
+    return str(error.get("message") or "") if isinstance(error, dict) else str(error or "")
+
+
+def _tree(kind: type[SparkdError]) -> Iterator[type[SparkdError]]:
+    yield kind
+    for inner in kind.__subclasses__():
+        yield from _tree(inner)
+
+
+# Backwards, because the root of a branch stands before its leaves, and a code that a leaf inherits means the root.
+_BY_CODE: dict[str, type[SparkdError]] = {kind.code: kind for kind in reversed(list(_tree(SparkdError)))}

@@ -1,0 +1,169 @@
+"""The verbs that need no daemon: serve, ray-node, check, version. Never imports the daemon or Ray before one of them runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkd import __version__, show
+from sparkd.errors import ConfigError
+from sparkd.source import name_of, source_of
+from sparkd.verbs import Asked, Json, argument, option
+
+CONFIG_PATH = Path("/etc/sparkd/sparkd.yaml")
+_SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
+
+ConfigFile = Annotated[Path | None, option("--config", metavar="FILE", help=f"sparkd.yaml; default {CONFIG_PATH} if it is there.")]
+Settings = Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="Any key of sparkd.yaml, dotted: -o engine.platform=cpu.")]
+
+
+def register_serve(app: typer.Typer) -> None:
+    app.command("serve")(serve)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("check")(check)
+    app.command("ray-node")(ray_node)
+    app.command("version")(version)
+
+
+def serve(
+    config: ConfigFile = None,
+    model: Annotated[str | None, option(metavar="MODEL", help="Also serve this folder or hub id, loaded at start.")] = None,
+    name: Annotated[str | None, option(metavar="NAME", help="What to call --model; default its last part.")] = None,
+    state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for what survives a reboot.")] = None,
+    listen: Annotated[str | None, option(metavar="HOST:PORT", help="Default 127.0.0.1:4000.")] = None,
+    port: Annotated[int | None, option(metavar="N", min=0, max=65535, help="Another port, the same host.")] = None,
+    log_level: Annotated[str | None, option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
+    ask: Annotated[str | None, option(metavar="QUESTION", help="Put one question to the model when it is ready.")] = None,
+    leave_engines: Annotated[bool, option("--leave-engines", help="SIGTERM leaves engines running for the next daemon.")] = False,
+    settings: Settings = None,
+) -> None:
+    """Run the daemon in the foreground.
+
+    Ctrl-C ends it and everything it started. Under systemd, and with --leave-engines, SIGTERM leaves the engines to the next daemon.
+    The log goes to stderr; on a terminal to STATE_DIR/sparkd.log, unless --log-level is given.
+    """
+    path = config_path(config, os.environ, alone=model is None and state_dir is None)
+    flags = settings_of(settings or [])
+    flags |= {"listen": listen, "state_dir": state_dir, "log_level": log_level}
+    if model is not None:
+        source = source_of(model)
+        flags["models"] = {name or name_of(source): {"model": source, "preload": True}}
+    elif name is not None:
+        raise ConfigError("--name names the model that --model brings: give both, or none.")
+    from sparkd.config import load_config
+
+    loaded = load_config(path, flags=flags, environ=os.environ)
+    if port is not None:
+        host = f"[{loaded.host}]" if ":" in loaded.host else loaded.host
+        if listen is not None and loaded.port != port:
+            raise ConfigError(f"--listen says port {loaded.port} and --port says {port}: give one of them.")
+        flags["listen"] = f"{host}:{port}"
+        loaded = load_config(path, flags=flags, environ=os.environ)
+    from sparkd import logs
+    from sparkd.daemon import Options
+    from sparkd.daemon import serve as serve_forever
+
+    # The progress line has the terminal to itself, unless somebody asked to see the log.
+    quiet = log_level is None and sys.stdout.isatty() and sys.stderr.isatty()
+    log_file = logs.set_up(loaded.log_level, loaded.state_dir if quiet else None)
+    if log_file:
+        show.terminal().print(f"[dim]The log is in {log_file}[/]", soft_wrap=True)
+    serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
+
+
+def ray_node(config: ConfigFile = None, settings: Settings = None) -> None:
+    """Run this node's part of Ray in the foreground, for the systemd unit.
+
+    It is the head where cluster.address is null or names this node, else it joins the head there. SIGTERM ends Ray and nothing else:
+    engines stay.
+    """
+    path = config_path(config, os.environ, alone=True)
+    from sparkd.config import load_config
+
+    loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
+    from sparkd import logs
+    from sparkd.raynode import run_node
+
+    logs.set_up(loaded.log_level, None)
+    run_node(loaded, os.environ)
+
+
+def check(
+    config: Annotated[Path, argument(metavar="CONFIG", help="A sparkd.yaml.")],
+    ctx: typer.Context,
+    json: Json = False,
+) -> None:
+    """Check a configuration: exit code 0 if it can be used, 2 if not; `file:line: message` for each problem."""
+    from sparkd.config import check as problems_of
+
+    problems = problems_of(config, os.environ)
+    wrong = [problem for problem in problems if problem.severity == "error"]
+    if json or (ctx.find_root().obj or Asked()).json:
+        found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
+        show.say_json({"ok": not wrong, "problems": found})
+    else:
+        for problem in problems:
+            sys.stdout.write(f"{problem}\n")
+        told = f"{len(wrong)} to mend" if wrong else "can be used"
+        sys.stdout.write(f"{config}: {told}{f', {len(problems) - len(wrong)} to look at' if len(problems) > len(wrong) else ''}\n")
+    if wrong:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+def version(ctx: typer.Context, json: Json = False) -> None:
+    """The version of this program; `sparkd status` tells the daemon's."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    if json or (ctx.find_root().obj or Asked()).json:
+        show.say_json({"sparkd": __version__, "python": python})
+    else:
+        sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
+
+
+def config_path(given: Path | None, environ: Mapping[str, str], *, alone: bool) -> Path | None:
+    """--config, else SPARKD_CONFIG, else the system's file where it is there and nothing else was said."""
+    if given is not None:
+        return given
+    if environ.get("SPARKD_CONFIG"):
+        return Path(environ["SPARKD_CONFIG"])
+    return CONFIG_PATH if alone and CONFIG_PATH.exists() else None
+
+
+def settings_of(pairs: list[str]) -> dict[str, Any]:
+    """`engine.platform=cpu` ... as flags of load_config; values are read as YAML, so `true`, `5` and `[a, b]` are what they look like.
+
+    Raises ConfigError for what is no pair, and for secrets: every user of a machine can read every command line.
+    """
+    import yaml
+
+    from sparkd.config import Config
+    from sparkd.config_source import canonical, error_of, table_of
+    from sparkd.yamlfile import Place, Problem
+
+    problems: list[Problem] = []
+    flags: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
+            raise ConfigError(f"-o {key}: KEY=VALUE is expected, such as -o engine.platform=cpu.")
+        if _SECRET.fullmatch(key):
+            raise ConfigError(f"-o {key}: every user can read a command line; put secrets into sparkd.yaml, a key file or the environment.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        flags[key] = text if value is None or hasattr(value, "isoformat") else value
+        tree: Any = flags[key]
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        canonical(table_of(tree, Place(f"-o {key}")), Config, problems)
+    if problems:
+        raise error_of(problems)
+    return flags

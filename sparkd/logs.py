@@ -1,0 +1,87 @@
+"""Where the daemon's log goes and how a line looks: time, level, logger, message. Never decides what is logged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from sparkd.errors import StateError
+from workers.logfile import Redactor
+
+FILE_NAME = "sparkd.log"
+FILE_BYTES = 8 << 20
+FILE_BACKUPS = 3
+FILE_MODE = 0o640
+# Libraries whose INFO repeats our own words or shows addresses and queries.
+QUIET = ("aiohttp", "asyncio", "httpcore", "httpx", "ray", "urllib3", "uvicorn")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def set_up(level: str, state_dir: Path | None) -> Path | None:
+    """One line per event to stderr; with a state_dir to its sparkd.log, and only warnings to stderr. Returns the log file.
+
+    The file also gets what native code (Ray's) writes to descriptor 2. level: debug, info, warning or error. Raises StateError where
+    the file cannot be written.
+    """
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    terminal = _ToStderr()
+    terminal.setFormatter(_OneLine("%(levelname)s %(message)s" if state_dir else "%(asctime)s %(levelname)s %(name)s %(message)s"))
+    root.addHandler(terminal)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    if state_dir is None:
+        return None
+    terminal.setLevel(logging.WARNING)
+    path = state_dir / FILE_NAME
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = _PrivateFile(path, maxBytes=FILE_BYTES, backupCount=FILE_BACKUPS, encoding="utf-8")
+    except OSError as error:
+        raise StateError(f"The log {path} cannot be written: {error.strerror}. Give a folder of this user by --state-dir.") from None
+    file.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    root.addHandler(file)
+    sys.stderr.flush()
+    sys.stderr = open(os.dup(2), "w", encoding=sys.stderr.encoding, errors="replace", buffering=1)  # noqa: SIM115 - until the end
+    with open(path, "ab") as same:
+        os.dup2(same.fileno(), 2)
+    return path
+
+
+class _OneLine(logging.Formatter):
+    """A traceback or a stranger's newline never begins a line of its own; what looks like a key is taken out."""
+
+    _redactor = Redactor()
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self._redactor.clean(super().format(record))
+        return _CONTROL.sub("?", text.replace("\n", "\\n"))
+
+
+class _ToStderr(logging.Handler):
+    """To what sys.stderr is at that moment: while rich shows a live line, it stands in there and puts text above the line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):  # stderr is closed or gone: nobody is left to tell
+            return
+
+
+class _PrivateFile(RotatingFileHandler):
+    """Readable by user and group only."""
+
+    def _open(self) -> TextIOWrapper:
+        def private(path: str, flags: int) -> int:
+            return os.open(path, flags, FILE_MODE)
+
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=private)  # type: ignore[return-value]

@@ -1,0 +1,142 @@
+"""`sparkd ray-node`: this node's part of Ray in the foreground, for a service manager. Never starts an engine and never ends one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from sparkd.cluster import offered_gib
+from sparkd.config import Config
+from sparkd.errors import ConfigError, RayUnavailable
+from sparkd.rayhead import LOOPBACK, RayHead
+from sparkd.systemd import Systemd
+
+LAST_WORDS = 5
+
+log = logging.getLogger("sparkd.raynode")
+
+
+def run_node(config: Config, environ: Mapping[str, str]) -> None:
+    """Start Ray, or take over what an earlier one left, and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
+
+    Raises ConfigError for an address that cannot be used, RayUnavailable where Ray does not start or ends by itself.
+    """
+    environ = dict(environ)
+    systemd = Systemd.take()
+    ray = node_of(config, environ)
+    config.runtime_path().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _ending() as ended:
+        try:
+            address = ray.ensure()
+            log.info("Ray runs at %s", address)
+            systemd.ready(f"Ray at {address}")
+            dead = _wait(ray, ended)
+            if dead:
+                _log_last_words(ray, dead)
+        finally:
+            systemd.stopping("Ray ends; engines stay")
+            ray.stop()
+            if not systemd.supervised:
+                ray.forget()
+    if dead:
+        raise RayUnavailable(f"Ray's {dead} ended by itself; the service manager starts it again.")
+    log.info("Ray has ended")
+
+
+def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
+    """The head where cluster.address is null or names this machine, else a node that joins the head there."""
+    cluster, join, node_ip, port = config.cluster, None, config.cluster.node_ip or LOOPBACK, config.cluster.port
+    if cluster.address is not None:
+        host, _, number = cluster.address.rpartition(":")
+        host = host.strip("[]")
+        if _is_here(host):
+            node_ip, port = cluster.node_ip or host, int(number)
+        elif cluster.node_ip is None:
+            raise ConfigError("cluster.node_ip is missing: a node that joins another needs its own address on the cable between them.")
+        else:
+            join = cluster.address
+    token_path = config.token_path(environ)
+    if join and not token_path.is_file():
+        raise ConfigError(f"Ray's token {token_path} is missing: copy the head's file there, or name it by cluster.token_file.")
+    return RayHead(
+        config.runtime_path(),
+        token_path,
+        node_ip=node_ip,
+        port=port,
+        memory_gib=offered_gib(config),
+        object_store_mib=cluster.object_store_memory_mib,
+        join=join,
+        keeper=True,
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address is one of this machine's: only those can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _log_last_words(ray: RayHead, name: str) -> None:
+    """Ray's own files go with its folder, so what they end with goes into our log."""
+    for suffix in ("err", "out"):
+        try:
+            text = (ray.folder / "session_latest" / "logs" / f"{name}.{suffix}").read_text(errors="replace")
+        except OSError:
+            continue
+        for line in [line for line in text.splitlines() if line.strip()][-LAST_WORDS:]:
+            log.error("%s wrote: %s", name, line[:500])
+
+
+@contextmanager
+def _ending() -> Iterator[int]:
+    """A descriptor that becomes readable with SIGTERM or SIGINT. A second one does not hurry: Ray must be gone at the end."""
+    readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        os.write(writable, b"x")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield readable
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(readable)
+        os.close(writable)
+
+
+def _wait(ray: RayHead, ended: int) -> str | None:
+    """Sleep until a signal comes (None) or one of Ray's essential processes dies (its name). No polling: an idle node stays idle."""
+    poll, names = select.poll(), {}
+    poll.register(ended, select.POLLIN)
+    try:
+        for name, pid in ray.essential().items():
+            try:
+                watched = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return name
+            names[watched] = name
+            poll.register(watched, select.POLLIN)
+        if ray.living_address() is None:
+            return "raylet"
+        fired = {descriptor for descriptor, _ in poll.poll()}
+        return None if ended in fired else names[min(fired)]
+    finally:
+        for watched in names:
+            os.close(watched)

@@ -1,0 +1,256 @@
+"""How the command line looks: tables, bars, progress lines and plain words for what the admin API answers. Never asks anybody anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+GIB = 1 << 30
+MIB = 1 << 20
+# Output that goes to a file or a pipe is never folded or cut.
+PIPE_WIDTH = 4096
+NARROW = 100
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
+_STAGES = {
+    "STOPPED": "waiting for its turn",
+    "PLANNED": "finding room",
+    "LOADING": "loading",
+    "WARMING": "warming up",
+    "SIZING": "sizing the KV cache",
+    "READY": "ready",
+    "DRAINING": "finishing its requests",
+    "STOPPING": "stopping",
+    "FAILED": "failed",
+}
+
+
+class Line(Protocol):
+    """Where a progress line goes. step: what must differ from the last one for a line in a pipe or a journal."""
+
+    def __call__(self, text: str, step: str) -> None: ...
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """stdout or stderr as rich sees it, as wide as its terminal, or as wide as needed where it is none."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, emoji=False, width=None if stream.isatty() else PIPE_WIDTH)
+
+
+def say_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def say_json_line(value: Any) -> None:
+    """One document of a stream, on a line of its own."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """Without control characters other than tab and newline: what an engine or a model wrote must not steer the terminal."""
+    return _CONTROL.sub("", text)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Line]:
+    """A line that changes in place on a terminal; elsewhere one line for each step."""
+    last = ""
+
+    def print_step(text: str, step: str) -> None:
+        nonlocal last
+        if step != last:
+            last = step
+            console.print(printable(text), markup=False)
+
+    if not console.is_terminal:
+        yield print_step
+        return
+    with console.status("") as status:
+        yield lambda text, step: status.update(escape(printable(text)))
+
+
+def stage(state: str, progress: Mapping[str, Any] | None) -> str:
+    """`loading 50 %, 63.4 GiB of weights, 12 s left`: only what is known."""
+    known = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
+    words = _STAGES.get(state, state.lower())
+    if state == "LOADING" and known.get("phase") == "starting":
+        words = "starting its engine"
+    if known.get("fraction") is not None and known.get("phase") == "loading":
+        words += f" {known['fraction']:.0%}"
+    parts = [words]
+    if known.get("bytes_total") and known.get("bytes_done") is not None:
+        parts.append(f"{known['bytes_done'] / GIB:.1f} of {known['bytes_total'] / GIB:.1f} GiB")
+    elif known.get("weights_gib") is not None:
+        parts.append(f"{known['weights_gib']:.2f} GiB of weights")
+    if known.get("kv_tokens") is not None:
+        parts.append(f"KV cache of {known['kv_tokens']:,} tokens")
+    if known.get("eta_s") is not None:
+        parts.append(f"about {known['eta_s']:.0f} s left")
+    return ", ".join(parts)
+
+
+def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None) -> None:
+    """`sparkd ps`: what runs, starts, stops or failed; below the table, why."""
+    now_s = time.time() if now_s is None else now_s
+    shown = [model for model in models if model["state"] != "STOPPED" or model["want"] == "RUNNING"]
+    if not shown:
+        console.print("No model is resident. `sparkd ls` lists the known ones, `sparkd load MODEL` loads one.")
+        return
+    wide = console.width >= NARROW
+    columns = ["MODEL", "STATE", "FOR", "LOAD", "MEMORY", "KV TOKENS", "REQUESTS", "PID", *(["NODE"] if wide else [])]
+    table = _table(columns, right={"FOR", "LOAD", "MEMORY", "KV TOKENS", "REQUESTS", "PID"})
+    for model in shown:
+        known = model["progress"] or {}
+        table.add_row(
+            escape(model["name"]),
+            _state(model["state"], known),
+            duration(now_s - model["since_s"]),
+            _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
+            _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
+            _or_dash(known.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
+            f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
+            str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
+            *([escape(model["node"] or "-")] if wide else []),
+        )
+    console.print(table)
+    for model in shown:
+        if model["message"]:
+            reason = f" ({model['reason']})" if model["reason"] else ""
+            retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
+            _say(console, f"{model['name']}{reason}: {model['message']}{retry}", _STYLES.get(model["state"], "yellow"))
+
+
+def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
+    """`sparkd ls`: every model that can be served, whether it runs or not."""
+    rows = list(models)
+    if not rows:
+        console.print("No model is known. Configure one in sparkd.yaml, or bring one in: `sparkd run FOLDER_OR_HUB_ID`.")
+        return
+    table = _table(["MODEL", "STATE", "WANT", "SOURCE", "ALIASES"])
+    for model in rows:
+        table.add_row(
+            escape(model["name"]),
+            _state(model["state"], model["progress"] or {}),
+            model["want"],
+            escape(model["source"]),
+            escape(", ".join(model["aliases"]) or "-"),
+        )
+    console.print(table)
+
+
+def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None:
+    """`sparkd status`: the daemon, its conditions, nodes, Ray and models, one line each."""
+    health = "going down" if status["draining"] else "serving" if status["settled"] else "starting"
+    rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    rows.add_column(no_wrap=True, style="bold")
+    rows.add_column(overflow="fold")
+    costs = status["costs"]
+    rows.add_row("sparkd", f"{status['version']} at {escape(base_url)}, [{'green' if health == 'serving' else 'yellow'}]{health}[/]")
+    for condition in status["conditions"]:
+        rows.add_row("condition", Text(printable(condition), style="red"))
+    for node in status["nodes"]:
+        rows.add_row("node", _node(node))
+    rows.add_row("models", _count(status["models"]))
+    rows.add_row("cost", _cost(costs))
+    cluster = status["cluster"]
+    joined = "not connected" if not cluster.get("connected") else f"connected to {cluster.get('address')}"
+    rows.add_row("Ray", escape(f"{'own head' if cluster.get('own_head') else 'of somebody else'}, {joined}"))
+    for listener in costs["ray_listeners"]:
+        address, _, name = listener.partition(" ")
+        rows.add_row("", f"listens on {escape(address)}  [dim]{escape(name)}[/]")
+    console.print(rows)
+
+
+def event_line(event: Mapping[str, Any], console: Console) -> None:
+    """One line of history: local time, kind, model, message."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at_s"]))
+    line = Text.assemble((at, "dim"), "  ", (f"{event['kind']:<9}", "bold"), f" {event['model'] + ': ' if event['model'] else ''}")
+    console.print(line.append(printable(event["message"])), soft_wrap=True)
+
+
+def curl(base_url: str, model: str, question: str, needs_key: bool) -> str:
+    """A command for a POSIX shell that puts `question` to `model`. The key is taken from SPARKD_API_KEY."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]}, ensure_ascii=False)
+    lines = [f"curl {base_url}/v1/chat/completions", "-H 'Content-Type: application/json'", f"-d {shlex.quote(body)}"]
+    if needs_key:
+        lines.insert(1, '-H "Authorization: Bearer $SPARKD_API_KEY"')
+    return " \\\n  ".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m`, `5h`, `12d`: the largest whole unit that keeps two digits where it can."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{max(0, int(seconds))}s"
+
+
+def bar(fraction: float, width: int, console: Console) -> str:
+    """`width` cells, filled in proportion."""
+    full, empty = ("#", ".") if console.encoding not in ("utf-8", "utf8") else ("█", "░")
+    filled = round(min(1.0, max(0.0, fraction)) * width)
+    return full * filled + empty * (width - filled)
+
+
+def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Table:
+    """Only the first column, names, and SOURCE may fold; numbers never do."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        folds = column in ("MODEL", "SOURCE", "ALIASES")
+        table.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in right else "left", min_width=len(column))
+    return table
+
+
+def _state(state: str, known: Mapping[str, Any]) -> Text:
+    fraction = known.get("fraction")
+    percent = f" {fraction:.0%}" if state == "LOADING" and fraction is not None else ""
+    return Text(state + percent, style=_STYLES.get(state, "yellow"))
+
+
+def _node(node: Mapping[str, Any]) -> Text:
+    reading = node["reading"]
+    agent = "" if node["agent"] else ", its agent does not answer"
+    if reading is None:
+        return Text(f"{node['address']}: no reading yet{agent}")
+    total, available = reading["mem_total_bytes"], reading["mem_available_bytes"]
+    text = Text(f"{node['address']}  ")
+    used = 1 - available / total
+    cells = bar(used, 20, Console())
+    text.append(cells, style="red" if used > 0.95 else "yellow" if used > 0.85 else "green")
+    text.append(f"  {(total - available) / GIB:.1f} of {total / GIB:.1f} GiB in use, {reading['mem_free_bytes'] / GIB:.1f} GiB wholly free")
+    text.append(f"; models hold {node['reserved_gib']:g} of {node['unified_memory_gib'] or 0:g} GiB{agent}")
+    return text
+
+
+def _count(states: Mapping[str, str]) -> str:
+    counted: dict[str, int] = {}
+    for state in states.values():
+        counted[state] = counted.get(state, 0) + 1
+    return ", ".join(f"{number} {state}" for state, number in sorted(counted.items())) or "none is known"
+
+
+def _cost(costs: Mapping[str, Any]) -> str:
+    ray = ", ".join(f"{process['name']} {process['pss_bytes'] // MIB}" for process in costs["ray"])
+    daemon = f"daemon {costs['daemon']['pss_bytes'] // MIB} MiB"
+    return escape(f"{daemon}, Ray {costs['ray_pss_bytes'] // MIB} MiB ({ray})" if ray else daemon)
+
+
+def _or_dash(value: Any, shown: Any) -> str:
+    return "-" if value is None else shown(value)
+
+
+def _say(console: Console, text: str, style: str) -> None:
+    console.print(Text(printable(text), style=style), soft_wrap=not console.is_terminal)

@@ -1,0 +1,24 @@
+"""What a user means by MODEL on a command line: a folder or a hub id, and a name for it. Never looks into the folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_UNSAFE = re.compile(r"[^a-z0-9._-]+")
+_FOLDER_SIGNS = ("/", "./", "../", "~")
+
+
+def source_of(text: str) -> str:
+    """An absolute folder where one is meant or is there, else the text as a hub id."""
+    folder = Path(text).expanduser()
+    if text.startswith(_FOLDER_SIGNS) or text in (".", "..") or (text and folder.is_dir()):
+        return os.path.abspath(folder)
+    return text
+
+
+def name_of(source: str) -> str:
+    """`/models/SmolLM2-135M-Instruct` and `HuggingFaceTB/SmolLM2-135M-Instruct` are smollm2-135m-instruct."""
+    last = source.rstrip("/").rpartition("/")[2].lower()
+    return _UNSAFE.sub("-", last).strip("-._")[:128] or "model"

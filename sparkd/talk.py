@@ -1,0 +1,163 @@
+"""`sparkd run`: brings a model in if need be, loads it and talks to it, once or in a loop. Never keeps what was said."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from sparkd import show
+from sparkd.client import Client, model_path
+from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel
+from sparkd.source import name_of, source_of
+from sparkd.verbs import Session, argument, option, verb
+
+PROMPT = ">>> "
+GREETING = "Hello!"
+Message = dict[str, str]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run")(verb(run))
+
+
+def run(
+    session: Session,
+    model: Annotated[str, argument(metavar="MODEL", help="A known name, a folder, or a hub id (owner/name).")],
+    vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="What stands after `--`: handed to vLLM unchanged.")] = None,
+    name: Annotated[str | None, option("--name", metavar="NAME", help="What to call a model that is not known yet.")] = None,
+    prompt: Annotated[str | None, option("-p", "--prompt", metavar="TEXT", help="Ask this and end.")] = None,
+) -> None:
+    """Load a model, bringing it in if it is not known, and talk to it.
+
+    With --prompt or text on stdin the answer is printed. On a terminal a chat begins. Otherwise you are told how to call it.
+    """
+    extra = list(vllm_args or [])
+    if extra and not extra[0].startswith("-"):
+        raise ConfigError(f"{extra[0]!r} is no flag of vLLM: those stand after `--`; a question is given by -p.")
+    known = _known(session.client, model, name, extra)
+    operation = session.client.post(f"{model_path(known)}/load") if known else _bring_in(session.client, model, name, extra)
+    operation = session.wait(operation)
+    canonical = str(operation["model"])
+    question = prompt
+    if question is None and not sys.stdin.isatty():
+        question = sys.stdin.read().strip()
+    if question:
+        _answer_once(session, canonical, question, operation)
+    elif session.json:
+        show.say_json({"model": canonical, "base_url": f"{session.client.base_url}/v1", "operation": operation})
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        _chat(session, canonical)
+    else:
+        print_how_to_call(session, canonical)
+
+
+def print_how_to_call(session: Session, model: str) -> None:
+    session.out.print(f"Base URL  {session.client.base_url}/v1\nModel     {model}\n", markup=False)
+    session.out.print(show.curl(session.client.base_url, model, GREETING, session.client.has_key), markup=False, soft_wrap=True)
+
+
+def _known(client: Client, model: str, name: str | None, extra: list[str]) -> str | None:
+    """The known model that is meant, or None for one to bring in. Raises where it is neither, and for arguments that come too late."""
+    views, source = client.models(), source_of(model)
+    names = {alias: view for view in views for alias in (view["name"], *view["aliases"])}
+    found = names.get(name or model)
+    if found is None and name is None:
+        found = next((view for view in views if view["source"] == source), None) or names.get(name_of(source))
+    if found is None:
+        if name is None and "/" not in source:
+            raise _unknown(model, list(names))
+        return None
+    if model not in names and found["source"] != source:
+        raise Conflict(f"A model called {found['name']} is known already, with the source {found['source']}: give another --name.")
+    if extra:
+        cure = f"`sparkd rm {found['name']}` first if `run` brought it in, change sparkd.yaml if that has it, or give another --name"
+        raise Conflict(f"{found['name']} is known already and keeps the arguments it has: {cure}.")
+    return str(found["name"])
+
+
+def _unknown(model: str, names: list[str]) -> SparkdError:
+    """A bare word is more often a typing error than a hub id without an owner, and a download must not begin with a typing error."""
+    near = difflib.get_close_matches(model, names, n=1)
+    hint = f"Did you mean {near[0]}?" if near else "A new one is given by its folder or hub id (owner/name), or with --name."
+    error = UnknownModel(model, names)
+    error.message += f" {hint}"
+    return error
+
+
+def _bring_in(client: Client, model: str, name: str | None, extra: list[str]) -> dict[str, Any]:
+    source = source_of(model)
+    spec: dict[str, Any] = {"model": source}
+    if extra:
+        spec["extra_args"] = extra
+    return client.post("/models", {"name": name or name_of(source), "spec": spec})
+
+
+def _answer_once(session: Session, model: str, question: str, operation: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": question}]
+    if session.json:
+        pieces = list(session.client.answer(model, messages))
+        answer, thought = "".join(piece.text for piece in pieces), "".join(piece.thought for piece in pieces)
+        show.say_json({"model": model, "answer": answer, "thought": thought, "operation": operation})
+    else:
+        _stream(session, model, messages)
+
+
+def _chat(session: Session, model: str) -> None:
+    """Ctrl-C cancels the answer, and at the prompt clears the line; /bye or Ctrl-D ends it."""
+    import readline  # noqa: F401 - line editing for input()
+
+    session.out.print(f"[bold]{model}[/]  [dim]/bye or Ctrl-D leaves, Ctrl-C stops an answer, /clear forgets the conversation[/]")
+    said: list[Message] = []
+    while True:
+        try:
+            line = input(PROMPT).strip()
+        except EOFError:
+            session.out.print()
+            return
+        except KeyboardInterrupt:
+            session.out.print("  [dim](/bye or Ctrl-D leaves)[/]")
+            continue
+        if line == "/bye":
+            return
+        if line == "/clear":
+            said.clear()
+        elif line.startswith("/"):
+            session.out.print("[dim]/bye leaves, /clear forgets the conversation[/]")
+        elif line:
+            _turn(session, model, said, line)
+
+
+def _turn(session: Session, model: str, said: list[Message], line: str) -> None:
+    """One question and its answer; a question without an answer is forgotten."""
+    said.append({"role": "user", "content": line})
+    try:
+        answer = _stream(session, model, said)
+    except KeyboardInterrupt:
+        session.out.print("\n[dim](stopped)[/]")
+        said.pop()
+    except SparkdError as error:
+        session.err.print(f"error: {error.message}", style="red", markup=False)
+        said.pop()
+    else:
+        said.append({"role": "assistant", "content": answer})
+
+
+def _stream(session: Session, model: str, messages: list[Message]) -> str:
+    """Print an answer as it comes; returns its text. What a reasoning model thinks is shown dimmed on a terminal, and not in a pipe."""
+    terminal, answer, thinking = session.out.is_terminal, "", False
+    for piece in session.client.answer(model, messages):
+        if terminal and piece.thought:
+            session.out.print(show.printable(piece.thought), end="", style="dim", markup=False, soft_wrap=True)
+            thinking = True
+        if piece.text:
+            if thinking:
+                session.out.print("\n")
+                thinking = False
+            answer += piece.text
+            session.out.file.write(show.printable(piece.text) if terminal else piece.text)
+            session.out.file.flush()
+    session.out.file.write("\n")
+    return answer

@@ -1,0 +1,256 @@
+"""The verbs that ask a running daemon: load, unload, cancel, rm, ps, ls, logs, status, events. Never imports the daemon or its parts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from sparkd import show
+from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
+from sparkd.errors import ConfigError, Conflict, ModelFailed, Unavailable
+
+POLL_S = 1.0
+LOG_LINES = 200
+# States that say nothing about how far an operation is.
+_STILL = {"load": ("READY",), "unload": ("READY", "STOPPED")}
+
+# A default of None is nothing to show.
+option = partial(typer.Option, show_default=False)
+argument = partial(typer.Argument, show_default=False)
+
+Url = Annotated[str | None, option("--url", metavar="URL", help="Where sparkd is; host:port will do.")]
+KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File with the admin key.")]
+Json = Annotated[bool, option("--json", help="Print JSON.")]
+Model = Annotated[str, argument(metavar="MODEL", help="Name or alias of a known model.")]
+NoWait = Annotated[bool, option("--no-wait", help="Return at once.")]
+Timeout = Annotated[float | None, option("--timeout", metavar="S", min=0, help="Stop waiting after S seconds.")]
+Follow = Annotated[bool, option("-f", "--follow", help="Go on as it happens, until Ctrl-C.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options that every verb has; those before the verb hold unless repeated after it."""
+
+    url: str | None = None
+    key_file: Path | None = None
+    json: bool = False
+
+
+class Session:
+    """What a verb works with: the client, whether JSON is wanted, and the two streams."""
+
+    def __init__(self, asked: Asked) -> None:
+        url = base_url(asked.url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
+        self.client = Client(url, admin_key(asked.key_file, os.environ))
+        self.json = asked.json
+        self.out: Console = show.terminal()
+        self.err: Console = show.terminal(stderr=True)
+
+    def wait(self, operation: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Follow a load or an unload to its end on stderr. Raises ModelFailed, Conflict where it was cancelled, Unavailable on time-out.
+
+        Ctrl-C ends the waiting only.
+        """
+        model, began_s = operation["model"], time.monotonic()
+        try:
+            with show.progress(self.err) as line:
+                while operation["state"] == "RUNNING":
+                    waited_s = time.monotonic() - began_s
+                    left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - waited_s)
+                    if left_s <= 0:
+                        kind = operation["kind"]
+                        raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
+                    view = self.client.model(model)
+                    if not self.json and view["state"] not in _STILL[operation["kind"]]:
+                        line(f"{model}: {show.stage(view['state'], view['progress'])}  ({waited_s:.0f} s)", view["state"])
+                    operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
+        except KeyboardInterrupt:
+            self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)
+            raise
+        if operation["state"] == "FAILED":
+            cure = f"`sparkd logs {model}` tells more, `sparkd unload {model}` stops its next try."
+            raise ModelFailed(f"{model}: {operation['message']} {cure}")
+        if operation["state"] == "CANCELLED":
+            raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
+        return operation
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first parameter is a Session: adds --url, --key-file and --json to the ones it declares itself."""
+    own = inspect.signature(function, eval_str=True)
+
+    def command(ctx: typer.Context, url: str | None, key_file: Path | None, json: bool, **arguments: Any) -> None:
+        before = ctx.find_root().obj or Asked()
+        asked = replace(before, url=url or before.url, key_file=key_file or before.key_file, json=json or before.json)
+        session = Session(asked)
+        try:
+            function(session, **arguments)
+        finally:
+            session.client.close()
+
+    named = inspect.Parameter.KEYWORD_ONLY
+    common = {"url": Url, "key_file": KeyFile, "json": Json}
+    parameters = [
+        inspect.Parameter("ctx", named, annotation=typer.Context),
+        *(parameter.replace(kind=named) for parameter in list(own.parameters.values())[1:]),
+        *(inspect.Parameter(name, named, default=False if name == "json" else None, annotation=kind) for name, kind in common.items()),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    return command
+
+
+def register(app: typer.Typer) -> None:
+    for function in (load, unload, cancel, rm, ps, ls, logs, status, events):
+        app.command(function.__name__)(verb(function))
+
+
+def load(session: Session, model: Model, no_wait: NoWait = False, timeout: Timeout = None) -> None:
+    """Load a known model and wait until it has answered.
+
+    Ctrl-C ends the waiting, not the load; `sparkd cancel OPERATION` ends that.
+    """
+    operation = session.client.post(f"{model_path(model)}/load")
+    _finish(session, [operation], no_wait, timeout)
+
+
+def unload(
+    session: Session,
+    model: Annotated[str | None, argument(metavar="MODEL", help="Name or alias of a model.")] = None,
+    everything: Annotated[bool, option("--all", help="Unload every model.")] = False,
+    no_wait: NoWait = False,
+    timeout: Timeout = None,
+) -> None:
+    """Unload a model: its requests may finish, then every process of it ends."""
+    if (model is None) == (not everything):
+        raise ConfigError("Say which model to unload, or --all.")
+    names = [model] if model is not None else [view["name"] for view in session.client.models() if _resident(view)]
+    _finish(session, [session.client.post(f"{model_path(name)}/unload") for name in names], no_wait, timeout)
+    if not names and not session.json:
+        session.err.print("No model is loaded.")
+
+
+def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Its id.")]) -> None:
+    """Cancel a load (its model is stopped) or an unload (it is loaded again)."""
+    ended = session.client.delete(f"/operations/{operation}")
+    if session.json:
+        show.say_json(ended)
+    else:
+        session.out.print(f"The {ended['kind']} of {ended['model']}: {ended['state'].lower()}. {ended['message']}", markup=False)
+
+
+def rm(session: Session, model: Model, no_wait: NoWait = False, timeout: Timeout = None) -> None:
+    """Unload and forget a model that `run` brought in; models of sparkd.yaml stay."""
+    _finish(session, [session.client.delete(model_path(model))], no_wait, timeout)
+
+
+def ps(session: Session) -> None:
+    """The resident models: state, memory, requests, process."""
+    models = session.client.models()
+    if session.json:
+        show.say_json({"models": [view for view in models if _resident(view)]})
+    else:
+        show.resident(models, session.out)
+
+
+def ls(session: Session) -> None:
+    """Every known model, resident or not."""
+    models = session.client.models()
+    if session.json:
+        show.say_json({"models": models})
+    else:
+        show.known(models, session.out)
+
+
+def logs(
+    session: Session,
+    model: Model,
+    follow: Follow = False,
+    lines: Annotated[int, option("-n", "--lines", min=0, max=LOG_LINES, help="How many of the last lines, at most 200.")] = LOG_LINES,
+) -> None:
+    """The log of a model's engine."""
+    page = session.client.get(f"{model_path(model)}/log")
+    text = "".join(page["text"].splitlines(keepends=True)[-lines:] if lines else [])
+    if session.json and not follow:
+        show.say_json({"text": text, "cursor": page["cursor"]})
+        return
+    _write_log(session, text)
+    if not follow:
+        return
+    for piece in session.client.follow_log(model, page["cursor"]):
+        _write_log(session, piece)
+    raise Unavailable(f"sparkd at {session.client.base_url} ended, and the log with it.")
+
+
+def status(session: Session) -> None:
+    """The daemon, its conditions, nodes, memory, and what Ray costs."""
+    answer = session.client.get("/status")
+    if session.json:
+        show.say_json(answer)
+    else:
+        show.overview(answer, session.client.base_url, session.out)
+
+
+def events(
+    session: Session,
+    follow: Follow = False,
+    lines: Annotated[int, option("-n", "--lines", min=1, max=1000, help="How many of the last events; default 50.")] = 50,
+) -> None:
+    """History: states, loads, failures, restarts."""
+    found = session.client.get("/events", limit=lines)["events"]
+    if session.json and not follow:
+        show.say_json({"events": found})
+        return
+    for event in found:
+        _write_event(session, event)
+    if not follow:
+        return
+    for event in session.client.follow_events(found[-1]["seq"] if found else 0):
+        _write_event(session, event)
+    raise Unavailable(f"sparkd at {session.client.base_url} ended, and its events with it.")
+
+
+def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:
+    """Wait for what was asked for, and say how it ended."""
+    ended = operations if no_wait else [session.wait(operation, timeout_s) for operation in operations]
+    if session.json:
+        show.say_json({"operations": ended})
+        return
+    for operation in ended:
+        if no_wait:
+            session.out.print(f"{operation['model']}: the {operation['kind']} is under way. {_how_on(operation)}", markup=False)
+        else:
+            session.out.print(f"{operation['model']}: {operation['message']}", markup=False)
+
+
+def _how_on(operation: dict[str, Any]) -> str:
+    return f"`sparkd ps` shows it, `sparkd cancel {operation['id']}` ends it."
+
+
+def _resident(view: dict[str, Any]) -> bool:
+    return bool(view["state"] != "STOPPED" or view["want"] == "RUNNING")
+
+
+def _write_log(session: Session, text: str) -> None:
+    if session.json:
+        show.say_json_line({"text": text})
+    else:
+        session.out.file.write(show.printable(text) if session.out.is_terminal else text)
+        session.out.file.flush()
+
+
+def _write_event(session: Session, event: dict[str, Any]) -> None:
+    if session.json:
+        show.say_json_line(event)
+    else:
+        show.event_line(event, session.out)
