@@ -29,7 +29,7 @@ from sparkd.gateway.server import BACKLOG, GatewayServer, gateway_server
 from sparkd.keys import load_keys
 from sparkd.question import Asker
 from sparkd.scrape import Scraper
-from sparkd.state import Store
+from sparkd.state import Store, Want
 from sparkd.supervisor import Supervisor
 from sparkd.systemd import Systemd
 from sparkd.upstream import Upstream
@@ -42,12 +42,17 @@ HURRIED_DRAIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How `sparkd serve` was called. leave_engines: a SIGTERM leaves engines and Ray running for the next daemon to adopt."""
+    """How `sparkd serve` was called.
+
+    leave_engines: a SIGTERM leaves engines and Ray running for the next daemon to adopt. models: names to load now, even where an operator
+    unloaded them before the last end.
+    """
 
     config_path: Path | None = None
     flags: Mapping[str, Any] | None = None
     ask: str | None = None
     leave_engines: bool = False
+    models: tuple[str, ...] = ()
 
 
 def serve(config: Config, options: Options) -> None:
@@ -91,8 +96,10 @@ class Daemon:
         probe_token = secrets.token_hex(32)
         self.base_url = _base_url(listening[0])
         self._asker = Asker(self.base_url, self._own_key, probe_token)
-        self._cluster = Cluster(config)
+        self._cluster = Cluster(config, environ)
         self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm)
+        for name in options.models:
+            self._supervisor.want(name, Want.RUNNING, "config")
         self._scraper = Scraper(self._engines, time.monotonic)
         self._edge = Edge(
             self._supervisor,
