@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from sparkd import metrics
-from sparkd.admin import admin_app
 from sparkd.cluster import Cluster
 from sparkd.config import Config, load_config
 from sparkd.console import Console
 from sparkd.errors import ConfigError, StateError
+from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
 from sparkd.gateway.limits import Limits
@@ -38,6 +38,7 @@ log = logging.getLogger("sparkd")
 
 LOOP_DEAD_S = 30.0
 HURRIED_DRAIN_S = 2.0
+FIRST_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ async def _serve(config: Config, options: Options) -> None:
     with _lock(config.state_dir):
         _private_folder(config.runtime_path())
         listening = [listener.socket for listener in systemd.listeners] or [_bind(config.host, config.port)]
+        for inherited in systemd.listeners:
+            _check_inherited(config, inherited.socket, environ)
         store = Store(config.state_dir / "state.db")
         try:
             await Daemon(config, options, systemd, store, listening, environ).run()
@@ -100,10 +103,11 @@ class Daemon:
         self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm)
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
+        self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic)
         self._edge = Edge(
             self._supervisor,
-            admin=admin_app(self._supervisor, self._cluster.costs),
+            admin=self._admin,
             live=self._live,
             ready=self._ready,
             metrics_text=lambda: metrics.text(self._scraper.text()),
@@ -125,13 +129,24 @@ class Daemon:
             serving = tasks.create_task(self._server.serve(sockets=self._listening), name="gateway")
             background = [
                 tasks.create_task(self._supervisor.run(), name="supervisor"),
-                tasks.create_task(self._cluster.run(lambda: self._catch_signals(loop)), name="cluster"),
+                tasks.create_task(self._join_ray(loop), name="cluster"),
                 tasks.create_task(self._scraper.run(), name="scraper"),
                 tasks.create_task(self._keep_watchdog_quiet(), name="watchdog"),
                 tasks.create_task(self._console.run(self._options.ask), name="console"),
             ]
             await self._ending.wait()
             await self._end(serving, background)
+
+    async def _join_ray(self, loop: asyncio.AbstractEventLoop) -> None:
+        """After what runs already was adopted: importing Ray and FastAPI takes two seconds of CPU that waiting requests would lose."""
+        await self._supervisor.first_look(FIRST_LOOK_S)
+        await self._admin.build()
+        await self._cluster.run(lambda: self._catch_signals(loop))
+
+    def _build_admin(self) -> App:
+        from sparkd.admin import admin_app
+
+        return admin_app(self._supervisor, self._cluster.costs)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""
@@ -217,6 +232,24 @@ class Daemon:
         return Keys((*ring.inference, digest(self._own_key)), tuple(ring.admin))
 
 
+class _AdminLater:
+    """The admin API, built on a thread: at the latest when the first request for it comes."""
+
+    def __init__(self, make: Callable[[], App]) -> None:
+        self._make = make
+        self._app: App | None = None
+        self._building = asyncio.Lock()
+
+    async def build(self) -> App:
+        async with self._building:
+            if self._app is None:
+                self._app = await asyncio.to_thread(self._make)
+            return self._app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._app or await self.build())(scope, receive, send)
+
+
 def _limits(config: Config) -> Limits:
     ours = config.limits
     return replace(
@@ -295,6 +328,12 @@ def _bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"listen: {host}:{port} cannot be bound: {why}. Choose another port with --listen HOST:PORT.") from None
     listening.setblocking(False)
     return listening
+
+
+def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:
+    """The socket unit, not the configuration, says where systemd listens: the same rule about keys holds there."""
+    host, port = listening.getsockname()[:2]
+    config.model_copy(update={"listen": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}).check_bind(environ)
 
 
 def _base_url(listening: socket.socket) -> str:

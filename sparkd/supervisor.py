@@ -53,6 +53,7 @@ log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
+FIRST_LOOK_EVERY_S = 0.02
 
 AskFunction = Callable[[str, float], Awaitable[None]]
 
@@ -226,6 +227,15 @@ class Supervisor:
         """(model, node, upstream) of every engine that serves."""
         ready = [record for record in self._records.values() if record.state in (ModelState.READY, ModelState.DRAINING)]
         return [(record.name, record.node_id or "", record.upstream) for record in ready if record.upstream]
+
+    async def first_look(self, timeout_s: float) -> None:
+        """Returns once the first tick has acted and what it adopted answers, or after timeout_s."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._settled or any(record.adopted and record.state in STARTING for record in self._records.values()):
+                    await asyncio.sleep(FIRST_LOOK_EVERY_S)
+        except TimeoutError:
+            return
 
     async def stop_everything(self) -> None:
         """Stop every rank that can be found, READY or not, whatever is wished; wishes stay as they are for the next start."""

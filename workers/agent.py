@@ -102,7 +102,8 @@ class Agent:
                 answer = helper.recv(200).decode("ascii", "replace").strip()
         except OSError as error:
             return f"no root helper on {DROP_SOCKET}: {error.strerror or error}"
-        return "helper" if answer.startswith("ok") else f"the helper said: {answer[:100]}"
+        # `limited`: it was dropped a moment ago, on somebody else's call.
+        return "helper" if answer.startswith(("ok", "limited")) else f"the helper said: {answer[:100]}"
 
     def _expose_workers(self) -> str:
         """A folder that holds nothing but `workers`, so that a foreign interpreter sees the plugin and no other package of ours."""

@@ -99,7 +99,7 @@ def test_the_official_openai_client_uses_responses(served: DaemonProcess) -> Non
 def test_the_official_anthropic_client_works_unchanged(served: DaemonProcess) -> None:
     client = anthropic.Anthropic(base_url=served.url, api_key="unused")
     message = client.messages.create(
-        model="claude-sonnet", max_tokens=16, temperature=0, messages=[{"role": "user", "content": QUESTION}]
+        model="claude-sonnet", max_tokens=16, messages=[{"role": "user", "content": QUESTION}], extra_body={"temperature": 0}
     )
     with client.messages.stream(model="claude-sonnet", max_tokens=16, messages=[{"role": "user", "content": QUESTION}]) as stream:
         streamed = stream.get_final_text()
