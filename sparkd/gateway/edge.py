@@ -32,6 +32,7 @@ from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import Keys, Role
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import model_entry, models_list
+from sparkd.gateway.protocol import CONNECTION
 from sparkd.gateway.proxy import Leases, Proxy
 from sparkd.gateway.routes import Kind, Route, find
 
@@ -41,6 +42,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _LOOPBACK = re.compile(rb"(?:https?://)?(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
 _PROBES = (Kind.LIVE, Kind.READY)
+_FORWARDED = (Kind.JSON, Kind.FORM, Kind.RESPONSE)
 
 # Ids need to be unlike each other, not secret: one random part per process is enough.
 _ids = count(1)
@@ -121,12 +123,12 @@ class Edge:
         if scope["method"] not in route.methods:
             raise MethodNotAllowed(scope["method"], list(route.methods))
         self._check_caller(route, headers)
-        if self._open_requests > self.limits.requests and route.kind not in _PROBES:
+        if self._open_requests > self.limits.requests and route.kind in _FORWARDED:
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
         if len(headers) != len(scope["headers"]):
             _check_repeated(scope["headers"])
         self._check_length(route, headers)
-        if route.kind is Kind.JSON or route.kind is Kind.FORM or route.kind is Kind.RESPONSE:
+        if route.kind in _FORWARDED:
             await self._proxy.forward(scope, receive, send, route, name, headers, exchange)
         elif route.kind is Kind.ADMIN:
             await self._delegate(scope, receive, send, exchange)
@@ -200,8 +202,11 @@ class Edge:
     ) -> None:
         """The error's answer. The rest of the request's body is read and dropped for a while, else the client never sees it."""
         exchange.code = error.code
-        if exchange.status or exchange.gone:
-            return  # headers are out, and whoever sent them has ended the answer; or nobody is there
+        if exchange.gone:
+            return
+        if exchange.status:  # the headers are out
+            scope["extensions"][CONNECTION].cut()
+            return
         exchange.status = error.status
         body = error_bytes(error, exchange.request_id, anthropic=scope["path"].startswith("/v1/messages"))
         exchange.bytes_out = len(body)

@@ -8,8 +8,12 @@ from time import perf_counter
 from typing import Any
 
 from sparkd import metrics
+from sparkd.gateway.routes import EXACT, Kind
 
 _log = logging.getLogger("sparkd.access")
+
+# Asked every few seconds by whoever watches; only their failures are news.
+_POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (Kind.LIVE, Kind.READY)), "/metrics"))
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
@@ -68,8 +72,10 @@ class Exchange:
                 _first(self.model).observe(self.first_s - self.started_s)
             if self.queued_s is not None:
                 _queue(self.model).observe(self.queued_s)
-        if _log.isEnabledFor(logging.INFO):
-            _log.info(
+        level = logging.DEBUG if self.route in _POLLED and self.status < 400 else logging.INFO
+        if _log.isEnabledFor(level):
+            _log.log(
+                level,
                 "request_id=%s model=%s route=%s status=%d seconds=%.4f queued=%s ttft=%s bytes_out=%d gone=%d code=%s",
                 self.request_id,
                 self.model or "-",
@@ -82,6 +88,11 @@ class Exchange:
                 self.gone,
                 self.code or "-",
             )
+
+
+def count_refused(status: int) -> None:
+    """A request that was refused before it had a route: malformed, too slow, too large in its headers."""
+    _requests("", "none", status).inc()
 
 
 # prometheus_client looks a child up under a lock and builds a tuple of strings each time; there are few and they are asked for on

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable
 from sparkd.gateway.answers import error_bytes
+from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
 
 CONNECTION = "sparkd.connection"
@@ -222,6 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self._close()
                 return
+        count_refused(error.status)
         body = error_bytes(error, None)
         head = [
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, _REASONS[error.status]),

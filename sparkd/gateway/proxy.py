@@ -108,10 +108,11 @@ class Proxy:
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
         connection.call_when_gone(partial(_leave, exchange, asyncio.current_task()))
         exchange.model = "unknown"
+        asked_s = perf_counter()
         try:
             async with self._supervisor.lease(model, probe=self._is_probe(headers)) as lease:
                 exchange.model = lease.model
-                exchange.queued_s = perf_counter() - exchange.started_s
+                exchange.queued_s = perf_counter() - asked_s
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:

@@ -24,6 +24,11 @@ class GatewayServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def set_limits(self, limits: Limits) -> None:
+        """For a reload: open connections follow from their next deadline on."""
+        self.config.http.limits = limits
+        self.config.timeout_keep_alive = limits.keep_alive_s
+
 
 def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> GatewayServer:
     """A server for `app`, not yet listening. Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import SparkdError, UnknownModel
-from sparkd.gateway import Edge, Keys, Limits, gateway_server
+from sparkd.gateway import Edge, GatewayServer, Keys, Limits, gateway_server
 from sparkd.gateway.answers import Receive, Scope, Send
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import ModelState, Want
@@ -203,6 +203,7 @@ class Running:
 
     port: int
     edge: Edge
+    server: GatewayServer
     supervisor: FakeSupervisor
     engine: RawEngine
     admin_calls: list[Scope] = field(default_factory=list)
@@ -323,7 +324,7 @@ async def serving(
         tasks.create_task(server.serve(sockets=[listener]))
         await soon(lambda: server.started)
         try:
-            yield Running(port, edge, supervisor, engine, calls)
+            yield Running(port, edge, server, supervisor, engine, calls)
         finally:
             server.should_exit = True
     await upstream.close()

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from sparkd.gateway.answers import Receive, Scope, Send
 from sparkd.upstream import Upstream
 from tests.gateway.fakes import (
     ANSWER,
@@ -19,6 +20,7 @@ from tests.gateway.fakes import (
     Running,
     chunked,
     post,
+    request,
     serving,
     soon,
     until_gone,
@@ -309,5 +311,21 @@ async def test_at_the_servers_end_streams_get_an_error_event(engine: RawEngine, 
     assert (answer.status, answer.error["code"]) == (503, "draining")
     await streaming.close()
     await queued.close()
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1  # uvicorn's count of what it cancelled
+    caplog.clear()
+
+
+async def test_at_the_servers_end_the_admin_apis_streams_are_cut(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async def admin(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        await asyncio.Event().wait()
+
+    async with serving(engine, drain_s=0.1, admin=admin) as gateway:
+        client = await gateway.open()
+        client.send(request("GET", "/admin/v1/events"))
+        await client.reader.readuntil(b"\n\n\r\n")
+    assert await client.ended() == b""
+    await client.close()
     assert [record.levelname for record in caplog.records].count("ERROR") == 1  # uvicorn's count of what it cancelled
     caplog.clear()

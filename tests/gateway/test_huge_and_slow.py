@@ -257,3 +257,11 @@ async def test_more_requests_than_allowed(engine: RawEngine) -> None:
         for client in clients:
             await client.close()
         await soon(lambda: running.supervisor.held == 0)
+
+
+async def test_limits_may_change_while_it_runs(gateway: Running) -> None:
+    assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 200
+    gateway.server.set_limits(QUICK)
+    assert (await gateway.get("/livez", "X-A: " + "y" * 9000)).status == 431
+    gateway.edge.limits = Limits(body_bytes=10)
+    assert (await gateway.post(CHAT, BODY)).status == 413

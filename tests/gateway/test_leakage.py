@@ -79,6 +79,21 @@ async def test_one_line_for_each_request(gateway: Running, caplog: pytest.LogCap
     assert (three["status"], three["gone"]) == ("499", "1")
 
 
+async def test_polled_paths_are_told_only_when_they_fail(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(engine, ready=lambda: (False, {})) as gateway:
+        for path in ("/livez", "/metrics", "/health", "/readyz"):
+            await gateway.get(path)
+    lines = [record.getMessage() for record in caplog.records if record.name == "sparkd.access"]
+    assert len(lines) == 1
+    assert "route=/readyz status=503" in lines[0]
+
+
+async def test_malformed_requests_are_counted(gateway: Running) -> None:
+    before = samples("sparkd_requests_total", route="none", code="400")
+    await gateway.ask(b"hello\r\n\r\n")
+    assert samples("sparkd_requests_total", route="none", code="400") == before + 1
+
+
 async def test_what_is_counted(gateway: Running) -> None:
     before = {
         code: samples("sparkd_requests_total", model=model, route=CHAT, code=code)
