@@ -310,7 +310,8 @@ def _private_folder(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise StateError(f"The runtime directory {path} cannot be made: {error.strerror}. Set runtime_dir to a folder of this user.") from None
+        told = f"The runtime directory {path} cannot be made: {error.strerror}. Set runtime_dir to a folder of this user."
+        raise StateError(told) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise StateError(f"The runtime directory {path} belongs to somebody else or others can write to it: remove it, or set runtime_dir.")
 

@@ -53,7 +53,6 @@ log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
-FIRST_LOOK_EVERY_S = 0.02
 
 AskFunction = Callable[[str, float], Awaitable[None]]
 
@@ -83,6 +82,7 @@ class Supervisor:
         self._wall = wall
         self._rng = rng or random.Random()  # jitter only
         self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
         self._records: dict[str, Record] = {}
         self._names: dict[str, str] = {}
         self._strays: set[str] = set()
@@ -232,8 +232,7 @@ class Supervisor:
         """Returns once the first tick has acted and what it adopted answers, or after timeout_s."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._settled or any(record.adopted and record.state in STARTING for record in self._records.values()):
-                    await asyncio.sleep(FIRST_LOOK_EVERY_S)
+                await self._looked.wait()
         except TimeoutError:
             return
 
@@ -274,6 +273,8 @@ class Supervisor:
             for action in self._plan(observation):
                 self._act(action, observation)
         self._ticked_at_s = self._clock()
+        if self._settled and not any(record.adopted and record.state in STARTING for record in self._records.values()):
+            self._looked.set()
         gauges.show(self.snapshot())
 
     def _plan(self, observation: Observation) -> list[Action]:
