@@ -294,6 +294,10 @@ def _notes(options: argparse.Namespace, cores: Cores, other_share: float) -> lis
     packages = ", ".join(f"{name} {version(name)}" for name in ("uvicorn", "aiohttp", "httptools"))
     notes = [f"Python {platform.python_version()}, {packages}, {platform.machine()}, {os.cpu_count()} cores."]
     notes.append(f"Everything else on this machine used {other_share:.0%} of it meanwhile: above 5 % do not read p99, above 20 % nothing.")
+    floor_ms = targets.wake_ms_per_1000(cores)
+    notes.append(
+        f"Waking up and sending once to the other core costs {floor_ms:.0f} ms per 1000 here, in the kernel, before any proxy's work."
+    )
     if not shutil.which("wrk"):
         notes.append("wrk is not on PATH: short answers are asked for by the bench's own generator, which limits nginx.")
     if not shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"):
