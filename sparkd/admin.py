@@ -140,7 +140,8 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
             return {"events": [asdict(event) for event in supervisor.ledger.events(after, limit)]}
         last = request.headers.get("last-event-id", "")
         start = int(last) if last.isdigit() else after
-        return StreamingResponse(_event_stream(supervisor, start, limit), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        stream = _event_stream(supervisor, start, limit)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     return api
 

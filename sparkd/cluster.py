@@ -116,8 +116,8 @@ class Cluster:
         platform, entrypoint, need_gib = await asyncio.to_thread(self._need, spec)
         if need_gib > self.total_gib:
             raise DoesNotFit(
-                f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller context "
-                "or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
+                f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller "
+                "context or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
             )
         await self._link.reserve(spec.name, need_gib, PLACE_TIMEOUT_S)
         self._reserved[spec.name] = need_gib

@@ -90,7 +90,8 @@ class Door:
 
     def turn_away(self, record: Record) -> None:
         """The model failed or was stopped: everyone who waits learns why."""
-        error = self._failed(record) if record.state is ModelState.FAILED else Unavailable(f"The model {record.name} was unloaded meanwhile.")
+        unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
+        error = self._failed(record) if record.state is ModelState.FAILED else unloaded
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_exception(error)

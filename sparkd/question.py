@@ -46,7 +46,8 @@ class Asker:
         fields = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0}
         status, answer = await self._post("/v1/chat/completions", fields, timeout_s)
         if status != 200:
-            raise EngineError(f"The model {model} answered {status} to its question: {answer.get('error', {}).get('message', 'no reason given')}")
+            why = answer.get("error", {}).get("message", "no reason given")
+            raise EngineError(f"The model {model} answered {status} to its question: {why}")
         return str(answer["choices"][0]["message"]["content"])
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Collects every engine's own metrics beforehand, with `model` and `node` labels, so that no scrape ever waits for an engine. Never keeps history."""
+"""Collects every engine's metrics beforehand, with `model` and `node`, so that no scrape waits for an engine. Never keeps history."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: 
     """A scene whose tasks run and end with the block."""
     made = scene(tmp_path, cluster=cluster, **flags)
     async with asyncio.TaskGroup() as tasks:
-        made.supervisor._tasks = tasks
+        made.supervisor._actions.tasks = tasks
         yield made
         for task in list(tasks._tasks):  # type: ignore[attr-defined]
             task.cancel()

@@ -1,0 +1,202 @@
+"""What the plan's decisions do: each is one task of one model, and what it did is seen by the next observation. Never decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sparkd import gauges
+from sparkd.cluster import Cluster
+from sparkd.errors import ClusterError, SparkdError
+from sparkd.lease import Door
+from sparkd.ledger import Ledger
+from sparkd.plan import Backoff
+from sparkd.record import Record
+from sparkd.roster import Roster
+from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, Want, check_step
+
+log = logging.getLogger("sparkd.supervisor")
+
+RETRY_S = 1.0
+
+AskFunction = Callable[[str, float], Awaitable[None]]
+
+
+class Actions:
+    """The supervisor's hands. `tasks` is set while it runs; `strays` are ranks of unknown models that are being removed."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        ledger: Ledger,
+        cluster: Cluster,
+        door: Door,
+        *,
+        ask: AskFunction,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._roster = roster
+        self._ledger = ledger
+        self._cluster = cluster
+        self._door = door
+        self._ask = ask
+        self._wake = wake
+        self._clock = clock
+        self._wall = wall
+        self._rng = rng
+        self.tasks: asyncio.TaskGroup | None = None
+        self.strays: set[str] = set()
+
+    async def place(self, record: Record) -> None:
+        spec = record.spec
+        if spec is None:
+            return
+        record.begin_attempt(self._clock())
+        self.move(record, ModelState.PLANNED)
+        try:
+            placement = await self._cluster.place(spec)
+            record.node_id, record.memory_gib = placement.node_id, placement.memory_gib
+            rank_id = f"{placement.slug}-{record.desired.generation}-{secrets.token_hex(4)}"
+            record.rank_id = rank_id
+            handle = await self._cluster.spawn(placement, spec, rank_id, record.desired.generation, record.hash or "")
+        except SparkdError as error:
+            record.rank_id = None
+            self.fail(record, type(error).__name__, error.message)
+            return
+        record.handle = handle
+        self._ledger.keep_handle(handle)
+        self.move(record, ModelState.LOADING)
+        self._ledger.say("started", record.name, f"Rank {rank_id} started on {placement.node_id} as process {handle.pid}.", pid=handle.pid)
+
+    def adopt(self, record: Record, fact: RankFact) -> None:
+        record.begin_attempt(self._clock())
+        record.rank_id, record.handle, record.node_id = fact.handle.rank_id, fact.handle, fact.handle.node_id
+        record.adopted = True
+        self._ledger.keep_handle(fact.handle)
+        self.move(record, ModelState.LOADING)
+        told = f"Rank {fact.handle.rank_id}, process {fact.handle.pid}, was adopted as it runs."
+        self._ledger.say("adopted", record.name, told, pid=fact.handle.pid)
+        self.start(record, "hold", self._hold(record))
+
+    async def _hold(self, record: Record) -> None:
+        if record.spec:
+            await self._cluster.hold(record.spec)
+
+    async def ask(self, record: Record) -> None:
+        handle = record.handle
+        if handle is None:
+            return
+        if record.upstream is None:
+            record.upstream = await self._cluster.upstream(handle)
+        try:
+            names = await self._cluster.served_names(record.upstream)
+            if names is None:
+                return
+            if record.name not in names:
+                self.fail(record, "WrongModel", f"The server answers for {', '.join(names)[:200]}, not for {record.name}.")
+                return
+            deadline_s = self._roster.config.start_deadline_s(record.spec) if record.spec else 60.0
+            await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt_since_s)))
+        except SparkdError as error:
+            record.message = f"It does not answer yet: {error.message}"
+            return
+        if record.state in STARTING:
+            self._ready(record)
+
+    async def stop(self, record: Record, ranks: tuple[RankFact, ...]) -> None:
+        try:
+            for fact in ranks:
+                await self._cluster.destroy(fact)
+                self._ledger.forget_handle(fact.handle.rank_id)
+            await self._cluster.release(record.name)
+        except ClusterError as error:
+            record.message = error.message
+            self._ledger.say("stop", record.name, error.message)
+            await asyncio.sleep(RETRY_S)
+
+    async def destroy(self, fact: RankFact, why: str) -> None:
+        rank_id, model = fact.handle.rank_id, fact.handle.model
+        self._ledger.say("destroy", model, f"Rank {rank_id} is removed: {why}.")
+        try:
+            await self._cluster.destroy(fact)
+            self._ledger.forget_handle(rank_id)
+            await self._cluster.release(model)
+        except ClusterError as error:
+            self._ledger.say("destroy", model, error.message)
+            await asyncio.sleep(RETRY_S)
+            return
+        finally:
+            self.strays.discard(rank_id)
+        record = self._roster.records.get(model)
+        if record and record.rank_id == rank_id:
+            record.rank_id = None
+
+    def _ready(self, record: Record) -> None:
+        record.load_s = self._clock() - record.attempt_since_s
+        record.ready_since_s = record.last_used_s = self._clock()
+        self.move(record, ModelState.READY)
+        record.reason = record.message = None
+        how = "was adopted and answers" if record.adopted else f"answers after {record.load_s:.1f} s"
+        self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(record.load_s, 2), adopted=record.adopted)
+        gauges.loaded(record.name, record.load_s, record.adopted)
+        self._ledger.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
+        self._door.open(record)
+
+    def rest(self, record: Record) -> None:
+        record.forget_rank()
+        self.move(record, ModelState.STOPPED)
+        self._ledger.finish(record, OperationState.SUCCEEDED, "Every process of it is gone.", kind="unload")
+        self._ledger.say("stopped", record.name, "Every process of it is gone.")
+        if record.desired.want is Want.STOPPED:
+            self._door.turn_away(record)
+        if record.spec is None:
+            del self._roster.records[record.name]
+            self._ledger.forget_wish(record.name)
+        self._wake()
+
+    def fail(self, record: Record, reason: str, message: str) -> None:
+        backoff = Backoff(**self._roster.config.backoff.model_dump())
+        ready_s = self._clock() - record.ready_since_s if record.ready_since_s is not None else 0.0
+        record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
+        delay_s = backoff.delay_s(record.failures, self._rng)
+        record.fail(reason, message, self._clock() + delay_s)
+        self.move(record, ModelState.FAILED)
+        told = f"{reason}: {message} Next try in {delay_s:.0f} s."
+        self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
+        gauges.failed(record.name, reason)
+        self._ledger.finish(record, OperationState.FAILED, message, kind="load")
+        self._door.turn_away(record)
+
+    def move(self, record: Record, state: ModelState) -> None:
+        if record.state is state:
+            return
+        check_step(record.state, state)
+        self._ledger.say("state", record.name, f"{record.state} -> {state}", old=record.state.value, new=state.value)
+        record.state, record.since_s, record.since_wall_s = state, self._clock(), self._wall()
+        if state not in RESIDENT:
+            record.close_upstream(self.spawn)
+
+    def start(self, record: Record, name: str, work: Any) -> None:
+        record.busy = name
+        record.task = self.spawn(self._once(record, work), f"{name} {record.name}")
+
+    async def _once(self, record: Record, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except (SparkdError, OSError) as error:
+            log.error("%s of %s failed: %s", record.busy, record.name, error)
+        finally:
+            record.busy = record.task = None
+            self._wake()
+
+    def spawn(self, work: Any, name: str) -> asyncio.Task[None]:
+        if self.tasks is None:
+            raise RuntimeError("the supervisor does not run")
+        return self.tasks.create_task(work, name=name)

@@ -1,0 +1,128 @@
+"""Which models there are: the file's and those added while it runs, their names and their records. Never plans, never acts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sparkd.config import Config, config_hash, parse_model
+from sparkd.errors import Conflict, SparkdError, UnknownModel
+from sparkd.record import Record
+from sparkd.snapshot import ModelView
+from sparkd.state import Desired, ModelState, Store, Want
+
+log = logging.getLogger("sparkd.supervisor")
+
+
+class Roster:
+    """One record for each model, found by any of its names. `config` is the file's configuration with the added models on top."""
+
+    def __init__(self, config: Config, store: Store, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._wall = wall
+        self._started_at_s = wall()
+        self._names: dict[str, str] = {}
+        self.records: dict[str, Record] = {}
+        self.configure(config)
+
+    def find(self, name: str) -> Record:
+        """By name or alias; UnknownModel names the known ones."""
+        record = self.records.get(self._names.get(name, ""))
+        if record is None:
+            raise UnknownModel(name, [r.name for r in self.records.values() if r.spec is None or not r.spec.unlisted])
+        return record
+
+    def configure(self, base: Config) -> None:
+        """Take the file's configuration. A model that it no longer has is wished STOPPED, and forgotten once it is."""
+        self._base = base
+        self.config = self._with_added(base)
+        models = self.config.models
+        for name in set(self.records) - set(models):
+            record = self.records[name]
+            record.spec = record.hash = None
+            record.desired = replace(record.desired, want=Want.STOPPED, by="config")
+            if record.state is ModelState.STOPPED:
+                del self.records[name]
+        stored = self._store.desired()
+        for name, spec in models.items():
+            if name not in self.records:
+                desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self._wall())
+                self.records[name] = Record(name, desired, self._clock(), self._wall())
+            self.records[name].spec = spec
+            self.records[name].hash = config_hash(spec, self.config.engine)
+        self._names = {name: name for name in self.records} | self.config.names()
+
+    def add(self, name: str, raw: Mapping[str, Any]) -> None:
+        """See Supervisor.add."""
+        spec = parse_model(name, raw, over_admin=True)
+        if name in self._base.models:
+            raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.")
+        self.config.with_model(spec)
+        self._store.save_spec(name, raw)
+        self.configure(self._base)
+
+    def remove(self, record: Record) -> None:
+        """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
+        self.check_removable(record)
+        self._store.forget_spec(record.name)
+        self.configure(self._base)
+
+    def check_removable(self, record: Record) -> None:
+        if record.name in self._base.models:
+            raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
+
+    def missing(self) -> list[Record]:
+        """Those that the configuration wants at start and nobody has unloaded by hand since."""
+        wanted = [self.records[name] for name in self.config.preload()]
+        return [
+            record
+            for record in wanted
+            if record.desired.want is Want.STOPPED
+            and (record.desired.generation == 0 or record.desired.by in ("ttl", "request", "config"))
+        ]
+
+    def _with_added(self, config: Config) -> Config:
+        """One that a newer release refuses, or whose name the file has taken since, is left out."""
+        for name, raw in self._store.specs().items():
+            if name in config.models:
+                continue
+            try:
+                config = config.with_model(parse_model(name, raw, over_admin=True))
+            except SparkdError as error:
+                log.warning("the model %s, added earlier, is left out: %s", name, error.message)
+        return config
+
+    def view(self, record: Record, now_s: float) -> ModelView:
+        spec = record.spec
+        retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
+        max_model_len = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
+        return ModelView(
+            name=record.name,
+            aliases=tuple(n for n in spec.served_names() if n != record.name) if spec else (),
+            unlisted=spec.unlisted if spec else True,
+            metadata=spec.metadata if spec else {},
+            max_model_len=max_model_len,
+            source=spec.model if spec else "",
+            state=record.state,
+            want=record.desired.want,
+            wanted_by=record.desired.by,
+            generation=record.desired.generation,
+            since_s=record.since_wall_s,
+            created_at_s=self._started_at_s,
+            reason=record.reason,
+            message=record.message,
+            progress=record.progress,
+            node=record.node_id,
+            ranks=(record.handle,) if record.handle else (),
+            in_flight=record.in_flight,
+            queued=record.queued,
+            failures=record.failures,
+            restarts=record.restarts,
+            retry_in_s=retry_in_s,
+            load_s=record.load_s,
+            memory_gib=record.memory_gib,
+            operation=record.operation,
+        )
