@@ -1,0 +1,95 @@
+"""How much memory is reserved for a model: what the engine will take, from sizes and flags alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import parse_model
+from sparkd.errors import ConfigError
+from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, weights_gib
+from workers.command import CPU_KV_CACHE_GIB
+
+SPARK_GIB = 121.6
+UTILIZATION = "--gpu-memory-utilization"
+
+
+def need(platform: str, total_gib: float = SPARK_GIB, env: dict[str, str] | None = None, **keys: Any) -> int:
+    return needed_gib(parse_model("m", {"model": "owner/name", **keys}, over_admin=False), platform, total_gib, env or {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """10 GiB of weights that take no room on the disk, and files that are none."""
+    for number, gib in enumerate((4, 6), 1):
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(gib * GIB)
+    with (tmp_path / "optimizer.pt").open("wb") as file:
+        file.truncate(50 * GIB)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("keys", "gib"),
+    [
+        ({}, 112),
+        ({"gpu_memory_utilization": 0.5}, 61),
+        ({"extra_args": [UTILIZATION, "0.5"]}, 61),
+        ({"extra_args": ["--gpu_memory_utilization=0.5"]}, 61),
+        ({"gpu_memory_utilization": 0.9, "extra_args": [UTILIZATION, "0.3", "--seed", "1", UTILIZATION, "0.25"]}, 31),
+        ({"extra_args": ["--kv-cache-memory-bytes", "2G"]}, 112),
+        ({"gpu_memory_utilization": 0.5, "memory_gib": 7.2}, 8),
+        ({"memory_gib": 3}, 3),
+    ],
+)
+def test_on_cuda_what_vllm_will_take(keys: dict[str, Any], gib: int) -> None:
+    assert VLLM_DEFAULT_UTILIZATION * SPARK_GIB < 112
+    assert need("cuda", **keys) == gib
+
+
+@pytest.mark.parametrize(
+    ("keys", "env", "gib"),
+    [
+        ({}, {}, 11 + CPU_KV_CACHE_GIB + 2),
+        ({}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
+        ({}, {"VLLM_CPU_KVCACHE_SPACE": ""}, 11 + CPU_KV_CACHE_GIB + 2),
+        ({"extra_args": ["--kv-cache-memory-bytes", "3G"]}, {}, 16),
+        ({"extra_args": ["--kv-cache-memory-bytes=3221225472"]}, {}, 16),
+        ({"extra_args": ["--kv-cache-memory-bytes", "3221225.472k"]}, {}, 16),
+        ({"extra_args": ["--kv-cache-memory-bytes", "3G"]}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
+        ({"gpu_memory_utilization": 0.5}, {}, 61),
+        ({"gpu_memory_utilization": 0.5}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
+        ({"memory_gib": 2.5}, {}, 3),
+    ],
+)
+def test_on_the_cpu_weights_kv_cache_and_processes(folder: Path, keys: dict[str, Any], env: dict[str, str], gib: int) -> None:
+    assert need("cpu", env=env, model=str(folder), **keys) == gib
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+@pytest.mark.parametrize("value", ["much", "0", "1.5", "-1", "nan", "inf", ""])
+def test_a_share_that_vllm_would_not_read(platform: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        need(platform, extra_args=[f"{UTILIZATION}={value}"])
+
+
+@pytest.mark.parametrize("env", ["4GB", "1.5", "nan", "inf", "-1", "²", "9" * 5000])
+def test_a_kv_cache_space_that_vllm_would_not_read(env: str) -> None:
+    with pytest.raises(ConfigError, match="whole number of GiB") as caught:
+        need("cpu", env={"VLLM_CPU_KVCACHE_SPACE": env})
+    assert env not in caught.value.message
+
+
+@pytest.mark.parametrize("args", [["--kv-cache-memory-bytes"], ["--kv-cache-memory-bytes", "lots"], ["--kv-cache-memory-bytes", "1e9"]])
+def test_a_kv_cache_size_that_vllm_would_not_read(args: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must be a size"):
+        need("cpu", extra_args=args)
+
+
+def test_what_is_not_on_disk_weighs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "gone.safetensors").symlink_to("/nowhere/at/all")
+
+    assert [weights_gib(model) for model in ("owner/name", "/nowhere", str(tmp_path))] == [0.0] * 3
+    assert need("cpu") == CPU_KV_CACHE_GIB + 2
