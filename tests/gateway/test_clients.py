@@ -1,0 +1,129 @@
+"""The official clients, unchanged, against the gateway and the stub engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from sparkd.errors import ModelLoading
+from sparkd.gateway import Keys
+from sparkd.upstream import Upstream
+from tests.gateway.fakes import EVENT, STREAM_HEAD, RawEngine, Running, chunked, serving
+from workers.stub import start_stub
+
+KEY = "inference-key"
+ASKED = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+async def stubbed(engine: RawEngine) -> AsyncIterator[Running]:
+    path = engine.path.with_name("stub.sock")
+    async with serving(engine, keys=Keys.of(inference=[KEY])) as gateway, await start_stub(uds=str(path), models=("tiny",)):
+        await gateway.supervisor.upstream.close()
+        gateway.supervisor.upstream = Upstream(socket_path=str(path))
+        yield gateway
+        await gateway.supervisor.upstream.close()
+
+
+@pytest.fixture
+async def chat(stubbed: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{stubbed.port}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def claude(stubbed: Running) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{stubbed.port}", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+async def test_openai_chat(chat: openai.AsyncOpenAI) -> None:
+    whole = await chat.chat.completions.create(model="tiny", messages=ASKED)
+    text = whole.choices[0].message.content
+    assert "Paris" in text
+    stream = await chat.chat.completions.create(model="tiny", messages=ASKED, stream=True, stream_options={"include_usage": True})
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert len(pieces) > 1
+    assert "".join(pieces) == text
+
+
+async def test_openai_models(chat: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in chat.models.list()] == ["tiny"]
+    assert (await chat.models.retrieve("small")).owned_by == "sparkd"
+
+
+async def test_openai_responses(chat: openai.AsyncOpenAI) -> None:
+    made = await chat.responses.create(model="tiny", input="What is the capital of France?")
+    assert (await chat.responses.retrieve(made.id)).id == made.id
+
+
+async def test_openai_embeddings_and_audio(chat: openai.AsyncOpenAI) -> None:
+    assert (await chat.embeddings.create(model="tiny", input="Paris")).data[0].embedding
+    assert (await chat.audio.transcriptions.create(model="tiny", file=("a.wav", b"\x00" * 300_000))).text
+
+
+async def test_openai_errors(stubbed: Running, chat: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await chat.chat.completions.create(model="nobody", messages=ASKED)
+    assert caught.value.code == "model_not_found"
+    assert caught.value.request_id.startswith("req-")
+    with pytest.raises(openai.AuthenticationError):
+        await chat.with_options(api_key="wrong").chat.completions.create(model="tiny", messages=ASKED)
+    loading = ModelLoading("The model is loading.", loading={"model": "tiny", "state": "LOADING"}, retry_after_s=7)
+    stubbed.supervisor.refusal = loading
+    with pytest.raises(openai.InternalServerError) as unavailable:
+        await chat.chat.completions.create(model="tiny", messages=ASKED)
+    assert unavailable.value.response.headers["retry-after"] == "7"
+    assert unavailable.value.response.json()["loading"] == loading.loading
+
+
+async def test_openai_learns_of_a_broken_stream(engine: RawEngine) -> None:
+    engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
+    async with (
+        serving(engine) as gateway,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = await client.chat.completions.create(model="tiny", messages=ASKED, stream=True)
+        with pytest.raises(openai.APIError, match="broke"):
+            async for _ in stream:
+                pass
+        engine.replies(STREAM_HEAD, chunked(EVENT, EVENT[:20], end=False), then_close=True)
+        stream = await client.chat.completions.create(model="tiny", messages=ASKED, stream=True)
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            async for _ in stream:
+                pass
+
+
+async def test_anthropic(claude: anthropic.AsyncAnthropic) -> None:
+    whole = await claude.messages.create(model="tiny", max_tokens=50, messages=ASKED)
+    text = whole.content[0].text
+    assert "Paris" in text
+    async with claude.messages.stream(model="tiny", max_tokens=50, messages=ASKED) as stream:
+        assert await stream.get_final_text() == text
+    assert (await claude.messages.count_tokens(model="tiny", messages=ASKED)).input_tokens > 0
+
+
+async def test_anthropic_errors(claude: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await claude.messages.create(model="nobody", max_tokens=50, messages=ASKED)
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert caught.value.body["error"]["src"] == "sparkd"
+    with pytest.raises(anthropic.AuthenticationError):
+        await claude.with_options(api_key="wrong").messages.create(model="tiny", max_tokens=50, messages=ASKED)
+
+
+async def test_anthropic_learns_of_a_broken_stream(engine: RawEngine) -> None:
+    event = b'event: ping\ndata: {"type":"ping"}\n\n'
+    engine.replies(STREAM_HEAD, chunked(event, end=False), then_close=True)
+    async with (
+        serving(engine) as gateway,
+        anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{gateway.port}", api_key="none", max_retries=0) as client,
+    ):
+        stream = await client.messages.create(model="tiny", max_tokens=50, messages=ASKED, stream=True)
+        with pytest.raises(anthropic.APIError):
+            async for _ in stream:
+                pass
