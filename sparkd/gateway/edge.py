@@ -163,12 +163,18 @@ class Edge:
         async def receive_again() -> Message:
             return replay.pop() if replay else await receive()
 
+        broken = False
+
         async def send_named(message: Message) -> None:
+            nonlocal broken
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                kept: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
-                message = {**message, "headers": [*kept, (b"x-request-id", exchange.request_id.encode())]}
-            await send(message)
+                broken = message["status"] == 500 and (b"content-type", b"text/plain; charset=utf-8") in message["headers"]
+                if not broken:
+                    exchange.status = message["status"]
+                    kept: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
+                    message = {**message, "headers": [*kept, (b"x-request-id", exchange.request_id.encode())]}
+            if not broken:  # Starlette says a fault of the app in its own words, and raises it then: the answer to that is __call__'s
+                await send(message)
 
         # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

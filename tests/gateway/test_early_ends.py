@@ -30,7 +30,6 @@ from workers.stub_faults import FAULTS
 
 CHAT = "/v1/chat/completions"
 BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'
-FORM = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--XX--\r\n'
 
 
 # --- an engine that fails ------------------------------------------------------------------------------------------------------

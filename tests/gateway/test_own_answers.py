@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from fastapi import FastAPI
 
 from sparkd.gateway import Limits
 from sparkd.state import ModelState, Progress
@@ -15,10 +14,6 @@ from tests.gateway.fakes import (
     serving,
     view,
 )
-
-CHAT = "/v1/chat/completions"
-BODY = b'{ "model" : "tiny",  "messages":[{"role":"user","content":"caf\xc3\xa9"}] , "stream":false}'
-FORM = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--XX--\r\n'
 
 
 async def test_the_model_list(engine: RawEngine) -> None:
@@ -69,9 +64,7 @@ async def test_the_admin_api_gets_bounded_bodies(engine: RawEngine) -> None:
         assert len(gateway.admin_calls) == 1
 
 
-async def test_a_fault_of_ours_says_nothing_and_logs_no_traceback(
-    engine: RawEngine, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+async def test_a_fault_of_ours_says_nothing_and_logs_no_traceback(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> bytes:
         raise ValueError("canary")
 
@@ -81,4 +74,19 @@ async def test_a_fault_of_ours_says_nothing_and_logs_no_traceback(
     (record,) = [record for record in caplog.records if record.name == "sparkd.gateway"]
     assert "ValueError at " in record.getMessage()
     assert "canary" not in caplog.text + answer.body.decode()
+    caplog.clear()
+
+
+async def test_a_fault_of_the_admin_api_is_told_in_our_words(engine: RawEngine, caplog: pytest.LogCaptureFixture) -> None:
+    app = FastAPI()
+
+    @app.get("/admin/v1/models")
+    async def models() -> None:
+        raise ValueError("canary")
+
+    async with serving(engine, admin=app) as gateway:
+        answer = await gateway.get("/admin/v1/models")
+    assert (answer.status, answer.error["src"], answer.error["code"]) == (500, "sparkd", "internal_error")
+    assert [record.name for record in caplog.records if record.levelname == "ERROR"] == ["sparkd.gateway"]
+    assert "canary" not in caplog.text
     caplog.clear()
