@@ -219,9 +219,11 @@ class Cluster:
         try:
             await self._link.disconnect()
             if self._head and self._head_is_suspect:
+                self._head_is_suspect = False
                 await asyncio.to_thread(self._head.stop)
-            self._head_is_suspect = True
             address = await asyncio.to_thread(self._head.ensure) if self._head else self._config.cluster.address
+            # Only now: a head that `sparkd ray-node` is starting must not be ended for being slow.
+            self._head_is_suspect = True
             await self._link.connect(address or "", self.node_ip)
             for model in list(self._reserved):
                 await self._reserve_again(model)

@@ -80,7 +80,7 @@ def serve(
 
 
 def ray_node(config: ConfigFile = None, settings: Settings = None) -> None:
-    """Run this node's part of Ray in the foreground, for the systemd unit.
+    """Run this node's part of Ray, for the systemd unit.
 
     It is the head where cluster.address is null or names this node, else it joins the head there. SIGTERM ends Ray and nothing else:
     engines stay.
@@ -101,7 +101,10 @@ def check(
     ctx: typer.Context,
     json: Json = False,
 ) -> None:
-    """Check a configuration: exit code 0 if it can be used, 2 if not; `file:line: message` for each problem."""
+    """Check a configuration file.
+
+    Prints `file:line: message` for each problem; the exit code is 0 if it can be used, 2 if not.
+    """
     from sparkd.config import check as problems_of
 
     problems = problems_of(config, os.environ)
@@ -119,7 +122,10 @@ def check(
 
 
 def version(ctx: typer.Context, json: Json = False) -> None:
-    """The version of this program; `sparkd status` tells the daemon's."""
+    """The version of this program.
+
+    `sparkd status` tells the daemon's.
+    """
     python = ".".join(map(str, sys.version_info[:3]))
     if json or (ctx.find_root().obj or Asked()).json:
         show.say_json({"sparkd": __version__, "python": python})

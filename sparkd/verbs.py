@@ -131,7 +131,7 @@ def unload(
     no_wait: NoWait = False,
     timeout: Timeout = None,
 ) -> None:
-    """Unload a model: its requests may finish, then every process of it ends."""
+    """Unload a model; its requests may finish first."""
     if (model is None) == (not everything):
         raise ConfigError("Say which model to unload, or --all.")
     names = [model] if model is not None else [view["name"] for view in session.client.models() if _resident(view)]
@@ -141,7 +141,10 @@ def unload(
 
 
 def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATION", help="Its id.")]) -> None:
-    """Cancel a load (its model is stopped) or an unload (it is loaded again)."""
+    """Cancel a load or an unload that is under way.
+
+    A cancelled load leaves the model stopped, a cancelled unload has it loaded again.
+    """
     ended = session.client.delete(f"/operations/{operation}")
     if session.json:
         show.say_json(ended)
@@ -150,7 +153,7 @@ def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATI
 
 
 def rm(session: Session, model: Model, no_wait: NoWait = False, timeout: Timeout = None) -> None:
-    """Unload and forget a model that `run` brought in; models of sparkd.yaml stay."""
+    """Unload and forget a model that `run` brought in."""
     _finish(session, [session.client.delete(model_path(model))], no_wait, timeout)
 
 

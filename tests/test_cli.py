@@ -1,0 +1,406 @@
+"""The command line without a daemon: help, addresses, keys, settings, refusals, exit codes, and where the log goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sparkd import __main__, errors, launch, show
+from sparkd.__main__ import EXIT_CODES, app, exit_code
+from sparkd.client import admin_key, base_url, refusal
+from sparkd.errors import ConfigError, SparkdError
+from sparkd.source import name_of, source_of
+from tests.daemon_process import ROOT, free_port
+
+KEY = "correct-horse-battery-staple"
+VERBS = ("serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "check", "ray-node", "version")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SPARKD_")]:
+        monkeypatch.delenv(name)
+
+
+class Answers:
+    """A server that is not sparkd but answers as it was told: (status, content type, body) for every request, which it keeps."""
+
+    def __init__(self) -> None:
+        self.status, self.kind, self.body = 200, "application/json", b"{}"
+        self.seen: list[tuple[str, str, str | None]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.seen.append((self.command, self.path, self.headers.get("authorization")))
+                self.send_response(outer.status)
+                self.send_header("content-type", outer.kind)
+                self.send_header("content-length", str(len(outer.body)))
+                self.end_headers()
+                self.wfile.write(outer.body)
+
+            do_POST = do_DELETE = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def say(self, status: int, body: Any, kind: str = "application/json") -> None:
+        self.status, self.kind = status, kind
+        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    made = Answers()
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.server.shutdown()
+        made.server.server_close()
+        thread.join()
+
+
+def test_without_arguments_the_help_is_shown() -> None:
+    shown = CliRunner().invoke(app, [])
+
+    assert shown.exit_code == 0
+    assert all(re.search(rf"^  {verb} ", shown.output, re.MULTILINE) for verb in VERBS)
+    assert "..." not in shown.output
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself_in_a_screenful(verb: str) -> None:
+    shown = CliRunner().invoke(app, [verb, "-h"])
+
+    assert shown.exit_code == 0
+    assert len(shown.output.splitlines()) <= 30
+    assert max(map(len, shown.output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_takes_a_key_on_the_command_line(verb: str) -> None:
+    assert "--key " not in CliRunner().invoke(app, [verb, "-h"]).output
+    assert exit_code([verb, "--key", KEY]) == 2
+
+
+def test_the_help_tells_every_exit_code() -> None:
+    told = {int(number) for number in re.findall(r"^ *(\d+)  ", EXIT_CODES, re.MULTILINE)}
+
+    assert told == {0, __main__.INTERRUPTED} | {kind.exit_code for kind in _kinds(SparkdError)}
+
+
+def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
+    return [kind, *(found for inner in kind.__subclasses__() for found in _kinds(inner))]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["lod"], "Did you mean 'load'"),
+        (["load"], "Missing argument"),
+        (["ps", "--nope"], "--nope"),
+        (["load", "m", "--timeout", "-1"], "--timeout"),
+        (["logs", "m", "-n", "900"], "200"),
+        (["unload"], "--all"),
+        (["unload", "m", "--all"], "--all"),
+        (["run", "m", "hello"], "after `--`"),
+        (["ps", "--url", "ftp://x"], "--url"),
+        (["ps", "--key-file", "/nowhere/key"], "/nowhere/key"),
+        (["serve", "--config", "/nowhere/sparkd.yaml"], "cannot be read"),
+        (["serve", "--name", "x"], "--model"),
+        (["serve", "-o", "engine.platfrom=cpu"], "did you mean platform?"),
+        (["serve", "-o", "engine.platform=zpu"], "engine.platform"),
+        (["serve", "--listen", "127.0.0.1:1", "--port", "2"], "give one"),
+        (["serve", "--log-level", "loud"], "log_level"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_code_2(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(argv) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+def test_where_nobody_answers_the_code_is_7(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--url", f"127.0.0.1:{free_port()}", "ps"]) == 7
+    assert "sparkd serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "told"),
+    [
+        (401, {"error": {"code": "invalid_api_key", "message": "no"}}, 6, "--key-file"),
+        (403, {"error": {"code": "forbidden", "message": "not from there"}}, 6, "not from there"),
+        (404, {"error": {"code": "model_not_found", "message": "not known"}}, 5, "not known"),
+        (409, {"error": {"code": "conflict", "message": "taken"}}, 5, "taken"),
+        (422, {"error": {"code": "invalid_config", "message": "wrong"}}, 2, "wrong"),
+        (503, {"error": {"code": "does_not_fit", "message": "too large"}}, 4, "too large"),
+        (503, {"error": {"code": "draining", "message": "going down"}}, 7, "going down"),
+        (503, {"error": {"code": "model_failed", "message": "failed"}}, 8, "failed"),
+        (500, {"error": {"code": "of_a_newer_release", "message": "new"}}, 1, "new"),
+        (500, {"error": {}}, 1, "500"),
+        (404, b"<html>nginx</html>", 7, "not sparkd"),
+        (200, b"hello", 7, "not sparkd"),
+        (302, {}, 7, "not sparkd"),
+    ],
+)
+def test_a_refusal_keeps_its_meaning(
+    answers: Answers, status: int, body: Any, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers.say(status, body)
+
+    assert exit_code(["ps", "--url", answers.url]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_every_code_of_the_tree_comes_back_as_its_own_class() -> None:
+    for kind in _kinds(SparkdError):
+        assert issubclass(kind, type(refusal(kind.code, "x")))
+    assert type(refusal("ray_unavailable", "x")) is errors.RayUnavailable
+
+
+@pytest.mark.parametrize("place", ["before", "after", "environment"])
+def test_the_key_is_sent_and_never_shown(
+    answers: Answers, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"# the admin key\n\n{KEY}\n")
+    answers.say(401, {"error": {"code": "invalid_api_key", "message": "no"}})
+    argv = {"before": ["--key-file", str(file), "ps"], "after": ["ps", "--key-file", str(file)], "environment": ["ps"]}[place]
+    if place == "environment":
+        monkeypatch.setenv("SPARKD_ADMIN_KEY", KEY)
+
+    assert exit_code([*argv, "--url", answers.url]) == 6
+    assert answers.seen == [("GET", "/admin/v1/models", f"Bearer {KEY}")]
+    assert "does not take this admin key" in (told := capsys.readouterr().err) and KEY not in told
+
+
+@pytest.mark.parametrize("text", ["sha256:" + "0" * 64, "two words", "käse", "x" * 513])
+def test_what_cannot_be_a_key_is_refused_without_being_shown(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError) as refused:
+        admin_key(file, {})
+    assert text not in refused.value.message
+
+
+def test_no_key_is_no_key() -> None:
+    assert admin_key(None, {}) is None
+    assert admin_key(None, {"SPARKD_ADMIN_KEY": " "}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("spark1", "http://spark1:4000"),
+        ("spark1:80", "http://spark1:80"),
+        ("127.0.0.1:4001/", "http://127.0.0.1:4001"),
+        ("http://spark1:4000/v1", "http://spark1:4000"),
+        ("https://spark1.example", "https://spark1.example"),
+        ("[::1]:4000", "http://[::1]:4000"),
+        ("http://[::1]", "http://[::1]:4000"),
+    ],
+)
+def test_an_address_may_be_short(text: str, url: str) -> None:
+    # httpx leaves a scheme's own port out.
+    assert base_url(text) == url.removesuffix(":80")
+
+
+@pytest.mark.parametrize("text", ["", "http://", "unix:/run/x", "http://u:secret@h:1", "http://h:1/other", "http://h:99999", "h?x=1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        base_url(text)
+    assert "secret" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("/models/SmolLM2-135M-Instruct/", "smollm2-135m-instruct"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("gpt2", "gpt2"),
+        ("/m/Ä b (1)", "b-1"),
+        ("/", "model"),
+    ],
+)
+def test_a_model_is_called_after_its_last_part(source: str, name: str) -> None:
+    assert name_of(source) == name
+
+
+def test_a_folder_is_told_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "there").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+
+    found = [source_of(text) for text in ("owner/there", "owner/elsewhere", "./x", "../x", "~/x", "/x/", ".")]
+    assert found == [
+        f"{tmp_path}/owner/there", "owner/elsewhere", f"{tmp_path}/x", f"{tmp_path.parent}/x", "/home/me/x", "/x", str(tmp_path)
+    ]  # fmt: skip
+
+
+def test_settings_are_read_as_yaml() -> None:
+    pairs = ["engine.platform=cpu", "metrics_need_key=true", "hooks.on_startup.preload=[a, b]", "listen=[::1]:4000"]
+
+    assert launch.settings_of([*pairs, "limits.keep_alive_s=5"]) == {
+        "engine.platform": "cpu",
+        "metrics_need_key": True,
+        "hooks.on_startup.preload": ["a", "b"],
+        "listen": "[::1]:4000",
+        "limits.keep_alive_s": 5,
+    }
+
+
+@pytest.mark.parametrize("pair", ["keys.admin=k", "keys.inference=[k]", "engine.env.HF_TOKEN=t", "engine.env.MY_API_KEY=t"])
+def test_a_secret_is_refused_where_others_can_read_it(pair: str) -> None:
+    with pytest.raises(ConfigError, match="every user can read"):
+        launch.settings_of([pair])
+
+
+def test_the_systems_file_is_used_only_when_nothing_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sparkd.yaml"
+    monkeypatch.setattr(launch, "CONFIG_PATH", file)
+    assert launch.config_path(None, {}, alone=True) is None
+    file.touch()
+    assert launch.config_path(None, {}, alone=True) == file
+    assert launch.config_path(None, {}, alone=False) is None
+    assert launch.config_path(None, {"SPARKD_CONFIG": "/x"}, alone=False) == Path("/x")
+    assert launch.config_path(Path("/y"), {"SPARKD_CONFIG": "/x"}, alone=True) == Path("/y")
+
+
+def test_check_names_file_line_and_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("listen: 127.0.0.1:4000\nmodles: {}\n")
+
+    assert exit_code(["check", str(file)]) == 2
+    assert capsys.readouterr().out.splitlines()[0].startswith(f"{file}:2: modles")
+    assert exit_code(["check", "--json", str(file)]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["problems"][0]["line"], found["problems"][0]["severity"]) == (False, 2, "error")
+
+
+def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("models:\n  m:\n    model: /nowhere/at/all\n")
+
+    assert exit_code(["--json", "check", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and [problem["severity"] for problem in found["problems"]] == ["warning"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["version", "--json"]) == 0
+    version = json.loads(capsys.readouterr().out)["sparkd"]
+    assert exit_code(["--version"]) == 0
+    assert capsys.readouterr().out == f"sparkd {version}\n"
+
+
+def test_a_bug_is_one_sentence(monkeypatch: pytest.MonkeyPatch, answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers.say(200, {"models": [{"name": "of an unknown release"}]})
+
+    assert exit_code(["ls", "--url", answers.url]) == 1
+    assert re.fullmatch(r"error: sparkd has a bug: KeyError at show.py:\d+. Please report it.\n", capsys.readouterr().err)
+
+
+def test_what_ends_a_task_group_is_found_inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise ExceptionGroup("tasks", [ExceptionGroup("inner", [errors.StateError("The disk is gone.")])])
+
+    monkeypatch.setattr(__main__, "app", fail)
+    assert exit_code([]) == 3
+    assert capsys.readouterr().err == "error: The disk is gone.\n"
+
+
+def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:
+    code = "import sys, sparkd.__main__ as m; m.exit_code(['--url', 'localhost:1', 'ps']); print(*sys.modules)"
+    loaded = set(_python(code).stdout.split())
+
+    heavy = {"fastapi", "uvicorn", "ray", "aiohttp", "sqlite3", "yaml", "sparkd.daemon", "sparkd.config", "sparkd.state"}
+    assert not loaded & heavy
+
+
+def test_the_log_of_a_terminal_goes_to_a_private_file_and_warnings_stay(tmp_path: Path) -> None:
+    code = f"""
+import logging, os, pathlib
+from sparkd import logs
+logs.set_up("info", pathlib.Path({str(tmp_path / "state")!r}))
+log = logging.getLogger("sparkd.x")
+log.info("one\\nline with authorization: Bearer {KEY}")
+log.warning("look here")
+log.debug("not this")
+logging.getLogger("httpx").info("GET http://engine/?q=1")
+os.write(2, b"native words\\n")
+"""
+    done = _python(code)
+    file = tmp_path / "state" / "sparkd.log"
+    text = file.read_text()
+
+    assert done.stderr == "WARNING look here\n"
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO sparkd.x one\\nline with", text, re.MULTILINE)
+    assert "native words" in text and KEY not in text and "not this" not in text and "httpx" not in text
+    assert stat.S_IMODE(file.stat().st_mode) & 0o137 == 0
+
+
+def test_the_log_of_a_service_goes_to_stderr(tmp_path: Path) -> None:
+    code = 'import logging; from sparkd import logs; logs.set_up("warning", None); logging.getLogger("a").error("b\\x1b[31m")'
+
+    assert re.fullmatch(r"\S+ \S+ ERROR a b\?\[31m\n", _python(code).stderr)
+
+
+@pytest.mark.parametrize(
+    ("state", "progress", "words"),
+    [
+        ("PLANNED", None, "finding room"),
+        ("LOADING", {"phase": "starting"}, "starting its engine"),
+        ("LOADING", {"phase": "loading", "fraction": 0.5, "bytes_total": 4 << 30, "bytes_done": None}, "loading 50%"),
+        (
+            "LOADING",
+            {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "eta_s": 9.7},
+            "loading 50%, 2.0 of 4.0 GiB, about 10 s left",
+        ),
+        ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}, "sizing the KV cache, 1.50 GiB of weights, KV cache of 1,024 tokens"),
+        ("READY", {"phase": "serving", "kv_tokens": 5}, "ready"),
+    ],
+)
+def test_progress_in_words(state: str, progress: dict[str, Any] | None, words: str) -> None:
+    assert show.stage(state, progress) == words
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (200000, "2d")])
+def test_durations(seconds: float, text: str) -> None:
+    assert show.duration(seconds) == text
+
+
+def test_a_curl_survives_the_shell() -> None:
+    command = show.curl("http://h:1", "m", "What's \"up\"? $HOME", needs_key=True)
+    script = f"printf '%s\\n' {command.removeprefix('curl')}"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+
+    assert json.loads(done.stdout.splitlines()[-1])["messages"][0]["content"] == "What's \"up\"? $HOME"
+    assert "Bearer $SPARKD_API_KEY" in command
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    assert show.printable("a\x1b]0;title\x07b\r\n\tc\x9b2J") == "a]0;titleb\n\tc2J"
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -1,0 +1,305 @@
+"""The command line against a real daemon with real Ray, kept by `sparkd ray-node`, and the stub engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.client import Client
+from sparkd.config import load_config
+from sparkd.errors import ConfigError, RayUnavailable
+from sparkd.rayhead import RayHead
+from sparkd.raynode import node_of
+from tests.daemon_process import ROOT, DaemonProcess, alive, until
+
+ANSWER = "The capital of France is Paris."
+SLOW = {"SPARKD_STUB_START_DELAY_S": "20"}
+
+
+class Cli:
+    """One daemon, its Ray node, and command lines put to it."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> None:
+        model = {"model": str(folder), "memory_gib": 1}
+        settings = {
+            "engine": {
+                "entrypoint": "workers.stub",
+                "stop_timeout_s": 2,
+                "env": {"SPARKD_STUB_RECORD": str(folder / "record.json"), "SPARKD_STUB_CHUNK_INTERVAL_S": "0.02"},
+            },
+            "backoff": {"initial_s": 30},
+            "models": {
+                "quick": model | {"aliases": ["gpt-4o"]},
+                "slow": model | {"env": SLOW},
+                "crash": model | {"env": {"SPARKD_STUB_EXIT_AT": "load"}},
+            },
+        }
+        self.folder = folder
+        self.daemon = DaemonProcess(folder, settings)
+        self.node = self.popen("ray-node", "--config", str(self.daemon.config), stdout=None, stderr=None)
+        self.capsys = capsys
+
+    def popen(self, *argv: str, **options: Any) -> subprocess.Popen[str]:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        environ = os.environ | {"SPARKD_URL": self.daemon.url}
+        return subprocess.Popen([sys.executable, "-m", "sparkd", *argv], cwd=ROOT, env=environ, text=True, **streams)
+
+    def run(self, *argv: str) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of a command line in this process."""
+        if self.capsys is None:
+            raise RuntimeError("no test asked")
+        self.capsys.readouterr()
+        return (exit_code(["--url", self.daemon.url, *argv]), *self.capsys.readouterr())
+
+    def json(self, *argv: str) -> Any:
+        code, out, err = self.run("--json", *argv)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    made = Cli(tmp_path_factory.mktemp("cli"))
+    daemon, node = made.daemon, made.node
+    try:
+        # From here on the daemon waits for the node's Ray and starts none of its own.
+        until((daemon.runtime_dir / "ray.json").exists, 60, "the node's record")
+        daemon.start()
+        daemon.settled()
+        daemon.ray_connected()
+        yield made
+        _ends_apart(made)
+    finally:
+        for process in (daemon.process, node):
+            if process and process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+        daemon.client.close()
+    until(lambda: not daemon.leftovers(), 20, f"nothing is left: {daemon.leftovers()}")
+
+
+def _ends_apart(made: Cli) -> None:
+    """The daemon uses the node's Ray and leaves it alone; the node ends it."""
+    pids = [process["pid"] for process in made.daemon.status()["costs"]["ray"] if process["name"] in ("gcs_server", "raylet")]
+    assert made.daemon.end(signal.SIGINT) == 0
+    assert len(pids) == 2 and all(map(alive, pids))
+    made.node.send_signal(signal.SIGTERM)
+    assert made.node.wait(60) == 0
+    assert not any(map(alive, pids))
+
+
+@pytest.fixture
+def cli(running: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
+    monkeypatch.setattr(sys, "stdin", StringIO(""))
+    running.capsys = capsys
+    yield running
+    assert running.run("unload", "--all", "--timeout", "30")[0] == 0
+
+
+def test_load_ps_and_unload(cli: Cli) -> None:
+    code, out, err = cli.run("load", "gpt-4o")
+    assert (code, out.startswith("quick: The model answers after")) == (0, True)
+    assert "quick: " in err
+
+    code, out, _ = cli.run("ps")
+    header, row = out.splitlines()
+    assert (code, header.split()[:2], row.split()[:2]) == (0, ["MODEL", "STATE"], ["quick", "READY"])
+    shown = cli.json("ps")["models"]
+    assert [(model["name"], model["state"]) for model in shown] == [("quick", "READY")] and str(shown[0]["ranks"][0]["pid"]) in row
+
+    assert cli.run("unload", "quick")[1] == "quick: Every process of it is gone.\n"
+    assert cli.json("ps") == {"models": []}
+    assert "No model is resident" in cli.run("ps")[1]
+
+
+def test_what_can_be_looked_at(cli: Cli) -> None:
+    assert {model["name"] for model in cli.json("ls")["models"]} == {"quick", "slow", "crash"}
+    assert "gpt-4o" in cli.run("ls")[1]
+
+    told = cli.run("status")[1]
+    assert all(word in told for word in ("serving", "GiB in use", "Ray", "raylet", "listens on 127.0.0.1:"))
+    assert cli.json("status")["cluster"]["connected"]
+
+    events = cli.json("events", "-n", "3")["events"]
+    assert len(events) == 3 and len(cli.run("events", "-n", "3")[1].splitlines()) == 3
+
+
+def test_json_everywhere(cli: Cli) -> None:
+    (loaded,) = cli.json("load", "quick")["operations"]
+    assert (loaded["state"], loaded["kind"], loaded["model"]) == ("SUCCEEDED", "load", "quick")
+    assert cli.json("run", "quick", "-p", "hi")["answer"] == ANSWER
+    assert cli.json("run", "quick")["base_url"] == f"{cli.daemon.url}/v1"
+    assert "Application startup complete" in cli.json("logs", "quick")["text"]
+    assert [one["kind"] for one in cli.json("unload", "--all")["operations"]] == ["unload"]
+
+
+def test_run_brings_a_model_in_with_its_arguments_unchanged(cli: Cli) -> None:
+    extra = ["--max-num-seqs", "8", "--max-model-len=4k", "-O2"]
+    code, out, _ = cli.run("run", str(cli.folder), "--name", "guest", "-p", "What?", "--", *extra)
+    assert (code, out) == (0, f"{ANSWER}\n")
+    argv = json.loads((cli.folder / "record.json").read_text())["argv"]
+    first = argv.index(extra[0])
+    assert argv[first : first + len(extra)] == extra
+
+    assert cli.run("run", "guest", "--", "--max-num-seqs", "9")[0] == 5
+    assert cli.run("run", "/nowhere", "--name", "guest")[0] == 5
+    assert cli.run("rm", "guest")[0] == 0
+    assert cli.run("rm", "quick")[0] == 5
+    until(lambda: "guest" not in {model["name"] for model in cli.json("ls")["models"]}, 10, "guest is forgotten")
+
+
+def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:
+    code, _, err = cli.run("run", "quikc")
+    assert (code, "Did you mean quick?" in err) == (5, True)
+    assert cli.run("run", str(cli.folder), "--name", "evil", "--", "--host", "0.0.0.0")[0] == 2
+    assert {model["name"] for model in cli.json("ls")["models"]} == {"quick", "slow", "crash"}
+
+
+def test_run_takes_a_question_from_a_pipe_and_else_tells_how_to_call(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("What is it?\n"))
+    assert cli.run("run", "quick")[:2] == (0, f"{ANSWER}\n")
+
+    monkeypatch.setattr(sys, "stdin", StringIO(""))
+    told = cli.run("run", "quick")[1]
+    assert f"{cli.daemon.url}/v1\n" in told and "curl " in told
+
+
+def test_a_chat_on_a_terminal(cli: Cli) -> None:
+    cli.run("load", "quick")
+    ours, theirs = pty.openpty()
+    chat = cli.popen("run", "quick", stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = ""
+
+    def until_seen(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(ours, 4096).decode()
+        seen = seen.partition(text)[2]
+
+    try:
+        for said in ("hello\n", "and again\n"):
+            until_seen(">>> ")
+            os.write(ours, said.encode())
+            until_seen(ANSWER)
+        until_seen(">>> ")
+        os.write(ours, b"/bye\n")
+        assert chat.wait(20) == 0
+    finally:
+        chat.kill()
+        os.close(ours)
+
+
+def test_a_failed_load_says_why_with_code_8(cli: Cli) -> None:
+    code, out, err = cli.run("load", "crash")
+    assert (code, out) == (8, "")
+    assert err.splitlines()[-1].startswith("error: crash: ") and "sparkd logs crash" in err
+    assert "out of memory" in cli.run("logs", "crash", "-n", "5")[1]
+    told = cli.run("ps")[1]
+    assert "FAILED" in told and "Next try in" in told
+
+
+def test_a_load_may_be_left_and_cancelled(cli: Cli) -> None:
+    operation = cli.json("load", "slow", "--no-wait")["operations"][0]["id"]
+    assert cli.run("load", "slow", "--timeout", "0.5")[0] == 7
+    assert cli.json("cancel", operation)["state"] == "CANCELLED"
+    assert cli.run("cancel", "nothing")[0] == 5
+
+
+def test_ctrl_c_ends_the_waiting_and_not_the_load(cli: Cli) -> None:
+    waiting = cli.popen("load", "slow")
+    if waiting.stderr is None:
+        raise RuntimeError("stderr is a pipe")
+    assert waiting.stderr.readline().startswith("slow: ")
+    waiting.send_signal(signal.SIGINT)
+    _, told = waiting.communicate(timeout=20)
+
+    assert waiting.returncode == 130
+    assert "the load of slow goes on" in told and "sparkd cancel" in told and "Traceback" not in told
+    assert [model["name"] for model in cli.json("ps")["models"]] == ["slow"]
+
+
+def test_a_log_and_events_are_followed(cli: Cli) -> None:
+    cli.run("load", "quick")
+    followers = [cli.popen("--json", "events", "-f", "-n", "1"), cli.popen("--json", "logs", "-f", "-n", "1", "quick")]
+    pipes = [pipe for pipe in (follower.stdout for follower in followers) if pipe]
+    before = [json.loads(pipe.readline()) for pipe in pipes]
+    cli.run("unload", "quick")
+    after = [json.loads(pipe.readline()) for pipe in pipes]
+    assert before[0]["seq"] < after[0]["seq"]
+    assert "startup complete" in before[1]["text"] and "shutdown" in after[1]["text"]
+    for follower in followers:
+        follower.send_signal(signal.SIGINT)
+        _, told = follower.communicate(timeout=20)
+        assert (follower.returncode, told) == (130, "")
+
+
+def test_a_second_daemon_is_refused(cli: Cli) -> None:
+    same_state, same_port = ["--port", str(cli.daemon.port + 1)], ["--state-dir", str(cli.folder / "other")]
+    seconds = [cli.popen("serve", "--config", str(cli.daemon.config), *argv) for argv in (same_state, same_port)]
+    for second, code, told in zip(seconds, (3, 2), ("Another sparkd", "another program listens"), strict=True):
+        _, err = second.communicate(timeout=30)
+        assert (second.returncode, told in err, "Traceback" in err) == (code, True, False)
+
+
+def test_leaving_an_answer_ends_it(cli: Cli) -> None:
+    cli.run("load", "quick")
+    client = Client(cli.daemon.url, None)
+    pieces = client.answer("quick", [{"role": "user", "content": "hi"}])
+    next(pieces)
+    pieces.close()
+    until(lambda: client.model("quick")["in_flight"] == 0, 5, "the request has ended")
+    client.close()
+
+
+def test_a_daemon_does_not_start_what_a_node_keeps(tmp_path: Path) -> None:
+    (tmp_path / "ray.json").write_text('{"address": "127.0.0.1:1", "keeper": true}')
+    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
+
+    with pytest.raises(RayUnavailable, match="sparkd ray-node"):
+        head.ensure()
+    head.stop()
+    assert head.kept_elsewhere
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"cluster.address": "192.0.2.1:6379"}, "cluster.node_ip"),
+        ({"cluster.address": "192.0.2.1:6379", "cluster.node_ip": "127.0.0.1"}, "token"),
+    ],
+)
+def test_a_node_that_cannot_join_says_why(settings: dict[str, str], told: str, tmp_path: Path) -> None:
+    config = load_config(None, flags=settings | {"state_dir": str(tmp_path)}, environ={})
+
+    with pytest.raises(ConfigError, match=told):
+        node_of(config, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "absent"),
+    [
+        ({}, ["--head", "--port=0", "--node-ip-address=127.0.0.1"], "--address"),
+        ({"cluster.address": "127.0.0.1:6400"}, ["--head", "--port=6400", "--node-ip-address=127.0.0.1"], "--address"),
+        ({"cluster.address": "192.0.2.1:6379", "cluster.node_ip": "192.0.2.2"}, ["--address=192.0.2.1:6379"], "--head"),
+    ],
+)
+def test_a_node_is_the_head_where_the_address_is_here(settings: dict[str, str], expected: list[str], absent: str, tmp_path: Path) -> None:
+    (tmp_path / "ray.token").write_text("t" * 64)
+    config = load_config(None, flags=settings | {"state_dir": str(tmp_path)}, environ={})
+    command = node_of(config, {}).command()
+
+    assert set(expected) <= set(command) and not [word for word in command if word.startswith(absent)]
+    # Ray refuses these for a node that joins.
+    assert ("--include-dashboard=false" in command) == ("--head" in expected)
