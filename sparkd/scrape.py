@@ -15,9 +15,19 @@ TIMEOUT_S = 2.0
 MAX_BYTES = 4 << 20
 KEEP_S = 30.0
 
-# `name{labels} value` or `name value`; names with a colon are vLLM's (Prometheus text format 0.0.4).
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?(?P<rest>\s.+)$")
 _ENGINES_OWN = ("vllm:",)
+# Prometheus text format 0.0.4. Anything else is left out: one line that Prometheus cannot read costs the whole scrape, ours included.
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
+_NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+|Inf|NaN)"
+_SAMPLE = re.compile(
+    rf"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{(?P<labels>(?:{_LABEL}(?:,{_LABEL})*)?),?\}})?"
+    rf"[ \t]+(?P<rest>{_NUMBER}(?:[ \t]+-?[0-9]+)?)[ \t]*"
+)
+_HEAD = re.compile(r"# (?:(HELP) ([a-zA-Z0-9_:]+)(?: .*)?|(TYPE) ([a-zA-Z0-9_:]+) (?:counter|gauge|histogram|summary|untyped))")
+# What a sample's name may have behind its family's.
+_SUFFIXES = ("", "_bucket", "_sum", "_count", "_total", "_created", "_info")
+# No value can hold a quote that is not escaped, so this finds names only.
+_OURS = re.compile(r'(^|,)(model|node)="')
 
 
 class Scraper:
@@ -45,37 +55,40 @@ class Scraper:
             if page is not None:
                 self._pages[key] = (now_s, page)
         self._pages = {key: (at_s, page) for key, (at_s, page) in self._pages.items() if key in fetches and now_s - at_s <= KEEP_S}
-        self._text = merge({key: page for key, (_, page) in self._pages.items()}).encode()
+        pages = {key: page for key, (_, page) in self._pages.items()}
+        # Milliseconds for a page of an engine: not between two chunks of somebody's stream.
+        self._text = (await asyncio.to_thread(merge, pages)).encode() if pages else b""
 
     def text(self) -> bytes:
         return self._text
 
 
 def merge(pages: dict[tuple[str, str], str]) -> str:
-    """One exposition of many: `model` and `node` added to every `vllm:` sample, HELP and TYPE once for each family, families together."""
-    heads: dict[str, list[str]] = {}
+    """One exposition of many: `model` and `node` added to every `vllm:` sample, HELP and TYPE once for each family, families together.
+
+    A label of that name which an engine has itself becomes `exported_model` or `exported_node`, as Prometheus would call it.
+    """
+    heads: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}
     for (model, node), page in pages.items():
         own = f'model="{_escape(model)}",node="{_escape(node)}"'
         family = ""
-        for line in page.splitlines():
+        for line in page.split("\n"):
             if line.startswith("#"):
-                words = line.split(None, 3)
-                if len(words) < 3 or words[1] not in ("HELP", "TYPE"):
-                    continue
-                family = words[2]
-                if family.startswith(_ENGINES_OWN) and line not in heads.setdefault(family, []) and len(heads[family]) < 2:
-                    heads[family].append(line)
+                head = _HEAD.fullmatch(line)
+                if head is not None:
+                    family = head[2] or head[4]
+                    heads.setdefault(family, {}).setdefault(head[1] or head[3], line)
                 continue
-            match = _SAMPLE.match(line)
-            if match is None or not match["name"].startswith(_ENGINES_OWN):
+            match = _SAMPLE.fullmatch(line) if line.startswith(_ENGINES_OWN) else None
+            if match is None:
                 continue
-            home = family if family and match["name"].startswith(family) else match["name"]
-            labels = ",".join(filter(None, (own, match["labels"])))
-            samples.setdefault(home, []).append(f"{match['name']}{{{labels}}}{match['rest']}")
+            name, labels = match["name"], _OURS.sub(r'\1exported_\2="', match["labels"] or "")
+            home = family if name.startswith(family) and name.removeprefix(family) in _SUFFIXES else name
+            samples.setdefault(home, []).append(f"{name}{{{own}{',' if labels else ''}{labels}}} {match['rest']}")
     lines: list[str] = []
     for family, found in samples.items():
-        lines += heads.get(family, []) + found
+        lines += [*heads.get(family, {}).values(), *found]
     return "\n".join(lines) + "\n" if lines else ""
 
 

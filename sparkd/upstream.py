@@ -19,16 +19,20 @@ class Upstream:
     queues silently beyond it (vllm-project/production-stack issue 765). No environment proxies, no cookies, no redirects.
     """
 
-    __slots__ = ("_session", "api_key", "base_url", "socket_path")
+    __slots__ = ("_closed", "_session", "api_key", "base_url", "socket_path")
 
     def __init__(self, *, socket_path: str | None = None, base_url: str = "http://engine", api_key: str | None = None) -> None:
         self.socket_path = socket_path
         self.base_url = base_url
         self.api_key = api_key
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     def session(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
+        """Raises aiohttp.ClientConnectionError once closed: whoever still holds it then would make a client that nobody closes."""
+        if self._closed:
+            raise aiohttp.ClientConnectionError("the engine is gone")
+        if self._session is None:
             self._session = aiohttp.ClientSession(
                 base_url=self.base_url,
                 connector=self._connector(),
@@ -42,6 +46,7 @@ class Upstream:
         return self._session
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -61,7 +66,11 @@ async def served_names(upstream: Upstream, timeout_s: float = 2.0) -> list[str] 
         async with asyncio.timeout(timeout_s), upstream.session().get("/v1/models") as response:
             if response.status != 200:
                 return None
-            listed = json.loads(await response.content.read(MAX_MODEL_LIST_BYTES))
-            return [str(model["id"]) for model in listed["data"]]
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > MAX_MODEL_LIST_BYTES:
+                    return None
+            return [str(model["id"]) for model in json.loads(body)["data"]]
     except (TimeoutError, OSError, aiohttp.ClientError, ValueError, KeyError, TypeError):
         return None

@@ -1,0 +1,157 @@
+"""The client of one engine: where it connects, what it sends by itself, and whose answers count as a model list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import pytest
+
+from sparkd.upstream import MAX_MODEL_LIST_BYTES, Upstream, served_names
+from tests.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
+
+KEY = "an-engines-own-key"
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[RawEngine]:
+    with TemporaryDirectory(prefix="sparkd-") as folder:  # pytest's own paths are too long for a socket
+        engine = RawEngine(Path(folder) / "engine.sock")
+        await engine.start()
+        yield engine
+        await engine.stop()
+
+
+@pytest.fixture
+async def upstream(engine: RawEngine) -> AsyncIterator[Upstream]:
+    made = Upstream(socket_path=str(engine.path), api_key=KEY)
+    yield made
+    await made.close()
+
+
+async def get(upstream: Upstream, path: str = "/x") -> int:
+    async with upstream.session().get(path) as response:
+        await response.read()
+        return response.status
+
+
+async def test_it_says_nothing_but_host_and_key(engine: RawEngine, upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    assert await get(upstream) == 200
+    assert engine.heard[0].headers == {"host": "engine", "authorization": f"Bearer {KEY}"}
+
+
+async def test_without_a_key_no_authorization(engine: RawEngine) -> None:
+    upstream = Upstream(socket_path=str(engine.path))
+    await get(upstream)
+    await upstream.close()
+
+    assert "authorization" not in engine.heard[0].headers
+
+
+async def test_over_tcp(engine: RawEngine) -> None:
+    server = await asyncio.start_server(engine._serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    upstream = Upstream(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+    assert await get(upstream) == 200
+    await upstream.close()
+    server.close()
+
+    assert engine.heard[0].headers["host"] == f"127.0.0.1:{port}"
+
+
+async def test_one_client_for_its_life_that_keeps_no_cookies_and_its_connections(engine: RawEngine, upstream: Upstream) -> None:
+    engine.replies(JSON_ANSWER.replace(b"server: engine", b"set-cookie: a=b; Path=/"))
+    first = upstream.session()
+    for _ in range(3):
+        assert await get(upstream) == 200
+
+    assert upstream.session() is first
+    assert engine.connections == 1
+    assert not any("cookie" in heard.headers for heard in engine.heard)
+
+
+async def test_more_requests_at_once_than_aiohttp_would_let_through(engine: RawEngine, upstream: Upstream) -> None:
+    everybody = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(engine.heard) == 150:
+            everybody.set()
+        await everybody.wait()
+        writer.write(JSON_ANSWER)
+
+    engine.script = script
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(*(get(upstream) for _ in range(150))) == [200] * 150
+
+
+async def test_a_body_that_says_it_is_compressed_is_passed_on_as_it_is(engine: RawEngine, upstream: Upstream) -> None:
+    engine.replies(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nabcd")
+    async with upstream.session().get("/x") as response:
+        assert await response.read() == b"abcd"
+
+
+async def test_once_closed_it_stays_closed(engine: RawEngine, upstream: Upstream) -> None:
+    await get(upstream)
+    await upstream.close()
+    await upstream.close()
+
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await get(upstream)
+    assert await served_names(upstream) is None
+
+
+async def test_closed_before_it_was_used() -> None:
+    upstream = Upstream(socket_path="/nowhere")
+    await upstream.close()
+    with pytest.raises(aiohttp.ClientConnectionError):
+        upstream.session()
+
+
+def test_its_key_is_not_in_its_repr() -> None:
+    assert repr(Upstream(socket_path="/run/x.sock", api_key=KEY)) == "Upstream(/run/x.sock)"
+    assert repr(Upstream(base_url="http://10.0.0.2:8001", api_key=KEY)) == "Upstream(http://10.0.0.2:8001)"
+
+
+def answer(body: bytes, status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+MANY = [f"model-{number}" for number in range(5000)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "names"),
+    [
+        (answer(b'{"data": [{"id": "m"}, {"id": "alias", "more": 1}]}'), ["m", "alias"]),
+        (answer(b'{"data": []}'), []),
+        (answer(b'{"data": [%s]}' % b",".join(b'{"id": "%s"}' % name.encode() for name in MANY)), MANY),
+        (answer(b'{"data": [{"id": "m"}]}', b"503 Service Unavailable"), None),
+        (answer(b'{"data": [{"id": "m"}]}', b"401 Unauthorized"), None),
+        (answer(b'{"data": [{"name": "m"}]}'), None),
+        (answer(b'{"data": null}'), None),
+        (answer(b'{"models": []}'), None),
+        (answer(b"[]"), None),
+        (answer(b"hello"), None),
+        (answer(b"\xff"), None),
+        (answer(b" " * (MAX_MODEL_LIST_BYTES + 1)), None),
+        (b"garbage\r\n\r\n", None),
+    ],
+)
+async def test_served_names(engine: RawEngine, upstream: Upstream, raw: bytes, names: list[str] | None) -> None:
+    engine.replies(raw)
+
+    assert await served_names(upstream, 20.0) == names
+    assert engine.heard[0].head.startswith(b"GET /v1/models HTTP/1.1")
+
+
+async def test_served_names_of_a_server_that_hangs_or_is_not_there(engine: RawEngine, upstream: Upstream) -> None:
+    engine.script = until_gone
+    assert await served_names(upstream, 0.05) is None
+    await engine.stop()
+    assert await served_names(upstream, 20.0) is None
