@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from prometheus_client import Counter, Gauge, Histogram
+
 from sparkd import metrics
 from sparkd.snapshot import ModelView, NodeView, Snapshot
 from sparkd.state import ModelState
 
-_shown: set[str] = set()
+_models: set[str] = set()
+_nodes: set[str] = set()
+_reasons: dict[str, set[str]] = {}
 
 
 def show(snapshot: Snapshot) -> None:
-    """Set every gauge; the series of a model that is gone are removed."""
+    """Set every gauge; the series of a model or a node that is gone are removed."""
     for view in snapshot.models.values():
         _show_model(view)
-    for name in _shown - set(snapshot.models):
-        _forget(name)
-    _shown.clear()
-    _shown.update(snapshot.models)
+    for name in _models - set(snapshot.models):
+        _forget_model(name)
+    _models.clear()
+    _models.update(snapshot.models)
     for node in snapshot.nodes:
         _show_node(node)
+    present = {node.node_id for node in snapshot.nodes}
+    for node_id in _nodes - present:
+        for metric in _OF_A_NODE:
+            _remove(metric, node_id)
+    _nodes.clear()
+    _nodes.update(present)
 
 
 def loaded(model: str, seconds: float, adopted: bool) -> None:
@@ -27,6 +39,7 @@ def loaded(model: str, seconds: float, adopted: bool) -> None:
 
 
 def failed(model: str, reason: str) -> None:
+    _reasons.setdefault(model, set()).add(reason)
     metrics.MODEL_FAILURES.labels(model, reason).inc()
 
 
@@ -67,8 +80,37 @@ def _show_node(node: NodeView) -> None:
             gauge.labels(node.node_id).set(value)
 
 
-def _forget(model: str) -> None:
+_OF_A_MODEL = (
+    metrics.QUEUE_DEPTH,
+    metrics.MODEL_LOAD_BYTES,
+    metrics.MODEL_LOAD_TOTAL_BYTES,
+    metrics.MODEL_LOAD_SECONDS,
+    metrics.MODEL_RESTARTS,
+)
+_OF_A_NODE = (
+    metrics.NODE_RESERVED_BYTES,
+    metrics.NODE_MEM_TOTAL_BYTES,
+    metrics.NODE_MEM_AVAILABLE_BYTES,
+    metrics.NODE_MEM_FREE_BYTES,
+    metrics.NODE_MEM_CACHED_BYTES,
+    metrics.NODE_MEM_SWAP_USED_BYTES,
+    metrics.NODE_MEM_CMA_TOTAL_BYTES,
+    metrics.NODE_MEM_CMA_FREE_BYTES,
+    metrics.NODE_PSI_SOME_RATIO,
+    metrics.NODE_PSI_FULL_RATIO,
+    metrics.NODE_READING_AGE_SECONDS,
+)
+
+
+def _forget_model(model: str) -> None:
     for state in ModelState:
-        metrics.MODEL_STATE.remove(model, state.value)
-    for gauge in (metrics.QUEUE_DEPTH, metrics.MODEL_LOAD_BYTES, metrics.MODEL_LOAD_TOTAL_BYTES):
-        gauge.remove(model)
+        _remove(metrics.MODEL_STATE, model, state.value)
+    for reason in _reasons.pop(model, set()):
+        _remove(metrics.MODEL_FAILURES, model, reason)
+    for metric in _OF_A_MODEL:
+        _remove(metric, model)
+
+
+def _remove(metric: Gauge | Counter | Histogram, *labels: str) -> None:
+    with suppress(KeyError):  # older releases of the library raise it for a series that never was
+        metric.remove(*labels)

@@ -1,0 +1,144 @@
+"""What a scrape shows of the supervisor's picture, and that what is gone is shown no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sparkd import gauges, metrics
+from sparkd.snapshot import ModelView, NodeView, Snapshot
+from sparkd.state import ModelState, Progress, Reading
+from tests.gateway.fakes import view
+
+GIB = 1 << 30
+READING = Reading(
+    node_id="n1",
+    at_s=100.0,
+    mem_total_bytes=128 * GIB,
+    mem_available_bytes=90 * GIB,
+    mem_free_bytes=40 * GIB,
+    cached_bytes=50 * GIB,
+    swap_total_bytes=16 * GIB,
+    swap_free_bytes=15 * GIB,
+    psi_some_avg10=12.5,
+    psi_full_avg10=0.0,
+    age_s=0.25,
+)
+NODE = NodeView("n1", "10.0.0.1", True, True, READING, 121.0, 4.5)
+
+
+def snapshot(*models: ModelView, nodes: tuple[NodeView, ...] = ()) -> Snapshot:
+    return Snapshot(5.0, True, False, 0.0, {model.name: model for model in models}, nodes, {})
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing() -> Iterator[None]:
+    """The registry is the process's own: what these tests show must not be there for the next ones."""
+    gauges.show(snapshot())
+    yield
+    gauges.show(snapshot())
+
+
+def shown(family: str, **labels: str) -> dict[str, float]:
+    """Values of a family's samples that carry `labels`, by their other labels, joined."""
+    found = {}
+    for each in text_string_to_metric_families(metrics.text().decode()):
+        for sample in each.samples if each.name == family else ():
+            if labels.items() <= sample.labels.items():
+                rest = [value for name, value in sample.labels.items() if name not in labels]
+                found[" ".join([sample.name.removeprefix(family), *rest]).strip()] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("state", ModelState)
+def test_exactly_one_state_is_one(state: ModelState) -> None:
+    gauges.show(snapshot(view("m", state=state)))
+
+    assert shown("sparkd_model_state", model="m") == {each.value: float(each is state) for each in ModelState}
+
+
+def test_queue_and_bytes_of_a_load() -> None:
+    model = view("m", queued=3, progress=Progress(bytes_done=7, bytes_total=9))
+    gauges.show(snapshot(model))
+    assert [shown(f"sparkd_{name}", model="m") for name in ("queue_depth", "model_load_bytes", "model_load_total_bytes")] == [
+        {"": 3.0},
+        {"": 7.0},
+        {"": 9.0},
+    ]
+
+    gauges.show(snapshot(replace(model, queued=0, progress=None)))
+    assert shown("sparkd_queue_depth", model="m") == {"": 0.0}
+    assert shown("sparkd_model_load_bytes", model="m") == {"": 7.0}, "of the last load, once it is over"
+
+
+def test_no_bytes_where_the_log_says_none() -> None:
+    gauges.show(snapshot(view("m", progress=Progress(fraction=0.5))))
+
+    assert shown("sparkd_model_load_bytes", model="m") == {}
+
+
+def test_loads_failures_and_restarts_count() -> None:
+    gauges.show(snapshot(view("m")))
+    gauges.loaded("m", 12.0, adopted=False)
+    gauges.loaded("m", 0.1, adopted=True)
+    gauges.failed("m", "EngineExited")
+    gauges.failed("m", "EngineExited")
+    gauges.failed("m", "DoesNotFit")
+    gauges.restarted("m")
+
+    loads = shown("sparkd_model_load_seconds", model="m")
+    assert (loads["_count"], loads["_sum"]) == (1.0, 12.0), "an adoption is no load"
+    assert shown("sparkd_model_failures", model="m") == {"_total EngineExited": 2.0, "_total DoesNotFit": 1.0}
+    assert shown("sparkd_model_restarts", model="m") == {"_total": 1.0}
+
+
+def test_a_node_to_the_byte() -> None:
+    gauges.show(snapshot(nodes=(NODE,)))
+
+    values = {
+        "mem_total_bytes": 128 * GIB,
+        "mem_available_bytes": 90 * GIB,
+        "mem_free_bytes": 40 * GIB,
+        "mem_cached_bytes": 50 * GIB,
+        "mem_swap_used_bytes": GIB,
+        "psi_memory_some_ratio": 0.125,
+        "psi_memory_full_ratio": 0.0,
+        "reading_age_seconds": 0.25,
+        "reserved_bytes": 4.5 * GIB,
+    }
+    for name, value in values.items():
+        assert shown(f"sparkd_node_{name}", node="n1") == {"": float(value)}, name
+
+
+def test_what_the_kernel_does_not_say_is_not_shown() -> None:
+    gauges.show(snapshot(nodes=(replace(NODE, reading=replace(READING, psi_some_avg10=None)),)))
+    assert shown("sparkd_node_psi_memory_some_ratio") == {}
+    assert shown("sparkd_node_mem_cma_total_bytes") == {}
+
+    gauges.show(snapshot(nodes=(replace(NODE, reading=replace(READING, cma_total_bytes=128 << 20, cma_free_bytes=0)),)))
+    assert shown("sparkd_node_mem_cma_total_bytes") == {"n1": float(128 << 20)}
+    assert shown("sparkd_node_mem_cma_free_bytes") == {"n1": 0.0}
+
+
+def test_a_node_without_a_reading_shows_what_is_reserved() -> None:
+    gauges.show(snapshot(nodes=(replace(NODE, reading=None),)))
+
+    assert shown("sparkd_node_reserved_bytes") == {"n1": 4.5 * GIB}
+    assert shown("sparkd_node_mem_total_bytes") == {}
+
+
+def test_what_is_gone_leaves_no_series() -> None:
+    before = metrics.text()
+    gauges.show(snapshot(view("m", progress=Progress(bytes_done=1)), view("other"), nodes=(NODE,)))
+    gauges.loaded("m", 1.0, adopted=False)
+    gauges.failed("m", "EngineExited")
+    gauges.restarted("m")
+    gauges.show(snapshot(view("other"), nodes=(NODE,)))
+    assert b'model="m"' not in metrics.text()
+    assert shown("sparkd_model_state", model="other")["READY"] == 1.0
+
+    gauges.show(snapshot())
+    assert metrics.text() == before
