@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -69,12 +72,14 @@ def exit_code(argv: list[str]) -> int:
         # The reader has had enough, as `head` has; Python must not complain when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # noqa: BLE001 - the last resort: a bug becomes one sentence that is enough to report it
+    except Exception as error:
+        # The last resort: a bug becomes one sentence that is enough to report it; the daemon's log has all of it.
         known = _known(error)
         if known is not None:
             return _fail(known.message, known.exit_code)
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return _fail(f"sparkd has a bug: {type(error).__name__} at {Path(place.filename).name}:{place.lineno}. Please report it.", 1)
+        if logging.getLogger().handlers:
+            logging.getLogger("sparkd").critical("sparkd has a bug", exc_info=error)
+        return _fail(f"sparkd has a bug: {type(error).__name__} at {_place(error)}. Please report it.", SparkdError.exit_code)
 
 
 @app.callback(invoke_without_command=True)
@@ -100,10 +105,21 @@ launch.register(app)
 
 
 def _fail(message: str, code: int) -> int:
-    """One sentence, or one problem a line, on stderr."""
+    """One sentence, or one problem a line, on stderr; folded between words where a terminal would cut them."""
     sys.stdout.flush()
-    sys.stderr.write(f"error: {message}\n")
+    lines = f"error: {message}".splitlines()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
+    sys.stderr.write("\n".join(lines) + "\n")
     return code
+
+
+def _place(error: BaseException) -> str:
+    """file:line of the innermost frame that is ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).parent.name == "sparkd"] or frames
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
 
 
 def _usage(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from sparkd.errors import StateError
 from workers.logfile import Redactor
 
+FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 FILE_NAME = "sparkd.log"
 FILE_BYTES = 8 << 20
 FILE_BACKUPS = 3
@@ -33,7 +35,7 @@ def set_up(level: str, state_dir: Path | None) -> Path | None:
     for handler in list(root.handlers):
         root.removeHandler(handler)
     terminal = _ToStderr()
-    terminal.setFormatter(_OneLine("%(levelname)s %(message)s" if state_dir else "%(asctime)s %(levelname)s %(name)s %(message)s"))
+    terminal.setFormatter(_OneLine("%(levelname)s %(message)s", traces=False) if state_dir else _OneLine(FORMAT))
     root.addHandler(terminal)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -47,7 +49,7 @@ def set_up(level: str, state_dir: Path | None) -> Path | None:
         file = _PrivateFile(path, maxBytes=FILE_BYTES, backupCount=FILE_BACKUPS, encoding="utf-8")
     except OSError as error:
         raise StateError(f"The log {path} cannot be written: {error.strerror}. Give a folder of this user by --state-dir.") from None
-    file.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    file.setFormatter(_OneLine(FORMAT))
     root.addHandler(file)
     sys.stderr.flush()
     sys.stderr = open(os.dup(2), "w", encoding=sys.stderr.encoding, errors="replace", buffering=1)  # noqa: SIM115 - until the end
@@ -61,7 +63,14 @@ class _OneLine(logging.Formatter):
 
     _redactor = Redactor()
 
+    def __init__(self, form: str, *, traces: bool = True) -> None:
+        super().__init__(form)
+        self._traces = traces
+
     def format(self, record: logging.LogRecord) -> str:
+        if not self._traces:
+            record = copy.copy(record)
+            record.exc_info = record.exc_text = None
         text = self._redactor.clean(super().format(record))
         return _CONTROL.sub("?", text.replace("\n", "\\n"))
 

@@ -77,8 +77,8 @@ class Session:
             self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)
             raise
         if operation["state"] == "FAILED":
-            cure = f"`sparkd logs {model}` tells more, `sparkd unload {model}` stops its next try."
-            raise ModelFailed(f"{model}: {operation['message']} {cure}")
+            more = "" if "sparkd logs" in operation["message"] else f"`sparkd logs {model}` tells more, "
+            raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops its next try.")
         if operation["state"] == "CANCELLED":
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
         return operation
@@ -188,6 +188,8 @@ def logs(
         show.say_json({"text": text, "cursor": page["cursor"]})
         return
     _write_log(session, text)
+    if not page["text"]:
+        session.err.print(f"The engine of {model} has written nothing yet.", markup=False)
     if not follow:
         return
     for piece in session.client.follow_log(model, page["cursor"]):
