@@ -87,7 +87,7 @@ class Actions:
 
     async def _hold(self, record: Record) -> None:
         if record.spec:
-            await self._cluster.hold(record.spec)
+            await self._cluster.hold(record.spec, record.node_id or "")
 
     async def ask(self, record: Record) -> None:
         handle = record.handle

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
+import shutil
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +34,9 @@ PLACE_TIMEOUT_S = 20.0
 SPAWN_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
+NODE_GRACE_S = 30.0
+# Made by systemd for the unit, and removed by it.
+SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
 
 T = TypeVar("T")
@@ -38,14 +44,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed."""
+    """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
+
+    `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
+    """
 
     ranks: tuple[RankFact, ...] | None
     reading: Reading | None
     connected: bool
     nodes: tuple[NodeView, ...] = ()
+    unseen: frozenset[str] = frozenset()
     trouble: str | None = None
     cluster: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One node at one moment."""
+
+    node: NodeView
+    ranks: tuple[RankFact, ...]
 
 
 class Cluster:
@@ -58,7 +76,7 @@ class Cluster:
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self._config = config
         self.node_ip = config.cluster.node_ip or LOOPBACK
-        self.run_dir = config.runtime_path() / "ranks"
+        self._run_dirs = config.runtime_path() / "ranks"
         self.log_dir = config.state_dir / "logs"
         token_path = config.token_path(environ)
         self.total_gib = offered_gib(config)
@@ -70,13 +88,12 @@ class Cluster:
             memory_gib=self.total_gib,
             object_store_mib=config.cluster.object_store_memory_mib,
         )
-        self._link = RayLink(
-            node_environment(token_path, self.node_ip), str(self.run_dir), str(self.log_dir), config.memory.sample_s
-        )
-        self._here = Agent(self.node_ip, str(self.run_dir), str(self.log_dir), config.memory.sample_s)
+        self._link = RayLink(node_environment(token_path, self.node_ip), self._agent_arguments)
+        self._here = Agent(self.node_ip, *self._agent_arguments(self.node_ip))
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
-        self._reserved: dict[str, float] = {}
+        self._reserved: dict[str, tuple[str, int]] = {}
+        self._seen_at_s: dict[str, float] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -90,21 +107,33 @@ class Cluster:
             if not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY or await asyncio.to_thread(self._head_died):
                 await self._connect()
                 joined()
+            else:
+                await self._link.refresh()
             await asyncio.sleep(RECONNECT_EVERY_S)
 
     async def observe(self) -> Observation:
-        """Reading and ranks, from the agent, or directly from this node while the agent does not answer."""
-        facts = await self._ask_agent() if self._link.connected else None
-        agent = facts is not None
-        if facts is None:
-            try:
-                facts = await asyncio.to_thread(self._here.observe)
-            except OSError as error:
-                return Observation(None, None, False, trouble=f"NodeUnreadable: {error}")
-        now = reading(self.node_ip, facts["reading"], facts["now_s"])
-        node = NodeView(self.node_ip, self.node_ip, True, agent, now, float(self.total_gib), sum(self._reserved.values()))
+        """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
+        addresses = [ip for ip in self._link.nodes() if ip != self.node_ip]
+        here, *others = await asyncio.gather(self._look_here(), *(self._look(ip) for ip in addresses))
+        if here is None:
+            return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
+        looks = [here, *(look for look in others if look is not None)]
+        now_s = time.monotonic()
+        self._seen_at_s |= {look.node.node_id: now_s for look in looks}
+        missing = {ip for ip, at_s in self._seen_at_s.items() if ip not in {look.node.node_id for look in looks}}
+        for ip in [ip for ip in missing if now_s - self._seen_at_s[ip] > NODE_GRACE_S]:
+            del self._seen_at_s[ip]
+            missing.discard(ip)
         about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
-        return Observation(_facts(facts["ranks"]), now, self._link.connected and agent, (node,), self._trouble, about)
+        return Observation(
+            ranks=tuple(fact for look in looks for fact in look.ranks),
+            reading=here.node.reading,
+            connected=self._link.connected and here.node.agent,
+            nodes=tuple(look.node for look in looks),
+            unseen=frozenset(missing),
+            trouble=self._trouble,
+            cluster=about,
+        )
 
     async def place(self, spec: ModelConfig) -> Placement:
         """Reserve unified memory for `spec` on one node. Raises DoesNotFit with the numbers, ClusterError while Ray is away."""
@@ -119,13 +148,14 @@ class Cluster:
                 f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller "
                 "context or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
             )
-        await self._link.reserve(spec.name, need_gib, PLACE_TIMEOUT_S)
-        self._reserved[spec.name] = need_gib
-        return Placement(self.node_ip, _slug(spec.name), need_gib, platform, entrypoint)
+        node_ip = await self._link.reserve(spec.name, need_gib, self.node_ip, PLACE_TIMEOUT_S)
+        self._reserved[spec.name] = (node_ip, need_gib)
+        return Placement(node_ip, _slug(spec.name), need_gib, platform, entrypoint)
 
-    async def hold(self, spec: ModelConfig) -> None:
+    async def hold(self, spec: ModelConfig, node_ip: str) -> None:
         """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
-        _, _, self._reserved[spec.name] = await asyncio.to_thread(self._need, spec)
+        _, _, need_gib = await asyncio.to_thread(self._need, spec)
+        self._reserved[spec.name] = (node_ip, need_gib)
         if self._link.connected:
             await self._reserve_again(spec.name)
 
@@ -136,7 +166,7 @@ class Cluster:
     async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
         """Free the page cache, then start the one rank of `spec`. Raises RankError or AgentLost."""
         if placement.platform == "cuda":
-            dropped = await self._via_agent(lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
+            dropped = await self._link.call(placement.node_id, lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
             log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
         fields = {
             "rank_id": rank_id,
@@ -148,7 +178,6 @@ class Cluster:
             "rank": 0,
             "runtime": self._runtime(spec),
             "entrypoint": placement.entrypoint,
-            "run_dir": str(self.run_dir),
             "log_path": str(self.log_dir / f"{placement.slug}.log"),
             "config_hash": config_hash,
             "platform": placement.platform,
@@ -156,12 +185,12 @@ class Cluster:
             "flags": ["--enforce-eager"] if placement.platform == "cpu" else [],
             "extra_args": spec.vllm_flags(),
             "env": spec.environment(self._config.engine),
-            "socket_path": str(self.run_dir / f"{rank_id[-8:]}.sock"),
             "log_max_bytes": self._config.engine.log_max_bytes,
             "log_backups": self._config.engine.log_backups,
             "stop_timeout_s": float(self._config.engine.stop_timeout_s),
         }
-        handle = await self._via_agent(lambda agent: agent.spawn.remote(fields), SPAWN_TIMEOUT_S)
+        private = placement.node_id != self.node_ip
+        handle = await self._link.call(placement.node_id, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S)
         return RankHandle(**handle)
 
     async def destroy(self, fact: RankFact) -> None:
@@ -169,13 +198,12 @@ class Cluster:
         # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
-        ended: dict[str, Any]
-        if self._link.connected:
-            try:
-                ended = await self._via_agent(lambda agent: agent.destroy.remote(handle, grace_s), grace_s + SPAWN_TIMEOUT_S)
-            except AgentLost:
-                ended = await asyncio.to_thread(self._here.destroy, handle, grace_s)
-        else:
+        node_ip = fact.handle.node_id
+        try:
+            ended = await self._link.call(node_ip, lambda agent: agent.destroy.remote(handle, grace_s), grace_s + SPAWN_TIMEOUT_S)
+        except AgentLost:
+            if node_ip != self.node_ip:
+                raise
             ended = await asyncio.to_thread(self._here.destroy, handle, grace_s)
         if not ended["gone"]:
             pids = ", ".join(str(pid) for pid in ended["survivors"])
@@ -188,15 +216,15 @@ class Cluster:
         """The way to a rank 0: its Unix socket on this node, else its private address with its own key."""
         if handle.socket_path:
             return Upstream(socket_path=handle.socket_path)
-        key = await asyncio.to_thread(Path(handle.api_key_path).read_text) if handle.api_key_path else None
-        return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key.strip() if key else None)
+        key = await self._link.call(handle.node_id, lambda agent: agent.api_key.remote(handle.rank_id), OBSERVE_TIMEOUT_S)
+        return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key)
 
     async def served_names(self, upstream: Upstream) -> list[str] | None:
         return await served_names(upstream)
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
-        if self._link.connected and node_id != self.node_ip:
-            return await self._via_agent(lambda agent: agent.read_log.remote(path, cursor, max_bytes), OBSERVE_TIMEOUT_S)
+        if node_id and node_id != self.node_ip:
+            return await self._link.call(node_id, lambda agent: agent.read_log.remote(path, cursor, max_bytes), OBSERVE_TIMEOUT_S)
         return await asyncio.to_thread(self._here.read_log, path, cursor, max_bytes)
 
     def costs(self) -> dict[str, Any]:
@@ -210,10 +238,21 @@ class Cluster:
         }
 
     async def close(self, *, stop_ray: bool) -> None:
-        """Leave the cluster; with stop_ray, end our own head too. Ranks are not touched."""
+        """Leave the cluster; with stop_ray, end our own head too and clear the runtime folder. Ranks are not touched."""
         await self._link.disconnect()
-        if stop_ray and self._head and not self._head.kept_elsewhere:
+        if not stop_ray:
+            return
+        if self._head and not self._head.kept_elsewhere:
             await asyncio.to_thread(self._head.stop)
+        await asyncio.to_thread(self._clear_runtime_folder)
+
+    def _clear_runtime_folder(self) -> None:
+        """Nothing is left of a run in which everything ended; what still lives keeps its folder."""
+        if not self._here.observe()["ranks"]:
+            shutil.rmtree(self._run_dirs, ignore_errors=True)
+        if self._run_dirs.parent != SYSTEM_RUNTIME_DIR:
+            with contextlib.suppress(OSError):
+                self._run_dirs.parent.rmdir()
 
     async def _connect(self) -> None:
         try:
@@ -240,7 +279,8 @@ class Cluster:
     async def _reserve_again(self, model: str) -> None:
         """The rank lives already: a reservation that does not fit is a word in the log, not an end."""
         try:
-            await self._link.reserve(model, int(self._reserved[model]), PLACE_TIMEOUT_S)
+            node_ip, gib = self._reserved[model]
+            await self._link.reserve(model, gib, node_ip, PLACE_TIMEOUT_S, only=True)
         except DoesNotFit as error:
             log.warning("%s", error.message)
 
@@ -263,19 +303,40 @@ class Cluster:
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None
 
-    async def _ask_agent(self) -> dict[str, Any] | None:
+    async def _look_here(self) -> _Look | None:
+        """This node, through its agent or, while that is away, with the agent's own code."""
         try:
-            facts = await self._via_agent(lambda agent: agent.observe.remote(), OBSERVE_TIMEOUT_S)
-        except ClusterError as error:
-            self._misses += 1
-            self._trouble = f"AgentLost: {error.message}"
+            found = await self._look(self.node_ip) if self._link.connected else None
+            if found:
+                return found
+            return self._looked_at(self.node_ip, await asyncio.to_thread(self._here.observe), agent=False)
+        except OSError as error:
+            log.error("this node cannot be read: %s", error)
             return None
-        self._misses = 0
-        self._trouble = None
-        return facts
 
-    async def _via_agent(self, call: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
-        return await self._link.call(call, timeout_s)
+    async def _look(self, node_ip: str) -> _Look | None:
+        ours = node_ip == self.node_ip
+        try:
+            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(), OBSERVE_TIMEOUT_S)
+        except ClusterError as error:
+            if ours:
+                self._misses += 1
+                self._trouble = f"AgentLost: {error.message}"
+            return None
+        if ours:
+            self._misses = 0
+            self._trouble = None
+        return self._looked_at(node_ip, facts, agent=True)
+
+    def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> _Look:
+        reserved_gib = sum(gib for where, gib in self._reserved.values() if where == node_ip)
+        lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
+        now = reading(node_ip, facts["reading"], facts["now_s"])
+        return _Look(NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib)), _facts(facts["ranks"]))
+
+    def _agent_arguments(self, node_ip: str) -> tuple[str, str, float]:
+        """run_dir, log_dir, sample_s. Each node has a run_dir of its own name, so that nodes that share a file system do not mix."""
+        return str(self._run_dirs / node_ip.replace(":", "_")), str(self.log_dir), self._config.memory.sample_s
 
     def _runtime(self, spec: ModelConfig) -> str:
         return str(spec.runtime_of(self._config.engine) or sys.executable)

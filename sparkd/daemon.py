@@ -6,10 +6,12 @@ import asyncio
 import fcntl
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +60,7 @@ class Options:
 
 def serve(config: Config, options: Options) -> None:
     """Run until a signal ends it. Raises ConfigError or StateError for what is wrong before anything was started."""
+    _allow_many_files()
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(_serve(config, options))
 
@@ -152,7 +155,11 @@ class Daemon:
         """Again after Ray was joined: it puts handlers of its own in place."""
         loop.add_signal_handler(signal.SIGINT, self._end_soon, True)
         loop.add_signal_handler(signal.SIGTERM, self._end_soon, not (self._options.leave_engines or self._systemd.supervised))
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        # On a terminal, SIGHUP is the terminal that was closed; anywhere else it is somebody who asks for a reload.
+        if sys.stdin is not None and sys.stdin.isatty():
+            loop.add_signal_handler(signal.SIGHUP, self._end_soon, True)
+        else:
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
 
     def _end_soon(self, stop_engines: bool) -> None:
         if self._ending.is_set():
@@ -193,6 +200,7 @@ class Daemon:
                 log.warning("%s changed in the configuration: it takes effect at the next start", name)
         self._config = config
         self._edge.keys, self._edge.limits = keys, _limits(config)
+        self._server.set_limits(_limits(config))
         self._edge.metrics_need_key = config.metrics_need_key
         self._edge.include_aliases_in_list = config.include_aliases_in_list
         self._cluster.reconfigure(config)
@@ -262,6 +270,12 @@ def _limits(config: Config) -> Limits:
         client_write_s=ours.client_write_timeout_s,
         connections=ours.max_connections,
     )
+
+
+def _allow_many_files() -> None:
+    """A request takes two descriptors, client and engine: the usual soft limit of 1024 would end near 500 streams."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

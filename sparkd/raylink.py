@@ -1,4 +1,4 @@
-"""The daemon's one connection to Ray: the driver, the agent's actor handle and the placement groups. Never starts a Ray process.
+"""The daemon's one connection to Ray: the driver, the agents' actor handles and the placement groups. Never starts a Ray process.
 
 Ray is imported here only, and only on the first connection: its import costs as much as the rest of the daemon.
 """
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError, RayUnavailable
+from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RayUnavailable
 from workers.agent import VERSION, Agent
 
 NAMESPACE = "sparkd"
@@ -20,6 +20,7 @@ RESOURCE = "unified_memory_gib"
 CONNECT_TIMEOUT_S = 60.0
 AGENT_TIMEOUT_S = 45.0
 DISCONNECT_TIMEOUT_S = 10.0
+PREFERRED_TIMEOUT_S = 2.0
 
 T = TypeVar("T")
 
@@ -27,39 +28,60 @@ log = logging.getLogger("sparkd.cluster")
 
 
 class RayLink:
-    """Ray's calls that block run on threads; everything that can hang has a deadline."""
+    """Ray's calls that block run on threads; everything that can hang has a deadline.
 
-    def __init__(self, environment: Mapping[str, str], run_dir: str, log_dir: str, sample_s: float) -> None:
+    `arguments(node_ip)` are those of the agent of a node. Nodes are named by the address that Ray knows them by, which outlives a raylet.
+    """
+
+    def __init__(self, environment: Mapping[str, str], arguments: Callable[[str], tuple[Any, ...]]) -> None:
         self._environment = environment
-        self._agent_arguments = (run_dir, log_dir, sample_s)
-        self._agent: Any = None
+        self._arguments = arguments
+        self._agents: dict[str, Any] = {}
         self._joined = False
         self.address: str | None = None
+        self.gib_of: dict[str, float] = {}
 
-    @property
-    def connected(self) -> bool:
-        return self._agent is not None
+        # Only once every node was met: before that, a rank on a node not met yet would count as gone and be started a second time.
+        self.connected = False
 
     async def connect(self, address: str, node_ip: str) -> None:
-        """Join as a driver and find or start the node's agent. Raises RayUnavailable or AgentLost."""
+        """Join as a driver on the node `node_ip` and find or start every node's agent. Raises RayUnavailable or AgentLost."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await _in_thread(self._init, address, node_ip)
         except TimeoutError:
             raise RayUnavailable(f"Ray at {address} did not answer within {CONNECT_TIMEOUT_S:.0f} s.") from None
-        agent = await _in_thread(self._start_agent, node_ip)
-        try:
-            async with asyncio.timeout(AGENT_TIMEOUT_S):
-                if await agent.version.remote() != VERSION:
-                    agent = await _in_thread(self._replace_agent, agent, node_ip)
-                    await agent.version.remote()
-        except _errors(TimeoutError) as error:
-            raise AgentLost(f"The agent of node {node_ip} did not start: {type(error).__name__}.") from error
-        self._agent, self.address = agent, address
+        self.address = address
+        alive = await _in_thread(self._alive_nodes)
+        if node_ip not in alive:
+            known = ", ".join(sorted(alive)) or "none"
+            raise RayUnavailable(
+                f"Ray has no living node with the address {node_ip} and the resource {RESOURCE}; it has: {known}. Set cluster.node_ip to "
+                "this node's address in Ray."
+            )
+        await self._meet(node_ip, alive[node_ip])
+        await self.refresh()
+        self.connected = True
+
+    async def refresh(self) -> None:
+        """Meet the agents of nodes that have come, forget those of nodes that have gone. A node that cannot be met is tried next time."""
+        alive = await _in_thread(self._alive_nodes)
+        for node_ip in set(self._agents) - set(alive):
+            del self._agents[node_ip]
+        for node_ip in set(alive) - set(self._agents):
+            try:
+                await self._meet(node_ip, alive[node_ip])
+            except ClusterError as error:
+                log.warning("%s", error.message)
+
+    def nodes(self) -> list[str]:
+        """Addresses of the nodes whose agents were met."""
+        return list(self._agents)
 
     async def disconnect(self) -> None:
-        """Leave Ray, if it was ever joined. The agent and its ranks stay."""
-        self._agent = None
+        """Leave Ray, if it was ever joined. Agents and ranks stay."""
+        self.connected = False
+        self._agents = {}
         if self._joined:
             self._joined = False
             try:
@@ -68,31 +90,44 @@ class RayLink:
             except TimeoutError:
                 log.warning("Ray did not let go within %.0f s", DISCONNECT_TIMEOUT_S)
 
-    async def call(self, method: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
-        """One method of the agent. A SparkdError raised there is raised here; anything else is AgentLost."""
-        if self._agent is None:
-            raise AgentLost("Ray is not connected; sparkd is connecting again.")
+    async def call(self, node_ip: str, method: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
+        """One method of a node's agent. A ClusterError raised there is raised here; anything else is AgentLost."""
+        agent = self._agents.get(node_ip)
+        if agent is None:
+            raise AgentLost(f"The agent of node {node_ip} is not connected; sparkd is connecting again.")
         try:
             async with asyncio.timeout(timeout_s):
-                return await method(self._agent)
+                return await method(agent)
         except TimeoutError:
-            raise AgentLost(f"The node's agent did not answer within {timeout_s:.0f} s.") from None
+            raise AgentLost(f"The agent of node {node_ip} did not answer within {timeout_s:.0f} s.") from None
         except _errors() as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, ClusterError):
                 raise cause from None
-            if isinstance(error, RankError):
-                raise
-            raise AgentLost(f"The node's agent could not do it: {type(error).__name__}.") from error
+            raise AgentLost(f"The agent of node {node_ip} could not do it: {type(error).__name__}.") from error
 
-    async def reserve(self, model: str, gib: int, timeout_s: float) -> None:
-        """One placement group of the model, kept beyond the daemon. Raises DoesNotFit with the numbers."""
+    async def reserve(self, model: str, gib: int, node_ip: str, timeout_s: float, *, only: bool = False) -> str:
+        """One placement group of the model, kept beyond the daemon; the address of its node, `node_ip` if there is room, or only there.
+
+        Raises DoesNotFit with the numbers.
+        """
         await self.release(model)
-        await _in_thread(self._reserve, model, gib, timeout_s)
+        return await _in_thread(self._reserve, model, gib, node_ip, timeout_s, only)
 
     async def release(self, model: str) -> None:
         if self.connected:
             await _in_thread(self._release, model)
+
+    async def _meet(self, node_ip: str, node_id: str) -> None:
+        agent = await _in_thread(self._start_agent, node_ip, node_id)
+        try:
+            async with asyncio.timeout(AGENT_TIMEOUT_S):
+                if await agent.version.remote() != VERSION:
+                    agent = await _in_thread(self._replace_agent, agent, node_ip, node_id)
+                    await agent.version.remote()
+        except _errors(TimeoutError) as error:
+            raise AgentLost(f"The agent of node {node_ip} did not start: {type(error).__name__}.") from error
+        self._agents[node_ip] = agent
 
     def _init(self, address: str, node_ip: str) -> None:
         ray = self._ray()
@@ -118,42 +153,49 @@ class RayLink:
         logging.getLogger("ray").setLevel(logging.ERROR)
         return ray
 
-    def _start_agent(self, node_ip: str) -> Any:
+    def _alive_nodes(self) -> dict[str, str]:
+        """Address -> Ray's id, of the living nodes that lend unified memory."""
+        alive = [node for node in self._ray().nodes() if node["Alive"] and RESOURCE in node["Resources"]]
+        self.gib_of = {node["NodeManagerAddress"]: float(node["Resources"][RESOURCE]) for node in alive}
+        return {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
+
+    def _start_agent(self, node_ip: str, node_id: str) -> Any:
         ray = self._ray()
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == node_ip]
-        if not nodes:
-            raise RayUnavailable(f"Ray has no living node with the address {node_ip}: set cluster.node_ip to this node's address in Ray.")
         actor = ray.remote(Agent).options(
-            name=f"agent:{nodes[0]['NodeID']}",
+            name=f"agent:{node_id}",
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=8,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0]["NodeID"], soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        return actor.remote(node_ip, *self._agent_arguments)
+        return actor.remote(node_ip, *self._arguments(node_ip))
 
-    def _replace_agent(self, agent: Any, node_ip: str) -> Any:
+    def _replace_agent(self, agent: Any, node_ip: str, node_id: str) -> Any:
+        self._ray().kill(agent, no_restart=True)
+        return self._start_agent(node_ip, node_id)
+
+    def _reserve(self, model: str, gib: int, node_ip: str, timeout_s: float, only: bool) -> str:
         ray = self._ray()
-        ray.kill(agent, no_restart=True)
-        return self._start_agent(node_ip)
+        from ray.util import placement_group, placement_group_table
 
-    def _reserve(self, model: str, gib: int, timeout_s: float) -> None:
-        ray = self._ray()
-        from ray.util import placement_group
-
-        group = placement_group([{RESOURCE: gib}], strategy="STRICT_PACK", name=_group(model), lifetime="detached")
-        if group.wait(timeout_s):
-            return
+        here = {RESOURCE: gib, f"node:{node_ip}": 0.001}
+        alone = only or len(self._agents) == 1
+        tries = [(here, timeout_s)] if alone else [(here, PREFERRED_TIMEOUT_S), ({RESOURCE: gib}, timeout_s)]
+        for bundle, wait_s in tries:
+            group = placement_group([bundle], strategy="STRICT_PACK", name=_group(model), lifetime="detached")
+            if group.wait(wait_s):
+                (node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
+                return next(ip for ip, known in self._alive_nodes().items() if known == node_id)
+            self._release(model)
         free = ray.available_resources().get(RESOURCE, 0.0)
         total = ray.cluster_resources().get(RESOURCE, 0.0)
-        self._release(model)
         raise DoesNotFit(
-            f"{model} asks for {gib} GiB of unified memory; {free:.0f} of {total:.0f} GiB are not reserved by other models. Unload one "
-            "(`sparkd ps`), or set memory_gib to what it really needs."
+            f"{model} asks for {gib} GiB of unified memory on one node; {free:.0f} of {total:.0f} GiB of all nodes are not reserved by "
+            "other models. Unload one (`sparkd ps`), or set memory_gib to what it really needs."
         )
 
     def _release(self, model: str) -> None:

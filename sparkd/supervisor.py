@@ -270,7 +270,8 @@ class Supervisor:
             by_model.setdefault(fact.handle.model, []).append(fact)
         facts: dict[str, ModelFacts] = {}
         for name, record in self._roster.records.items():
-            ranks = tuple(by_model.get(name, ())) if observation.ranks is not None else None
+            hidden = observation.ranks is None or record.node_id in observation.unseen
+            ranks = None if hidden else tuple(by_model.get(name, ()))
             record.observe(ranks)
             facts[name] = self._facts(record, ranks)
         strangers = tuple(

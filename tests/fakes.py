@@ -62,7 +62,7 @@ class FakeCluster:
             self.ranks[rank_id] = RankFact(handle, True, 3, None, False, Progress(phase="loading"))
         return handle
 
-    async def hold(self, spec: ModelConfig) -> None:
+    async def hold(self, spec: ModelConfig, node_ip: str) -> None:
         self.log.append(f"hold {spec.name}")
 
     async def destroy(self, fact: RankFact) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -10,11 +11,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from sparkd.errors import RankError
 from workers import meminfo, rank
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "1"
+VERSION = "2"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 WINDOW_S = 60.0
@@ -55,10 +57,26 @@ class Agent:
             "strays": rank.strays(self.run_dir),
         }
 
-    def spawn(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Start one rank; returns its handle once that is on disk. Raises RankError."""
-        asked = rank.RankSpec.from_dict(spec | {"pythonpath": (self._plugin_dir,)})
-        return rank.spawn(asked)
+    def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
+        """Start one rank; returns its handle once that is on disk. Raises RankError.
+
+        private: the gateway is on another node, so it listens on this node's address with a key of its own instead of on a Unix socket.
+        """
+        if private:
+            key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
+            with open(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            where = {"host": self.node_id, "port": _free_port(self.node_id), "api_key_path": str(key_path)}
+        else:
+            where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
+        return rank.spawn(rank.RankSpec.from_dict(spec | where | {"run_dir": self.run_dir, "pythonpath": (self._plugin_dir,)}))
+
+    def api_key(self, rank_id: str) -> str:
+        """The key of a rank that was spawned with private=True. Raises RankError where there is none."""
+        try:
+            return (Path(self.run_dir) / f"{Path(rank_id).name}.key").read_text()
+        except OSError as error:
+            raise RankError(f"The key of rank {rank_id} cannot be read on node {self.node_id}: {error.strerror}.") from error
 
     def runtime(self, interpreter: str) -> dict[str, Any]:
         """{"platform", "vllm", "entrypoint"} of a Python interpreter of this node. Raises RankError."""
@@ -69,6 +87,7 @@ class Agent:
         ended = rank.stop(handle, run_dir=self.run_dir, grace_s=grace_s)
         if ended["gone"]:
             rank.forget(handle["rank_id"], self.run_dir)
+            (Path(self.run_dir) / f"{handle['rank_id']}.key").unlink(missing_ok=True)
         return ended
 
     def read_log(self, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
@@ -123,3 +142,10 @@ class Agent:
         while True:
             time.sleep(self._sample_s)
             self._sample()
+
+
+def _free_port(host: str) -> int:
+    """One that nothing listens on now. Ray and vLLM take theirs at random too: a collision ends the engine, which is retried."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
