@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -30,32 +33,42 @@ class Asker:
         self._client = httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=None)
 
     async def warm(self, model: str, timeout_s: float) -> None:
-        """Returns once the model has answered in one of the ways that engines answer. Raises EngineError or Unavailable."""
-        refusal = ""
-        for path, fields, expected in _WAYS:
-            status, answer = await self._post(path, {"model": model, **fields}, timeout_s)
-            if status == 200 and answer.get(expected):
-                return
-            refusal = f"{path} answered {status}"
-            if status not in _NOT_THIS_WAY:
-                break
-        raise EngineError(f"The model {model} did not answer its first question: {refusal}.")
+        """Returns once the model has answered in one of the ways that engines answer. timeout_s is for all of them together.
+
+        Raises EngineError or Unavailable.
+        """
+        refusals = []
+        async with _deadline(timeout_s):
+            for path, fields, expected in _WAYS:
+                status, answer = await self._post(path, {"model": model, **fields})
+                if status == 200 and answer.get(expected):
+                    return
+                refusals.append(f"{path} answered {status}" + (f" without {expected}" if status == 200 else ""))
+                if status not in _NOT_THIS_WAY:
+                    break
+        raise EngineError(f"The model {model} did not answer its first question: {', '.join(refusals)}.")
 
     async def chat(self, model: str, question: str, timeout_s: float, max_tokens: int = 64) -> str:
-        """The text of one chat answer, temperature 0."""
+        """The text of one chat answer, temperature 0; of a model that is still thinking at max_tokens, its thoughts.
+
+        Raises EngineError or Unavailable.
+        """
         fields = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens, "temperature": 0}
-        status, answer = await self._post("/v1/chat/completions", fields, timeout_s)
+        async with _deadline(timeout_s):
+            status, answer = await self._post("/v1/chat/completions", fields)
         if status != 200:
-            why = answer.get("error", {}).get("message", "no reason given")
-            raise EngineError(f"The model {model} answered {status} to its question: {why}")
-        return str(answer["choices"][0]["message"]["content"])
+            raise EngineError(f"The model {model} answered {status} to its question: {_reason(answer)}")
+        text = _text(answer)
+        if text is None:
+            raise EngineError(f"The model {model} answered without a text.")
+        return text
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(self, path: str, fields: dict[str, Any], timeout_s: float) -> tuple[int, dict[str, Any]]:
+    async def _post(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         try:
-            response = await self._client.post(path, json=fields, timeout=timeout_s)
+            response = await self._client.post(path, json=fields)
             answer = response.json()
         except httpx.HTTPError as error:
             raise Unavailable(f"The gateway did not answer on {path}: {type(error).__name__}.") from error
@@ -66,3 +79,27 @@ class Asker:
         return response.status_code, answer
 
 
+@asynccontextmanager
+async def _deadline(timeout_s: float) -> AsyncIterator[None]:
+    """httpx's own timeouts are for each read: an answer that trickles in would never end."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise Unavailable(f"There was no answer within {timeout_s:.0f} s.") from None
+
+
+def _reason(answer: dict[str, Any]) -> str:
+    error = answer.get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message) if message else "no reason given."
+
+
+def _text(answer: dict[str, Any]) -> str | None:
+    try:
+        message = answer["choices"][0]["message"]
+        # vLLM's reasoning parsers leave content null until the thinking has ended; older releases say reasoning_content.
+        found = message.get("content") or message.get("reasoning") or message.get("reasoning_content")
+    except (LookupError, TypeError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
