@@ -35,6 +35,8 @@ SPAWN_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
 NODE_GRACE_S = 30.0
+# The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
+QUIET = ("--disable-uvicorn-access-log",)
 # Made by systemd for the unit, and removed by it.
 SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
@@ -182,7 +184,7 @@ class Cluster:
             "config_hash": config_hash,
             "platform": placement.platform,
             # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
-            "flags": ["--enforce-eager"] if placement.platform == "cpu" else [],
+            "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
             "extra_args": spec.vllm_flags(),
             "env": spec.environment(self._config.engine),
             "log_max_bytes": self._config.engine.log_max_bytes,
