@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from sparkd.errors import (
     Draining,
@@ -14,11 +15,9 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.record import Record
+from sparkd.roster import Roster
 from sparkd.state import STARTING, ModelState, Want
 from sparkd.upstream import Upstream
-
-if TYPE_CHECKING:
-    from sparkd.supervisor import Supervisor
 
 
 class Lease:
@@ -54,16 +53,24 @@ class Lease:
 
 
 class Door:
-    """Lets requests to the models, holds those whose model is on its way, and turns away the rest."""
+    """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    `want(name, Want, by)` and `wake()` are the supervisor's.
+    """
+
+    def __init__(
+        self, roster: Roster, *, want: Callable[[str, Want, str], Any], wake: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._roster = roster
+        self._want = want
+        self._wake = wake
+        self._clock = clock
         self._waiting = 0
         self._closed = False
 
     async def enter(self, name: str, wait_s: float | None, probe: bool) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
-        record = self._supervisor.record(name)
+        record = self._roster.find(name)
         if probe and record.state in STARTING:
             record.in_flight += 1
             return record
@@ -78,9 +85,9 @@ class Door:
 
     def leave(self, record: Record) -> None:
         record.in_flight -= 1
-        record.last_used_s = self._supervisor.now_s()
+        record.last_used_s = self._clock()
         if record.in_flight == 0 and record.state is ModelState.DRAINING:
-            self._supervisor.wake()
+            self._wake()
 
     def open(self, record: Record) -> None:
         """The model is READY: everyone who waits may go in."""
@@ -100,15 +107,15 @@ class Door:
         self._closed = True
 
     async def _wait(self, record: Record, wait_s: float | None) -> None:
-        if record.state is ModelState.FAILED and record.backoff_until_s > self._supervisor.now_s():
+        if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
             raise self._failed(record)
-        if self._waiting >= self._supervisor.config.max_queued_requests:
+        if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
         if wait_s is None:
-            wait_s = self._supervisor.config.wait_s(record.spec) if record.spec else 0.0
+            wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
         wished = record.desired.want is not Want.RUNNING
         if wished:
-            self._supervisor.want(record.name, Want.RUNNING, "request")
+            self._want(record.name, Want.RUNNING, "request")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.waiters.add(waiter)
         self._waiting += 1
@@ -127,14 +134,14 @@ class Door:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded."""
         idle = record.state in (ModelState.STOPPED, ModelState.PLANNED) and not record.waiters
         if idle and record.desired.want is Want.RUNNING and record.desired.by == "request":
-            self._supervisor.want(record.name, Want.STOPPED, "request")
+            self._want(record.name, Want.STOPPED, "request")
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise Draining("sparkd is going down and takes no new requests; try again in a moment.", retry_after_s=5)
 
     def _loading(self, record: Record) -> ModelLoading:
-        loading = self._supervisor.snapshot().models[record.name].loading()
+        loading = self._roster.view(record, self._clock()).loading()
         eta_s = loading.get("eta_seconds")
         return ModelLoading(
             f"The model {record.name} is on its way ({record.state}) and was not ready in time; try again.",
@@ -143,7 +150,7 @@ class Door:
         )
 
     def _failed(self, record: Record) -> ModelFailed:
-        left_s = max(0.0, record.backoff_until_s - self._supervisor.now_s())
+        left_s = max(0.0, record.backoff_until_s - self._clock())
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. See `sparkd ps` and `sparkd logs`.",
             retry_after_s=max(1, math.ceil(left_s)),

@@ -79,7 +79,7 @@ class Supervisor:
         self._ticked_at_s = clock()
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
-        self._door = Door(self)
+        self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock)
         self._actions = Actions(
             self._roster,
             self.ledger,
@@ -190,9 +190,6 @@ class Supervisor:
     def config(self) -> Config:
         """The file's configuration with the added models on top."""
         return self._roster.config
-
-    def now_s(self) -> float:
-        return self._clock()
 
     async def log_text(self, name: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
         """The engine's log: {"text", "cursor"}; give the cursor back to go on from there."""
