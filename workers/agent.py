@@ -62,14 +62,18 @@ class Agent:
 
         private: the gateway is on another node, so it listens on this node's address with a key of its own instead of on a Unix socket.
         """
+        key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
         if private:
-            key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
             with open(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
             where = {"host": self.node_id, "port": _free_port(self.node_id), "api_key_path": str(key_path)}
         else:
             where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
-        return rank.spawn(rank.RankSpec.from_dict(spec | where | {"run_dir": self.run_dir, "pythonpath": (self._plugin_dir,)}))
+        try:
+            return rank.spawn(rank.RankSpec.from_dict(spec | where | {"run_dir": self.run_dir, "pythonpath": (self._plugin_dir,)}))
+        except RankError:
+            key_path.unlink(missing_ok=True)
+            raise
 
     def api_key(self, rank_id: str) -> str:
         """The key of a rank that was spawned with private=True. Raises RankError where there is none."""
@@ -131,8 +135,11 @@ class Agent:
         link = folder / "workers"
         target = Path(__file__).resolve().parent
         if not link.is_symlink() or link.resolve() != target:
-            link.unlink(missing_ok=True)
-            link.symlink_to(target)
+            # By renaming: the daemon's own agent and Ray's may come here at the same time.
+            fresh = folder / f".{os.getpid()}"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(target)
+            fresh.replace(link)
         return str(folder)
 
     def _sample(self) -> None:
@@ -141,7 +148,10 @@ class Agent:
     def _sample_forever(self) -> None:
         while True:
             time.sleep(self._sample_s)
-            self._sample()
+            try:
+                self._sample()
+            except OSError:
+                continue  # the age of the last reading tells
 
 
 def _free_port(host: str) -> int:

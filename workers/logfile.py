@@ -179,8 +179,9 @@ def _rest_of_rotated(path: str, inode: int, offset: int, max_bytes: int) -> dict
 
 
 def _position(cursor: str) -> tuple[int, int]:
-    inode, _, offset = cursor.partition(":")
-    return (int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else (0, 0)
+    """(0, 0) for what is no cursor of ours: a client may send anything, and seek takes 63 bits."""
+    match = re.fullmatch(r"([0-9]{1,20}):([0-9]{1,18})", cursor)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _cut(line: bytes) -> str:

@@ -1,0 +1,264 @@
+"""A node's agent, in this process: what it sees, how the page cache is freed, whose logs it reads, what a foreign engine may import."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import RankError
+from sparkd.memory import reading
+from sparkd.state import RankHandle
+from tests.ranks import until
+from workers import agent as module
+from workers import rank
+from workers.agent import Agent
+
+FIXTURES = Path(__file__).parent / "fixtures" / "meminfo"
+NEVER_S = 60.0  # the sampler's thread sleeps through the test
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """pytest's own paths are too long for a socket."""
+    made = Path(tempfile.mkdtemp(prefix="agent-"))
+    (made / "proc").mkdir()
+    shutil.copy(FIXTURES / "tight-pool.txt", made / "proc" / "meminfo")
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def made(folder: Path) -> Agent:
+    return Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"))
+
+
+def test_its_folders_are_for_this_user_only(made: Agent) -> None:
+    for path in (made.run_dir, made.log_dir, f"{made.run_dir}/plugin"):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+
+
+def test_it_observes_reading_ranks_and_its_own_clock(made: Agent) -> None:
+    facts = made.observe()
+
+    assert (facts["node_id"], facts["ranks"], facts["strays"]) == ("127.0.0.1", [], {})
+    seen = reading(facts["node_id"], facts["reading"], facts["now_s"])
+    assert (seen.mem_total_bytes, seen.mem_free_bytes) == (127535272 * 1024, 1118800 * 1024)
+    assert seen.age_s >= 0
+    assert (made.version(), made.pid()) == (module.VERSION, os.getpid())
+
+
+def test_it_samples_again_and_again_also_after_a_look_that_failed(folder: Path) -> None:
+    made = Agent("n", str(folder / "run"), str(folder / "log"), 0.001, str(folder / "proc"))
+    meminfo = folder / "proc" / "meminfo"
+    meminfo.rename(folder / "away")
+    before = made.observe()["reading"]
+    fresh = folder / "fresh"
+    fresh.write_text((FIXTURES / "almost-dead.txt").read_text())
+    fresh.rename(meminfo)
+
+    until(lambda: made.observe()["reading"]["mem_free_bytes"] == 121964 * 1024)
+    assert before["mem_free_bytes"] == 1118800 * 1024
+    made._sample_s = NEVER_S
+
+
+# The page cache
+
+
+@contextlib.contextmanager
+def helper(path: Path, answer: bytes, freed: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """The root helper: one connection, one line, whatever is sent."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                freed()
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(30)
+
+
+@pytest.fixture
+def user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ordinary user, and where the helper would listen."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(module, "DROP_SOCKET", folder / "drop.sock")
+    return folder / "drop.sock"
+
+
+@pytest.mark.parametrize(
+    ("answer", "dropped", "how"),
+    [
+        (b"ok 1118800 121964\n", True, "helper"),
+        (b"limited 7\n", True, "helper"),
+        (b"error cannot write\n", False, "the helper said: error cannot write"),
+        (b"", False, "the helper said: "),
+        (b"\xff\xfe" * 300, False, "the helper said: " + "\ufffd" * 100),
+    ],
+)
+def test_an_ordinary_user_asks_the_helper(made: Agent, user: Path, answer: bytes, dropped: bool, how: str) -> None:
+    with helper(user, answer):
+        assert made.drop_page_cache() == {"dropped": dropped, "how": how, "freed_bytes": 0}
+
+
+def test_what_was_freed_is_measured(made: Agent, user: Path, folder: Path) -> None:
+    with helper(user, b"ok\n", lambda: shutil.copy(FIXTURES / "idle.txt", folder / "proc" / "meminfo")):
+        assert made.drop_page_cache()["freed_bytes"] == (102000000 - 1118800) * 1024
+
+
+def test_without_a_helper_it_says_so(made: Agent, user: Path) -> None:
+    answer = made.drop_page_cache()
+    assert answer == {"dropped": False, "how": f"no root helper on {user}: No such file or directory", "freed_bytes": 0}
+
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(user))
+    assert made.drop_page_cache()["how"] == f"no root helper on {user}: Connection refused"
+
+
+def test_root_drops_it_directly(made: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "sync", lambda: synced.append(True))
+    monkeypatch.setattr(module, "DROP_CACHES", folder / "drop_caches")
+    assert made.drop_page_cache()["how"] == "directly"
+    assert ((folder / "drop_caches").read_text(), synced) == ("1\n", [True])
+
+    monkeypatch.setattr(module, "DROP_CACHES", folder)
+    assert made.drop_page_cache() == {"dropped": False, "how": "the kernel refused: Is a directory", "freed_bytes": 0}
+
+
+# Logs
+
+
+def test_it_reads_the_logs_of_its_own_folder_only(made: Agent, folder: Path) -> None:
+    inside, secret = Path(made.log_dir, "m.log"), folder / "secret"
+    inside.write_text("one\ntwo\n")
+    secret.write_text("secret\n")
+    Path(made.log_dir, "way-out.log").symlink_to(secret)
+    Path(made.log_dir, "alias.log").symlink_to(inside)
+    Path(made.log_dir, "below").mkdir()
+    Path(made.log_dir, "below", "x.log").write_text("secret\n")
+
+    first = made.read_log(str(inside), None, 1000)
+    assert first["text"] == "one\ntwo\n"
+    assert made.read_log(str(inside), first["cursor"], 1000)["text"] == ""
+    assert made.read_log(f"{made.log_dir}/alias.log", None, 1000)["text"] == "one\ntwo\n"
+    for path in (
+        *(str(secret), f"{made.log_dir}/../secret", f"{made.log_dir}/way-out.log", f"{made.log_dir}/below/x.log"),
+        *("/etc/hostname", "", "m.log", made.log_dir),
+    ):
+        assert made.read_log(path, None, 1000) == {"text": "", "cursor": ""}, path
+    assert made.read_log(str(secret), "5:5", 1000) == {"text": "", "cursor": "5:5"}
+
+
+@pytest.mark.parametrize("cursor", ["²:5", "5:²", "1:" + "9" * 30, "9" * 5000 + ":1", "\ud800", "-1:0", "0x1:1"])
+def test_a_cursor_that_a_client_made_up_begins_again(made: Agent, cursor: str) -> None:
+    log = Path(made.log_dir, "m.log")
+    log.write_text("one\n")
+    assert made.read_log(str(log), cursor, 1000)["text"] == "one\n"
+
+    inode = made.read_log(str(log), None, 1000)["cursor"].partition(":")[0]
+    log.rename(f"{log}.1")
+    log.write_text("two\n")
+    assert made.read_log(str(log), f"{inode}:{'9' * 30}", 1000)["text"] == "two\n"
+
+
+# What an engine may import
+
+
+def test_a_foreign_interpreter_sees_the_plugin_and_nothing_else_of_ours(made: Agent) -> None:
+    (entry,) = os.listdir(f"{made.run_dir}/plugin")
+    assert entry == "workers"
+    code = "import importlib.util as u, workers; print(workers.__file__, u.find_spec('sparkd'), u.find_spec('tests'))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={"PYTHONPATH": f"{made.run_dir}/plugin"},
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.split() == [f"{made.run_dir}/plugin/workers/__init__.py", "None", "None"]
+
+
+def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> None:
+    link = Path(made.run_dir, "plugin", "workers")
+    link.unlink()
+    link.symlink_to("/an/older/release/workers")
+    Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc"))
+
+    assert link.resolve() == Path(module.__file__).resolve().parent
+    assert os.listdir(link.parent) == ["workers"]
+
+
+# Ranks
+
+
+def spec(folder: Path, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "rank_id": "m-1-0123abcd", "model_name": "m", "served_names": ["m"], "model": str(folder), "generation": 1, "node_id": "127.0.0.1",
+        "rank": 0, "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
+        "platform": "cpu", "stop_timeout_s": 2.0,
+    }  # fmt: skip
+    return values | changes
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["socket", "address"])
+def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bool) -> None:
+    handle = made.spawn(spec(folder), private)
+    try:
+        assert [fact["handle"] for fact in made.observe()["ranks"]] == [handle]
+        known = RankHandle(**handle)
+        if private:
+            assert (known.host, known.socket_path, known.api_key_path) == ("127.0.0.1", None, f"{made.run_dir}/m-1-0123abcd.key")
+            assert len(made.api_key("m-1-0123abcd")) == 64
+            assert stat.S_IMODE(os.stat(str(known.api_key_path)).st_mode) == 0o600
+            argv = Path(f"/proc/{made.observe()['ranks'][0]['engine_pid']}/cmdline").read_bytes()
+            assert made.api_key("m-1-0123abcd").encode() not in argv
+        else:
+            assert (known.host, known.socket_path, known.api_key_path) == (None, f"{made.run_dir}/0123abcd.sock", None)
+    finally:
+        ended = made.destroy(handle, 2.0)
+
+    assert (ended["gone"], ended["survivors"]) == (True, [])
+    assert (made.observe()["ranks"], made.observe()["strays"]) == ([], {})
+    assert os.listdir(made.run_dir) == ["plugin"]
+    with pytest.raises(RankError, match="cannot be read"):
+        made.api_key("m-1-0123abcd")
+
+
+def test_a_rank_that_cannot_start_leaves_no_key(made: Agent, folder: Path) -> None:
+    with pytest.raises(RankError):
+        made.spawn(spec(folder, runtime="/nowhere/python"), True)
+
+    assert os.listdir(made.run_dir) == ["plugin"]
+
+
+def test_only_keys_of_its_own_folder_are_given_out(made: Agent, folder: Path) -> None:
+    (folder / "other.key").write_text("secret")
+    with pytest.raises(RankError):
+        made.api_key("../other")
+
+
+def test_a_runtime_that_is_not_there_is_a_rank_error(made: Agent) -> None:
+    with pytest.raises(RankError, match="cannot be run"):
+        made.runtime("/nowhere/python")
+    assert rank.scan(made.run_dir) == []
