@@ -59,6 +59,8 @@ class Actions:
         if spec is None:
             return
         record.begin_attempt(self._clock())
+        if record.failures:
+            gauges.restarted(record.name)
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.place(spec)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparkd import gauges
+from sparkd import gauges, metrics
 from sparkd.actions import Actions, AskFunction
 from sparkd.cluster import Cluster, Observation
 from sparkd.config import Config
@@ -238,7 +238,8 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             self._actions.tasks = tasks
             while True:
-                await self.tick()
+                with metrics.TICK_SECONDS.time():
+                    await self.tick()
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
                 try:
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
