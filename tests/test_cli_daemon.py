@@ -176,7 +176,7 @@ def test_run_takes_a_question_from_a_pipe_and_else_tells_how_to_call(cli: Cli, m
 
 
 def test_a_chat_on_a_terminal(cli: Cli) -> None:
-    cli.run("load", "quick")
+    assert cli.run("load", "quick")[0] == 0
     ours, theirs = pty.openpty()
     chat = cli.popen("run", "quick", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -231,7 +231,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_load(cli: Cli) -> None:
 
 
 def test_a_log_and_events_are_followed(cli: Cli) -> None:
-    cli.run("load", "quick")
+    assert cli.run("load", "quick")[0] == 0
     followers = [cli.popen("--json", "events", "-f", "-n", "1"), cli.popen("--json", "logs", "-f", "-n", "1", "quick")]
     pipes = [pipe for pipe in (follower.stdout for follower in followers) if pipe]
     before = [json.loads(pipe.readline()) for pipe in pipes]
@@ -254,7 +254,7 @@ def test_a_second_daemon_is_refused(cli: Cli) -> None:
 
 
 def test_leaving_an_answer_ends_it(cli: Cli) -> None:
-    cli.run("load", "quick")
+    assert cli.run("load", "quick")[0] == 0
     client = Client(cli.daemon.url, None)
     pieces = client.answer("quick", [{"role": "user", "content": "hi"}])
     next(pieces)
