@@ -178,7 +178,9 @@ class Supervisor:
 
     def next_actions(self) -> list[Action]:
         """What a tick would do now, without doing it."""
-        return self._plan(self._observation) if self._observation and self._settled else []
+        if self._observation is None or not self._settled:
+            return []
+        return self._plan(self._observation, {name: record.rank_id for name, record in self._roster.records.items()})
 
     def reconfigure(self, config: Config) -> None:
         """Take a new configuration. Engines whose own settings did not change keep running untouched."""
@@ -250,25 +252,29 @@ class Supervisor:
 
     async def tick(self) -> None:
         """One round: observe, plan, act. Acts only once the first reading and the adoption scan are in."""
+        # A look that began while an action was under way may show the ranks as they were before it.
+        steady = {name: record.rank_id for name, record in self._roster.records.items() if not record.busy}
         self._observation = observation = await self._cluster.observe()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
         if self._settled and not self._draining:
-            for action in self._plan(observation):
+            for action in self._plan(observation, steady):
                 self._act(action, observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.adopted and record.state in STARTING for record in self._roster.records.values()):
             self._looked.set()
         gauges.show(self.snapshot())
 
-    def _plan(self, observation: Observation) -> list[Action]:
+    def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> list[Action]:
+        """`steady`: the rank of each model that no action was changing when the observation began. The others are left alone."""
         by_model: dict[str, list[RankFact]] = {}
         for fact in observation.ranks or ():
             by_model.setdefault(fact.handle.model, []).append(fact)
         facts: dict[str, ModelFacts] = {}
         for name, record in self._roster.records.items():
-            hidden = observation.ranks is None or record.node_id in observation.unseen
+            moved = name not in steady or steady[name] != record.rank_id
+            hidden = observation.ranks is None or moved or record.node_id in observation.unseen
             ranks = None if hidden else tuple(by_model.get(name, ()))
             record.observe(ranks)
             facts[name] = self._facts(record, ranks)

@@ -491,3 +491,24 @@ async def test_the_log_is_kept_for_a_model_that_failed(tmp_path: Path) -> None:
         await made.tick(3)
 
         assert (await made.supervisor.log_text("m", None, 100))["text"] == "log of /log/m"
+
+
+async def test_a_look_that_began_before_a_rank_was_started_does_not_make_it_lost(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await made.tick()
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        made.cluster.placing.clear()
+        await made.tick()
+        observe = made.cluster.observe
+
+        async def slow_observe() -> Any:
+            before = await observe()
+            made.cluster.placing.set()
+            await made.settle()
+            return before
+
+        made.cluster.observe = slow_observe  # type: ignore[method-assign]
+        await made.tick()
+
+        assert made.state() == "LOADING"
+        assert made.supervisor.snapshot().models["m"].failures == 0
