@@ -289,6 +289,8 @@ class Cluster:
     def _need(self, spec: ModelConfig) -> tuple[str, str, int]:
         """(platform, entry point, GiB to reserve). Blocks. Raises RankError where the runtime has nothing to run."""
         engine = self._config.engine
+        if spec.model.startswith("/") and not Path(spec.model).is_dir():
+            raise RankError(f"The folder {spec.model} is not on this node: check the path in `model`, or use a hub id (owner/name).")
         interpreter = self._runtime(spec)
         found = self._here.runtime(interpreter)
         platform = found["platform"] if engine.platform == "auto" else engine.platform

@@ -55,6 +55,8 @@ def serve(
     flags |= {"listen": listen, "state_dir": state_dir, "log_level": log_level}
     if model is not None:
         source = source_of(model)
+        if source.startswith("/") and not Path(source).is_dir():
+            raise ConfigError(f"--model {model}: there is no such folder. Check the path, or give a hub id (owner/name).")
         flags["models"] = {name or name_of(source): {"model": source, "preload": True}}
     elif name is not None:
         raise ConfigError("--name names the model that --model brings: give both, or none.")

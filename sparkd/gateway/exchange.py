@@ -12,8 +12,8 @@ from sparkd.gateway.routes import EXACT, Kind
 
 _log = logging.getLogger("sparkd.access")
 
-# Asked every few seconds by whoever watches; only their failures are news.
-_POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (Kind.LIVE, Kind.READY)), "/metrics"))
+# Asked every few seconds by whoever watches; only their failures are news. What is done through the admin API is an event besides.
+_POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (Kind.LIVE, Kind.READY)), "/metrics", "/admin/v1"))
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted
 
