@@ -159,6 +159,7 @@ class Actions:
         if record.desired.want is Want.STOPPED:
             self._door.turn_away(record)
         if record.spec is None:
+            self._ledger.finish(record, OperationState.CANCELLED, "The model was taken out of the configuration.")
             del self._roster.records[record.name]
             self._ledger.forget_wish(record.name)
         self._wake()

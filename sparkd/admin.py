@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from sparkd import __version__
 from sparkd.errors import (
     BadRequest,
+    ClusterError,
     MethodNotAllowed,
     SparkdError,
+    UnknownModel,
     UnknownRoute,
     error_body,
 )
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import Event, Operation, OperationState, Want
 from sparkd.supervisor import Supervisor
+from sparkd.yamlfile import MAX_DEPTH
 
 PREFIX = "/admin/v1"
 HEARTBEAT_S = 15.0
 FOLLOW_EVERY_S = 0.5
 MAX_WAIT_S = 3600.0
 MAX_LOG_BYTES = 1 << 20
+MAX_SEQ = (1 << 63) - 1  # SQLite's integers
+SHOWN_CHARS = 48
+_EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
 class NewModel(BaseModel):
@@ -41,6 +49,34 @@ class NewModel(BaseModel):
     name: str = Field(max_length=128)
     spec: dict[str, Any]
     load: bool = True
+
+    @field_validator("spec")
+    @classmethod
+    def _shallow(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        """As deep as the configuration file may be: what is deeper could be kept, and then not be shown to anybody."""
+        level: list[Any] = [spec]
+        for _ in range(MAX_DEPTH):
+            level = [inner for outer in level for inner in _members(outer)]
+        if level:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        return spec
+
+
+class Problem(BaseModel):
+    """Why a request was refused. `src` tells that sparkd says so, not an engine."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    src: str
+    request_id: str | None = None
+
+
+class Refusal(BaseModel):
+    """The body of every 4xx and 5xx."""
+
+    error: Problem
 
 
 def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> FastAPI:
@@ -61,7 +97,13 @@ def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> Fa
 
 
 def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIRouter:
-    api = APIRouter(prefix=PREFIX)
+    api = APIRouter(
+        prefix=PREFIX,
+        responses={
+            "4XX": {"model": Refusal, "description": "The request is refused; `error.message` says why and what helps"},
+            "5XX": {"model": Refusal, "description": "sparkd or the cluster cannot do it now"},
+        },
+    )
 
     @api.get("/status", summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
@@ -99,7 +141,9 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     @api.get("/models/{name:path}/log", summary="The engine's log; follow=true streams it", response_model=None)
     async def log(
         name: str, cursor: str | None = None, follow: bool = False, max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536
-    ) -> dict[str, str] | StreamingResponse:
+    ) -> dict[str, Any] | StreamingResponse:
+        if not _known(supervisor, name) and _known(supervisor, f"{name}/log"):
+            return model_body(supervisor.snapshot().models[supervisor.record(f"{name}/log").name])
         if not follow:
             return await supervisor.log_text(name, cursor, max_bytes)
         supervisor.record(name)
@@ -134,12 +178,12 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(
-        request: Request, after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+        request: Request, after: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200
     ) -> dict[str, Any] | StreamingResponse:
         if "text/event-stream" not in request.headers.get("accept", ""):
             return {"events": [asdict(event) for event in supervisor.ledger.events(after, limit)]}
         last = request.headers.get("last-event-id", "")
-        start = int(last) if last.isdigit() else after
+        start = int(last) if _EVENT_ID.fullmatch(last) else after
         stream = _event_stream(supervisor, start, limit)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
@@ -187,9 +231,30 @@ async def _wait(supervisor: Supervisor, operation_id: str, wait_s: float) -> Ope
     return found
 
 
+def _known(supervisor: Supervisor, name: str) -> bool:
+    try:
+        supervisor.record(name)
+    except UnknownModel:
+        return False
+    return True
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 async def _follow(supervisor: Supervisor, name: str, cursor: str | None) -> AsyncIterator[str]:
+    """Until the client has gone or the model is forgotten. A node that does not answer for a while is waited for."""
     while True:
-        page = await supervisor.log_text(name, cursor, 65536)
+        try:
+            page = await supervisor.log_text(name, cursor, 65536)
+        except UnknownModel:
+            return
+        except ClusterError:
+            await asyncio.sleep(FOLLOW_EVERY_S)
+            continue
         cursor = page["cursor"]
         if page["text"]:
             yield page["text"]
@@ -198,11 +263,14 @@ async def _follow(supervisor: Supervisor, name: str, cursor: str | None) -> Asyn
 
 
 async def _event_stream(supervisor: Supervisor, after: int, limit: int) -> AsyncIterator[str]:
+    """Everything after `after`, or the newest `limit` where that is 0 or of another state directory; then what happens."""
     async with supervisor.ledger.listen() as queue:
-        seen = after
-        for event in supervisor.ledger.events(after, limit):
-            seen = event.seq
-            yield _sse(event)
+        newest = supervisor.ledger.events(0, 1)
+        seen = after if newest and after <= newest[-1].seq else 0
+        while page := supervisor.ledger.events(seen, limit):
+            for event in page:
+                seen = event.seq
+                yield _sse(event)
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -227,14 +295,22 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 async def _refuse_body(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's own text repeats the input, which may hold a secret: only the place and the reason are told."""
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    told = "; ".join(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
+    told = "; ".join(f"{'.'.join(str(part)[:SHOWN_CHARS] for part in problem['loc'])}: {problem['msg']}" for problem in problems[:5])
     return await _refuse(request, BadRequest(f"The request does not fit: {told or 'unreadable'}."))
 
 
 async def _refuse_route(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return await _refuse(request, MethodNotAllowed(request.method, [allowed] if allowed else []))
-    return await _refuse(request, UnknownRoute(f"There is nothing at this path of the admin API. {PREFIX}/docs lists it."))
+    """What Starlette and FastAPI refuse by themselves: the path, the method, or a body that is no JSON."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    if status == 404:
+        return await _refuse(request, UnknownRoute(f"There is nothing at this path of the admin API. {PREFIX}/openapi.json lists it."))
+    if status == 405:
+        return await _refuse(request, MethodNotAllowed(request.method, _allowed(request)))
+    return await _refuse(request, BadRequest("The body cannot be read as JSON."))
 
 
+def _allowed(request: Request) -> list[str]:
+    """Every method of the path: Starlette names those of the first route only, and RFC 9110 (10.2.1) asks for all."""
+    routes = request.app.router.routes
+    tried = ("GET", "POST", "PUT", "PATCH", "DELETE")
+    return [method for method in tried if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)]

@@ -32,8 +32,13 @@ class Roster:
         """By name or alias; UnknownModel names the known ones."""
         record = self.records.get(self._names.get(name, ""))
         if record is None:
-            raise UnknownModel(name, [r.name for r in self.records.values() if r.spec is None or not r.spec.unlisted])
+            raise self._unknown(name)
         return record
+
+    def check_startable(self, record: Record) -> None:
+        """Raises UnknownModel for one that was removed and is only seen to its end."""
+        if record.spec is None:
+            raise self._unknown(record.name)
 
     def configure(self, base: Config) -> None:
         """Take the file's configuration. A model that it no longer has is wished STOPPED, and forgotten once it is."""
@@ -60,7 +65,9 @@ class Roster:
         spec = parse_model(name, raw, over_admin=True)
         if name in self._base.models:
             raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.")
-        self.config.with_model(spec)
+        for alias in spec.served_names():
+            if self._names.get(alias, name) != name:
+                raise Conflict(f"{alias!r} is a name of the model {self._names[alias]} already: choose another.")
         self._store.save_spec(name, raw)
         self.configure(self._base)
 
@@ -73,6 +80,9 @@ class Roster:
     def check_removable(self, record: Record) -> None:
         if record.name in self._base.models:
             raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
+
+    def _unknown(self, name: str) -> UnknownModel:
+        return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])
 
     def missing(self) -> list[Record]:
         """Those that the configuration wants at start and nobody has unloaded by hand since."""

@@ -109,6 +109,8 @@ class Supervisor:
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""
         record = self.record(name)
+        if want is Want.RUNNING:
+            self._roster.check_startable(record)
         kind = "load" if want is Want.RUNNING else "unload"
         running = self.ledger.running(record, kind)
         if record.desired.want is want and running:
@@ -122,6 +124,8 @@ class Supervisor:
         operation = self.ledger.begin(record, kind, by)
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
             self.ledger.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
+            if want is Want.STOPPED:
+                self._door.turn_away(record)
         self.wake()
         return self.ledger.operation(operation.id)
 
@@ -184,7 +188,10 @@ class Supervisor:
 
     def reconfigure(self, config: Config) -> None:
         """Take a new configuration. Engines whose own settings did not change keep running untouched."""
+        before = dict(self._roster.records)
         self._roster.configure(config)
+        for name in before.keys() - self._roster.records.keys():
+            self._door.turn_away(before[name])
         self.ledger.say("config", None, "The configuration was read again.")
         self.wake()
 

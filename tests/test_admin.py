@@ -1,0 +1,691 @@
+"""The admin API over a real supervisor on a fake cluster, behind the gateway's edge: every route, every refusal, streams, odd names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from fastapi.openapi.models import OpenAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd import admin
+from sparkd.admin import MAX_SEQ, PREFIX, admin_app
+from sparkd.errors import AgentLost, DoesNotFit
+from sparkd.gateway import Edge, Keys
+from sparkd.state import Want
+from tests.fakes import Scene
+from tests.gateway.fakes import soon
+from tests.test_supervisor import UP, make_ready, stage
+
+COSTS = {"daemon": {"pss_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_pss_bytes": 0, "ray_listeners": []}
+SECRET = "sk-0123456789abcdef"
+
+
+@dataclass
+class Admin:
+    """One scene with a client of its admin API."""
+
+    scene: Scene
+    edge: Edge
+    client: httpx.AsyncClient
+
+    async def ask(self, method: str, path: str, status: int = 200, **more: Any) -> Any:
+        response = await self.client.request(method, PREFIX + path, **more)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def refused(self, method: str, path: str, status: int, **more: Any) -> dict[str, Any]:
+        """The `error` object of a refusal, which must be ours."""
+        response = await self.client.request(method, PREFIX + path, **more)
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["x-request-id"]
+        error: dict[str, Any] = response.json()["error"]
+        assert error["src"] == "sparkd"
+        return error
+
+
+@asynccontextmanager
+async def admin_of(tmp_path: Path, **flags: Any) -> AsyncIterator[Admin]:
+    async with stage(tmp_path, **flags) as made:
+        app = admin_app(made.supervisor, lambda: COSTS)
+        edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
+        transport = httpx.ASGITransport(app=edge)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield Admin(made, edge, client)
+
+
+@dataclass
+class Stream:
+    """One request whose answer does not end: what has come so far, and a way to leave."""
+
+    edge: Edge
+    status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    text: str = ""
+    ended: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: bool = False
+
+    async def run(self, path: str, headers: dict[str, str]) -> None:
+        raw_path, _, query = (PREFIX + path).encode().partition(b"?")
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET", "scheme": "http",
+            "path": raw_path.decode(), "raw_path": raw_path, "query_string": query, "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
+            "headers": [(b"host", b"localhost"), *((name.encode(), value.encode("latin-1")) for name, value in headers.items())],
+        }  # fmt: skip
+        await self.edge(scope, self._receive, self._send)
+        self.ended = True
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self.asked:
+            self.asked = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.text += message["body"].decode()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        found = [block.split("\n") for block in self.text.split("\n\n") if block.startswith("id: ")]
+        for lines in found:
+            assert [line.partition(": ")[0] for line in lines] == ["id", "event", "data"]
+            data = json.loads(lines[2][6:])
+            assert (lines[0], lines[1]) == (f"id: {data['seq']}", f"event: {data['kind']}")
+        return [json.loads(lines[2][6:]) for lines in found]
+
+
+@asynccontextmanager
+async def streaming(made: Admin, path: str, **headers: str) -> AsyncIterator[Stream]:
+    """Leaves at the end, and the server must notice."""
+    stream = Stream(made.edge)
+    task = asyncio.create_task(stream.run(path, {name.replace("_", "-"): value for name, value in headers.items()}))
+    await soon(lambda: stream.status or task.done())
+    yield stream
+    stream.gone.set()
+    async with asyncio.timeout(20):
+        await task
+
+
+# What there is
+
+
+async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        first = await made.ask("GET", "/status")
+        assert (first["settled"], first["draining"], first["costs"], first["models"]) == (False, False, COSTS, {"m": "STOPPED"})
+        await made.scene.tick()
+
+        assert (await made.ask("GET", "/status"))["settled"] is True
+        assert await made.ask("GET", "/nodes") == {"nodes": []}
+        assert await made.ask("GET", "/memory") == {"readings": []}
+        made.scene.supervisor.want("m", Want.RUNNING, "admin")
+        assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
+
+
+async def test_models_and_one_of_them_by_any_name(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        (listed,) = (await made.ask("GET", "/models"))["models"]
+        assert (listed["name"], listed["aliases"], listed["state"], listed["want"]) == ("m", ["gpt-4o"], "STOPPED", "STOPPED")
+        assert await made.ask("GET", "/models/m") == await made.ask("GET", "/models/gpt-4o") == listed
+        error = await made.refused("GET", "/models/nope", 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "Known models: m" in error["message"]
+
+
+async def test_a_rank_is_shown_without_the_path_of_its_key(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await make_ready(made.scene)
+
+        (rank,) = (await made.ask("GET", "/models/m"))["ranks"]
+        assert (rank["pid"], rank["socket_path"]) == (42, "/run/x.sock")
+        assert "api_key_path" not in rank
+
+
+# Long actions
+
+
+async def test_a_load_answers_202_with_an_operation_that_is_waited_for(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        answer = await made.ask("POST", "/models/m/load", 202)
+        assert (answer["kind"], answer["model"], answer["state"]) == ("load", "m", "RUNNING")
+        assert answer["href"] == f"{PREFIX}/operations/{answer['operation']}"
+        assert (await made.ask("POST", "/models/gpt-4o/load", 202))["operation"] == answer["operation"], "asked again, it is the same one"
+        assert (await made.ask("GET", f"/operations/{answer['operation']}"))["state"] == "RUNNING"
+
+        waiting = asyncio.create_task(made.ask("GET", f"/operations/{answer['operation']}?wait_s=60"))
+        await made.scene.tick()
+        made.scene.cluster.names = ["m"]
+        made.scene.cluster.show(progress=UP)
+        await made.scene.tick(3)
+        async with asyncio.timeout(20):
+            done = await waiting
+        assert (done["state"], done["finished_at_s"]) == ("SUCCEEDED", 5.0)
+        assert (await made.ask("POST", "/models/m/load", 202))["state"] == "SUCCEEDED", "it was READY already"
+
+
+async def test_a_wait_that_is_over_answers_what_is_known(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        answer = await made.ask("POST", "/models/m/load", 202)
+
+        assert (await made.ask("GET", f"/operations/{answer['operation']}?wait_s=0.01"))["state"] == "RUNNING"
+
+
+async def test_a_load_that_fails_says_why_while_somebody_waits(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.place_error = DoesNotFit("m asks for 9 GiB; 4 are free.")
+        answer = await made.ask("POST", "/models/m/load", 202)
+        waiting = asyncio.create_task(made.ask("GET", f"/operations/{answer['operation']}?wait_s=60"))
+        await made.scene.tick(2)
+        async with asyncio.timeout(20):
+            done = await waiting
+
+        assert (done["state"], done["message"]) == ("FAILED", "m asks for 9 GiB; 4 are free.")
+        view = await made.ask("GET", "/models/m")
+        assert (view["state"], view["reason"], view["failures"]) == ("FAILED", "DoesNotFit", 1)
+
+
+async def test_unloading_and_cancelling(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        load = await made.ask("POST", "/models/m/load", 202)
+        await made.scene.tick()
+        assert (await made.ask("DELETE", f"/operations/{load['operation']}", 202))["state"] == "CANCELLED"
+        await made.scene.tick(3)
+        assert (await made.ask("GET", "/models/m"))["state"] == "STOPPED"
+
+        await make_ready(made.scene)
+        unload = await made.ask("POST", "/models/m/unload", 202)
+        assert (unload["kind"], unload["state"]) == ("unload", "RUNNING")
+        await made.scene.tick(4)
+        assert (await made.ask("GET", f"/operations/{unload['operation']}"))["state"] == "SUCCEEDED"
+        listed = (await made.ask("GET", "/operations"))["operations"]
+        assert [operation["kind"] for operation in listed[:2]] == ["unload", "load"], "newest first"
+        assert (await made.ask("DELETE", f"/operations/{unload['operation']}", 202))["state"] == "SUCCEEDED", "what has ended stays so"
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_an_operation_nobody_knows(tmp_path: Path, method: str) -> None:
+    async with admin_of(tmp_path) as made:
+        assert (await made.refused(method, "/operations/nope", 404))["code"] == "operation_not_found"
+
+
+async def test_unloading_turns_away_those_who_wait_for_their_turn(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await made.scene.tick()
+        made.scene.cluster.connected = False
+
+        async def enter() -> None:
+            async with made.scene.supervisor.lease("m"):
+                pass
+
+        waiting = asyncio.create_task(enter())
+        await made.scene.tick()
+        assert (await made.ask("GET", "/models/m"))["queued"] == 1
+        await made.ask("POST", "/models/m/unload", 202)
+        (error,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert "unloaded meanwhile" in str(error)
+
+
+# Adding and removing
+
+
+NAMES = ["new", "org/name", "org/name:tag", "a/b/c-1.5", "x/log", "x/load", "load", "log/log"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
+async def test_a_model_with_any_name_is_added_loaded_read_unloaded_and_removed(tmp_path: Path, name: str, encoded: bool) -> None:
+    path = "/models/" + (name.replace("/", "%2F").replace(":", "%3a") if encoded else name)
+    async with admin_of(tmp_path) as made:
+        added = await made.ask("POST", "/models", 202, json={"name": name, "spec": {"model": "/y"}, "load": False})
+        assert (added["operation"], added["model"]["name"]) == (None, name)
+        assert (await made.ask("GET", path))["name"] == name
+        load = await made.ask("POST", f"{path}/load", 202)
+        assert (load["kind"], load["model"]) == ("load", name)
+        await make_ready(made.scene, name)
+        assert (await made.ask("GET", f"{path}/log"))["text"] == f"log of /log/{name}"
+        assert (await made.ask("POST", f"{path}/unload", 202))["model"] == name
+        gone = await made.ask("DELETE", path, 202)
+        assert (gone["kind"], gone["model"]) == ("unload", name)
+        await made.scene.tick(4)
+
+        assert [model["name"] for model in (await made.ask("GET", "/models"))["models"]] == ["m"]
+        await made.refused("GET", path, 404)
+
+
+async def test_a_model_is_added_and_loaded_in_one_step_and_again_is_the_same(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        body = {"name": "new", "spec": {"model": "/y", "extra_args": ["--seed", 1], "metadata": {"deep": [[{"er": [1.5, None]}]]}}}
+        first = await made.ask("POST", "/models", 202, json=body)
+        assert (first["kind"], first["model"], first["state"]) == ("load", "new", "RUNNING")
+        assert (await made.ask("POST", "/models", 202, json=body))["operation"] == first["operation"]
+
+        assert (await made.ask("GET", "/models/new"))["metadata"] == {"deep": [[{"er": [1.5, None]}]]}
+
+
+async def test_a_model_that_was_never_loaded_is_gone_at_once(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
+        await made.ask("DELETE", "/models/new", 202)
+
+        await made.refused("GET", "/models/new", 404)
+        await made.refused("POST", "/models/new/load", 404)
+
+
+async def test_a_removed_model_that_still_stops_is_not_started_again(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
+        await make_ready(made.scene, "new")
+        gone = await made.ask("DELETE", "/models/new", 202)
+        assert (await made.ask("GET", "/models/new"))["want"] == "STOPPED"
+        assert (await made.refused("POST", "/models/new/load", 404))["code"] == "model_not_found"
+        assert (await made.refused("DELETE", f"/operations/{gone['operation']}", 404))["code"] == "model_not_found"
+        await made.scene.tick(4)
+
+        assert made.scene.cluster.ranks == {}
+        assert (await made.ask("GET", f"/operations/{gone['operation']}"))["state"] == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "status", "words"),
+    [
+        ("m", {"model": "/y"}, 409, "is in the configuration file"),
+        ("gpt-4o", {"model": "/y"}, 409, "a name of the model m already"),
+        ("new", {"model": "/y", "aliases": ["gpt-4o"]}, 409, "a name of the model m already"),
+        ("new", {}, 422, "model"),
+        ("new", {"model": "/y", "modle": 1}, 422, "modle"),
+        ("new", {"model": "../y"}, 422, "hub id or an absolute path"),
+        ("new", {"model": "/y", "trust_remote_code": True}, 422, "refused over the admin API"),
+        ("new", {"model": "/y", "runtime": "/usr/bin/python3"}, 422, "refused over the admin API"),
+        ("new", {"model": "/y", "entrypoint": "os"}, 422, "refused over the admin API"),
+        ("new", {"model": "/y", "env": {"LD_PRELOAD": SECRET}}, 422, "LD_PRELOAD"),
+        ("new", {"model": "/y", "extra_args": ["--trust-remote-code"]}, 422, "--trust-remote-code"),
+        ("new", {"model": "/y", "extra_args": ["--chat-template", SECRET]}, 422, "--chat-template"),
+        ("new", {"model": "/y", "extra_args": ["--host", SECRET]}, 422, "--host"),
+        ("new", {"model": "/y", "extra_args": SECRET}, 422, "extra_args"),
+        ("new", {"model": "/y", "ttl": "soon"}, 422, "ttl"),
+        ("new", {"model": "/y", "env": {"OMP_NUM_THREADS": [SECRET]}}, 422, "OMP_NUM_THREADS"),
+        ("no name", {"model": "/y"}, 422, "letters, digits"),
+        ("../etc", {"model": "/y"}, 422, "letters, digits"),
+        ("", {"model": "/y"}, 422, "letters, digits"),
+    ],
+)
+async def test_specifications_that_are_refused(tmp_path: Path, name: str, spec: dict[str, Any], status: int, words: str) -> None:
+    async with admin_of(tmp_path) as made:
+        error = await made.refused("POST", "/models", status, json={"name": name, "spec": spec})
+
+        assert words in error["message"]
+        assert SECRET not in error["message"]
+        assert [model["name"] for model in (await made.ask("GET", "/models"))["models"]] == ["m"]
+
+
+async def test_a_model_of_the_configuration_file_is_not_removed(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        assert "take it out there" in (await made.refused("DELETE", "/models/m", 409))["message"]
+        await made.refused("DELETE", "/models/gpt-4o", 409)
+
+
+async def test_what_an_added_model_needs_is_not_read_from_a_number_that_cannot_be(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        spec = {"model": "/y", "env": {"VLLM_CPU_KVCACHE_SPACE": "much"}}
+        await made.ask("POST", "/models", 202, json={"name": "new", "spec": spec, "load": False})
+        assert "much" not in json.dumps(await made.ask("GET", "/models/new")), "values of the environment are shown to nobody"
+
+
+# Requests that do not fit
+
+
+JSON = {"content-type": "application/json"}
+DEEP = b'{"name": "new", "spec": {"model": "/y", "metadata": {"a": %s}}, "load": false}'
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "words"),
+    [
+        (b"", {}, "Field required"),
+        (b"{", JSON, "JSON decode error"),
+        (b'{"name": "\xff"}', JSON, "cannot be read as JSON"),
+        (b"1" * 5000, JSON, "cannot be read as JSON"),
+        (b"[" * 100_000, JSON, "cannot be read as JSON"),
+        (DEEP % (b"[" * 40 + b"]" * 40), JSON, "nested deeper than 32 levels"),
+        (DEEP % (b"[" * 900 + b"]" * 900), JSON, ""),
+        (DEEP % (b'{"a":' * 40 + b"1" + b"}" * 40), JSON, "nested deeper than 32 levels"),
+        (DEEP % b"NaN", JSON, "finite"),
+        (DEEP % b"1e999", JSON, "finite"),
+        (DEEP % b'"\\ud800"', JSON, "surrogate"),
+        (b'{"name": "new", "spec": {"model": "/y\\ud800"}}', JSON, "surrogate"),
+        (b'{"name": "new", "spec": {"model": "/y"}, "k\\ud800": 1}', JSON, "unicode"),
+        (b'{"name": "new", "spec": {"model": "/y"}}', {"content-type": "text/plain"}, "valid dictionary"),
+        (b'["new"]', JSON, "valid dictionary"),
+        (b"null", JSON, "Field required"),
+        (b'{"name": ["%s"], "spec": "%s", "load": "%s"}' % ((SECRET.encode(),) * 3), JSON, "body.name"),
+        (b'{"name": "%s"}' % (b"x" * 129), JSON, "at most 128 characters"),
+    ],
+)  # fmt: skip
+async def test_bodies_that_do_not_fit(tmp_path: Path, content: bytes, headers: dict[str, str], words: str) -> None:
+    async with admin_of(tmp_path) as made:
+        response = await made.client.post(f"{PREFIX}/models", content=content, headers=headers)
+
+        assert response.status_code in (400, 422)
+        error = response.json()["error"]
+        assert (error["src"], words in error["message"]) == ("sparkd", True), error["message"]
+        assert SECRET not in response.text
+        assert len(response.text) < 2000
+        assert len((await made.ask("GET", "/models"))["models"]) == 1
+
+
+async def test_an_unknown_key_is_named_and_cut(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        body = {"name": "new", "spec": {}} | {f"{number}" + "k" * 5000: 1 for number in range(50)}
+        error = await made.refused("POST", "/models", 400, json=body)
+
+        assert "Extra inputs are not permitted" in error["message"]
+        assert len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/operations/x?wait_s={SECRET}", "/operations/x?wait_s=nan", "/operations/x?wait_s=inf", "/operations/x?wait_s=-1",
+        "/models/m/log?max_bytes=0", "/models/m/log?max_bytes=9999999999", f"/models/m/log?follow={SECRET}",
+        f"/events?after={SECRET}", "/events?after=-1", "/events?after=9223372036854775808", "/events?limit=0", "/events?limit=1001",
+    ],
+)  # fmt: skip
+async def test_queries_that_do_not_fit(tmp_path: Path, path: str) -> None:
+    async with admin_of(tmp_path) as made:
+        error = await made.refused("GET", path, 400)
+
+        assert "query." in error["message"]
+        assert SECRET not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/nope", "/models/", "/models//load", "/docs/x", "/operations/a/b", "/models/%2e%2e/load", "/models/m;x=1"]
+)
+async def test_paths_that_are_not_there(tmp_path: Path, path: str) -> None:
+    async with admin_of(tmp_path) as made:
+        assert (await made.refused("GET", path, 404))["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/models", "GET, POST"),
+        ("DELETE", "/models", "GET, POST"),
+        ("PATCH", "/models/m", "GET, DELETE"),
+        ("POST", "/models/m", "GET, DELETE"),
+        ("PUT", "/operations/x", "GET, DELETE"),
+        ("POST", "/events", "GET"),
+        ("DELETE", "/status", "GET"),
+        ("POST", "/openapi.json", "GET"),
+    ],
+)
+async def test_methods_that_are_not_allowed(tmp_path: Path, method: str, path: str, allowed: str) -> None:
+    async with admin_of(tmp_path) as made:
+        response = await made.client.request(method, PREFIX + path)
+        error = response.json()["error"]
+
+        assert (response.status_code, error["code"], error["src"]) == (405, "method_not_allowed", "sparkd")
+        assert response.headers["allow"] == allowed
+        assert allowed in error["message"]
+
+
+async def test_head_is_get_without_a_body(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        assert (await made.client.head(f"{PREFIX}/models")).status_code == 200
+        assert (await made.client.head(f"{PREFIX}/models/nope")).status_code == 404
+
+
+async def test_only_an_admin_key_opens_it(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        made.edge.keys = Keys.of(inference=["user-key"], admin=["admin-key"])
+        for path in ("/models", "/openapi.json", "/docs", "/nope", "/models/m/log"):
+            assert (await made.client.get(PREFIX + path)).status_code == 401
+            assert (await made.client.get(PREFIX + path, headers={"x-api-key": "user-key"})).status_code == 403
+        assert (await made.client.get(f"{PREFIX}/models", headers={"x-api-key": "admin-key"})).status_code == 200
+
+
+# Events
+
+
+async def test_events_in_pages(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await make_ready(made.scene)
+        everything = (await made.ask("GET", "/events"))["events"]
+        assert [event["seq"] for event in everything] == sorted(event["seq"] for event in everything)
+        assert [event["data"]["new"] for event in everything if event["kind"] == "state"] == ["PLANNED", "LOADING", "READY"]
+        middle = everything[3]["seq"]
+
+        assert (await made.ask("GET", f"/events?after={middle}&limit=2"))["events"] == everything[4:6]
+        assert (await made.ask("GET", "/events?limit=2"))["events"] == everything[-2:], "without a place to begin, the newest"
+        assert await made.ask("GET", f"/events?after={MAX_SEQ}") == {"events": []}
+
+
+async def test_the_event_stream_has_what_was_and_what_comes(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await made.scene.tick()
+        before = (await made.ask("GET", "/events"))["events"]
+        async with streaming(made, "/events", accept="text/event-stream") as stream:
+            assert (stream.status, stream.headers[b"content-type"]) == (200, b"text/event-stream; charset=utf-8")
+            assert stream.headers[b"cache-control"] == b"no-cache"
+            await soon(lambda: stream.events == before)
+            await make_ready(made.scene)
+            everything = (await made.ask("GET", "/events"))["events"]
+            await soon(lambda: len(stream.events) == len(everything))
+            assert stream.events == everything
+        assert not made.scene.supervisor.ledger._listeners, "who has left is not kept"
+
+
+async def test_a_client_that_comes_back_misses_nothing(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        for number in range(50):
+            made.scene.supervisor.ledger.say("note", None, f"event {number}")
+        everything = (await made.ask("GET", "/events?limit=1000"))["events"]
+        seen = everything[4]["seq"]
+        for query, headers in (("?limit=7", {"last_event_id": str(seen)}), (f"?limit=7&after={seen}", {})):
+            async with streaming(made, f"/events{query}", accept="text/event-stream", **headers) as stream:
+                await soon(lambda: len(stream.events) >= len(everything) - 5)
+                assert stream.events == everything[5:]
+
+
+@pytest.mark.parametrize("last", ["", "x", "-1", "²", "9" * 30, "999999", " 1"])
+async def test_an_odd_last_event_id_begins_with_the_newest(tmp_path: Path, last: str) -> None:
+    async with admin_of(tmp_path) as made:
+        for number in range(9):
+            made.scene.supervisor.ledger.say("note", None, f"event {number}")
+        async with streaming(made, "/events?limit=3", accept="text/event-stream", last_event_id=last) as stream:
+            await soon(lambda: stream.events)
+            assert [event["message"] for event in stream.events] == ["event 6", "event 7", "event 8"]
+            made.scene.supervisor.ledger.say("note", None, "event 9")
+            await soon(lambda: stream.events[-1]["message"] == "event 9")
+
+
+async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "HEARTBEAT_S", 0.01)
+    async with admin_of(tmp_path) as made, streaming(made, "/events", accept="text/event-stream") as stream:
+        await soon(lambda: stream.text.count(": still here\n\n") >= 2)
+
+
+# Logs
+
+
+async def test_a_log_is_followed_until_the_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "FOLLOW_EVERY_S", 0.0)
+    async with admin_of(tmp_path) as made:
+        await make_ready(made.scene)
+        lines = ["one\n", "", "two\n", "three é\n"]
+        cursors: list[str | None] = []
+
+        async def read_log(node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
+            cursors.append(cursor)
+            if len(cursors) == 3:
+                raise AgentLost("The node's agent did not answer.")
+            return {"text": lines.pop(0) if lines else "", "cursor": str(len(lines))}
+
+        monkeypatch.setattr(made.scene.cluster, "read_log", read_log)
+        async with streaming(made, "/models/m/log?follow=true") as stream:
+            await soon(lambda: "three" in stream.text)
+            assert stream.headers[b"content-type"] == b"text/plain; charset=utf-8"
+            assert stream.text == "one\ntwo\nthree é\n"
+        assert cursors[:4] == [None, "3", "2", "2"]
+
+
+async def test_a_followed_log_ends_with_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "FOLLOW_EVERY_S", 0.0)
+    async with admin_of(tmp_path) as made:
+        await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
+        async with streaming(made, "/models/new/log?follow=true") as stream:
+            await made.ask("DELETE", "/models/new", 202)
+            await soon(lambda: stream.ended)
+            assert stream.status == 200
+
+
+async def test_there_is_no_log_to_follow_of_a_model_nobody_knows(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        for query in ("", "?follow=true"):
+            assert (await made.refused("GET", f"/models/nope/log{query}", 404))["code"] == "model_not_found"
+
+
+async def test_a_log_that_cannot_be_reached_now_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with admin_of(tmp_path) as made:
+        await make_ready(made.scene)
+
+        async def read_log(*_: Any) -> dict[str, str]:
+            raise AgentLost("The node's agent did not answer within 3 s.")
+
+        monkeypatch.setattr(made.scene.cluster, "read_log", read_log)
+        assert (await made.refused("GET", "/models/m/log", 503))["code"] == "agent_lost"
+
+
+# The document
+
+
+async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        raw = await made.ask("GET", "/openapi.json")
+        document = OpenAPI.model_validate(raw)
+        assert document.openapi.startswith("3.1")
+        found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
+        assert found == {
+            ("/status", "get"), ("/nodes", "get"), ("/memory", "get"), ("/plan", "get"), ("/events", "get"), ("/operations", "get"),
+            ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
+            ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
+            ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
+        }  # fmt: skip
+        operations = [operation for item in raw["paths"].values() for operation in item.values()]
+        assert len({operation["operationId"] for operation in operations}) == len(operations)
+        for operation in operations:
+            assert operation["summary"]
+            assert "422" not in operation["responses"], "our refusals have a body of their own"
+            schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/Refusal"}
+        for reference in _references(raw):
+            node = raw
+            for part in reference.removeprefix("#/").split("/"):
+                node = node[part]
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [v for k, v in value.items() if k == "$ref"] + [r for v in value.values() for r in _references(v)]
+    return [r for v in value for r in _references(v)] if isinstance(value, list) else []
+
+
+async def test_a_refusal_is_what_the_document_says(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        error = await made.refused("GET", "/models/nope", 404)
+        assert admin.Problem.model_validate(error).code == "model_not_found"
+
+
+# Whatever is sent
+
+KEYS = st.sampled_from([
+    "model", "aliases", "ttl", "metadata", "env", "extra_args", "memory_gib", "concurrency_limit", "max_model_len", "preload",
+    "tensor_parallel", "served_model_name", "gpu_memory_utilization", "revision", "dtype", "unlisted", "wait_for_load_s", "executor",
+])  # fmt: skip
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),
+    st.sampled_from(["/y", "a/b", "m", "gpt-4o", "auto", "-1", "--seed", "1G", "1e3", "nan", "", "\0", "\ud800", "OMP_NUM_THREADS", 2**70]),
+)  # fmt: skip
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6) | KEYS, inner, max_size=4))
+SPECS = st.dictionaries(KEYS | st.text(max_size=8), VALUES, max_size=6).map(lambda spec: {"model": "/y"} | spec)
+WELL_FORMED = st.fixed_dictionaries({"name": st.sampled_from(["new", "a/b", "x:1", "m"]) | st.text(max_size=8), "spec": SPECS})
+BODIES = (WELL_FORMED | st.fixed_dictionaries({"name": VALUES, "spec": VALUES | SPECS, "load": VALUES}) | VALUES).map(json.dumps)
+SEGMENTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+
+
+class Sender:
+    """One scene for all examples, on an event loop of its own: hypothesis calls plain functions."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.runner = asyncio.Runner()
+        self.context = admin_of(tmp_path)
+        self.made = self.runner.run(self.context.__aenter__())
+
+    def ask(self, method: str, path: str, content: bytes | None = None) -> int:
+        async def work() -> int:
+            headers = JSON if content is not None else {}
+            response = await self.made.client.request(method, PREFIX + path, content=content, headers=headers)
+            if response.status_code >= 400:
+                assert response.json()["error"]["src"] == "sparkd"
+            return response.status_code
+
+        return self.runner.run(work())
+
+    def close(self) -> None:
+        async def leave() -> None:
+            await self.context.__aexit__(None, None, None)
+
+        self.runner.run(leave())
+        self.runner.close()
+
+
+def test_no_body_makes_it_fail(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+
+    @settings(max_examples=250, deadline=None)
+    @given(BODIES)
+    def send(body: str) -> None:
+        assert sender.ask("POST", "/models", body.encode("utf-8", "surrogatepass")) < 500
+        assert sender.ask("GET", "/models") == 200
+
+    try:
+        send()
+        for path in ("/status", "/operations", "/events", "/plan", "/openapi.json"):
+            assert sender.ask("GET", path) == 200
+    finally:
+        sender.close()
+
+
+def test_no_path_makes_it_fail(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        st.sampled_from(["models", "operations", "events", "plan"]) | SEGMENTS,
+        st.lists(SEGMENTS | st.sampled_from(["m", "log", "load", "unload"]), max_size=3),
+        st.dictionaries(st.sampled_from(["cursor", "max_bytes", "after", "limit", "x"]), SEGMENTS | st.integers().map(str), max_size=2),
+    )
+    def send(method: str, first: str, rest: list[str], query: dict[str, str]) -> None:
+        path = "/".join(quote(part, safe="") for part in (first, *rest))
+        assert sender.ask(method, f"/{path}?{httpx.QueryParams(query)}") < 500
+
+    try:
+        send()
+    finally:
+        sender.close()
