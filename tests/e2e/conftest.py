@@ -36,7 +36,7 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv / "bin" / "python"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(chat_model: Path, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     engine = {"model": str(chat_model), "max_model_len": 2048, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     settings = {
