@@ -102,9 +102,8 @@ def test_a_client_that_leaves_while_it_waits_is_no_longer_queued(stage: DaemonPr
     stage.load("slow")
     body = b'{"model": "slow", "messages": []}'
     with socket.create_connection(("127.0.0.1", stage.port)) as client:
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         until(lambda: stage.model("slow")["queued"] == 1, 5, "it waits")
     until(lambda: stage.model("slow")["queued"] == 0, 1, "it waits no longer")
 
@@ -334,11 +333,12 @@ def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(tm
 
         assert "data: [DONE]" in chunks
         assert made.pid_of("quick") == rank
-        assert set(name["name"] for name in made.get("/admin/v1/models")["models"]) == {"quick", "second"}
+        assert {found["name"] for found in made.get("/admin/v1/models")["models"]} == {"quick", "second"}
 
 
 def test_keys_are_needed_where_they_are_set_and_the_probe_passes_all_the_same(tmp_path: Path) -> None:
-    given = settings(tmp_path, quick={"preload": True}) | {"keys": {"inference": ["user-key-0123456789"], "admin": ["admin-key-0123456789"]}}
+    keys = {"inference": ["user-key-0123456789"], "admin": ["admin-key-0123456789"]}
+    given = settings(tmp_path, quick={"preload": True}) | {"keys": keys}
     with daemon(tmp_path, given) as made:
         made.client.headers["authorization"] = "Bearer admin-key-0123456789"
         made.wait_for("quick", "READY", 60)
@@ -357,7 +357,9 @@ def test_keys_are_needed_where_they_are_set_and_the_probe_passes_all_the_same(tm
     ],
     ids=["open to the network without a key", "unknown key", "no right to bind"],
 )
-def test_what_is_wrong_is_said_in_one_sentence_before_anything_starts(tmp_path: Path, change: dict[str, Any], code: int, words: str) -> None:
+def test_what_is_wrong_is_said_in_one_sentence_before_anything_starts(
+    tmp_path: Path, change: dict[str, Any], code: int, words: str
+) -> None:
     if "127.0.0.1:1" in change.values() and os.geteuid() == 0:
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
