@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,8 @@ class RayHead:
             last = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:] or ["no output"]
             self.stop()
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
+        # Ray lets everybody write to its temp-dir (ray/_private/utils.py, try_to_create_directory), where its sockets are.
+        self.folder.chmod(0o700)
         _write_private(self._record, json.dumps({"address": address, "keeper": self._keeper}))
         return address
 
@@ -187,9 +190,10 @@ class RayHead:
             return None
 
     def _processes(self) -> Iterator[tuple[str, int]]:
-        """(name, pid) of every living process of this head: it carries our mark or holds a file of our folder open.
+        """(name, pid) of every living process of this head: it carries our mark, or has a title of Ray's and a file of our folder open.
 
-        Both, because Ray's agents and workers set a process title, which overwrites the environment that /proc shows.
+        Ray's agents and workers set a title, which may overwrite the environment that /proc shows. Others who have files of ours open, a
+        daemon that has joined or somebody who reads a log, are not of this head.
         """
         mark = f"{MARK}={self.folder}".encode()
         inside = f"{self.folder}/"
@@ -198,7 +202,7 @@ class RayHead:
                 continue
             try:
                 with open(f"/proc/{entry}/environ", "rb") as file:
-                    ours = mark in file.read().split(b"\0") or _holds_open(entry, inside)
+                    ours = mark in file.read().split(b"\0") or (_is_titled(entry) and _holds_open(entry, inside))
                 with open(f"/proc/{entry}/stat", "rb") as file:
                     stat = file.read()
             except OSError:
@@ -258,14 +262,23 @@ def _write_private(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def _is_titled(pid: str) -> bool:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read(5) == b"ray::"
+
+
 def _holds_open(pid: str, inside: str) -> bool:
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(inside):
-                return True
-        except OSError:
-            continue
-    return False
+    return any(target.startswith(inside) for target in _open_files(pid))
+
+
+def _open_files(pid: str) -> list[str]:
+    """What the descriptors of a process stand for, as far as it is there and ours to see."""
+    found = []
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
 
 
 def _kill(pid: int, number: signal.Signals) -> None:
@@ -294,15 +307,7 @@ def _cpu_s(pid: int) -> float:
 
 def _listening(pid: int) -> set[str]:
     """Listening TCP sockets of a process: its socket inodes among the LISTEN (0A) lines of /proc/PID/net/tcp*."""
-    inodes = set()
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    except OSError:
-        return set()
-    found = set()
+    found, inodes = set(), {target[8:-1] for target in _open_files(str(pid)) if target.startswith("socket:[")}
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]

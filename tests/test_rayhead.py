@@ -1,0 +1,335 @@
+"""sparkd's own Ray head: how it is started, which processes are its own, and one real head from its start to its end."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd import rayhead
+from sparkd.errors import RayUnavailable
+from sparkd.rayhead import MARK, RayHead, make_token, node_environment, process_cost
+from tests.daemon_process import alive, until
+from workers.agent import Agent
+
+SLEEPER = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """pytest's own paths are too long for Ray's sockets."""
+    made = Path(tempfile.mkdtemp(prefix="ray-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def head_of(folder: Path, **changes: Any) -> RayHead:
+    settings: dict[str, Any] = {"node_ip": "127.0.0.1", "port": 0, "memory_gib": 4, "object_store_mib": 80}
+    return RayHead(folder, folder / "ray.token", **settings | changes)
+
+
+@pytest.fixture
+def head(folder: Path) -> RayHead:
+    return head_of(folder)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    """What a test starts here ends with it."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start(processes: list[subprocess.Popen[str]], argv: list[str], env: dict[str, str], **more: Any) -> subprocess.Popen[str]:
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True, **more)
+    processes.append(process)
+    return process
+
+
+def up(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+# How it is started
+
+
+def test_the_command_of_a_head(folder: Path) -> None:
+    command = head_of(folder, port=6380).command()
+
+    assert command[:4] == [sys.executable, "-m", "ray.scripts.scripts", "start"]
+    assert set(command[4:]) == {
+        *("--head", "--port=6380", "--include-dashboard=false", "--no-monitor", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}/ray"),
+        *("--object-store-memory=83886080", '--resources={"unified_memory_gib": 4}', "--num-cpus=1", "--num-gpus=0"),
+        *("--include-log-monitor=false", "--disable-usage-stats", "--log-color=false"),
+    }
+
+
+def test_the_command_of_a_node_that_joins(folder: Path) -> None:
+    command = head_of(folder, node_ip="10.0.0.2", join="10.0.0.1:6380").command()
+
+    assert "--address=10.0.0.1:6380" in command
+    assert "--node-ip-address=10.0.0.2" in command
+    assert not [flag for flag in command if flag.startswith(("--head", "--port", "--include-dashboard"))]
+
+
+def test_the_environment_is_ours_and_no_other_clusters(head: RayHead, folder: Path) -> None:
+    inherited = {"PATH": "/bin", "HOME": "/h", "RAY_ADDRESS": "10.9.9.9:1", "RAY_AUTH_TOKEN": "theirs", "RAY_worker_niceness": "19"}
+    environment = head.environment(inherited)
+
+    assert (environment["PATH"], environment["HOME"]) == ("/bin", "/h")
+    assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & environment.keys()
+    assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", f"{folder}/ray.token")
+    assert (environment["RAY_worker_niceness"], environment["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
+    assert environment[MARK] == f"{folder}/ray"
+    assert MARK not in node_environment(folder / "ray.token", "127.0.0.1"), "who only joins is not of this head"
+
+
+@pytest.mark.parametrize(("node_ip", "single"), [("127.0.0.1", "0"), ("10.0.0.1", None)])
+def test_single_machine_mode_on_loopback_only(folder: Path, node_ip: str, single: str | None) -> None:
+    assert head_of(folder, node_ip=node_ip).environment({}).get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == single
+
+
+def test_the_hook_can_be_imported_by_ray(head: RayHead) -> None:
+    module, _, function = head.environment({})["RAY_START_HOOK"].rpartition(".")
+    code = f"import importlib; assert callable(getattr(importlib.import_module({module!r}), {function!r}))"
+
+    subprocess.run([sys.executable, "-S", "-c", code], env=head.environment({}), cwd="/", check=True, timeout=60)
+
+
+def test_a_token_is_made_once_for_this_user_only(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "ray.token"
+    make_token(path)
+    token = path.read_text()
+    make_token(path)
+
+    assert len(bytes.fromhex(token)) == 32
+    assert path.read_text() == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(path.parent) == ["ray.token"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; print('first'); print('  the last word  '); sys.exit(3)", r"exit code 3\): the last word"),
+        ("import sys; print('on stderr', file=sys.stderr); sys.exit(1)", r"exit code 1\): on stderr"),
+        ("pass", r"exit code 0\): no output"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(
+    head: RayHead, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    monkeypatch.setattr(RayHead, "command", lambda self: [sys.executable, "-S", "-c", code])
+    with pytest.raises(RayUnavailable, match=words):
+        head.ensure()
+
+    assert os.listdir(folder) == ["ray.token"]
+
+
+def test_a_start_that_cannot_even_begin(head: RayHead, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayHead, "command", lambda self: ["/nowhere/python"])
+    with pytest.raises(RayUnavailable, match="FileNotFoundError"):
+        head.ensure()
+
+
+# What is recorded
+
+
+@pytest.mark.parametrize(
+    "record", [None, "", "{", "[]", "null", "7", '{"address": null}', '{"address": ""}', "{}", '{"address": "127.0.0.1:6379"}', "\0\0"]
+)
+def test_no_record_and_no_process_is_no_head(head: RayHead, folder: Path, record: str | None) -> None:
+    if record is not None:
+        (folder / "ray.json").write_text(record)
+
+    assert head.living_address() is None
+    assert (head.costs(), head.listeners(), head.essential()) == ([], [], {})
+
+
+def test_the_daemon_does_not_start_what_ray_node_keeps(folder: Path) -> None:
+    (folder / "ray.json").write_text(json.dumps({"address": "127.0.0.1:1", "keeper": True}))
+    head, keeper = head_of(folder), head_of(folder, keeper=True)
+    assert (head.kept_elsewhere, keeper.kept_elsewhere) == (True, False)
+    with pytest.raises(RayUnavailable, match="ray-node"):
+        head.ensure()
+
+    keeper.stop()
+    assert head.kept_elsewhere, "the keeper will come back"
+    keeper.forget()
+    assert not head.kept_elsewhere
+
+
+# Whose processes
+
+
+def test_stop_ends_the_marked_processes_and_nobody_else(
+    head: RayHead, folder: Path, processes: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rayhead, "STOP_GRACE_S", 0.2)
+    log = head.folder / "session" / "raylet.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("hello\n")
+    mark = {MARK: str(head.folder)}
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    ours = [
+        start(processes, SLEEPER, mark),
+        start(processes, [sys.executable, "-S", "-c", stubborn], mark),
+        start(processes, ["ray::IDLE", "-S", "-c", f"held = open({str(log)!r}); {SLEEPER[3]}"], {}, executable=sys.executable),
+    ]
+    others = [
+        start(processes, SLEEPER, {}),
+        start(processes, SLEEPER, {MARK: f"{head.folder}2"}),
+        start(processes, SLEEPER, {"X" + MARK: str(head.folder)}),
+        start(processes, SLEEPER, {"RAY_TMPDIR": str(head.folder)}),
+        start(processes, [*SLEEPER, str(head.folder)], {}),
+        start(processes, [sys.executable, "-S", "-c", f"held = open({str(log)!r}); {SLEEPER[3]}"], {}),
+        start(processes, ["ray::IDLE", "-S", "-c", SLEEPER[3]], {}, executable=sys.executable),
+    ]
+    for process in (*ours, *others):
+        up(process)
+    assert {process.pid for process in head.costs()} == {process.pid for process in ours}
+
+    head.stop()
+    assert [alive(process.pid) for process in ours] == [False] * 3
+    assert [alive(process.pid) for process in others] == [True] * 7
+    assert not head.folder.exists()
+    head.stop()
+
+
+def test_an_engine_does_not_belong_to_the_ray_that_started_it(head: RayHead, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, str(head.folder))
+    shutil.copytree(Path(__file__).parent / "fixtures" / "meminfo", folder / "proc")
+    (folder / "proc" / "idle.txt").rename(folder / "proc" / "meminfo")
+    agent = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), 60.0, str(folder / "proc"))
+    spec = {
+        "rank_id": "m-1-0123abcd", "model_name": "m", "served_names": ["m"], "model": "/m", "generation": 1, "node_id": "n", "rank": 0,
+        "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": str(folder / "log" / "m.log"), "config_hash": "c",
+        "platform": "cpu",
+    }  # fmt: skip
+    handle = agent.spawn(spec, False)
+    try:
+        assert alive(handle["pid"])
+        assert head.costs() == []
+    finally:
+        assert agent.destroy(handle, 2.0)["gone"]
+
+
+# What it costs, and where it listens
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("0100007F:1F90", "127.0.0.1:8080"),
+        ("00000000:0050", "0.0.0.0:80"),
+        ("0200000A:FFFF", "10.0.0.2:65535"),
+        ("00000000000000000000000000000000:18EB", ":::6379"),
+        ("00000000000000000000000001000000:0001", "::1:1"),
+        ("0000000000000000FFFF00000100007F:A2D5", "::ffff:127.0.0.1:41685"),
+        ("B80D01200000000000000000010000FE:0010", "2001:db8::fe00:1:16"),
+    ],
+)
+def test_addresses_as_the_kernel_prints_them(text: str, address: str) -> None:
+    assert rayhead._address(text) == address
+
+
+def test_listeners_and_cost_of_a_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        found = rayhead._listening(os.getpid())
+        assert f"127.0.0.1:{server.getsockname()[1]}" in found
+        assert f"127.0.0.1:{client.getsockname()[1]}" not in found
+
+    cost = process_cost(os.getpid())
+    assert cost["pss_bytes"] > 1 << 20
+    assert cost["cpu_s"] > 0
+    assert process_cost(1 << 30) == {"pss_bytes": 0, "cpu_s": 0.0}
+    assert rayhead._listening(1 << 30) == set()
+
+
+# A real one
+
+FRIEND = """
+import logging, sys, time
+import ray
+ray.init(address=sys.argv[1], namespace="sparkd", _node_ip_address="127.0.0.1", log_to_driver=False, configure_logging=False,
+         logging_level=logging.CRITICAL)
+print("up" if ray.cluster_resources().get("unified_memory_gib") == 4 else "another cluster", flush=True)
+time.sleep(600)
+"""
+# What ray.init does first; by itself it would try for 20 s.
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    print(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=30))
+except AuthenticationError:
+    print("refused")
+"""
+
+
+def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    try:
+        address = head.ensure()
+        essential = head.essential()
+        assert essential.keys() == {"gcs_server", "raylet"}
+        assert socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=10).close() is None
+
+        # Another daemon finds it.
+        again = head_of(folder)
+        assert (again.living_address(), again.ensure()) == (address, address)
+        assert again.essential() == essential
+
+        # It listens on loopback only, and its token is in nobody's command line or environment.
+        where = [ipaddress.ip_address(listener.partition(" ")[0].rpartition(":")[0]) for listener in head.listeners()]
+        assert where
+        assert all((getattr(ip, "ipv4_mapped", None) or ip).is_loopback for ip in where), head.listeners()
+        token = head.token_path.read_bytes()
+        for process in head.costs():
+            assert token not in Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
+            assert process.pss_bytes > 0
+        assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700
+
+        # Who has the token may join and is not of this head; who has another may not.
+        wrong = folder / "wrong.token"
+        make_token(wrong)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        friend, stranger = (
+            start(processes, [sys.executable, "-c", code, address], clean | node_environment(path, "127.0.0.1"), stderr=subprocess.DEVNULL)
+            for code, path in ((FRIEND, head.token_path), (STRANGER, wrong))
+        )
+        up(friend)
+        assert stranger.communicate(timeout=60)[0] == "refused\n"
+        pids = [process.pid for process in head.costs()]
+        assert friend.pid not in pids
+        assert stat.S_IMODE(head.folder.stat().st_mode) == 0o700, "joining does not open it again"
+    finally:
+        head.stop()
+
+    assert not [pid for pid in pids if alive(pid)]
+    assert head.living_address() is None
+    assert alive(friend.pid)
+    assert sorted(os.listdir(folder)) == ["ray.token", "wrong.token"]
+    until(lambda: not _answers(address), 10, "its port is closed")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
