@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from rich.markup import escape
+from rich.text import Text
 
 from sparkd import show
 from sparkd.errors import SparkdError
@@ -101,8 +102,9 @@ class Console:
             self._say(f"[red]{escape(show.printable(error.message))}[/]")
             return
         took_s = time.monotonic() - self._started_at_s
-        self._say(f"\n[bold]You asked[/]    {escape(question)}")
-        self._say(f"[bold]It answered[/]  {escape(show.printable(answer.strip()))}")
+        # As text, not markup: escape() doubles a backslash at the end.
+        self._terminal.print(Text.assemble("\n", ("You asked", "bold"), f"    {question}"))
+        self._terminal.print(Text.assemble(("It answered", "bold"), f"  {show.printable(answer.strip())}"))
         self._say(f"[dim]             {took_s:.0f} s after the start[/]")
 
     def _say_how_to_go_on(self, model: str | None, question: str, *, known: bool) -> None:
