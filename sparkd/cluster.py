@@ -10,19 +10,19 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
 from sparkd.memory import GIB, reading
-from sparkd.placement import Placement, needed_gib
+from sparkd.placement import Placement, needed_gib, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
+from sparkd.sight import Look, Observation, Sight, told_of
 from sparkd.snapshot import NodeView
-from sparkd.state import Progress, RankFact, RankHandle, Reading
+from sparkd.state import Progress, RankFact, RankHandle
 from sparkd.upstream import Upstream, served_names
 from workers.agent import Agent
 from workers.meminfo import sample
@@ -34,7 +34,6 @@ PLACE_TIMEOUT_S = 20.0
 SPAWN_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
-NODE_GRACE_S = 30.0
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
 QUIET = ("--disable-uvicorn-access-log",)
 # Made by systemd for the unit, and removed by it.
@@ -42,30 +41,6 @@ SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
-
-    `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
-    """
-
-    ranks: tuple[RankFact, ...] | None
-    reading: Reading | None
-    connected: bool
-    nodes: tuple[NodeView, ...] = ()
-    unseen: frozenset[str] = frozenset()
-    trouble: str | None = None
-    cluster: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """One node at one moment."""
-
-    node: NodeView
-    ranks: tuple[RankFact, ...]
 
 
 class Cluster:
@@ -78,8 +53,7 @@ class Cluster:
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self._config = config
         self.node_ip = config.cluster.node_ip or LOOPBACK
-        self._run_dirs = config.runtime_path() / "ranks"
-        self.log_dir = config.state_dir / "logs"
+        self._rank_folders = rank_folders(config, self.node_ip)
         token_path = config.token_path(environ)
         self.total_gib = offered_gib(config)
         self._head = None if config.cluster.address else RayHead(
@@ -89,13 +63,16 @@ class Cluster:
             port=config.cluster.port,
             memory_gib=self.total_gib,
             object_store_mib=config.cluster.object_store_memory_mib,
+            rank_folders=self._rank_folders,
         )
         self._link = RayLink(node_environment(token_path, self.node_ip), self._agent_arguments)
         self._here = Agent(self.node_ip, *self._agent_arguments(self.node_ip))
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
         self._reserved: dict[str, tuple[str, int]] = {}
-        self._seen_at_s: dict[str, float] = {}
+        self._sight = Sight()
+        # Out of sight: the tick does not wait for them, `run` looks whether they are back.
+        self._silent: set[str] = set()
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -103,37 +80,36 @@ class Cluster:
         """Settings of engines take effect with their next start; where Ray and the folders are stays as it was."""
         self._config = config
 
+    def expect(self, nodes: Iterable[str]) -> None:
+        """An earlier daemon started ranks there: until those nodes were seen, or not for NODE_GRACE_S, what runs there is unknown."""
+        self._sight.expect(set(nodes) - {self.node_ip}, time.monotonic())
+
     async def run(self, joined: Callable[[], None]) -> None:
         """Connect, and connect again whenever Ray is lost, until cancelled. `joined` is called after each connection."""
         while True:
-            if not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY or await asyncio.to_thread(self._head_died):
+            lost = not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY or await asyncio.to_thread(self._head_died)
+            if lost or not await self._kept_up():
                 await self._connect()
                 joined()
-            else:
-                await self._link.refresh()
             await asyncio.sleep(RECONNECT_EVERY_S)
 
     async def observe(self) -> Observation:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
-        addresses = [ip for ip in self._link.nodes() if ip != self.node_ip]
+        could_look = self._link.connected
+        addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
         here, *others = await asyncio.gather(self._look_here(), *(self._look(ip) for ip in addresses))
         if here is None:
             return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
         looks = [here, *(look for look in others if look is not None)]
-        now_s = time.monotonic()
-        self._seen_at_s |= {look.node.node_id: now_s for look in looks}
-        missing = {ip for ip, at_s in self._seen_at_s.items() if ip not in {look.node.node_id for look in looks}}
-        for ip in [ip for ip in missing if now_s - self._seen_at_s[ip] > NODE_GRACE_S]:
-            del self._seen_at_s[ip]
-            missing.discard(ip)
+        missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
         about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
         return Observation(
             ranks=tuple(fact for look in looks for fact in look.ranks),
             reading=here.node.reading,
-            connected=self._link.connected and here.node.agent,
-            nodes=tuple(look.node for look in looks),
-            unseen=frozenset(missing),
-            trouble=self._trouble,
+            connected=could_look and here.node.agent,
+            nodes=(*(look.node for look in looks), *missing),
+            unseen=frozenset(node.node_id for node in missing),
+            trouble=self._trouble or told_of(missing),
             cluster=about,
         )
 
@@ -145,9 +121,11 @@ class Cluster:
                 "leave it out or set it to 1."
             )
         platform, entrypoint, need_gib = await asyncio.to_thread(self._need, spec)
-        if need_gib > self.total_gib:
+        most_gib = max(self.total_gib, *(int(gib) for gib in self._link.gib_of.values()), 0)
+        if need_gib > most_gib:
+            where = "the largest node" if len(self._link.gib_of) > 1 else "this node"
             raise DoesNotFit(
-                f"{spec.name} asks for {need_gib} GiB of unified memory and this node offers {self.total_gib} GiB: choose a smaller "
+                f"{spec.name} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
                 "context or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
             )
         node_ip = await self._link.reserve(spec.name, need_gib, self.node_ip, PLACE_TIMEOUT_S)
@@ -180,7 +158,8 @@ class Cluster:
             "rank": 0,
             "runtime": self._runtime(spec),
             "entrypoint": placement.entrypoint,
-            "log_path": str(self.log_dir / f"{placement.slug}.log"),
+            # A name: the node has a folder of its own for it.
+            "log_path": f"{placement.slug}.log",
             "config_hash": config_hash,
             "platform": placement.platform,
             # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
@@ -250,11 +229,26 @@ class Cluster:
 
     def _clear_runtime_folder(self) -> None:
         """Nothing is left of a run in which everything ended; what still lives keeps its folder."""
+        run_dirs = self._rank_folders[0].parent
         if not self._here.observe()["ranks"]:
-            shutil.rmtree(self._run_dirs, ignore_errors=True)
-        if self._run_dirs.parent != SYSTEM_RUNTIME_DIR:
+            shutil.rmtree(run_dirs, ignore_errors=True)
+        if run_dirs.parent != SYSTEM_RUNTIME_DIR:
             with contextlib.suppress(OSError):
-                self._run_dirs.parent.rmdir()
+                run_dirs.parent.rmdir()
+
+    async def _kept_up(self) -> bool:
+        """Meet nodes that have come or are back. False where Ray does not answer any more."""
+        try:
+            met = await self._link.refresh()
+            # What Ray reserved on a node goes with it, and may have moved to another: it belongs where the rank is.
+            for model in [model for model, (node_ip, _) in self._reserved.items() if node_ip in met]:
+                await self._reserve_again(model)
+        except ClusterError as error:
+            self._trouble = f"{type(error).__name__}: {error.message}"
+            return False
+        for ip in self._silent & set(self._link.nodes()):
+            await self._look(ip)
+        return True
 
     async def _connect(self) -> None:
         try:
@@ -307,7 +301,7 @@ class Cluster:
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None
 
-    async def _look_here(self) -> _Look | None:
+    async def _look_here(self) -> Look | None:
         """This node, through its agent or, while that is away, with the agent's own code."""
         try:
             found = await self._look(self.node_ip) if self._link.connected else None
@@ -318,7 +312,7 @@ class Cluster:
             log.error("this node cannot be read: %s", error)
             return None
 
-    async def _look(self, node_ip: str) -> _Look | None:
+    async def _look(self, node_ip: str) -> Look | None:
         ours = node_ip == self.node_ip
         try:
             facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(), OBSERVE_TIMEOUT_S)
@@ -326,30 +320,40 @@ class Cluster:
             if ours:
                 self._misses += 1
                 self._trouble = f"AgentLost: {error.message}"
+            else:
+                self._silent.add(node_ip)
             return None
+        self._silent.discard(node_ip)
         if ours:
             self._misses = 0
             self._trouble = None
         return self._looked_at(node_ip, facts, agent=True)
 
-    def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> _Look:
+    def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> Look:
         reserved_gib = sum(gib for where, gib in self._reserved.values() if where == node_ip)
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
         now = reading(node_ip, facts["reading"], facts["now_s"])
-        return _Look(NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib)), _facts(facts["ranks"]))
+        return Look(NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib)), _facts(facts["ranks"]))
 
-    def _agent_arguments(self, node_ip: str) -> tuple[str, str, float]:
-        """run_dir, log_dir, sample_s. Each node has a run_dir of its own name, so that nodes that share a file system do not mix."""
-        return str(self._run_dirs / node_ip.replace(":", "_")), str(self.log_dir), self._config.memory.sample_s
+    def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
+        """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
+        run_dir, log_dir = self._rank_folders
+        return str(run_dir.with_name(_folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip
 
     def _runtime(self, spec: ModelConfig) -> str:
         return str(spec.runtime_of(self._config.engine) or sys.executable)
 
 
-def offered_gib(config: Config) -> int:
-    """What this node offers to models, whole GiB: all but the system's reserve."""
-    total = int(sample()["mem_total_bytes"])
-    return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)
+def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path]:
+    """Where the ranks of the node `node_ip` have their status files and sockets, and their logs.
+
+    The former are named after the node, so that nodes that share a file system do not mix.
+    """
+    return config.runtime_path() / "ranks" / _folder_name(node_ip), config.state_dir / "logs"
+
+
+def _folder_name(node_ip: str) -> str:
+    return node_ip.replace(":", "_")
 
 
 def _facts(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:

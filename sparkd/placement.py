@@ -1,4 +1,4 @@
-"""How much unified memory a model reserves on its node. Never reads tensors: sizes of files and flags only."""
+"""How much unified memory a node offers and a model reserves there. Never reads tensors: sizes of files and flags only."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkd.config import ModelConfig
+from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from workers.command import CPU_KV_CACHE_GIB
+from workers.meminfo import sample
 
 GIB = 1 << 30
 # An engine's own processes: imports, CUDA context, Python heaps. Three processes measured at 0.6 to 1.7 GiB together on a CPU build.
@@ -51,6 +52,12 @@ def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapp
     if kv_gib is None and share is not None:
         return math.ceil(share * mem_total_gib)
     return math.ceil(weights_gib(spec.model) * LOADING_FACTOR + (CPU_KV_CACHE_GIB if kv_gib is None else kv_gib) + PROCESSES_GIB)
+
+
+def offered_gib(config: Config) -> int:
+    """What this node offers to models, whole GiB: all but the system's reserve."""
+    total = int(sample()["mem_total_bytes"])
+    return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)
 
 
 def weights_gib(model: str) -> float:

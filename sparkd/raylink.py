@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -21,6 +22,10 @@ CONNECT_TIMEOUT_S = 60.0
 AGENT_TIMEOUT_S = 45.0
 DISCONNECT_TIMEOUT_S = 10.0
 PREFERRED_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 15.0
+PORT_TIMEOUT_S = 1.0
+# A driver that has not reached the head for this long ends its process (60 s where nothing is said): that must not end the daemon.
+HEAD_AWAY_S = 10 * 365 * 24 * 3600
 
 T = TypeVar("T")
 
@@ -36,7 +41,7 @@ class RayLink:
     def __init__(self, environment: Mapping[str, str], arguments: Callable[[str], tuple[Any, ...]]) -> None:
         self._environment = environment
         self._arguments = arguments
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, tuple[str, Any]] = {}
         self._joined = False
         self.address: str | None = None
         self.gib_of: dict[str, float] = {}
@@ -52,7 +57,7 @@ class RayLink:
         except TimeoutError:
             raise RayUnavailable(f"Ray at {address} did not answer within {CONNECT_TIMEOUT_S:.0f} s.") from None
         self.address = address
-        alive = await _in_thread(self._alive_nodes)
+        alive = await self._answer(self._alive_nodes)
         if node_ip not in alive:
             known = ", ".join(sorted(alive)) or "none"
             raise RayUnavailable(
@@ -63,16 +68,23 @@ class RayLink:
         await self.refresh()
         self.connected = True
 
-    async def refresh(self) -> None:
-        """Meet the agents of nodes that have come, forget those of nodes that have gone. A node that cannot be met is tried next time."""
-        alive = await _in_thread(self._alive_nodes)
+    async def refresh(self) -> set[str]:
+        """Meet the agents of nodes that have come, forget those of nodes that have gone; the addresses of those that were met now.
+
+        A node that cannot be met is tried next time. Raises RayUnavailable where Ray itself does not answer.
+        """
+        alive = await self._answer(self._alive_nodes)
         for node_ip in set(self._agents) - set(alive):
             del self._agents[node_ip]
-        for node_ip in set(alive) - set(self._agents):
+        # A raylet that was started again has another id at the same address, and its node another agent.
+        fresh = {node_ip for node_ip, node_id in alive.items() if node_ip not in self._agents or self._agents[node_ip][0] != node_id}
+        for node_ip in sorted(fresh):
             try:
                 await self._meet(node_ip, alive[node_ip])
             except ClusterError as error:
                 log.warning("%s", error.message)
+                fresh.discard(node_ip)
+        return fresh
 
     def nodes(self) -> list[str]:
         """Addresses of the nodes whose agents were met."""
@@ -92,9 +104,9 @@ class RayLink:
 
     async def call(self, node_ip: str, method: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
         """One method of a node's agent. A ClusterError raised there is raised here; anything else is AgentLost."""
-        agent = self._agents.get(node_ip)
-        if agent is None:
+        if node_ip not in self._agents:
             raise AgentLost(f"The agent of node {node_ip} is not connected; sparkd is connecting again.")
+        _, agent = self._agents[node_ip]
         try:
             async with asyncio.timeout(timeout_s):
                 return await method(agent)
@@ -112,14 +124,24 @@ class RayLink:
         Raises DoesNotFit with the numbers.
         """
         await self.release(model)
-        return await _in_thread(self._reserve, model, gib, node_ip, timeout_s, only)
+        return await self._answer(self._reserve, model, gib, node_ip, timeout_s, only, timeout_s=2 * timeout_s + ANSWER_TIMEOUT_S)
 
     async def release(self, model: str) -> None:
         if self.connected:
-            await _in_thread(self._release, model)
+            await self._answer(self._release, model)
+
+    async def _answer(self, ask: Callable[..., T], *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> T:
+        """What Ray's head says. Raises RayUnavailable where it says nothing, or that it cannot."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _in_thread(ask, *arguments)
+        except TimeoutError:
+            raise RayUnavailable(f"Ray at {self.address} did not answer within {timeout_s:.0f} s.") from None
+        except _errors(ConnectionError, RuntimeError, ValueError) as error:
+            raise RayUnavailable(f"Ray at {self.address} could not answer: {type(error).__name__}.") from error
 
     async def _meet(self, node_ip: str, node_id: str) -> None:
-        agent = await _in_thread(self._start_agent, node_ip, node_id)
+        agent = await self._answer(self._start_agent, node_ip, node_id)
         try:
             async with asyncio.timeout(AGENT_TIMEOUT_S):
                 if await agent.version.remote() != VERSION:
@@ -127,7 +149,7 @@ class RayLink:
                     await agent.version.remote()
         except _errors(TimeoutError) as error:
             raise AgentLost(f"The agent of node {node_ip} did not start: {type(error).__name__}.") from error
-        self._agents[node_ip] = agent
+        self._agents[node_ip] = node_id, agent
 
     def _init(self, address: str, node_ip: str) -> None:
         ray = self._ray()
@@ -146,8 +168,8 @@ class RayLink:
 
     def _ray(self) -> Any:
         """The module. Ray reads some of its variables while it is imported, so they are set before; ours never reach a child of ours."""
-        os.environ.update({name: value for name, value in self._environment.items() if name.startswith("RAY_")})
-        os.environ["RAY_BACKEND_LOG_LEVEL"] = "error"
+        ours = {"RAY_BACKEND_LOG_LEVEL": "error", "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S)}
+        os.environ.update({name: value for name, value in self._environment.items() if name.startswith("RAY_")} | ours)
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -155,9 +177,13 @@ class RayLink:
 
     def _alive_nodes(self) -> dict[str, str]:
         """Address -> Ray's id, of the living nodes that lend unified memory."""
-        alive = [node for node in self._ray().nodes() if node["Alive"] and RESOURCE in node["Resources"]]
-        self.gib_of = {node["NodeManagerAddress"]: float(node["Resources"][RESOURCE]) for node in alive}
-        return {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
+        alive: dict[str, list[dict[str, Any]]] = {}
+        for node in self._ray().nodes():
+            if node["Alive"] and RESOURCE in node["Resources"]:
+                alive.setdefault(node["NodeManagerAddress"], []).append(node)
+        chosen = {node_ip: _present(nodes) for node_ip, nodes in alive.items()}
+        self.gib_of = {node_ip: float(node["Resources"][RESOURCE]) for node_ip, node in chosen.items()}
+        return {node_ip: node["NodeID"] for node_ip, node in chosen.items()}
 
     def _start_agent(self, node_ip: str, node_id: str) -> Any:
         ray = self._ray()
@@ -183,13 +209,19 @@ class RayLink:
         from ray.util import placement_group, placement_group_table
 
         here = {RESOURCE: gib, f"node:{node_ip}": 0.001}
-        alone = only or len(self._agents) == 1
-        tries = [(here, timeout_s)] if alone else [(here, PREFERRED_TIMEOUT_S), ({RESOURCE: gib}, timeout_s)]
+        if only or len(self._agents) == 1:
+            tries = [(here, timeout_s)]
+        elif self.gib_of.get(node_ip, 0.0) < gib:
+            tries = [({RESOURCE: gib}, timeout_s)]
+        else:
+            tries = [(here, PREFERRED_TIMEOUT_S), ({RESOURCE: gib}, timeout_s)]
         for bundle, wait_s in tries:
             group = placement_group([bundle], strategy="STRICT_PACK", name=_group(model), lifetime="detached")
             if group.wait(wait_s):
                 (node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
-                return next(ip for ip, known in self._alive_nodes().items() if known == node_id)
+                for found, known in self._alive_nodes().items():
+                    if known == node_id:
+                        return found
             self._release(model)
         free = ray.available_resources().get(RESOURCE, 0.0)
         total = ray.cluster_resources().get(RESOURCE, 0.0)
@@ -232,6 +264,22 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, name="ray call", daemon=True).start()
     return await done
+
+
+def _present(nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one that is there now, of those that Ray takes for alive at one address.
+
+    After a raylet was killed and started again that is two, until Ray's health checks have missed the first often enough (15 s).
+    """
+    if len(nodes) == 1:
+        return nodes[0]
+    for node in nodes:
+        try:
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), PORT_TIMEOUT_S).close()
+        except OSError:
+            continue
+        return node
+    return nodes[-1]
 
 
 def _group(model: str) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from sparkd.cluster import offered_gib
+from sparkd.cluster import rank_folders
 from sparkd.config import Config
 from sparkd.errors import ConfigError, RayUnavailable
+from sparkd.placement import offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead
 from sparkd.systemd import Systemd
 
@@ -73,6 +74,7 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
         object_store_mib=cluster.object_store_memory_mib,
         join=join,
         keeper=True,
+        rank_folders=rank_folders(config, node_ip),
     )
 
 

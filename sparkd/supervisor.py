@@ -6,12 +6,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sparkd import gauges, metrics
 from sparkd.actions import Actions, AskFunction
-from sparkd.cluster import Cluster, Observation
+from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.lease import Door, Lease
 from sparkd.ledger import Ledger
@@ -32,6 +32,7 @@ from sparkd.plan import (
 )
 from sparkd.record import Record
 from sparkd.roster import Roster
+from sparkd.sight import Observation
 from sparkd.snapshot import Snapshot
 from sparkd.state import (
     STARTING,
@@ -39,6 +40,7 @@ from sparkd.state import (
     Operation,
     OperationState,
     RankFact,
+    RankHandle,
     Store,
     Want,
 )
@@ -91,6 +93,7 @@ class Supervisor:
             wall=wall,
             rng=rng or random.Random(),  # jitter only
         )
+        self._expect(store.handles().values())
         for record in self._roster.missing():
             self.want(record.name, Want.RUNNING, "config")
         self.ledger.take_over(self._roster.records)
@@ -236,6 +239,8 @@ class Supervisor:
         for error in results:
             if isinstance(error, BaseException):
                 log.error("a rank was not stopped: %s", error)
+        for node in sorted(observation.unseen):
+            log.error("what runs on %s was not stopped: that node does not answer", node)
         for record in self._roster.records.values():
             if record.upstream:
                 await record.upstream.close()
@@ -272,6 +277,13 @@ class Supervisor:
         if self._settled and not any(record.adopted and record.state in STARTING for record in self._roster.records.values()):
             self._looked.set()
         gauges.show(self.snapshot())
+
+    def _expect(self, handles: Iterable[RankHandle]) -> None:
+        """Where an earlier daemon started something, it is unknown, not absent, until that node was seen."""
+        for handle in sorted(handles, key=lambda handle: handle.started_at_s):
+            if record := self._roster.records.get(handle.model):
+                record.node_id = handle.node_id
+        self._cluster.expect({record.node_id for record in self._roster.records.values() if record.node_id})
 
     def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> list[Action]:
         """`steady`: the rank of each model that no action was changing when the observation began. The others are left alone."""

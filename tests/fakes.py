@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sparkd.cluster import Observation
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.errors import RankError, SparkdError
 from sparkd.placement import Placement
+from sparkd.sight import Observation
 from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
 from sparkd.supervisor import Supervisor
 from sparkd.upstream import Upstream
@@ -41,10 +41,15 @@ class FakeCluster:
         self.names: list[str] | None = None
         self.placing = asyncio.Event()
         self.placing.set()
+        self.expected: set[str] = set()
+        self.unseen: frozenset[str] = frozenset()
+
+    def expect(self, nodes: Iterable[str]) -> None:
+        self.expected = set(nodes)
 
     async def observe(self) -> Observation:
         ranks = None if self.ranks is None else tuple(self.ranks.values())
-        return Observation(ranks, self.reading, self.connected)
+        return Observation(ranks, self.reading, self.connected, unseen=self.unseen)
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")

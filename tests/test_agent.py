@@ -49,6 +49,23 @@ def test_its_folders_are_for_this_user_only(made: Agent) -> None:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
 
 
+@pytest.mark.parametrize(
+    ("elsewhere", "told", "folders"),
+    [(False, True, "given"), (True, True, "own"), (True, False, "given")],
+    ids=["the daemon's own node", "another node", "another node, whose Ray sparkd did not start"],
+)
+def test_another_node_keeps_its_own_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, told: bool, folders: str
+) -> None:
+    for name, variable in (("run", module.NODE_RUN_DIR), ("log", module.NODE_LOG_DIR)):
+        monkeypatch.delenv(variable, raising=False)
+        if told:
+            monkeypatch.setenv(variable, str(folder / "own" / name))
+    made = Agent("n", str(folder / "given" / "run"), str(folder / "given" / "log"), NEVER_S, str(folder / "proc"), elsewhere)
+
+    assert (made.run_dir, made.log_dir) == (str(folder / folders / "run"), str(folder / folders / "log"))
+
+
 def test_it_observes_reading_ranks_and_its_own_clock(made: Agent) -> None:
     facts = made.observe()
 

@@ -512,3 +512,18 @@ async def test_a_look_that_began_before_a_rank_was_started_does_not_make_it_lost
 
         assert made.state() == "LOADING"
         assert made.supervisor.snapshot().models["m"].failures == 0
+
+
+async def test_what_an_earlier_daemon_started_on_a_node_that_is_not_seen_yet_is_not_started_a_second_time(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+    ranks = made.cluster.ranks
+    made.cluster.ranks, made.cluster.unseen = {}, frozenset("n")
+    made.cluster.log.clear()
+    async with stage(tmp_path, cluster=made.cluster) as restarted:
+        await restarted.tick(5)
+        assert (restarted.state(), restarted.cluster.log, restarted.cluster.expected) == ("STOPPED", [], {"n"})
+        restarted.cluster.ranks, restarted.cluster.unseen = ranks, frozenset()
+        await restarted.tick(3)
+
+        assert (restarted.state(), restarted.cluster.log) == ("READY", ["hold m"])

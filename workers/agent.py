@@ -16,22 +16,28 @@ from workers import meminfo, rank
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "2"
+VERSION = "3"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 WINDOW_S = 60.0
+# In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
+NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
+NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
 
 
 class Agent:
     """One node's eyes and hands. Every method returns facts and blocks; Ray runs them on threads of their own.
 
-    run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only.
+    run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
+    are those of another node, the daemon's, and count only where this one has not said its own.
     """
 
-    def __init__(self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc") -> None:
+    def __init__(
+        self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc", elsewhere: bool = False
+    ) -> None:
         self.node_id = node_id
-        self.run_dir = run_dir
-        self.log_dir = log_dir
+        self.run_dir = run_dir = os.environ.get(NODE_RUN_DIR, run_dir) if elsewhere else run_dir
+        self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
         self._proc = Path(proc)
         self._sample_s = sample_s
         for folder in (run_dir, log_dir):
@@ -58,7 +64,7 @@ class Agent:
         }
 
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
-        """Start one rank; returns its handle once that is on disk. Raises RankError.
+        """Start one rank; returns its handle once that is on disk. Raises RankError. Its log is of that name in this node's log folder.
 
         private: the gateway is on another node, so it listens on this node's address with a key of its own instead of on a Unix socket.
         """
@@ -70,7 +76,8 @@ class Agent:
         else:
             where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
         try:
-            return rank.spawn(rank.RankSpec.from_dict(spec | where | {"run_dir": self.run_dir, "pythonpath": (self._plugin_dir,)}))
+            here = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
+            return rank.spawn(rank.RankSpec.from_dict(spec | where | here | {"pythonpath": (self._plugin_dir,)}))
         except RankError:
             key_path.unlink(missing_ok=True)
             raise

@@ -1,0 +1,66 @@
+"""What is seen of the nodes at one moment, and for how long one that is out of sight counts as unknown. Never looks at one itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sparkd.snapshot import NodeView
+from sparkd.state import RankFact, Reading
+
+NODE_GRACE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
+
+    `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
+    """
+
+    ranks: tuple[RankFact, ...] | None
+    reading: Reading | None
+    connected: bool
+    nodes: tuple[NodeView, ...] = ()
+    unseen: frozenset[str] = frozenset()
+    trouble: str | None = None
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One node at one moment."""
+
+    node: NodeView
+    ranks: tuple[RankFact, ...]
+
+
+class Sight:
+    """What runs on a node that was in sight a moment ago is unknown, not gone: starting it elsewhere would start it twice.
+
+    A node counts as gone once it was out of sight for NODE_GRACE_S. The time does not run while nobody can look.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[NodeView, float]] = {}
+
+    def expect(self, addresses: Iterable[str], now_s: float) -> None:
+        """An earlier daemon left ranks there: they count as seen now."""
+        for address in addresses:
+            self._seen[address] = NodeView(address, address, False, False, None, None, 0.0), now_s
+
+    def look(self, seen: Sequence[NodeView], *, could_look: bool, now_s: float) -> tuple[NodeView, ...]:
+        """The nodes that are missing among `seen`, as they were seen last and without a reading."""
+        fresh = {node.node_id: (node, now_s) for node in seen}
+        kept = {node_id: (node, at_s if could_look else now_s) for node_id, (node, at_s) in self._seen.items()}
+        self._seen = {node_id: last for node_id, last in (kept | fresh).items() if now_s - last[1] <= NODE_GRACE_S}
+        return tuple(replace(node, agent=False, reading=None) for node_id, (node, _) in sorted(self._seen.items()) if node_id not in fresh)
+
+
+def told_of(missing: Sequence[NodeView]) -> str | None:
+    """The condition that an operator reads; None where every node is in sight."""
+    if not missing:
+        return None
+    named = ", ".join(node.address for node in missing)
+    return f"NodeUnseen: {named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."

@@ -1,0 +1,60 @@
+"""Nodes out of sight: what is missing, for how long, and when the time does not run."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkd.sight import NODE_GRACE_S, Sight, told_of
+from sparkd.snapshot import NodeView
+from tests.fakes import READING
+
+LATE_S = NODE_GRACE_S + 1
+
+
+@pytest.mark.parametrize(
+    ("looks", "missing"),
+    [
+        ([({"a", "b"}, True, 0)], set()),
+        ([({"a", "b"}, True, 0), ({"a"}, True, 1)], {"b"}),
+        ([({"a", "b"}, True, 0), ({"a"}, True, NODE_GRACE_S)], {"b"}),
+        ([({"a", "b"}, True, 0), ({"a"}, True, LATE_S)], set()),
+        ([({"a", "b"}, True, 0), ({"a"}, True, 1), ({"a", "b"}, True, 2)], set()),
+        ([({"a", "b"}, True, 0), ({"a"}, False, LATE_S)], {"b"}),
+        ([({"a", "b"}, True, 0), ({"a"}, False, LATE_S), ({"a"}, True, 2 * LATE_S - 2)], {"b"}),
+        ([({"a", "b"}, True, 0), ({"a"}, False, LATE_S), ({"a"}, True, 2 * LATE_S)], set()),
+        ([({"a"}, True, 0)], set()),
+    ],
+    ids=[
+        "both seen", "one missing", "still within the grace", "gone", "back again",
+        "nobody could look", "the grace begins with the first look", "and ends", "never seen",
+    ],
+)  # fmt: skip
+def test_a_node_is_missing_for_a_while_and_then_gone(looks: list[tuple[set[str], bool, float]], missing: set[str]) -> None:
+    sight = Sight()
+    found: tuple[NodeView, ...] = ()
+    for seen, could_look, now_s in looks:
+        found = sight.look(nodes(*sorted(seen)), could_look=could_look, now_s=now_s)
+    assert {node.node_id for node in found} == missing
+
+
+def test_a_missing_node_is_shown_as_it_was_but_without_a_reading() -> None:
+    sight = Sight()
+    sight.look(nodes("a", "b"), could_look=True, now_s=0)
+    (missing,) = sight.look(nodes("a"), could_look=True, now_s=1)
+
+    assert (missing.unified_memory_gib, missing.agent, missing.reading) == (100.0, False, None)
+    assert "b does not answer" in (told_of([missing]) or "")
+    assert told_of([]) is None
+
+
+def test_a_node_where_an_earlier_daemon_left_ranks_is_missing_until_it_is_seen() -> None:
+    sight = Sight()
+    sight.expect({"b"}, 0)
+
+    assert [node.address for node in sight.look(nodes("a"), could_look=False, now_s=100)] == ["b"]
+    assert [node.address for node in sight.look(nodes("a"), could_look=True, now_s=101)] == ["b"]
+    assert sight.look(nodes("a", "b"), could_look=True, now_s=102) == ()
+
+
+def nodes(*names: str) -> list[NodeView]:
+    return [NodeView(name, name, name == "a", True, READING, 100.0, 0.0) for name in names]
