@@ -1,0 +1,109 @@
+"""Two nodes on one machine: network namespaces joined by a cable, and the way into each. Never starts anything that is tested."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Both ends have one name, as on two Sparks: what is copied from one node to the other (GLOO_SOCKET_IFNAME) must be right there too.
+INTERFACE = "enp1s0f0np0"
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET, linux/sched.h
+COMMAND_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 10.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One node's network: its loopback, and its end of the cable with `address`."""
+
+    name: str
+    address: str
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The calling thread is inside, and what it starts: sockets, threads and processes. The rest of this process stays outside."""
+        with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{self.name}") as inside:
+            _enter(inside.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
+    def pids(self) -> list[int]:
+        """Every process inside, but for this one and those that it asks with."""
+        return [pid for pid in map(int, _ip("netns", "pids", self.name).split()) if pid != os.getpid() and Path(f"/proc/{pid}").exists()]
+
+    def listeners(self) -> list[tuple[str, int]]:
+        """(address, pid) of every TCP socket that somebody inside listens on; an address is like `192.168.100.10:6379` or `*:8000`."""
+        found = []
+        for line in _run("ip", "netns", "exec", self.name, "ss", "-Hltnp").splitlines():
+            words = line.split()
+            owner = words[5] if len(words) > 5 else "pid=0,"
+            found.append((words[3], int(owner.split("pid=")[1].split(",")[0])))
+        return found
+
+    def plug(self, *, up: bool) -> None:
+        """This end of the cable: pulled out, or in again."""
+        _ip("-n", self.name, "link", "set", INTERFACE, "up" if up else "down")
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[Namespace, Namespace]]:
+    """192.168.100.10 and .11. At the end every process inside is killed and both are removed, whatever happened.
+
+    Fails in one sentence where this user may not make them.
+    """
+    if os.geteuid() != 0:
+        raise AssertionError("Two nodes are two network namespaces, and only root may make them: run this test as root.")
+    first, second = (Namespace(f"sparkd-{os.getpid()}-{letter}", f"192.168.100.{number}") for letter, number in (("a", 10), ("b", 11)))
+    nodes = (first, second)
+    try:
+        for node in nodes:
+            _ip("netns", "add", node.name)
+            _ip("-n", node.name, "link", "set", "lo", "up")
+        _ip("link", "add", INTERFACE, "netns", first.name, "type", "veth", "peer", "name", INTERFACE, "netns", second.name)
+        for node in nodes:
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", INTERFACE)
+            node.plug(up=True)
+        yield first, second
+    finally:
+        for node in nodes:
+            _remove(node)
+
+
+def _remove(node: Namespace) -> None:
+    if not Path(f"/run/netns/{node.name}").exists():
+        return
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while (pids := node.pids()) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    _ip("netns", "delete", node.name)
+
+
+def _enter(descriptor: int) -> None:
+    # os.setns came with Python 3.12.
+    if _libc.setns(descriptor, NEW_NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

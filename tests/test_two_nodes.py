@@ -1,0 +1,363 @@
+"""A rank on a second node: two network namespaces joined by a cable, the daemon in one, `sparkd ray-node` in the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from sparkd.memory import GIB
+from tests.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.namespaces import Namespace, two_nodes
+from workers.meminfo import sample
+
+RAY_PORT = 6379
+HERE_GIB = 4
+THERE_GIB = 6
+
+
+@dataclass
+class RayNode:
+    """`sparkd ray-node` on the second node. Whoever ends it starts it again, as its systemd unit does."""
+
+    node: Namespace
+    folder: Path
+    settings: dict[str, Any]
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        config = self.folder / "sparkd.yaml"
+        config.write_text(yaml.safe_dump(self.settings | {"state_dir": str(self.state_dir), "runtime_dir": str(self.runtime_dir)}))
+        with self.node.entered(), (self.folder / "ray-node.log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sparkd", "ray-node", "--config", str(config)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def state_dir(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def runtime_dir(self) -> Path:
+        return self.folder / "run"
+
+    def pid_of(self, name: str) -> int:
+        """The process of this node that is called so (`raylet`, `ray::Agent`), 0 where there is none."""
+        return next((pid for pid in self.node.pids() if _name(pid) == name), 0)
+
+    def ended(self, timeout_s: float = 20.0) -> int:
+        return self.process.wait(timeout_s) if self.process else 0
+
+
+@dataclass
+class Stage:
+    """The test's own thread is on the first node, so it talks to the gateway there as a user of that node does."""
+
+    here: Namespace
+    there: Namespace
+    daemon: DaemonProcess
+    ray_node: RayNode
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        return {node["node_id"]: node for node in (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]}
+
+    def both(self, timeout_s: float = 60.0) -> None:
+        """Both nodes are in sight, by their agents."""
+        until(lambda: len(found := self.nodes()) == 2 and all(node["agent"] for node in found.values()), timeout_s, "both nodes", 0.1)
+
+    def ready(self, name: str) -> dict[str, Any]:
+        if self.daemon.model(name)["state"] != "READY":
+            self.daemon.load(name)
+        return self.daemon.wait_for(name, "READY", 30)
+
+    def unloaded(self, name: str) -> None:
+        self.daemon.unload(name)
+        self.daemon.wait_for(name, "STOPPED", 20)
+
+    def far(self) -> Rank:
+        """The model that runs on the second node, because the first is full."""
+        self.ready("near")
+        (rank,) = self.ready("far")["ranks"]
+        (key,) = self.ray_node.runtime_dir.rglob(f"{rank['rank_id']}.key")
+        return Rank(rank["rank_id"], rank["pid"], f"http://{rank['host']}:{rank['port']}", key.read_text(), Path(rank["log_path"]))
+
+    def untouched(self, rank: Rank) -> None:
+        """The same process serves, nothing failed, and nothing was started beside it."""
+        assert alive(rank.pid)
+        assert self.daemon.chat("far", "hello", max_tokens=2).status_code == 200
+        seen = self.daemon.model("far")
+        assert ([one["pid"] for one in seen["ranks"]], seen["failures"], seen["restarts"]) == ([rank.pid], 0, 0)
+        assert len(self.engines()) == len({"near", "far"})
+
+    def engines(self) -> list[int]:
+        return [pid for pid in (*self.here.pids(), *self.there.pids()) if b"workers.stub" in _read(f"/proc/{pid}/cmdline")]
+
+
+@dataclass(frozen=True)
+class Rank:
+    rank_id: str
+    pid: int
+    url: str
+    key: str
+    log: Path
+
+    def running(self) -> float:
+        """Requests that the engine itself has in hand."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("two")
+    with two_nodes() as (here, there), here.entered():
+        made = _built(folder, here, there)
+        try:
+            made.daemon.start()
+            made.daemon.settled()
+            made.daemon.ray_connected()
+            shutil.copy(made.daemon.state_dir / "ray.token", made.ray_node.state_dir / "ray.token")
+            made.ray_node.start()
+            made.both()
+            yield made
+        finally:
+            made.daemon.client.close()
+            for process in (made.daemon.process, made.ray_node.process):
+                if process:
+                    process.kill()
+                    process.wait(10)
+
+
+def test_both_nodes_are_seen_with_their_readings(stage: Stage) -> None:
+    nodes = stage.nodes()
+
+    assert set(nodes) == {stage.here.address, stage.there.address}
+    assert [nodes[node.address]["unified_memory_gib"] for node in (stage.here, stage.there)] == [HERE_GIB, THERE_GIB]
+    assert all(node["reading"]["mem_available_bytes"] > 0 and node["reading"]["age_s"] < 10 for node in nodes.values())
+
+
+def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_hold_is_refused(stage: Stage) -> None:
+    assert stage.ready("big")["node"] == stage.there.address
+    stage.unloaded("big")
+    stage.daemon.load("huge")
+    refused = stage.daemon.wait_for("huge", "FAILED", 20)
+    stage.unloaded("huge")
+
+    assert refused["reason"] == "DoesNotFit"
+    assert f"the largest node offers {THERE_GIB} GiB" in refused["message"]
+
+
+def test_a_model_that_does_not_fit_beside_another_goes_to_the_other_node(stage: Stage) -> None:
+    stage.far()
+
+    assert [stage.daemon.model(name)["node"] for name in ("near", "far")] == [stage.here.address, stage.there.address]
+    assert [node["reserved_gib"] for node in stage.nodes().values()] == [3, 3]
+    assert stage.daemon.chat("far", "hello", max_tokens=2).json()["choices"][0]["message"]["content"]
+
+
+def test_its_files_lie_where_the_other_node_keeps_them(stage: Stage) -> None:
+    rank = stage.far()
+
+    assert rank.log.parent == stage.ray_node.state_dir / "logs"
+    assert list(stage.ray_node.runtime_dir.rglob(f"{rank.rank_id}.json"))
+    assert not list(stage.daemon.runtime_dir.rglob(f"{rank.rank_id}*"))
+
+
+def test_it_listens_on_the_private_address_only_and_wants_its_key(stage: Stage) -> None:
+    rank = stage.far()
+    listening = {address for address, pid in stage.there.listeners() if pid in stage.engines()}
+
+    assert listening == {rank.url.removeprefix("http://")}
+    assert [address for address, pid in stage.here.listeners() if pid in stage.engines()] == []
+    for wrong in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {rank.key}x"}):
+        assert httpx.get(f"{rank.url}/v1/models", headers=wrong, trust_env=False).status_code == 401
+    assert httpx.get(f"{rank.url}/v1/models", headers={"authorization": f"Bearer {rank.key}"}, trust_env=False).status_code == 200
+
+
+def test_beyond_the_private_address_only_rays_own_processes_and_its_driver_listen(stage: Stage) -> None:
+    """Ray's gRPC servers bind every address, whatever node-ip-address says; each wants the token, and the firewall sample closes them."""
+    stage.far()
+    wide: dict[str, set[str]] = {}
+    for node in (stage.here, stage.there):
+        inner = ("127.0.0.1:", f"{node.address}:")
+        wide[node.address] = {_name(pid) for address, pid in node.listeners() if not address.startswith(inner)}
+
+    assert wide[stage.here.address] <= {"gcs_server", "raylet", "ray::Agent", "python", "ray::IDLE"}
+    assert wide[stage.there.address] <= {"raylet", "ray::Agent", "ray::IDLE"}
+
+
+def test_its_key_is_in_no_command_line_environment_log_or_answer_but_its_engines_own(stage: Stage) -> None:
+    rank = stage.far()
+    key = rank.key.encode()
+    pids = {*stage.here.pids(), *stage.there.pids()}
+    files = [path for path in stage.daemon.folder.parent.rglob("*") if path.is_file() and path.suffix != ".key"]
+    paths = ("/admin/v1/status", "/admin/v1/models", "/admin/v1/models/far", "/admin/v1/events?limit=1000", "/admin/v1/nodes", "/metrics")
+
+    assert len(key) == 64
+    assert [pid for pid in pids if key in _read(f"/proc/{pid}/cmdline")] == []
+    assert {pid for pid in pids if key in _read(f"/proc/{pid}/environ")} == set(stage.engines()) & set(stage.there.pids())
+    assert [path for path in files if key in _read(str(path))] == []
+    assert [path for path in paths if key in stage.daemon.client.get(path).content] == []
+    (kept,) = stage.ray_node.runtime_dir.rglob("*.key")
+    assert kept.stat().st_mode & 0o077 == 0
+
+
+def test_a_client_that_leaves_aborts_on_the_other_node_too(stage: Stage) -> None:
+    rank = stage.far()
+    body = {"model": "far", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+    with stage.daemon.client.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        assert next(lines)
+        assert rank.running() == 1
+    until(lambda: rank.running() == 0, 2, "the engine stops")
+
+
+def test_its_log_and_its_metrics_come_through_the_first_node(stage: Stage) -> None:
+    stage.far()
+
+    assert "Application startup complete" in stage.daemon.get("/admin/v1/models/far/log")["text"]
+    labels = f'model="far",node="{stage.there.address}"'
+    until(lambda: stage.daemon.metric("vllm:num_requests_running", labels) >= 0, 15, "a scrape of the other node", 0.3)
+
+
+@pytest.mark.parametrize("verb", ["status", "ps"])
+def test_the_command_line_shows_both_nodes(stage: Stage, verb: str) -> None:
+    stage.far()
+    command = [sys.executable, "-m", "sparkd", verb, "--url", stage.daemon.url]
+    shown = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=True).stdout
+
+    assert stage.here.address in shown
+    assert stage.there.address in shown
+
+
+def test_a_cable_that_is_out_for_a_few_seconds_ends_nothing(stage: Stage) -> None:
+    rank = stage.far()
+    stage.there.plug(up=False)
+    try:
+        until(lambda: any("NodeUnseen" in told for told in stage.daemon.status()["conditions"]), 15, "it is noticed", 0.2)
+        assert stage.nodes()[stage.there.address]["agent"] is False
+        assert stage.daemon.model("far")["state"] == "READY"
+        assert stage.daemon.chat("near", "hello").status_code == 200
+    finally:
+        stage.there.plug(up=True)
+    stage.both(20)
+
+    stage.untouched(rank)
+    assert stage.daemon.status()["conditions"] == []
+
+
+def test_the_agent_of_the_other_node_dies_and_its_rank_does_not_notice(stage: Stage) -> None:
+    rank = stage.far()
+    agent = stage.ray_node.pid_of("ray::Agent")
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: stage.ray_node.pid_of("ray::Agent") not in (0, agent), 30, "Ray starts it again", 0.2)
+    stage.both(20)
+
+    stage.untouched(rank)
+
+
+def test_the_raylet_of_the_other_node_dies_and_its_rank_is_found_again(stage: Stage) -> None:
+    rank = stage.far()
+    os.kill(stage.ray_node.pid_of("raylet"), signal.SIGKILL)
+    assert stage.ray_node.ended() != 0
+    assert stage.daemon.chat("far", "hello", max_tokens=2).status_code == 200
+    until(lambda: stage.nodes()[stage.there.address]["agent"] is False, 15, "it is noticed", 0.2)
+    stage.ray_node.start()
+    stage.both()
+
+    stage.untouched(rank)
+
+
+def test_the_daemon_is_killed_and_the_next_one_adopts_the_rank_on_the_other_node(stage: Stage) -> None:
+    rank = stage.far()
+    stage.daemon.kill()
+    assert alive(rank.pid)
+    stage.daemon.start()
+    stage.daemon.settled()
+    stage.daemon.wait_for("far", "READY", 30)
+
+    stage.untouched(rank)
+    events = stage.daemon.get("/admin/v1/events?limit=1000")["events"]
+    told = [event["kind"] for event in events if event["model"] == "far"]
+    assert [kind for kind in told if kind in ("started", "adopted")] == ["started", "adopted"]
+    until(lambda: [node["reserved_gib"] for node in stage.nodes().values()] == [3, 3], 10, "its memory is reserved again")
+
+
+def test_unloading_ends_every_process_of_it(stage: Stage) -> None:
+    rank = stage.far()
+    members = [pid for pid in stage.there.pids() if _session(pid) == rank.pid]
+    assert len(members) >= 2
+    stage.unloaded("far")
+
+    assert [pid for pid in members if alive(pid)] == []
+    assert not list(stage.ray_node.runtime_dir.rglob(f"{rank.rank_id}*"))
+
+
+def test_ctrl_c_ends_the_ranks_of_both_nodes_and_sigterm_ends_the_other_nodes_ray(stage: Stage) -> None:
+    stage.far()
+    assert stage.daemon.end(signal.SIGINT) == 0
+    assert stage.engines() == []
+    assert stage.here.pids() == []
+    assert stage.ray_node.process is not None
+    stage.ray_node.process.send_signal(signal.SIGTERM)
+
+    assert stage.ray_node.ended() == 0
+    assert stage.there.pids() == []
+
+
+def _built(folder: Path, here: Namespace, there: Namespace) -> Stage:
+    """Both share one file system, as two Sparks never do: their folders differ."""
+    for name in ("model", "a", "b/state"):
+        (folder / name).mkdir(parents=True)
+    slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
+    sizes: dict[str, dict[str, Any]] = {"near": {"memory_gib": 3}, "far": {"memory_gib": 3, "env": slow}, "big": {"memory_gib": 5}}
+    sizes["huge"] = {"memory_gib": THERE_GIB + 1}
+    first = {
+        "cluster": {"node_ip": here.address, "port": RAY_PORT},
+        "memory": {"os_reserve_gib": _reserve_gib(HERE_GIB)},
+        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
+        "models": {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()},
+    }
+    second = {
+        "cluster": {"node_ip": there.address, "address": f"{here.address}:{RAY_PORT}"},
+        "memory": {"os_reserve_gib": _reserve_gib(THERE_GIB)},
+    }
+    return Stage(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
+
+
+def _reserve_gib(offered_gib: int) -> float:
+    """Half a GiB is spare: MemTotal is no whole number of them."""
+    return int(sample()["mem_total_bytes"]) / GIB - offered_gib - 0.5
+
+
+def _name(pid: int) -> str:
+    """The program, or the title that Ray gave its process."""
+    words = _read(f"/proc/{pid}/cmdline").split(bytes(1))
+    return os.path.basename(words[0].decode("utf-8", "replace")).strip()
+
+
+def _session(pid: int) -> int:
+    words = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(words[3]) if words else -1
+
+
+def _read(path: str) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
