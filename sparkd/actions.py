@@ -104,6 +104,9 @@ class Actions:
             if record.name not in names:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(names)[:200]}, not for {record.name}.")
                 return
+            if record.adopted and self._ledger.has_answered(handle.rank_id):
+                self._ready(record)
+                return
             deadline_s = self._roster.config.start_deadline_s(record.spec) if record.spec else 60.0
             await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt_since_s)))
         except SparkdError as error:
@@ -144,8 +147,10 @@ class Actions:
         record.load_s = self._clock() - record.attempt_since_s
         record.ready_since_s = record.last_used_s = self._clock()
         self.move(record, ModelState.READY)
+        if record.rank_id:
+            self._ledger.keep_answered(record.rank_id)
         record.reason = record.message = None
-        how = "was adopted and answers" if record.adopted else f"answers after {record.load_s:.1f} s"
+        how = "was adopted and serves on" if record.adopted else f"answers after {record.load_s:.1f} s"
         self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(record.load_s, 2), adopted=record.adopted)
         gauges.loaded(record.name, record.load_s, record.adopted)
         self._ledger.finish(record, OperationState.SUCCEEDED, f"The model {how}.")

@@ -52,6 +52,12 @@ class Ledger:
     def forget_handle(self, rank_id: str) -> None:
         self._persist(lambda: self._store.forget_handle(rank_id))
 
+    def keep_answered(self, rank_id: str) -> None:
+        self._persist(lambda: self._store.save_answered(rank_id))
+
+    def has_answered(self, rank_id: str) -> bool:
+        return self._store.has_answered(rank_id)
+
     def operation(self, operation_id: str) -> Operation:
         operation = self._operations.get(operation_id)
         if operation is None:

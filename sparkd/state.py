@@ -225,6 +225,14 @@ class Store:
 
     def forget_handle(self, rank_id: str) -> None:
         self._write("DELETE FROM handles WHERE rank_id=?", (rank_id,))
+        self._write("DELETE FROM answered WHERE rank_id=?", (rank_id,))
+
+    def save_answered(self, rank_id: str) -> None:
+        """This rank, this very process, has answered a real question: who adopts it need not ask again."""
+        self._write("INSERT OR REPLACE INTO answered(rank_id) VALUES (?)", (rank_id,))
+
+    def has_answered(self, rank_id: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM answered WHERE rank_id=?", (rank_id,)))
 
     def specs(self) -> dict[str, dict[str, Any]]:
         """Models that were added through the admin API rather than the configuration file, as the admin body gave them."""
@@ -282,6 +290,7 @@ class Store:
             CREATE TABLE IF NOT EXISTS desired(model TEXT PRIMARY KEY, want TEXT NOT NULL, generation INTEGER NOT NULL,
                                                by TEXT NOT NULL, since_s REAL NOT NULL);
             CREATE TABLE IF NOT EXISTS handles(rank_id TEXT PRIMARY KEY, handle TEXT NOT NULL);
+            CREATE TABLE IF NOT EXISTS answered(rank_id TEXT PRIMARY KEY);
             CREATE TABLE IF NOT EXISTS specs(model TEXT PRIMARY KEY, spec TEXT NOT NULL);
             CREATE TABLE IF NOT EXISTS operations(id TEXT PRIMARY KEY, created_at_s REAL NOT NULL, operation TEXT NOT NULL);
             CREATE TABLE IF NOT EXISTS events(seq INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, kind TEXT NOT NULL,

@@ -132,7 +132,7 @@ async def test_the_next_daemon_adopts_what_runs(tmp_path: Path) -> None:
         await second.tick(3)
 
         assert second.state() == "READY"
-        assert cluster.log == ["hold m"]
+        assert (cluster.log, second.asked) == (["hold m"], [])
         assert second.supervisor.snapshot().models["m"].ranks[0].pid == 42
 
 
@@ -527,3 +527,17 @@ async def test_what_an_earlier_daemon_started_on_a_node_that_is_not_seen_yet_is_
         await restarted.tick(3)
 
         assert (restarted.state(), restarted.cluster.log) == ("READY", ["hold m"])
+
+
+async def test_an_adopted_rank_that_never_answered_is_asked(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        first.supervisor.want("m", Want.RUNNING, "admin")
+        await first.tick()
+        cluster = first.cluster
+    cluster.names = ["m"]
+    cluster.show(progress=UP)
+
+    async with stage(tmp_path, cluster=cluster) as second:
+        await second.tick(3)
+
+        assert (second.state(), second.asked) == ("READY", ["m"])
