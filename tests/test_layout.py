@@ -1,0 +1,152 @@
+"""What holds for the whole repository: sizes, imports, words that may stand nowhere, and that the README names what there is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from sparkd import metrics
+from sparkd.__main__ import app
+from sparkd.admin import PREFIX, admin_app
+from sparkd.errors import SparkdError
+from sparkd.gateway.routes import EXACT
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+MODULES = sorted([*ROOT.glob("sparkd/**/*.py"), *ROOT.glob("workers/**/*.py")])
+LINES = 400
+
+
+def tracked() -> list[Path]:
+    """Every file that git knows and that is there."""
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_answers_one_question(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES, "past this a second noun has moved in: give it its own file"
+    assert ast.get_docstring(ast.parse(text)), "what does it own, and what does it never do?"
+
+
+def test_no_drawer_for_everything() -> None:
+    drawers = {"utils", "util", "common", "core", "helpers", "helper", "managers", "manager", "misc"}
+
+    assert not [path for path in tracked() if drawers & {*path.relative_to(ROOT).parent.parts, path.stem}]
+
+
+def test_a_url_put_together_from_the_host_header_decides_nothing() -> None:
+    """CVE-2026-48710, CVE-2026-49468: the path comes from the scope alone."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert not (node.value.id == "request" and node.attr in ("url", "base_url", "url_for")), f"{path}:{node.lineno}"
+
+
+def test_nothing_is_put_off_or_left_out() -> None:
+    put_off = re.compile(r"\b(TODO|FIXME|NotImplementedError|xfail)\b|(pytest|mark)\.skip")
+    for path in (path for path in tracked() if path.suffix == ".py" and path.name != Path(__file__).name):
+        assert not put_off.search(path.read_text()), path
+
+
+def test_no_address_or_path_of_one_place_is_written_down() -> None:
+    """Where packages come from is pip's configuration; where somebody built this is nobody's business."""
+    # In halves, so that this file says none of them itself.
+    hosts = [("py", "pi.org"), ("python", "hosted.org"), ("download.py", "torch.org"), ("wheels.v", "llm.ai"), ("ana", "conda.org")]
+    places = [("wo", "rk"), ("tmp/", "dev"), ("opt/", "wheels")]
+    told = re.compile("|".join([*(re.escape("".join(host)) for host in hosts), *(rf"(?<![\w.-])/{a}{b}/" for a, b in places)]))
+    for path in tracked():
+        found = told.search(path.read_text(errors="replace"))
+        assert found is None, f"{path}: {found}"
+
+
+# What an import costs
+
+
+def imported_by(statement: str) -> set[str]:
+    """The top-level packages that are loaded after `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    return {name.partition(".")[0] for name in json.loads(done.stdout)}
+
+
+def test_the_command_line_loads_neither_engine_nor_ray_nor_server() -> None:
+    loaded = imported_by("import sparkd.__main__")
+
+    assert "typer" in loaded
+    assert not loaded & {"torch", "vllm", "transformers", "numpy", "ray", "fastapi", "starlette", "uvicorn"}
+
+
+def test_the_daemon_loads_no_engine_and_ray_only_when_it_connects() -> None:
+    loaded = imported_by("import sparkd.daemon")
+
+    assert "uvicorn" in loaded
+    assert not loaded & {"torch", "vllm", "transformers", "numpy", "ray"}
+
+
+@pytest.mark.parametrize("module", ["workers.agent", "workers.rank", "workers.shim"])
+def test_what_runs_on_a_node_needs_the_standard_library_only(module: str) -> None:
+    loaded = imported_by(f"import {module}")
+
+    assert {"workers", "sparkd"} <= loaded
+    site = imported_by("pass")
+    assert not {name for name in loaded - site if name not in sys.stdlib_module_names} - {"workers", "sparkd"}
+
+
+# The README
+
+
+def test_the_readme_names_every_verb() -> None:
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__.replace("_", "-")
+        assert re.search(rf"`(?:sparkd )?{name}\b", README), name
+
+
+def named_in(text: str) -> set[str]:
+    """Metric names, `a_{b,c}_d` as two of them."""
+    found = set(re.findall(r"sparkd_\w+", text))
+    for start, middle, end in re.findall(r"(sparkd_\w+)\{([\w,]+)\}(\w+)", text):
+        found |= {f"{start}{each}{end}" for each in middle.split(",")}
+    return found
+
+
+def test_the_readme_names_every_metric_and_none_that_is_not_there() -> None:
+    families = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.REGISTRY.collect()}
+    named = named_in(README)
+
+    assert families - named == set()
+    assert {name for name in named if not any(family.startswith(name) for family in families)} == set()
+
+
+@pytest.mark.parametrize("path", [*EXACT, "/v1/models/{name}", "/v1/responses/{id}"])
+def test_the_readme_names_every_route(path: str) -> None:
+    short = path.rpartition("/")[2]
+    assert path == "/" or path in README or f"`{short}`" in README or f"/{short}`" in README, path
+
+
+def test_the_readme_names_every_route_of_the_admin_api() -> None:
+    document: FastAPI = admin_app(None, dict)  # type: ignore[arg-type]
+    for path in document.openapi()["paths"]:
+        first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
+        assert re.search(rf"`(?:{PREFIX}/)?{first}\b", README), path
+        assert all(part.startswith("{") or f"/{part}" in README for part in rest), path
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    drawn = set(re.findall(r"\b[A-Z]\w+", (sys.modules["sparkd.errors"].__doc__ or "").partition("*")[2]))
+
+    def names(of: type[SparkdError]) -> set[str]:
+        return {of.__name__, *(name for each in of.__subclasses__() if each.__module__ == "sparkd.errors" for name in names(each))}
+
+    assert names(SparkdError) <= drawn
