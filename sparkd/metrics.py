@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 # Else every series comes with a second one that holds its time of birth, which nobody draws.
-disable_created_metrics()  # type: ignore[no-untyped-call]
+disable_created_metrics()
 
 REGISTRY = CollectorRegistry()
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,7 +58,9 @@ MODEL_LOAD_SECONDS = Histogram(
     "sparkd_model_load_seconds", "From the start of the ranks to READY.", ("model",), buckets=_LOADS, registry=REGISTRY
 )
 MODEL_LOAD_BYTES = Gauge(
-    "sparkd_model_load_bytes", "Bytes of weights read by the present or the last load, as far as the engine says.", ("model",),
+    "sparkd_model_load_bytes",
+    "Bytes of weights read by the present or the last load, as far as the engine says.",
+    ("model",),
     registry=REGISTRY,
 )
 MODEL_LOAD_TOTAL_BYTES = Gauge(
@@ -69,11 +78,15 @@ NODE_MEM_SWAP_USED_BYTES = Gauge("sparkd_node_mem_swap_used_bytes", "SwapTotal -
 NODE_MEM_CMA_TOTAL_BYTES = Gauge("sparkd_node_mem_cma_total_bytes", "CmaTotal, where the kernel has it.", ("node",), registry=REGISTRY)
 NODE_MEM_CMA_FREE_BYTES = Gauge("sparkd_node_mem_cma_free_bytes", "CmaFree, where the kernel has it.", ("node",), registry=REGISTRY)
 NODE_PSI_SOME_RATIO = Gauge(
-    "sparkd_node_psi_memory_some_ratio", "Share of the last 10 s in which some task waited for memory, 0 to 1.", ("node",),
+    "sparkd_node_psi_memory_some_ratio",
+    "Share of the last 10 s in which some task waited for memory, 0 to 1.",
+    ("node",),
     registry=REGISTRY,
 )
 NODE_PSI_FULL_RATIO = Gauge(
-    "sparkd_node_psi_memory_full_ratio", "Share of the last 10 s in which every task waited for memory, 0 to 1.", ("node",),
+    "sparkd_node_psi_memory_full_ratio",
+    "Share of the last 10 s in which every task waited for memory, 0 to 1.",
+    ("node",),
     registry=REGISTRY,
 )
 NODE_READING_AGE_SECONDS = Gauge("sparkd_node_reading_age_seconds", "Age of the node's last reading.", ("node",), registry=REGISTRY)
@@ -85,7 +98,6 @@ NODE_RESERVED_BYTES = Gauge(
 TICK_SECONDS = Histogram(
     "sparkd_tick_seconds", "One turn of the supervisor's loop.", buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5), registry=REGISTRY
 )
-GUARD_ACTIONS = Counter("sparkd_guard_actions", "What the memory guard did.", ("action",), registry=REGISTRY)
 
 
 def text(extra: bytes = b"") -> bytes:
