@@ -1,4 +1,4 @@
-"""The way to one engine's HTTP server, by Unix socket or TCP, with one client for its whole life. Never reads or changes a body."""
+"""The way to one engine's HTTP server, by Unix socket or TCP, with its connections for its whole life. Never reads or changes a body."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import json
 
 import aiohttp
+
+from sparkd.wire import Pool
 
 CONNECT_TIMEOUT_S = 2.0
 KEEPALIVE_S = 30.0
@@ -15,16 +17,18 @@ MAX_MODEL_LIST_BYTES = 1 << 20
 class Upstream:
     """Where an engine listens. `api_key` goes into the Authorization header of what sparkd sends, and nowhere else.
 
-    The client is made on first use because it must belong to the running event loop. limit=0: aiohttp's default of 100 connections
-    queues silently beyond it (vllm-project/production-stack issue 765). No environment proxies, no cookies, no redirects.
+    `wire` is the data plane's way, `session()` that of probes and scrapes. The session is made on first use because it must belong
+    to the running event loop. limit=0: aiohttp's default of 100 connections queues silently beyond it
+    (vllm-project/production-stack issue 765). No environment proxies, no cookies, no redirects.
     """
 
-    __slots__ = ("_closed", "_session", "api_key", "base_url", "socket_path")
+    __slots__ = ("_closed", "_session", "api_key", "base_url", "socket_path", "wire")
 
     def __init__(self, *, socket_path: str | None = None, base_url: str = "http://engine", api_key: str | None = None) -> None:
         self.socket_path = socket_path
         self.base_url = base_url
         self.api_key = api_key
+        self.wire = Pool(socket_path, base_url, api_key)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -46,6 +50,7 @@ class Upstream:
         return self._session
 
     async def close(self) -> None:
+        self.wire.close()
         self._closed = True
         if self._session is not None:
             await self._session.close()

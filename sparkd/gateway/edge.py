@@ -129,7 +129,7 @@ class Edge:
             _check_repeated(scope["headers"])
         self._check_length(route, headers)
         if route.kind in _FORWARDED:
-            await self._proxy.forward(scope, receive, send, route, name, headers, exchange)
+            await self._proxy.forward(scope, receive, route, name, headers, exchange)
         elif route.kind is Kind.ADMIN:
             await self._delegate(scope, receive, send, exchange)
         else:

@@ -12,13 +12,13 @@ import re
 import socket
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable
-from sparkd.gateway.answers import error_bytes
+from sparkd.gateway.answers import RawHeaders, error_bytes
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
 
@@ -30,6 +30,13 @@ _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header 
 # asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
+
+
+class Source(Protocol):
+    """What an answer comes from; it pauses while the client does not take what there is."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class _Stage(Enum):
@@ -60,6 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = False
         self._refusal: SparkdError | None = None
         self._when_gone: Callable[[], object] | None = None
+        self._source: Source | None = None
         self.headers: list[tuple[bytes, bytes]] = []
 
     # --- what the app may ask for, by scope["extensions"][CONNECTION] -----------------------------------------------------
@@ -77,6 +85,34 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
         self._close()
+
+    def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
+        """The head of the present answer, for one who writes to `transport` himself. Instead of ASGI's `send`, whose message, task
+        and second write each chunk would cost; what uvicorn books of an answer is booked here and in `end_answer`.
+        """
+        cycle = self.cycle
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        lines = [STATUS_LINE[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        return b"".join(lines)
+
+    def fed_by(self, source: Source | None) -> None:
+        """Has `source` paused while the client's buffer is full. None: nobody."""
+        self._source = source
+        if source is not None and self.flow.write_paused:
+            source.pause()
+
+    def end_answer(self) -> None:
+        """The present answer is written to its end."""
+        cycle = self.cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     # --- asyncio --------------------------------------------------------------------------------------------------------
 
@@ -131,6 +167,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        if self._source is not None:
+            self._source.pause()
         if self._write_deadline is None:
             self._write_deadline = self.loop.call_later(self.limits.client_write_s, self.transport.abort)
 
@@ -139,6 +177,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_deadline.cancel()
             self._write_deadline = None
         super().resume_writing()
+        if self._source is not None:
+            self._source.resume()
 
     # --- httptools ------------------------------------------------------------------------------------------------------
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import lru_cache, partial
 from hmac import compare_digest
 from time import perf_counter
 from typing import Any, Protocol
 
-import aiohttp
-
 from sparkd.errors import BodyTooLarge, Draining, SparkdError, Unavailable, UnknownResponse, UnsupportedMediaType
-from sparkd.gateway.answers import Receive, Scope, Send, error_event
+from sparkd.gateway.answers import Receive, Scope
 from sparkd.gateway.body import model_of_form, model_of_json
-from sparkd.gateway.engine import ask, request_headers, response_headers, translated
+from sparkd.gateway.engine import request_head
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import find_model
+from sparkd.gateway.pipe import Peek, Pipe
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.routes import Kind, Route
 from sparkd.snapshot import Snapshot
@@ -32,7 +30,6 @@ PROBE_HEADER = b"x-sparkd-probe"
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
 _PEEKED_BYTES = 4096
 _REMEMBERED_RESPONSES = 10_000
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class Lease(Protocol):
@@ -62,7 +59,7 @@ class Proxy:
         self._buffered_bytes = 0
 
     async def forward(
-        self, scope: Scope, receive: Receive, send: Send, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
+        self, scope: Scope, receive: Receive, route: Route, name: str, headers: dict[bytes, bytes], exchange: Exchange
     ) -> None:
         """One exchange, from the body's first byte to the answer's last. Raises SparkdError only while no answer was begun."""
         content_type = headers.get(b"content-type", b"")
@@ -75,7 +72,7 @@ class Proxy:
         else:
             model = self._model_of_response(name)
         del body
-        await self._lease(model, scope, send, route, headers, exchange)
+        await self._lease(model, scope, route, headers, exchange)
 
     async def read_body(self, receive: Receive, exchange: Exchange, limit: int) -> bytes | bytearray:
         """The whole body. Raises BodyTooLarge beyond `limit` bytes, and Unavailable where all bodies together take too much."""
@@ -103,10 +100,10 @@ class Proxy:
         exchange.reserved = 0
         exchange.body = b""
 
-    async def _lease(self, model: str, scope: Scope, send: Send, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+    async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Waits for the engine and passes the request on, for as long as the client is there."""
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
-        connection.call_when_gone(partial(_leave, exchange, asyncio.current_task()))
+        connection.call_when_gone(partial(_leave, exchange, asyncio.current_task(), None))
         exchange.model = "unknown"
         asked_s = perf_counter()
         try:
@@ -116,7 +113,7 @@ class Proxy:
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
-                    await self._relay(lease, scope, send, route, headers, exchange)
+                    await self._relay(lease, scope, route, headers, exchange)
                 finally:
                     gauge.dec()
         except asyncio.CancelledError:
@@ -131,39 +128,32 @@ class Proxy:
         finally:
             connection.call_when_gone(None)
 
-    async def _relay(self, lease: Lease, scope: Scope, send: Send, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        query = scope["query_string"].decode("latin-1") if route.kind is Kind.RESPONSE else ""
-        told = request_headers(headers, exchange.request_id)
-        response = await ask(lease.upstream, scope["method"], scope["path"], query, told, exchange.body or None)
-        self.release(exchange)
-        chunk = b""
-        streams = False
+    async def _relay(self, lease: Lease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
+        """The engine's whole answer. What comes of it goes from socket to socket within sparkd.wire's callbacks; this only waits."""
+        wire = lease.upstream.wire
+        target = scope["raw_path"]
+        if route.kind is Kind.RESPONSE and scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        source = await wire.connection()
+        client: BoundedProtocol = scope["extensions"][CONNECTION]
+        pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == "/v1/responses" else None)
+        client.call_when_gone(partial(_leave, exchange, asyncio.current_task(), pipe))
         try:
-            answer, streams = response_headers(response, exchange.request_id)
-            exchange.status = response.status
-            await send({"type": "http.response.start", "status": response.status, "headers": answer})
-            content = response.content
-            read: Callable[[], Awaitable[bytes]] = content.readany
-            if route.label == "/v1/responses":
-                read = self._peeking(read, lease.model)
-            more = True
-            while more:
-                chunk = await read()
-                if streams and exchange.first_s is None:
-                    exchange.first_s = perf_counter()
-                exchange.bytes_out += len(chunk)
-                # A broken answer also comes to an end; its exception is raised by the next read.
-                more = not content.at_eof() or content.exception() is not None
-                await send({"type": "http.response.body", "body": chunk, "more_body": more})
-        except (aiohttp.ClientError, OSError) as error:
-            await _break_off(translated(error), scope, send, route, exchange, streams and response.content_length is None, chunk)
+            head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
+            await source.ask(head, exchange.body, pipe)
+            self.release(exchange)
+            error = await pipe.over
+            if error is not None:
+                if not pipe.begun:
+                    raise error
+                pipe.break_off(error, route.anthropic)
         except asyncio.CancelledError:
-            if not exchange.gone:
-                going = Draining("sparkd is going down; ask again soon.")
-                await _break_off(going, scope, send, route, exchange, streams and response.content_length is None, chunk)
+            if pipe.begun and not pipe.ended and not exchange.gone:
+                pipe.stop()
+                pipe.break_off(Draining("sparkd is going down; ask again soon."), route.anthropic)
             raise
         finally:
-            response.close()
+            pipe.stop()
 
     def _is_probe(self, headers: dict[bytes, bytes]) -> bool:
         token = headers.get(PROBE_HEADER)
@@ -177,23 +167,18 @@ class Proxy:
 
     # --- /v1/responses/{id} -----------------------------------------------------------------------------------------------
 
-    def _peeking(self, read: Callable[[], Awaitable[bytes]], model: str) -> Callable[[], Awaitable[bytes]]:
-        """`read`, looking in the first bytes for the id by which the answer will be asked for again."""
-        seen: bytearray | None = bytearray()
+    def _peek(self, model: str) -> Peek:
+        """Looks in an answer's first bytes for the id by which it will be asked for again. False: it has seen enough."""
+        seen = bytearray()
 
-        async def peek() -> bytes:
-            nonlocal seen
-            chunk = await read()
-            if seen is not None:
-                seen += chunk[:_PEEKED_BYTES]
-                match = _RESPONSE_ID.search(seen)
-                if match is not None:
-                    self._responses[match[1].decode()] = model
-                    if len(self._responses) > _REMEMBERED_RESPONSES:
-                        self._responses.popitem(last=False)
-                if match is not None or len(seen) >= _PEEKED_BYTES:
-                    seen = None
-            return chunk
+        def peek(data: bytes) -> bool:
+            seen.extend(data[:_PEEKED_BYTES])
+            match = _RESPONSE_ID.search(seen)
+            if match is not None:
+                self._responses[match[1].decode()] = model
+                if len(self._responses) > _REMEMBERED_RESPONSES:
+                    self._responses.popitem(last=False)
+            return match is None and len(seen) < _PEEKED_BYTES
 
         return peek
 
@@ -208,26 +193,13 @@ class Proxy:
         raise UnknownResponse(response_id)
 
 
-def _leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
+def _leave(exchange: Exchange, task: asyncio.Task[Any] | None, pipe: Pipe | None) -> None:
     """The client has gone: ends the exchange where it stands, waiting for a load, for the engine, or within a stream."""
     exchange.gone = True
+    if pipe is not None:
+        pipe.stop()
     if task is not None:
         task.cancel()
-
-
-async def _break_off(error: SparkdError, scope: Scope, send: Send, route: Route, exchange: Exchange, events: bool, last: bytes) -> None:
-    """Ends a begun answer so that nobody takes it for complete.
-
-    An event stream gets an error event and no `[DONE]`, if it stands between two events; a half event cannot be mended, and what
-    is no event stream has no place for words: there the connection is cut.
-    """
-    exchange.code = error.code
-    if events and (not last or last.endswith(_EVENT_ENDS)):
-        event = error_event(error, exchange.request_id, anthropic=route.anthropic)
-        await send({"type": "http.response.body", "body": event, "more_body": False})
-        return
-    connection: BoundedProtocol = scope["extensions"][CONNECTION]
-    connection.cut()
 
 
 @lru_cache(maxsize=128)

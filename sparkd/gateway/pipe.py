@@ -1,0 +1,119 @@
+"""One answer on its way from an engine's connection to a client's, without a task in between. Never parses or keeps what it passes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import perf_counter
+
+from sparkd.errors import EngineError, SparkdError
+from sparkd.gateway.answers import RawHeaders, error_event
+from sparkd.gateway.engine import response_headers
+from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.protocol import BoundedProtocol
+from sparkd.wire import Connection
+
+# How a chunk ends that ends with an event.
+_EVENT_ENDS = (b"\n\n\r\n", b"\r\n\r\n\r\n", b"\r\r\r\n")
+
+Peek = Callable[[bytes], bool]
+
+
+class Pipe:
+    """The sink of one exchange. `over` is None when the answer is complete, and the reason where the engine broke it off.
+
+    The first bytes of the body leave together with the head: for a short answer that is one write instead of two. `peek` is shown
+    the body's pieces until it returns False.
+    """
+
+    def __init__(self, client: BoundedProtocol, source: Connection, exchange: Exchange, peek: Peek | None = None) -> None:
+        self.over: asyncio.Future[EngineError | None] = asyncio.get_running_loop().create_future()
+        self._client = client
+        self._source: Connection | None = source
+        self._exchange = exchange
+        self._peek = peek
+        self._write: Callable[[bytes], None] = client.transport.write
+        self._status = 0
+        self._headers: RawHeaders = []
+        self.begun = False
+        self.ended = False
+        self._streams = False
+        self._chunked = False
+        self._last = b""
+
+    def stop(self) -> None:
+        """Hangs up on the engine if it is not through; nothing more reaches the client from it."""
+        source = self._source
+        if source is not None:
+            self._leave_source()
+            source.abort()
+
+    def break_off(self, error: SparkdError, anthropic: bool) -> None:
+        """Ends a begun answer so that nobody takes it for complete.
+
+        An event stream gets an error event and no `[DONE]`, if it stands between two events; a half event cannot be mended, and
+        what is no event stream has no place for words: there the connection is cut.
+        """
+        self._exchange.code = error.code
+        if self._streams and self._chunked and (not self._last or self._last.endswith(_EVENT_ENDS)):
+            event = error_event(error, self._exchange.request_id, anthropic=anthropic)
+            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            self._client.end_answer()
+            return
+        self._client.cut()
+
+    # --- sparkd.wire.Sink -----------------------------------------------------------------------------------------------
+
+    def head(self, status: int, headers: RawHeaders) -> None:
+        self._status = status
+        self._headers, self._streams, self._chunked = response_headers(status, headers, self._exchange.request_id)
+
+    def body(self, data: bytes, ended: bool) -> None:
+        source = self._source
+        if source is None:
+            return
+        pieces: list[bytes] = []
+        if not self.begun:
+            self.begun = True
+            self._exchange.status = self._status
+            pieces.append(self._client.begin_answer(self._status, self._headers))
+            if not ended:
+                self._client.fed_by(source)
+        if data:
+            self._count(data)
+            if self._chunked and self._peek is None:
+                source.pass_chunks(self._write)
+            if self._chunked:
+                data = source.passed = b"%x\r\n%b\r\n" % (len(data), data)
+            pieces.append(data)
+        if ended and self._chunked:
+            pieces.append(b"0\r\n\r\n")
+        if pieces:
+            self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if ended:
+            self.ended = True
+            self._leave_source()
+            self._client.end_answer()
+            if not self.over.done():
+                self.over.set_result(None)
+
+    def broken(self, error: EngineError) -> None:
+        self._leave_source()
+        if not self.over.done():
+            self.over.set_result(error)
+
+    # --- own ------------------------------------------------------------------------------------------------------------
+
+    def _leave_source(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            self._client.fed_by(None)
+            self._exchange.bytes_out += source.passed_bytes
+            self._last = source.passed
+
+    def _count(self, data: bytes) -> None:
+        if self._streams and self._exchange.first_s is None:
+            self._exchange.first_s = perf_counter()
+        self._exchange.bytes_out += len(data)
+        if self._peek is not None and not self._peek(data):
+            self._peek = None
