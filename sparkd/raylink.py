@@ -6,6 +6,7 @@ Ray is imported here only, and only on the first connection: its import costs as
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import socket
@@ -172,6 +173,8 @@ class RayLink:
         os.environ.update({name: value for name, value in self._environment.items() if name.startswith("RAY_")} | ours)
         import ray
 
+        # Ray's own farewell waits for a connection that is being made: where the head has gone meanwhile, for ever. Ours is disconnect().
+        atexit.unregister(ray.shutdown)
         logging.getLogger("ray").setLevel(logging.ERROR)
         return ray
 
