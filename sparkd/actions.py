@@ -175,6 +175,9 @@ class Actions:
         record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
         delay_s = backoff.delay_s(record.failures, self._rng)
         record.fail(reason, message, self._clock() + delay_s)
+        if reason == "RankLost":
+            # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
+            record.rank_id = None
         self.move(record, ModelState.FAILED)
         told = f"{reason}: {message} Next try in {delay_s:.0f} s."
         self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
 from sparkd.memory import GIB, reading
-from sparkd.placement import Placement, needed_gib, offered_gib
+from sparkd.placement import Placement, free_on, needed_gib, nodes_with_room, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
 from sparkd.sight import Look, Observation, Sight, told_of
@@ -31,6 +31,7 @@ log = logging.getLogger("sparkd.cluster")
 
 OBSERVE_TIMEOUT_S = 3.0
 PLACE_TIMEOUT_S = 20.0
+PLACE_AGAIN_TIMEOUT_S = 5.0
 SPAWN_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
@@ -121,15 +122,7 @@ class Cluster:
                 "leave it out or set it to 1."
             )
         platform, entrypoint, need_gib = await asyncio.to_thread(self._need, spec)
-        most_gib = max(self.total_gib, *(int(gib) for gib in self._link.gib_of.values()), 0)
-        if need_gib > most_gib:
-            where = "the largest node" if len(self._link.gib_of) > 1 else "this node"
-            raise DoesNotFit(
-                f"{spec.name} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
-                "context or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
-            )
-        node_ip = await self._link.reserve(spec.name, need_gib, self.node_ip, PLACE_TIMEOUT_S)
-        self._reserved[spec.name] = (node_ip, need_gib)
+        node_ip = await self._reserve(spec.name, need_gib)
         return Placement(node_ip, _slug(spec.name), need_gib, platform, entrypoint)
 
     async def hold(self, spec: ModelConfig, node_ip: str) -> None:
@@ -137,7 +130,7 @@ class Cluster:
         _, _, need_gib = await asyncio.to_thread(self._need, spec)
         self._reserved[spec.name] = (node_ip, need_gib)
         if self._link.connected:
-            await self._reserve_again(spec.name)
+            await self._reserve_again([node_ip])
 
     async def release(self, model: str) -> None:
         self._reserved.pop(model, None)
@@ -240,14 +233,13 @@ class Cluster:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
             met = await self._link.refresh()
-            # What Ray reserved on a node goes with it, and may have moved to another: it belongs where the rank is.
-            for model in [model for model, (node_ip, _) in self._reserved.items() if node_ip in met]:
-                await self._reserve_again(model)
+            for ip in self._silent & set(self._link.nodes()):
+                await self._look(ip)
+            # What Ray reserved on a node went with its raylet.
+            await self._reserve_again(met)
         except ClusterError as error:
             self._trouble = f"{type(error).__name__}: {error.message}"
             return False
-        for ip in self._silent & set(self._link.nodes()):
-            await self._look(ip)
         return True
 
     async def _connect(self) -> None:
@@ -260,8 +252,7 @@ class Cluster:
             # Only now: a head that `sparkd ray-node` is starting must not be ended for being slow.
             self._head_is_suspect = True
             await self._link.connect(address or "", self.node_ip)
-            for model in list(self._reserved):
-                await self._reserve_again(model)
+            await self._reserve_again(self._link.nodes())
         except ClusterError as error:
             if self._trouble != f"{type(error).__name__}: {error.message}":
                 log.error("%s", error.message)
@@ -272,13 +263,33 @@ class Cluster:
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
 
-    async def _reserve_again(self, model: str) -> None:
-        """The rank lives already: a reservation that does not fit is a word in the log, not an end."""
-        try:
-            node_ip, gib = self._reserved[model]
-            await self._link.reserve(model, gib, node_ip, PLACE_TIMEOUT_S, only=True)
-        except DoesNotFit as error:
-            log.warning("%s", error.message)
+    async def _reserve(self, model: str, need_gib: int) -> str:
+        """The node that has room, by our own book: Ray forgets what was reserved on a node that it lost, and the rank there lives on."""
+        offered = {ip: self._link.gib_of[ip] for ip in self._link.nodes() if ip in self._link.gib_of and ip not in self._silent}
+        most_gib = int(max(offered.values(), default=self.total_gib))
+        if need_gib > most_gib:
+            where = "the largest node in sight" if len(self._link.gib_of) > 1 else "this node"
+            raise DoesNotFit(
+                f"{model} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
+                "context or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
+            )
+        others = [reserved for name, reserved in self._reserved.items() if name != model]
+        for node_ip in nodes_with_room(offered, others, self.node_ip, need_gib):
+            if await self._link.reserve(model, need_gib, node_ip, PLACE_TIMEOUT_S):
+                self._reserved[model] = (node_ip, need_gib)
+                return node_ip
+        free = ", ".join(f"{ip} {gib:.0f} of {offered[ip]:.0f}" for ip, gib in free_on(offered, others).items())
+        raise DoesNotFit(
+            f"{model} asks for {need_gib} GiB of unified memory on one node, and other models hold too much; free GiB: {free}. "
+            "Unload one (`sparkd ps`), or set memory_gib to what it really needs."
+        )
+
+    async def _reserve_again(self, nodes: Iterable[str]) -> None:
+        """What runs on these nodes already: a reservation that does not fit is a word in the log, not an end."""
+        held = [(model, node_ip, gib) for model, (node_ip, gib) in self._reserved.items() if node_ip in nodes]
+        for model, node_ip, gib in held:
+            if not await self._link.reserve(model, gib, node_ip, PLACE_AGAIN_TIMEOUT_S):
+                log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, node_ip, gib)
 
     def _need(self, spec: ModelConfig) -> tuple[str, str, int]:
         """(platform, entry point, GiB to reserve). Blocks. Raises RankError where the runtime has nothing to run."""

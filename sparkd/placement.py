@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,25 @@ def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapp
     if kv_gib is None and share is not None:
         return math.ceil(share * mem_total_gib)
     return math.ceil(weights_gib(spec.model) * LOADING_FACTOR + (CPU_KV_CACHE_GIB if kv_gib is None else kv_gib) + PROCESSES_GIB)
+
+
+def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]], here: str, need_gib: int) -> list[str]:
+    """Nodes that can hold need_gib beside what is reserved on them: `here` first, then the one with the most room.
+
+    offered_gib: node -> GiB. reserved: (node, GiB) of every other model.
+    """
+    free_gib = free_on(offered_gib, reserved)
+    fitting = [node for node, gib in free_gib.items() if gib >= need_gib]
+    return sorted(fitting, key=lambda node: (node != here, -free_gib[node], node))
+
+
+def free_on(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """node -> GiB that no model has reserved there."""
+    free = dict(offered_gib)
+    for node, gib in reserved:
+        if node in free:
+            free[node] -= gib
+    return free
 
 
 def offered_gib(config: Config) -> int:

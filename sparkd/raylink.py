@@ -14,7 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RayUnavailable
+from sparkd.errors import AgentLost, ClusterError, RayUnavailable
 from workers.agent import VERSION, Agent
 
 NAMESPACE = "sparkd"
@@ -22,7 +22,6 @@ RESOURCE = "unified_memory_gib"
 CONNECT_TIMEOUT_S = 60.0
 AGENT_TIMEOUT_S = 45.0
 DISCONNECT_TIMEOUT_S = 10.0
-PREFERRED_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 15.0
 PORT_TIMEOUT_S = 1.0
 # A driver that has not reached the head for this long ends its process (60 s where nothing is said): that must not end the daemon.
@@ -43,6 +42,7 @@ class RayLink:
         self._environment = environment
         self._arguments = arguments
         self._agents: dict[str, tuple[str, Any]] = {}
+        self._groups: dict[str, Any] = {}
         self._joined = False
         self.address: str | None = None
         self.gib_of: dict[str, float] = {}
@@ -94,7 +94,7 @@ class RayLink:
     async def disconnect(self) -> None:
         """Leave Ray, if it was ever joined. Agents and ranks stay."""
         self.connected = False
-        self._agents = {}
+        self._agents, self._groups = {}, {}
         if self._joined:
             self._joined = False
             try:
@@ -119,13 +119,13 @@ class RayLink:
                 raise cause from None
             raise AgentLost(f"The agent of node {node_ip} could not do it: {type(error).__name__}.") from error
 
-    async def reserve(self, model: str, gib: int, node_ip: str, timeout_s: float, *, only: bool = False) -> str:
-        """One placement group of the model, kept beyond the daemon; the address of its node, `node_ip` if there is room, or only there.
+    async def reserve(self, model: str, gib: int, node_ip: str, timeout_s: float) -> bool:
+        """One placement group of the model on the node `node_ip`, kept beyond the daemon; False where Ray has no room for it there.
 
-        Raises DoesNotFit with the numbers.
+        Bound to that node: Ray would move it elsewhere when it loses the node, and the rank stays where it is.
         """
         await self.release(model)
-        return await self._answer(self._reserve, model, gib, node_ip, timeout_s, only, timeout_s=2 * timeout_s + ANSWER_TIMEOUT_S)
+        return await self._answer(self._reserve, model, gib, node_ip, timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
 
     async def release(self, model: str) -> None:
         if self.connected:
@@ -135,10 +135,13 @@ class RayLink:
         """What Ray's head says. Raises RayUnavailable where it says nothing, or that it cannot."""
         try:
             async with asyncio.timeout(timeout_s):
+                await _in_thread(_knock, self.address or "")
                 return await _in_thread(ask, *arguments)
         except TimeoutError:
             raise RayUnavailable(f"Ray at {self.address} did not answer within {timeout_s:.0f} s.") from None
-        except _errors(ConnectionError, RuntimeError, ValueError) as error:
+        except OSError as error:
+            raise RayUnavailable(f"Ray's head at {self.address} cannot be reached: {error.strerror or error}.") from None
+        except _errors(RuntimeError, ValueError) as error:
             raise RayUnavailable(f"Ray at {self.address} could not answer: {type(error).__name__}.") from error
 
     async def _meet(self, node_ip: str, node_id: str) -> None:
@@ -207,37 +210,23 @@ class RayLink:
         self._ray().kill(agent, no_restart=True)
         return self._start_agent(node_ip, node_id)
 
-    def _reserve(self, model: str, gib: int, node_ip: str, timeout_s: float, only: bool) -> str:
-        ray = self._ray()
-        from ray.util import placement_group, placement_group_table
+    def _reserve(self, model: str, gib: int, node_ip: str, wait_s: float) -> bool:
+        self._ray()
+        from ray.util import placement_group
 
-        here = {RESOURCE: gib, f"node:{node_ip}": 0.001}
-        if only or len(self._agents) == 1:
-            tries = [(here, timeout_s)]
-        elif self.gib_of.get(node_ip, 0.0) < gib:
-            tries = [({RESOURCE: gib}, timeout_s)]
-        else:
-            tries = [(here, PREFERRED_TIMEOUT_S), ({RESOURCE: gib}, timeout_s)]
-        for bundle, wait_s in tries:
-            group = placement_group([bundle], strategy="STRICT_PACK", name=_group(model), lifetime="detached")
-            if group.wait(wait_s):
-                (node_id,) = placement_group_table(group)["bundles_to_node_id"].values()
-                for found, known in self._alive_nodes().items():
-                    if known == node_id:
-                        return found
-            self._release(model)
-        free = ray.available_resources().get(RESOURCE, 0.0)
-        total = ray.cluster_resources().get(RESOURCE, 0.0)
-        raise DoesNotFit(
-            f"{model} asks for {gib} GiB of unified memory on one node; {free:.0f} of {total:.0f} GiB of all nodes are not reserved by "
-            "other models. Unload one (`sparkd ps`), or set memory_gib to what it really needs."
-        )
+        bundle = {RESOURCE: gib, f"node:{node_ip}": 0.001}
+        self._groups[model] = placement_group([bundle], strategy="STRICT_PACK", name=_group(model), lifetime="detached")
+        if self._groups[model].wait(wait_s):
+            return True
+        self._release(model)
+        return False
 
     def _release(self, model: str) -> None:
         from ray.util import get_placement_group, remove_placement_group
 
+        group = self._groups.pop(model, None)
         try:
-            remove_placement_group(get_placement_group(_group(model)))
+            remove_placement_group(group or get_placement_group(_group(model)))
         except ValueError:
             # Ray's word for "no such group".
             return
@@ -267,6 +256,15 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, name="ray call", daemon=True).start()
     return await done
+
+
+def _knock(address: str) -> None:
+    """OSError where the head is not there. A call that waited until another head has its place would end this process.
+
+    Ray checks the other's answer, "WrongClusterID", with an assertion (2.60: global_state_accessor.h).
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), PORT_TIMEOUT_S).close()
 
 
 def _present(nodes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -541,3 +541,17 @@ async def test_an_adopted_rank_that_never_answered_is_asked(tmp_path: Path) -> N
         await second.tick(3)
 
         assert (second.state(), second.asked) == ("READY", ["m"])
+
+
+async def test_a_rank_whose_node_comes_back_before_it_was_started_elsewhere_is_adopted_as_it_runs(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        ranks, made.cluster.ranks = made.cluster.ranks, {}
+        made.cluster.log.clear()
+        await made.tick()
+        lost = made.supervisor.snapshot().models["m"]
+        made.cluster.ranks = ranks
+        await made.tick(3)
+
+        assert (lost.state, lost.reason) == ("FAILED", "RankLost")
+        assert (made.state(), made.cluster.log) == ("READY", ["hold m"])

@@ -160,7 +160,7 @@ def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_
     stage.unloaded("huge")
 
     assert refused["reason"] == "DoesNotFit"
-    assert f"the largest node offers {THERE_GIB} GiB" in refused["message"]
+    assert f"the largest node in sight offers {THERE_GIB} GiB" in refused["message"]
 
 
 def test_a_model_that_does_not_fit_beside_another_goes_to_the_other_node(stage: Stage) -> None:
@@ -282,6 +282,10 @@ def test_the_raylet_of_the_other_node_dies_and_its_rank_is_found_again(stage: St
     stage.both()
 
     stage.untouched(rank)
+    stage.daemon.load("big")
+    refused = stage.daemon.wait_for("big", "FAILED", 20)
+    stage.unloaded("big")
+    assert f"{stage.there.address} {THERE_GIB - 3} of {THERE_GIB}" in refused["message"]
 
 
 def test_the_daemon_is_killed_and_the_next_one_adopts_the_rank_on_the_other_node(stage: Stage) -> None:
