@@ -137,7 +137,7 @@ def test_a_client_that_leaves_while_queued_in_vllm_is_aborted_too(served: Daemon
     for client in reversed(clients):
         client.close()
 
-    until(lambda: running(served) == 0 and engine_metric(served, "vllm:num_requests_waiting{") == 0, 2.0, "all are gone")
+    until(lambda: running(served) == 0 and engine_metric(served, "vllm:num_requests_waiting{") == 0, 5.0, "all are gone")
 
 
 def test_metrics_of_the_engine_carry_model_and_node(served: DaemonProcess) -> None:
