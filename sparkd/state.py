@@ -42,8 +42,9 @@ class ModelState(StrEnum):
 STARTING = frozenset({ModelState.PLANNED, ModelState.LOADING, ModelState.WARMING, ModelState.SIZING})
 RESIDENT = STARTING - {ModelState.PLANNED} | {ModelState.READY, ModelState.DRAINING, ModelState.STOPPING}
 
-# An adopted rank enters at LOADING and is asked again before it counts as READY. Stock vLLM warms and sizes in one breath and old
-# releases say neither in the log, so the three starting states may be passed over forwards, never backwards.
+# An adopted rank enters at LOADING; it is READY once its server answers and it has answered a question, now or before. Stock vLLM
+# warms and sizes in one breath and old releases say neither in the log, so the three starting states may be passed over forwards,
+# never backwards.
 _S = ModelState
 LEGAL: Mapping[ModelState, frozenset[ModelState]] = {
     _S.STOPPED: frozenset({_S.PLANNED, _S.LOADING, _S.FAILED, _S.STOPPING}),
