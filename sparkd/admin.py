@@ -85,7 +85,8 @@ def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> Fa
         title="sparkd admin API",
         version=__version__,
         openapi_url=f"{PREFIX}/openapi.json",
-        docs_url=f"{PREFIX}/docs",
+        # FastAPI's page takes its script from elsewhere: empty without a network, and a stranger's code on an origin that has a key.
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
