@@ -9,7 +9,7 @@ from typing import Any
 from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, Reading
 
-# A new head ends the raylets of the old one, and they are started again: 33 s on two busy cores, with 2.60.
+# A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 NODE_GRACE_S = 60.0
 
 
