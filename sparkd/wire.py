@@ -11,7 +11,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from time import monotonic
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -42,7 +43,7 @@ for _head, _size in [(b"%x\r\n" % size, size) for size in range(1, _MAX_PASSED_B
     if len(_head) + _size + 2 <= _MAX_PASSED_BYTES:
         _CHUNK_HEADS[len(_head) + _size + 2] = _head
 
-RawHeaders = list[tuple[bytes, bytes]]
+RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 
 class Sink(Protocol):
@@ -61,6 +62,32 @@ class Sink(Protocol):
 
 class Connection(asyncio.Protocol):
     """One connection; one exchange at a time. Made by a Pool."""
+
+    # More attributes than CPython shares the keys of (30): without slots each connection would have a hash table of its own.
+    __slots__ = (
+        "_answering",
+        "_between_chunks",
+        "_bodies",
+        "_complete",
+        "_headers",
+        "_in_head",
+        "_keep",
+        "_parser",
+        "_pass",
+        "_passing",
+        "_pool",
+        "_sink",
+        "_unparsed_bytes",
+        "_until_close",
+        "_whole_request",
+        "_writable",
+        "idle_since_s",
+        "passed",
+        "passed_bytes",
+        "transport",
+    )
+
+    transport: asyncio.Transport
 
     def __init__(self, pool: Pool) -> None:
         self.idle_since_s = 0.0
@@ -135,7 +162,7 @@ class Connection(asyncio.Protocol):
     # --- asyncio --------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self.transport = cast(asyncio.Transport, transport)
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -187,13 +214,13 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
-            self._headers.append((name, value))  # else a trailer, which nobody reads
+            self._headers.append((name.lower(), value))  # else a trailer, which nobody reads
 
     def on_headers_complete(self) -> None:
         headers, self._headers = self._headers, []
         status = self._parser.get_status_code()
-        size = sum(len(name) + len(value) + 4 for name, value in headers)
-        if size > MAX_HEAD_BYTES or len(headers) > MAX_HEADERS or status == 101 or status > 599:
+        large = self._unparsed_bytes > MAX_HEAD_BYTES and sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES
+        if large or len(headers) > MAX_HEADERS or status == 101 or status > 599:
             raise ValueError("no head that could be passed on")
         if status < 200:
             return
@@ -201,7 +228,6 @@ class Connection(asyncio.Protocol):
         self._keep = self._parser.should_keep_alive()
         framed = status in (204, 304)
         for name, value in headers:
-            name = name.lower()
             if name == b"content-length":
                 framed = True
             elif name == b"transfer-encoding":
@@ -228,6 +254,7 @@ class Connection(asyncio.Protocol):
 
     def _parse(self, data: bytes, sink: Sink) -> None:
         sound = True
+        self._unparsed_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -239,8 +266,6 @@ class Connection(asyncio.Protocol):
             body = bodies[0] if len(bodies) == 1 else b"".join(bodies)
             bodies.clear()
             self._unparsed_bytes = 0
-        else:
-            self._unparsed_bytes += len(data)
         if self._complete:
             self._sink = None
             sink.body(body, True)
@@ -313,11 +338,10 @@ class Pool:
             connection.transport.abort()
             return
         connection.resume()
-        loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
+        connection.idle_since_s = monotonic()
         self._idle.append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(IDLE_S, self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(IDLE_S, self._sweep)
 
     def close(self) -> None:
         """Hangs up everywhere. Exchanges that are under way are told that the engine is gone."""
@@ -352,9 +376,8 @@ class Pool:
 
     def _sweep(self) -> None:
         self._sweeper = None
-        loop = asyncio.get_running_loop()
-        stale_s = loop.time() - IDLE_S
+        stale_s = monotonic() - IDLE_S
         while self._idle and (self._idle[0].idle_since_s <= stale_s or not self._idle[0].usable):
             self._idle.popleft().transport.abort()
         if self._idle:
-            self._sweeper = loop.call_later(max(0.01, self._idle[0].idle_since_s - stale_s), self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(max(0.01, self._idle[0].idle_since_s - stale_s), self._sweep)

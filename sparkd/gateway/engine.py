@@ -62,7 +62,6 @@ def response_headers(status: int, headers: RawHeaders, request_id: str) -> tuple
     streams, chunked = False, status not in (204, 304)
     hidden: list[bytes] = []
     for name, value in headers:
-        name = name.lower()
         if name in _DROPPED or name.startswith(b"access-control-"):
             if name == b"connection":
                 hidden += _tokens(value)

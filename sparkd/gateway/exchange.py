@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
 from typing import Any
@@ -26,7 +27,7 @@ class Exchange:
     """One request. Times are seconds of `perf_counter`; None where it has not happened.
 
     `body` is held until an engine has it, `reserved` is how much of it counts towards the bound on all bodies, `whole`
-    says that it was read to its end.
+    says that it was read to its end, `hang_up` takes an engine's work away from it.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Exchange:
         "code",
         "first_s",
         "gone",
+        "hang_up",
         "model",
         "queued_s",
         "request_id",
@@ -59,6 +61,7 @@ class Exchange:
         self.reserved = 0
         self.whole = False
         self.gone = False
+        self.hang_up: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Called once, at the end. `model` is a configured name or one of "" and "unknown", so that the series stay bounded."""

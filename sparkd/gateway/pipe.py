@@ -26,8 +26,24 @@ class Pipe:
     the body's pieces until it returns False.
     """
 
+    __slots__ = (
+        "_chunked",
+        "_client",
+        "_exchange",
+        "_headers",
+        "_last",
+        "_peek",
+        "_source",
+        "_status",
+        "_streams",
+        "_write",
+        "begun",
+        "ended",
+        "over",
+    )
+
     def __init__(self, client: BoundedProtocol, source: Connection, exchange: Exchange, peek: Peek | None = None) -> None:
-        self.over: asyncio.Future[EngineError | None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[EngineError | None] = client.loop.create_future()
         self._client = client
         self._source: Connection | None = source
         self._exchange = exchange

@@ -193,13 +193,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {CONNECTION: self}
 
     def on_headers_complete(self) -> None:
-        size, hosts, host = len(self.url), 0, b""
+        hosts, host = 0, b""
         for name, value in self.headers:
-            size += len(name) + len(value) + 4
             if name == b"host":
                 hosts += 1
                 host = value
-        if size > self.limits.header_bytes or len(self.headers) > self.limits.header_count:
+        # What was read may hold a body too, so it says only that there is something to add up.
+        large = self._unparsed_bytes > self.limits.header_bytes and self._head_bytes() > self.limits.header_bytes
+        if large or len(self.headers) > self.limits.header_count:
             self._refusal = self._too_large()
             raise _Refused
         if hosts != 1 or _HOST.fullmatch(host) is None:
@@ -275,6 +276,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._write_deadline = self._write_deadline or self.loop.call_later(self.limits.linger_s, self.transport.abort)
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _too_large(self) -> SparkdError:
         return HeadersTooLarge(

@@ -103,7 +103,7 @@ class Proxy:
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Waits for the engine and passes the request on, for as long as the client is there."""
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
-        connection.call_when_gone(partial(_leave, exchange, asyncio.current_task(), None))
+        connection.call_when_gone(partial(_leave, exchange, asyncio.current_task()))
         exchange.model = "unknown"
         asked_s = perf_counter()
         try:
@@ -137,7 +137,7 @@ class Proxy:
         source = await wire.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
         pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == "/v1/responses" else None)
-        client.call_when_gone(partial(_leave, exchange, asyncio.current_task(), pipe))
+        exchange.hang_up = pipe.stop
         try:
             head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
             await source.ask(head, exchange.body, pipe)
@@ -153,6 +153,7 @@ class Proxy:
                 pipe.break_off(Draining("sparkd is going down; ask again soon."), route.anthropic)
             raise
         finally:
+            exchange.hang_up = None  # else a circle for the garbage collector, at every request
             pipe.stop()
 
     def _is_probe(self, headers: dict[bytes, bytes]) -> bool:
@@ -193,11 +194,11 @@ class Proxy:
         raise UnknownResponse(response_id)
 
 
-def _leave(exchange: Exchange, task: asyncio.Task[Any] | None, pipe: Pipe | None) -> None:
+def _leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
     """The client has gone: ends the exchange where it stands, waiting for a load, for the engine, or within a stream."""
     exchange.gone = True
-    if pipe is not None:
-        pipe.stop()
+    if exchange.hang_up is not None:
+        exchange.hang_up()
     if task is not None:
         task.cancel()
 
