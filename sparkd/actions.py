@@ -156,7 +156,15 @@ class Actions:
         self._ledger.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._door.open(record)
 
+    def resume(self, record: Record) -> None:
+        """Wanted again while it drained: it never went away."""
+        self.move(record, ModelState.READY)
+        self._ledger.finish(record, OperationState.SUCCEEDED, "It was wanted again before it had gone.", kind="load")
+        self._door.open(record)
+
     def rest(self, record: Record) -> None:
+        if record.state is ModelState.FAILED:
+            self.spawn(self._release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
         self._ledger.finish(record, OperationState.SUCCEEDED, "Every process of it is gone.", kind="unload")
@@ -184,6 +192,15 @@ class Actions:
         gauges.failed(record.name, reason)
         self._ledger.finish(record, OperationState.FAILED, message, kind="load")
         self._door.turn_away(record)
+        if not record.ranks and reason != "RankLost":
+            # Where a rank is left, its removal releases the memory; a lost one may still use it.
+            self.spawn(self._release(record.name), f"release {record.name}")
+
+    async def _release(self, model: str) -> None:
+        try:
+            await self._cluster.release(model)
+        except ClusterError as error:
+            log.warning("the memory of %s is still reserved: %s", model, error.message)
 
     def move(self, record: Record, state: ModelState) -> None:
         if record.state is state:
@@ -203,6 +220,11 @@ class Actions:
             await work
         except (SparkdError, OSError) as error:
             log.error("%s of %s failed: %s", record.busy, record.name, error)
+        except Exception as error:
+            # The last boundary of an action: one model's trouble must not end the others'.
+            log.exception("%s of %s failed", record.busy, record.name)
+            if record.state in STARTING:
+                self.fail(record, "InternalError", f"sparkd made an error ({type(error).__name__}); its log has more.")
         finally:
             record.busy = record.task = None
             self._wake()

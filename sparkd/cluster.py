@@ -20,9 +20,9 @@ from sparkd.memory import GIB, reading
 from sparkd.placement import Placement, free_on, needed_gib, nodes_with_room, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
-from sparkd.sight import Look, Observation, Sight, told_of
+from sparkd.sight import Look, Observation, Sight, facts_of, told_of
 from sparkd.snapshot import NodeView
-from sparkd.state import Progress, RankFact, RankHandle
+from sparkd.state import RankFact, RankHandle
 from sparkd.upstream import Upstream, served_names
 from workers.agent import Agent
 from workers.meminfo import sample
@@ -121,6 +121,8 @@ class Cluster:
                 f"tensor_parallel {spec.tensor_parallel} needs as many nodes, and this release of sparkd starts a model on one node only: "
                 "leave it out or set it to 1."
             )
+        if spec.executor == "ray":
+            raise RankError("executor: ray serves across nodes, which this release of sparkd does not do: leave it out or set it to mp.")
         platform, entrypoint, need_gib = await asyncio.to_thread(self._need, spec)
         node_ip = await self._reserve(spec.name, need_gib)
         return Placement(node_ip, _slug(spec.name), need_gib, platform, entrypoint)
@@ -221,8 +223,12 @@ class Cluster:
         await asyncio.to_thread(self._clear_runtime_folder)
 
     def _clear_runtime_folder(self) -> None:
-        """Nothing is left of a run in which everything ended; what still lives keeps its folder."""
+        """Nothing is left of a run in which everything ended; what will not die keeps its folder."""
         run_dirs = self._rank_folders[0].parent
+        # A rank whose start was under way when everything else was stopped shows only now that Ray, which started it, has gone.
+        seen = self._here.observe()
+        for rank_id in {raw["rank_id"] for raw in seen["ranks"]} | set(seen["strays"]):
+            self._here.destroy({"rank_id": rank_id}, UNSERVED_GRACE_S)
         if not self._here.observe()["ranks"]:
             shutil.rmtree(run_dirs, ignore_errors=True)
         if run_dirs.parent != SYSTEM_RUNTIME_DIR:
@@ -344,7 +350,7 @@ class Cluster:
         reserved_gib = sum(gib for where, gib in self._reserved.values() if where == node_ip)
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
         now = reading(node_ip, facts["reading"], facts["now_s"])
-        return Look(NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib)), _facts(facts["ranks"]))
+        return Look(NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib)), facts_of(facts["ranks"]))
 
     def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
         """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
@@ -365,25 +371,6 @@ def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path]:
 
 def _folder_name(node_ip: str) -> str:
     return node_ip.replace(":", "_")
-
-
-def _facts(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
-    found = []
-    for raw in ranks:
-        if raw["handle"] is None:
-            log.warning("the status file of rank %s cannot be read: %s", raw["rank_id"], raw["error"])
-            continue
-        found.append(
-            RankFact(
-                handle=RankHandle(**raw["handle"]),
-                alive=raw["alive"],
-                processes=raw["processes"],
-                exit_code=raw["exit_code"],
-                stop_ordered=raw["stop_ordered"],
-                progress=Progress(**raw["progress"]),
-            )
-        )
-    return tuple(found)
 
 
 def _slug(name: str) -> str:

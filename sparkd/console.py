@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -39,8 +40,12 @@ class Console:
     async def run(self, question: str | None) -> None:
         """Follow the loads that are on their way at start, put the question to the first model that is ready, say how to go on.
 
-        On a terminal what happens to models later is told as well; a journal has the log for that.
+        On a terminal what happens to models later is told as well; a journal has the log for that. Ends quietly once nobody reads.
         """
+        with contextlib.suppress(OSError, SystemExit):
+            await self._tell(question)
+
+    async def _tell(self, question: str | None) -> None:
         self._say(f"sparkd listens on [bold]{self._base_url}[/]")
         names = await self._follow()
         ready = next((view.name for view in self._wished() if view.state is ModelState.READY), None)
@@ -118,8 +123,10 @@ class Console:
         self._say("\nCtrl-C ends it, and everything it started.")
 
     def _say(self, marked_up: str) -> None:
-        self._terminal.print(marked_up)
-        self._terminal.file.flush()
+        # Whoever read this may have gone, the terminal included: that must not keep the engines from being stopped.
+        with contextlib.suppress(OSError, SystemExit):
+            self._terminal.print(marked_up)
+            self._terminal.file.flush()
 
 
 def _line(view: ModelView, snapshot: Snapshot) -> str:

@@ -22,7 +22,7 @@ from sparkd import metrics
 from sparkd.cluster import Cluster
 from sparkd.config import Config, load_config
 from sparkd.console import Console
-from sparkd.errors import ConfigError, StateError
+from sparkd.errors import ConfigError, SparkdError, StateError
 from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
@@ -41,6 +41,7 @@ log = logging.getLogger("sparkd")
 LOOP_DEAD_S = 30.0
 HURRIED_DRAIN_S = 2.0
 FIRST_LOOK_S = 5.0
+PLACING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +124,21 @@ class Daemon:
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
         self._ending = asyncio.Event()
         self._stop_engines = True
+        self._ended = False
         self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.keys.open)
 
     async def run(self) -> None:
+        """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""
         loop = asyncio.get_running_loop()
         self._catch_signals(loop)
+        try:
+            await self._serve_until_told(loop)
+        except BaseException:
+            if not self._ended:
+                await self._stop_parts(stop_engines=not (self._options.leave_engines or self._systemd.supervised))
+            raise
+
+    async def _serve_until_told(self, loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self._server.serve(sockets=self._listening), name="gateway")
             background = [
@@ -176,22 +187,30 @@ class Daemon:
             self._server.config.timeout_graceful_shutdown = HURRIED_DRAIN_S
         self._server.should_exit = True
         await serving
+        await self._supervisor.finish_placing(PLACING_S)
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        if self._stop_engines:
+        await self._stop_parts(stop_engines=self._stop_engines)
+        self._console.say_ended(self._stop_engines)
+
+    async def _stop_parts(self, *, stop_engines: bool) -> None:
+        self._ended = True
+        if stop_engines:
             await self._supervisor.stop_everything()
         await self._asker.close()
-        await self._cluster.close(stop_ray=self._stop_engines)
-        self._console.say_ended(self._stop_engines)
+        await self._cluster.close(stop_ray=stop_engines)
 
     def _reload(self) -> None:
         """Take the new configuration whole or not at all: a bad file never takes a good one down."""
         self._systemd.reloading("reading the configuration")
         try:
             config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
+            # A file that has lost its keys must not open an address that others can reach.
+            for listening in self._listening:
+                _check_inherited(config, listening, self._environ)
             keys = self._keys(config)
-        except ConfigError as error:
+        except SparkdError as error:
             log.error("the configuration was not taken, the old one stays: %s", error.message)
             self._systemd.ready("the last reload failed, the old configuration stays")
             return

@@ -123,11 +123,15 @@ class Door:
             async with asyncio.timeout(wait_s):
                 await waiter
         except TimeoutError:
+            # The client was told to come back: the model goes on loading for it.
             raise self._loading(record) from None
+        except asyncio.CancelledError:
+            record.waiters.discard(waiter)
+            self._withdraw(record)
+            raise
         finally:
             self._waiting -= 1
             record.waiters.discard(waiter)
-            self._withdraw(record)
         self._refuse_closed()
 
     def _withdraw(self, record: Record) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkd.snapshot import NodeView
-from sparkd.state import RankFact, Reading
+from sparkd.state import Progress, RankFact, RankHandle, Reading, known
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
+log = logging.getLogger("sparkd.cluster")
+
 NODE_GRACE_S = 60.0
 
 
@@ -65,3 +68,25 @@ def told_of(missing: Sequence[NodeView]) -> str | None:
         return None
     named = ", ".join(node.address for node in missing)
     return f"NodeUnseen: {named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."
+
+
+def facts_of(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
+    """What an agent said of its ranks. One that another release left behind and this one cannot read is left out, and said so."""
+    found = []
+    for raw in ranks:
+        try:
+            handle = known(RankHandle, raw["handle"] or {})
+        except TypeError as error:
+            log.warning("the status file of rank %s cannot be used: %s", raw["rank_id"], raw["error"] or error)
+            continue
+        found.append(
+            RankFact(
+                handle=handle,
+                alive=raw["alive"],
+                processes=raw["processes"],
+                exit_code=raw["exit_code"],
+                stop_ordered=raw["stop_ordered"],
+                progress=known(Progress, raw["progress"] or {}),
+            )
+        )
+    return tuple(found)

@@ -6,10 +6,10 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sparkd.errors import StateError
 
@@ -153,6 +153,15 @@ class Reading:
     age_s: float = 0.0
 
 
+N = TypeVar("N")
+
+
+def known(noun: type[N], raw: Mapping[str, Any]) -> N:
+    """A noun of what another release may have written: members that it does not know are left out. TypeError where one is missing."""
+    names = {field.name for field in fields(noun)}  # type: ignore[arg-type]
+    return noun(**{name: value for name, value in raw.items() if name in names})
+
+
 class OperationState(StrEnum):
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
@@ -197,7 +206,7 @@ class Store:
         self.path = path
         with self._translated():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.1)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._migrate()
@@ -219,7 +228,14 @@ class Store:
         self._write("DELETE FROM desired WHERE model=?", (model,))
 
     def handles(self) -> dict[str, RankHandle]:
-        return {row[0]: RankHandle(**json.loads(row[1])) for row in self._rows("SELECT rank_id, handle FROM handles")}
+        """Those that can be read; one of another release that cannot is left to the adoption scan."""
+        found = {}
+        for rank_id, raw in self._rows("SELECT rank_id, handle FROM handles"):
+            try:
+                found[rank_id] = known(RankHandle, json.loads(raw))
+            except (TypeError, ValueError):
+                continue
+        return found
 
     def save_handle(self, handle: RankHandle) -> None:
         self._write("INSERT OR REPLACE INTO handles(rank_id, handle) VALUES (?,?)", (handle.rank_id, json.dumps(asdict(handle))))
@@ -323,4 +339,4 @@ class Store:
 def _operation(raw: dict[str, Any]) -> Operation:
     progress = raw.pop("progress", None)
     raw["state"] = OperationState(raw["state"])
-    return Operation(**raw, progress=Progress(**progress) if progress else None)
+    return known(Operation, raw | {"progress": known(Progress, progress) if progress else None})

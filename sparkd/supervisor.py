@@ -116,9 +116,10 @@ class Supervisor:
             self._roster.check_startable(record)
         kind = "load" if want is Want.RUNNING else "unload"
         running = self.ledger.running(record, kind)
-        if record.desired.want is want and running:
+        if record.desired.want is want and running and not (by == "admin" and record.desired.by == "request"):
             return running
-        if record.desired.want is not want:
+        # An operator's wish takes over a request's, which a client that hangs up would take back.
+        if record.desired.want is not want or (by == "admin" and record.desired.by == "request"):
             self.ledger.wish(record, want, by)
         if want is Want.RUNNING and by == "admin":
             record.backoff_until_s = float("-inf")
@@ -232,6 +233,12 @@ class Supervisor:
         except TimeoutError:
             return
 
+    async def finish_placing(self, timeout_s: float) -> None:
+        """Let a rank that is being started be started: cancelled half-way, it would come to life after everything was stopped."""
+        placing = [record.task for record in self._roster.records.values() if record.busy == "place" and record.task]
+        if placing:
+            await asyncio.wait(placing, timeout=timeout_s)
+
     async def stop_everything(self) -> None:
         """Stop every rank that can be found, READY or not, whatever is wished; wishes stay as they are for the next start."""
         observation = await self._cluster.observe()
@@ -252,8 +259,12 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             self._actions.tasks = tasks
             while True:
-                with metrics.TICK_SECONDS.time():
-                    await self.tick()
+                try:
+                    with metrics.TICK_SECONDS.time():
+                        await self.tick()
+                except Exception:
+                    # The last boundary: engines serve on whatever this loop stumbles over, and the next look may be a better one.
+                    log.exception("a tick failed")
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
                 try:
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
@@ -345,6 +356,8 @@ class Supervisor:
                 self._actions.start(record, "place", self._actions.place(record))
             case Adopt(rank_id=rank_id):
                 self._actions.adopt(record, next(fact for fact in observation.ranks or () if fact.handle.rank_id == rank_id))
+            case Move(state=ModelState.READY):
+                self._actions.resume(record)
             case Move(state=state):
                 self._actions.move(record, state)
             case Ask():

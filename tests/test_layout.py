@@ -59,15 +59,12 @@ def test_nothing_is_put_off_or_left_out() -> None:
         assert not put_off.search(path.read_text()), path
 
 
-def test_no_address_or_path_of_one_place_is_written_down() -> None:
-    """Where packages come from is pip's configuration; where somebody built this is nobody's business."""
-    # In halves, so that this file says none of them itself.
-    hosts = [("py", "pi.org"), ("python", "hosted.org"), ("download.py", "torch.org"), ("wheels.v", "llm.ai"), ("ana", "conda.org")]
-    places = [("wo", "rk"), ("tmp/", "dev"), ("opt/", "wheels")]
-    told = re.compile("|".join([*(re.escape("".join(host)) for host in hosts), *(rf"(?<![\w.-])/{a}{b}/" for a, b in places)]))
-    for path in tracked():
-        found = told.search(path.read_text(errors="replace"))
-        assert found is None, f"{path}: {found}"
+def test_no_path_of_this_checkout_is_written_down() -> None:
+    """Where somebody built this is nobody's business. The parent, because a clone may be called as the project is."""
+    home = f"{ROOT.parent}/"
+    if home.count("/") > 2:
+        for path in tracked():
+            assert home not in path.read_text(errors="replace"), path
 
 
 # What an import costs

@@ -97,6 +97,8 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         ({"env": {"SPARKD_RANK_ID": "other"}}, "SPARKD_RANK_ID", "r1"),
         ({"env": {"VLLM_API_KEY": "mine"}, "host": "h"}, "VLLM_API_KEY", "sparkd's"),
         ({"env": {"PYTHONPATH": "/theirs"}, "pythonpath": ("/ours",)}, "PYTHONPATH", "/ours:/theirs"),
+        ({"node_id": "192.168.100.11"}, "VLLM_HOST_IP", "192.168.100.11"),
+        ({"node_id": "spark-b"}, "VLLM_HOST_IP", None),
         ({"platform": "cuda"}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"platform": "cuda"}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
         ({"extra_args": ("--tensor-parallel-size=2",)}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),

@@ -555,3 +555,75 @@ async def test_a_rank_whose_node_comes_back_before_it_was_started_elsewhere_is_a
 
         assert (lost.state, lost.reason) == ("FAILED", "RankLost")
         assert (made.state(), made.cluster.log) == ("READY", ["hold m"])
+
+
+async def test_a_request_that_waits_no_longer_leaves_the_load_to_its_retry(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await made.tick()
+        with pytest.raises(ModelLoading):
+            await enter(made, "m", wait_s=0.0)
+        await made.tick()
+
+        assert made.cluster.log == ["place m", "spawn m"]
+
+
+async def test_an_operators_load_is_not_taken_back_by_a_client_that_leaves(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await made.tick()
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.settle()
+        operation = made.supervisor.want("m", Want.RUNNING, "admin")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await made.tick()
+
+        assert made.supervisor.operation(operation.id).state is OperationState.RUNNING
+        assert made.cluster.log == ["place m", "spawn m"]
+
+
+async def test_a_model_that_is_wanted_again_while_it_drains_lets_its_waiters_in(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        async with made.supervisor.lease("m"):
+            made.supervisor.want("m", Want.STOPPED, "admin")
+            await made.tick()
+            assert made.state() == "DRAINING"
+            waiting = asyncio.create_task(enter(made, "m"))
+            await made.tick(2)
+
+            assert await waiting == "m"
+            assert made.state() == "READY"
+
+
+async def test_a_load_that_failed_gives_its_memory_back(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = DoesNotFit("no room")
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+
+        assert made.cluster.log == ["place m", "release m"]
+
+
+async def test_a_tick_that_fails_does_not_end_the_loop(tmp_path: Path) -> None:
+    made = scene(tmp_path)
+    looks = 0
+    observe = made.cluster.observe
+
+    async def stumble() -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise TypeError("a status file of another release")
+        return await observe()
+
+    made.cluster.observe = stumble  # type: ignore[method-assign]
+    running = asyncio.create_task(made.supervisor.run())
+    made.supervisor.wake()
+    await made.settle()
+    made.supervisor.wake()
+    await made.settle()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    made.store.close()
+
+    assert looks >= 2

@@ -7,6 +7,7 @@ Nothing here passes through a shell. The environment is built from empty: what i
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 from collections.abc import Mapping
@@ -64,6 +65,9 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str
         # setproctitle overwrites what /proc/PID/environ shows unless told not to, and the mark would be lost with it.
         "SPT_NOENV": "1",
     }
+    if _is_address(spec.node_id):
+        # Else vLLM asks the routing table and lets torch.distributed listen on the LAN (vllm/utils/network_utils.py, get_ip).
+        environment["VLLM_HOST_IP"] = spec.node_id
     if folder := ipc_dir(spec.run_dir, spec.rank_id):
         environment["VLLM_RPC_BASE_PATH"] = folder
     return environment
@@ -76,6 +80,14 @@ def ipc_dir(run_dir: str, rank_id: str) -> str | None:
     """
     folder = os.path.join(run_dir, hashlib.sha256(rank_id.encode()).hexdigest()[:8])
     return folder if len(os.fsencode(folder)) + 1 + UUID_CHARS <= SOCKET_PATH_BYTES else None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _listener(spec: RankSpec) -> list[str]:
