@@ -350,7 +350,8 @@ class Cluster:
         reserved_gib = sum(gib for where, gib in self._reserved.values() if where == node_ip)
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
         now = reading(node_ip, facts["reading"], facts["now_s"])
-        return Look(NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib)), facts_of(facts["ranks"]))
+        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib))
+        return Look(view, facts_of(facts["ranks"]))
 
     def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
         """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
