@@ -6,7 +6,8 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from sparkd import gauges
@@ -211,11 +212,12 @@ class Actions:
         if state not in RESIDENT:
             record.close_upstream(self.spawn)
 
-    def start(self, record: Record, name: str, work: Any) -> None:
+    def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:
         record.busy = name
         record.task = self.spawn(self._once(record, work), f"{name} {record.name}")
+        record.task.add_done_callback(partial(self._done, record, work))
 
-    async def _once(self, record: Record, work: Awaitable[None]) -> None:
+    async def _once(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except (SparkdError, OSError) as error:
@@ -225,9 +227,13 @@ class Actions:
             log.exception("%s of %s failed", record.busy, record.name)
             if record.state in STARTING:
                 self.fail(record, "InternalError", f"sparkd made an error ({type(error).__name__}); its log has more.")
-        finally:
+
+    def _done(self, record: Record, work: Coroutine[Any, Any, None], task: asyncio.Task[None]) -> None:
+        """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
+        work.close()
+        if record.task is task:
             record.busy = record.task = None
-            self._wake()
+        self._wake()
 
     def spawn(self, work: Any, name: str) -> asyncio.Task[None]:
         if self.tasks is None:

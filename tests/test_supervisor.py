@@ -627,3 +627,16 @@ async def test_a_tick_that_fails_does_not_end_the_loop(tmp_path: Path) -> None:
     made.store.close()
 
     assert looks >= 2
+
+
+async def test_an_action_that_is_cancelled_before_its_first_step_does_not_keep_its_model_busy(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await made.tick()
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.supervisor.tick()
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(3)
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+
+        assert (made.state(), made.cluster.log[-1]) == ("LOADING", "spawn m")
