@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from workers import meminfo, rank
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "3"
+VERSION = "4"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
-WINDOW_S = 60.0
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
 NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
 NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
@@ -43,7 +41,6 @@ class Agent:
         for folder in (run_dir, log_dir):
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._plugin_dir = self._expose_workers()
-        self._samples: deque[dict[str, float]] = deque(maxlen=int(WINDOW_S / sample_s))
         self._sample()
         threading.Thread(target=self._sample_forever, name="memory sampler", daemon=True).start()
 
@@ -58,10 +55,13 @@ class Agent:
         return {
             "node_id": self.node_id,
             "now_s": time.time(),
-            "reading": self._samples[-1],
+            "reading": self._latest,
             "ranks": rank.scan(self.run_dir),
-            "strays": rank.strays(self.run_dir),
         }
+
+    def strays(self) -> dict[str, list[int]]:
+        """rank_id -> processes of engines that have no status file. Reads the environment of every process: not for every look."""
+        return rank.strays(self.run_dir)
 
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         """Start one rank; returns its handle once that is on disk. Raises RankError. Its log is of that name in this node's log folder.
@@ -150,7 +150,7 @@ class Agent:
         return str(folder)
 
     def _sample(self) -> None:
-        self._samples.append(meminfo.sample(self._proc) | {"at_s": time.time()})
+        self._latest = meminfo.sample(self._proc) | {"at_s": time.time()}
 
     def _sample_forever(self) -> None:
         while True:
