@@ -3,6 +3,7 @@
 * SparkdError
   x ConfigError                 the configuration file, an environment variable or a flag is wrong
   x StateError                  the state directory or its database cannot be used
+  x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
   x ClusterError                Ray or a node
     - RayUnavailable            Ray cannot be started or joined
     - AgentLost                 a node's agent does not answer
@@ -63,6 +64,22 @@ class ConfigError(SparkdError):
         super().__init__(place + message, param=param)
         self.file = file
         self.line = line
+
+
+class CheckpointError(SparkdError):
+    """A checkpoint, or one tensor of it, that cannot be used. The message names the file, the tensor and the cure, where they are known."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "checkpoint_unusable"
+    exit_code = 2
+
+    def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None, cure: str | None = None) -> None:
+        place = ": ".join(part for part in (file, tensor) if part)
+        super().__init__(f"{place + ': ' if place else ''}{message.rstrip('.')}." + (f" {cure.rstrip('.')}." if cure else ""))
+        self.file = file
+        self.tensor = tensor
+        self.cure = cure
 
 
 class StateError(SparkdError):
