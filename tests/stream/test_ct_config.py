@@ -1,0 +1,178 @@
+"""The description that a quantized checkpoint carries: what vLLM itself reads out of it, module by module."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkd.errors import CheckpointError
+from workers.stream.ct_config import matches, patterns, quantization_config
+
+with warnings.catch_warnings():
+    # What vLLM and torch deprecate among themselves is not ours.
+    warnings.simplefilter("ignore")
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What recipe.Format offers here."""
+
+    name: str
+    group_size: int | None = None
+
+    @property
+    def spelling(self) -> str:
+        return f"{self.name}-g{self.group_size}" if self.group_size else self.name.replace("_", "-")
+
+
+FORMATS = [Chosen("nvfp4"), Chosen("mxfp4"), Chosen("int4", 32), Chosen("int4", 128), Chosen("fp8"), Chosen("fp8_block")]
+ATTENTION = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkvo"]
+EXPERTS = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj" for layer in range(3) for expert in range(4) for name in ("gate", "up", "down")
+]
+ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(3)]
+MOE = [*ATTENTION, *EXPERTS, *ROUTERS, "lm_head"]
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+class Linear(torch.nn.Module):
+    """A layer whose class name vLLM matches against the target "Linear"."""
+
+
+def read_by_vllm(config: dict[str, Any], modules: list[str]) -> dict[str, dict[str, Any] | None]:
+    """What vLLM makes of each module; through JSON, as config.json is read."""
+    read = CompressedTensorsConfig.from_config(json.loads(json.dumps(config)))
+    read.packed_modules_mapping = FUSED
+    layer = Linear()
+    return {module: read.get_scheme_dict(layer, module) for module in modules}
+
+
+@pytest.mark.parametrize("chosen", FORMATS, ids=lambda chosen: chosen.spelling)
+def test_one_format_is_one_group_with_what_is_left_out(chosen: Chosen) -> None:
+    config = quantization_config(dict.fromkeys(EXPERTS, chosen), MOE)
+
+    assert list(config["config_groups"]) == ["group_0"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert config["format"] == config["config_groups"]["group_0"]["format"]
+    assert len(config["ignore"]) == 6
+    schemes = read_by_vllm(config, MOE)
+    assert {module for module, scheme in schemes.items() if scheme} == set(EXPERTS)
+
+
+def test_what_vllm_recognises_each_format_as() -> None:
+    def args(chosen: Chosen) -> dict[str, Any]:
+        scheme = read_by_vllm(quantization_config({"model.layers.0.mlp.up_proj": chosen}, []), ["model.layers.0.mlp.up_proj"])
+        found = scheme["model.layers.0.mlp.up_proj"]
+        assert found is not None
+        return found
+
+    of = CompressedTensorsConfig
+    nvfp4, mxfp4, int4 = args(FORMATS[0]), args(FORMATS[1]), args(FORMATS[3])
+    assert of._is_nvfp4_format(nvfp4["weights"])
+    assert nvfp4["format"] == "nvfp4-pack-quantized"
+    assert of._is_mxfp4(mxfp4["weights"])
+    assert mxfp4["weights"].scale_dtype == torch.uint8
+    assert of._is_wNa16_group_channel(int4["weights"], int4["input_activations"])
+    assert (int4["weights"].num_bits, int4["weights"].group_size, int4["format"]) == (4, 128, "pack-quantized")
+    assert [found["input_activations"] for found in (nvfp4, mxfp4, int4)] == [None, None, None]
+    for chosen, strategy in ((FORMATS[4], "token"), (FORMATS[5], "group")):
+        fp8 = args(chosen)
+        assert of._is_fp8_w8a8(fp8["weights"], fp8["input_activations"])
+        assert fp8["input_activations"].strategy == strategy
+    assert args(FORMATS[5])["weights"].block_structure == [128, 128]
+
+
+def test_several_formats_are_several_groups() -> None:
+    dense = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(3) for name in ("gate", "up", "down")]
+    chosen = {**dict.fromkeys(ATTENTION, FORMATS[4]), **dict.fromkeys(dense[:3], FORMATS[2]), **dict.fromkeys(dense[3:], FORMATS[0])}
+
+    config = quantization_config(chosen, [*dense, *ATTENTION, "lm_head"])
+
+    assert config["format"] == "mixed-precision"
+    fused = ["model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj", "model.layers.2.mlp.gate_up_proj"]
+    schemes = read_by_vllm(config, [*chosen, *fused, "lm_head"])
+    formats = {module: scheme and scheme["format"] for module, scheme in schemes.items()}
+    assert [formats[module] for module in ATTENTION] == ["float-quantized"] * len(ATTENTION)
+    assert [formats[module] for module in dense] == ["pack-quantized"] * 3 + ["nvfp4-pack-quantized"] * 6
+    assert [formats[module] for module in fused] == ["float-quantized", "pack-quantized", "nvfp4-pack-quantized"]
+    assert formats["lm_head"] is None
+
+
+def test_packed_experts_match_the_names_that_vllm_asks_for() -> None:
+    packed = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
+    asked = [f"model.layers.1.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")]
+
+    left_out = read_by_vllm(quantization_config(dict.fromkeys(ATTENTION, FORMATS[0]), [*ATTENTION, *packed]), asked)
+    chosen = {**dict.fromkeys(packed, FORMATS[1]), **dict.fromkeys(ATTENTION, FORMATS[4])}
+    meant = read_by_vllm(quantization_config(chosen, []), asked)
+
+    assert not any(left_out.values())
+    assert {scheme and scheme["format"] for scheme in meant.values()} == {"mxfp4-pack-quantized"}
+
+
+def test_a_vision_tower_that_keeps_its_precision_is_one_pattern() -> None:
+    vision = [f"model.vision_tower.encoder.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
+    text = [f"model.language_model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
+
+    config = quantization_config(dict.fromkeys(text, FORMATS[0]), [*vision, *text, "lm_head"])
+
+    assert len(config["ignore"]) == 2
+    in_vllm = [
+        "vision_tower.encoder.layers.1.self_attn.qkv_proj",
+        "language_model.model.layers.1.self_attn.qkv_proj",
+        "language_model.lm_head",
+    ]
+    assert [bool(scheme) for scheme in read_by_vllm(config, in_vllm).values()] == [False, True, False]
+
+
+def test_a_plain_name_is_translated_by_vllm() -> None:
+    config = quantization_config({"model.layers.0.mlp.up_proj": FORMATS[0]}, ["model.layers.0.mlp.up_proj", "model.projector"])
+
+    assert config["ignore"] == ["model.projector"]
+
+
+def test_nothing_quantized_is_no_description() -> None:
+    assert quantization_config({}, MOE) == {}
+    assert quantization_config({"lm_head": Chosen("bf16")}, MOE) == {}
+
+
+def test_a_format_without_a_description_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="nf4 has no compressed-tensors description"):
+        quantization_config({"lm_head": Chosen("nf4")}, MOE)
+
+
+def test_equal_assignments_in_another_order_give_equal_groups() -> None:
+    chosen = {**dict.fromkeys(ATTENTION, FORMATS[4]), **dict.fromkeys(EXPERTS, FORMATS[0])}
+
+    one, other = quantization_config(chosen, MOE), quantization_config(dict(reversed(chosen.items())), MOE)
+
+    assert [group["format"] for group in one["config_groups"].values()] == [group["format"] for group in other["config_groups"].values()]
+
+
+NAMES = sorted(
+    {
+        f"{front}.{layer}.{tail}"
+        for front, layer, tail in itertools.product(
+            ("model.layers", "model.visual.blocks", "mtp.layers", "layers"),
+            range(3),
+            ("attn.q", "attn.qk", "mlp.experts.0.up", "mlp.experts.1.up", "gate"),
+        )
+    }
+    | {"lm_head", "model.projector.0", "model.projector.fc"}
+)
+
+
+@given(st.sets(st.sampled_from(NAMES)), st.booleans())
+def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers: bool) -> None:
+    found = patterns(sorted(wanted), NAMES, towers=towers)
+
+    assert {name for name in NAMES if any(matches(name, pattern) for pattern in found)} == wanted

@@ -1,0 +1,165 @@
+"""The compressed-tensors description of a quantized checkpoint, as config.json carries it for any vLLM. Never decides a format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from workers.stream.recipe import Format
+
+# Names as compressed_tensors.config.CompressionFormat has them (0.17).
+_COMPRESSION = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "int4": "pack-quantized",
+    "fp8": "float-quantized",
+    "fp8_block": "float-quantized",
+}
+_NO_GROUP = ("fp8", "fp8_block")
+_FIXED_GROUP = {"nvfp4": 16, "mxfp4": 32}
+
+
+def quantization_config(assignments: Mapping[str, Format], all_linear_modules: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json for a checkpoint whose modules have these formats.
+
+    assignments: module path -> Format, quantized modules only (a `bf16` counts as not quantized). all_linear_modules: the module path
+    of every weight of two or more dimensions that vLLM may build as a linear layer or as experts, quantized or not; embeddings do no harm.
+    Both in the checkpoint's own names. One format for all gives one group with the target "Linear", several give a group each, with
+    regexes. An empty dict where nothing is quantized. Raises CheckpointError for a format that compressed-tensors cannot say.
+    """
+    quantized = {module: chosen for module, chosen in assignments.items() if chosen.name != "bf16"}
+    if not quantized:
+        return {}
+    universe = list(dict.fromkeys([*all_linear_modules, *quantized]))
+    groups: dict[Format, list[str]] = {}
+    for module, chosen in quantized.items():
+        groups.setdefault(chosen, []).append(module)
+    # The order of the groups follows from the formats, so that equal recipes give equal files.
+    ordered = sorted(groups.items(), key=lambda item: item[0].spelling)
+    mixed = len(ordered) > 1
+    config_groups = {
+        f"group_{index}": {
+            "targets": patterns(modules, universe) if mixed else ["Linear"],
+            **_scheme(chosen),
+            "format": _COMPRESSION[chosen.name],
+        }
+        for index, (chosen, modules) in enumerate(ordered)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "mixed-precision" if mixed else _COMPRESSION[ordered[0][0].name],
+        "config_groups": config_groups,
+        "ignore": patterns([module for module in universe if module not in quantized], universe, towers=True),
+        "kv_cache_scheme": None,
+    }
+
+
+def patterns(modules: Iterable[str], universe: Iterable[str], *, towers: bool = False) -> list[str]:
+    """Names and `re:` patterns that match exactly `modules` among `universe`, as few as its layers allow.
+
+    Patterns leave the front of a path open, because vLLM renames it (a language model inside a multimodal one, `backbone` to `model`) and
+    translates plain names only (CompressedTensorsConfig.apply_vllm_mapper). Experts stored as one packed parameter match under the
+    per-expert names that vLLM asks for (`experts.0.gate_proj`). towers: a part of the model that is wanted whole (`visual`) becomes one
+    pattern, which also covers the layers that vLLM fuses or names otherwise in it.
+    """
+    wanted = dict.fromkeys(modules)
+    others = [module for module in universe if module not in wanted]
+    found: dict[str, None] = {}
+    tails: dict[str, list[str]] = {}
+    taken = {part for other in others for part in other.split(".")}
+    for module in wanted:
+        tower = next((part for part in _front(module) if part not in taken), None) if towers else None
+        if tower is not None:
+            found[rf"re:(.*\.)?{re.escape(tower)}\..*"] = None
+        else:
+            tails.setdefault(_tail(module), []).append(module)
+    for tail, members in tails.items():
+        found |= dict.fromkeys(_tail_patterns(tail, members, others))
+    return list(found)
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether one entry of `targets` or `ignore` means this module, as vLLM's is_equal_or_regex_match does."""
+    return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
+
+
+def _tail_patterns(tail: str, members: list[str], others: list[str]) -> list[str]:
+    """The shortest description of modules with one tail that fits no other: every layer, those of one part, listed layers, their names."""
+    if _index_of(members[0]) is None:
+        # vLLM's own path of the head has a prefix in a multimodal model, and its mapping leaves names without a dot alone.
+        return [rf"re:(.*\.)?{re.escape(name)}$" if "." not in name else name for name in members]
+    everywhere = rf"re:(.*\.)?\d+\.{tail}$"
+    if not any(matches(other, everywhere) for other in others):
+        return [everywhere]
+    by_front: dict[tuple[str, ...], list[str]] = {}
+    for member in members:
+        by_front.setdefault(tuple(_front(member)), []).append(member)
+    return [pattern for front, some in by_front.items() for pattern in _front_patterns(front, tail, some, others)]
+
+
+def _front_patterns(front: tuple[str, ...], tail: str, members: list[str], others: list[str]) -> list[str]:
+    """The same for modules whose paths agree before the layer's number."""
+    layers = "|".join(member.split(".")[len(front)] for member in members)
+    stem = rf"(.*\.)?{re.escape(front[-1])}\." if front else ""
+    candidates = [
+        *(rf"re:(.*\.)?{re.escape(part)}\.(.*\.)?\d+\.{tail}$" for part in front),
+        rf"re:{stem}({layers})\.{tail}$",
+        *(rf"re:(.*\.)?{re.escape(part)}\.(.*\.)?({layers})\.{tail}$" for part in front[:-1]),
+    ]
+    return next(([one] for one in candidates if not any(matches(other, one) for other in others)), members)
+
+
+def _tail(module: str) -> str:
+    """What follows the layer's number, as a regex in which further numbers (experts) are any number."""
+    position = _index_of(module)
+    if position is None:
+        return module
+    parts = module.split(".")[position + 1 :]
+    if "experts" in parts[:-1] and not parts[parts.index("experts") + 1].isdigit():
+        parts = parts[: parts.index("experts") + 1]
+        return r"\.".join(map(re.escape, parts)) + r"\..*"
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts)
+
+
+def _front(module: str) -> list[str]:
+    """The parts before the layer's number, or before the module's own name."""
+    return module.split(".")[: _index_of(module)] if _index_of(module) is not None else module.split(".")[:-1]
+
+
+def _index_of(module: str) -> int | None:
+    """Where the layer's number stands among the dotted parts; None for a module outside the layers, or where nothing follows it."""
+    parts = module.split(".")
+    return next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), None)
+
+
+def _scheme(chosen: Format) -> dict[str, Any]:
+    """weights and input_activations of a group, fields of compressed_tensors.quantization.QuantizationArgs.
+
+    The 4-bit formats are weight-only. FP8 names dynamic 8-bit activations, because vLLM serves FP8 experts in no other way; a GPU without
+    FP8 arithmetic then still computes in 16 bits.
+    """
+    if chosen.name not in _COMPRESSION:
+        raise CheckpointError(
+            f"The format {chosen.spelling} has no compressed-tensors description", cure="Choose bf16, fp8, fp8_block, mxfp4, nvfp4 or int4"
+        )
+    if chosen.name in _NO_GROUP:
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+        if chosen.name == "fp8":
+            return {"weights": {**weights, "strategy": "channel"}, "input_activations": {**inputs, "strategy": "token"}}
+        return {
+            "weights": {**weights, "strategy": "block", "block_structure": [128, 128]},
+            "input_activations": {**inputs, "strategy": "group", "group_size": 128},
+        }
+    group_size = chosen.group_size or _FIXED_GROUP.get(chosen.name)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": group_size}
+    if chosen.name == "nvfp4":
+        weights |= {"type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    if chosen.name == "mxfp4":
+        weights |= {"type": "float", "scale_dtype": "torch.uint8"}
+    return {"weights": weights, "input_activations": None}
