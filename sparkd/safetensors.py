@@ -1,0 +1,217 @@
+"""Owns one safetensors file's header: what it says, checked against the file. Never reads a weight, never imports numpy or torch.
+
+The format: github.com/huggingface/safetensors, README.md, "Format"; the checks are those of its Rust reader (`Metadata::validate`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from sparkd.errors import CheckpointError
+
+# The limit of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64
+PREFIX_BYTES = 8
+# Bits of one element (safetensors/src/tensor.rs, Dtype::bitsize).
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+AGAIN = "Download the file again"
+_SHOWN = 120
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where one tensor lies. dtype: safetensors code ("BF16", "F8_E4M3"); path: absolute; offset: bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file's identity. header_bytes: the JSON and its 8-byte length, the data begins there; header_sha256: hex, over those bytes."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    header_bytes: int
+    header_sha256: str
+
+
+def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
+    """One file's identity and its tensors in the order of their offsets. path: absolute. Raises CheckpointError.
+
+    Reads the header only: memory is bounded by what the file really holds, whatever the length field claims.
+    """
+    with _opened(path) as file:
+        status = os.fstat(file.fileno())
+        header = _header_bytes(file, path, status.st_size)
+    data_bytes = status.st_size - PREFIX_BYTES - len(header)
+    table = loads(header, path)
+    if not isinstance(table, dict):
+        raise CheckpointError(f"the header is a JSON {_kind(table)} where an object is expected", file=path, cure=AGAIN)
+    metadata = table.pop("__metadata__", None)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise CheckpointError(f"__metadata__ in the header is a {_kind(metadata)} where an object is expected", file=path, cure=AGAIN)
+    begin = PREFIX_BYTES + len(header)
+    tensors = [_tensor(name, entry, path, begin) for name, entry in table.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    _check_cover(tensors, path, begin, data_bytes)
+    digest = hashlib.sha256(len(header).to_bytes(PREFIX_BYTES, "little") + header).hexdigest()
+    return Shard(path, status.st_size, status.st_mtime_ns, begin, digest), tensors
+
+
+def loads(raw: bytes, path: str, cure: str = AGAIN) -> Any:
+    """JSON as a foreign file has it. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key twice."""
+    try:
+        return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_constant)
+    except UnicodeDecodeError as error:
+        reason = f"it is not UTF-8 at byte {error.start}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise CheckpointError(f"the JSON in it cannot be read: {reason}", file=path, cure=cure)
+
+
+def shown(name: object) -> str:
+    """A name from a foreign file, short enough and printable for a message."""
+    text = str(name) if isinstance(name, str) and name.isprintable() and name else ascii(name)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        # A FIFO or a device must neither block the start nor be read.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError("it is no regular file", file=path, cure="Put the checkpoint's own files there")
+        return open(path, "rb", buffering=0)
+    except FileNotFoundError:
+        linked = os.path.islink(path)
+        reason = f"the file it links to, {os.readlink(path)}, is not there" if linked else "the file is not there"
+        raise CheckpointError(reason, file=path, cure=AGAIN) from None
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
+
+
+def _header_bytes(file: BinaryIO, path: str, size_bytes: int) -> bytes:
+    prefix = file.read(PREFIX_BYTES)
+    if len(prefix) < PREFIX_BYTES:
+        raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
+    if prefix.startswith(b"version "):
+        raise CheckpointError("it is a Git LFS pointer, not the file itself", file=path, cure="Run `git lfs pull` in its folder")
+    length = int.from_bytes(prefix, "little")
+    if length > size_bytes - PREFIX_BYTES:
+        told = f"the header is said to be {length} bytes long, and the file has {size_bytes}"
+        raise CheckpointError(f"{told}: it is cut off or no safetensors file", file=path, cure=AGAIN)
+    if length > MAX_HEADER_BYTES:
+        told = f"the header is said to be {length} bytes long, more than the {MAX_HEADER_BYTES} that the format allows"
+        raise CheckpointError(told, file=path, cure="Store the model in more than one file")
+    header = bytearray()
+    while len(header) < length:
+        piece = file.read(length - len(header))
+        if not piece:
+            raise CheckpointError(f"the file ended at byte {PREFIX_BYTES + len(header)} while its header was read", file=path, cure=AGAIN)
+        header += piece
+    return bytes(header)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)} stands twice in one object")
+    return made
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _kind(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
+    """One entry of the header, checked by itself."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        told = "its entry in the header is not {dtype, shape, data_offsets: [begin, end]}"
+        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN) from None
+    if not name.isprintable() or not name:
+        raise CheckpointError("a tensor's name is empty or has control characters", file=path, tensor=shown(name), cure=AGAIN)
+    bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
+    if bits is None:
+        cure = "Update sparkd, or store the tensor in another dtype"
+        raise CheckpointError(f"its dtype {shown(dtype)} is not known", file=path, tensor=shown(name), cure=cure)
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end:
+        told = f"its offsets {shown([start, end])} are not two numbers in ascending order from 0"
+        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        told = f"its shape is not an array of at most {MAX_DIMENSIONS} numbers"
+        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+    count = bits
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise CheckpointError(f"its shape {shown(shape)} has a member that is no count", file=path, tensor=shown(name), cure=AGAIN)
+        count *= size
+    if count != 8 * (end - start):
+        told = (
+            f"{dtype} of shape {shown(shape)} is {shown(count / 8 if count % 8 else count // 8)} bytes, and its offsets hold {end - start}"
+        )
+        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+    return TensorRef(name, dtype, tuple(shape), path, begin + start, end - start)
+
+
+def _check_cover(tensors: list[TensorRef], path: str, begin: int, data_bytes: int) -> None:
+    """The format has the tensors cover the data without hole or overlap; a download that was cut off shows here."""
+    if tensors and (need := max(tensor.offset + tensor.nbytes for tensor in tensors) - begin) > data_bytes:
+        last = max(tensors, key=lambda tensor: tensor.offset + tensor.nbytes)
+        told = f"the file is cut off: its header describes {need} bytes of data and {data_bytes} are there"
+        raise CheckpointError(told, file=path, tensor=shown(last.name), cure=AGAIN)
+    position, before = begin, ""
+    for tensor in tensors:
+        if tensor.offset != position:
+            told = "overlaps" if tensor.offset < position else "leaves a hole after"
+            reason = f"its data {told} that of {shown(before) if before else 'the header'}"
+            raise CheckpointError(reason, file=path, tensor=shown(tensor.name), cure=AGAIN)
+        position, before = tensor.offset + tensor.nbytes, tensor.name
+    if position != begin + data_bytes:
+        told = f"{begin + data_bytes - position} bytes at its end belong to no tensor"
+        raise CheckpointError(told, file=path, cure=AGAIN)

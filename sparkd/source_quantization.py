@@ -1,0 +1,145 @@
+"""Owns how a checkpoint is quantized already, by what its configuration and its tensors say. Never reads a weight, never converts one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from sparkd.safetensors import TensorRef
+
+# What the loader can turn back into BF16, one tensor at a time; the rest is served as it is.
+_FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_BLOCK = [128, 128]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuantization:
+    """method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, modelopt_mixed, compressed-tensors, awq, gptq or other.
+
+    details: the configuration's own words. For the fp8 methods, `weight_scale_inv` or `weight_scale` stands beside each `weight`.
+    """
+
+    method: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def requantizable(self) -> bool:
+        """True where each weight can be dequantized and quantized anew; otherwise the checkpoint passes through unchanged."""
+        return self.method in _FP8
+
+
+def source_quantization(
+    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, tensors: Mapping[str, TensorRef]
+) -> SourceQuantization | None:
+    """config: config.json; modelopt: hf_quant_config.json, where there is one. None: the weights are as they were trained."""
+    details = _details(config, modelopt)
+    if details is None:
+        # FP8 weights without a word about them in the configuration: the scales beside them tell the kind.
+        scaled = _fp8_by_scales(tensors, details={})
+        return SourceQuantization(scaled) if scaled else None
+    return SourceQuantization(_method(details, tensors), details)
+
+
+def _details(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The configuration of the text model counts where a multimodal one has it there."""
+    places = [config, *(part for key in ("text_config", "llm_config", "language_config") if isinstance(part := config.get(key), Mapping))]
+    for place in places:
+        for key in ("quantization_config", "compression_config"):
+            found = place.get(key)
+            if isinstance(found, Mapping) and found:
+                return found
+    if modelopt is None:
+        return None
+    inner = modelopt.get("quantization")
+    return {"quant_method": "modelopt", **(inner if isinstance(inner, Mapping) else modelopt)}
+
+
+def _method(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str:
+    method = str(details.get("quant_method") or details.get("quant_type") or "").lower()
+    if not method and "quant_algo" in details:
+        method = "modelopt"
+    if method in ("fp8", "fbgemm_fp8", "ptpc_fp8"):
+        if details.get("weight_block_size"):
+            return "fp8_block" if details["weight_block_size"] == _BLOCK else "other"
+        return _fp8_by_scales(tensors, details) or "fp8_tensor"
+    if method.startswith("modelopt"):
+        return _modelopt(details, tensors)
+    if method == "compressed-tensors":
+        return _compressed_tensors(details)
+    if method in ("mxfp4", "gpt_oss_mxfp4"):
+        return "mxfp4"
+    for known in ("awq", "gptq"):
+        if method.startswith(known):
+            return known
+    return "other"
+
+
+def _modelopt(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str:
+    """ModelOpt's quant_algo (vllm/model_executor/layers/quantization/modelopt.py)."""
+    inner = details.get("quantization")
+    algorithm = str(details.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else "") or "").upper()
+    if algorithm == "MIXED_PRECISION":
+        return "modelopt_mixed"
+    if algorithm in ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD"):
+        return "nvfp4"
+    if algorithm == "FP8":
+        return _fp8_by_scales(tensors, details) or "fp8_tensor"
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return "fp8_channel"
+    if algorithm in ("FP8_PB_WO", "FP8_PB_REAL"):
+        return _fp8_by_scales(tensors, details) or "fp8_block"
+    return "mxfp4" if algorithm == "MXFP4" else "other"
+
+
+def _compressed_tensors(details: Mapping[str, Any]) -> str:
+    """By `format` and the groups' weights (compressed-tensors, config/base.py: CompressionFormat, QuantizationStrategy)."""
+    groups = details.get("config_groups")
+    members = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    formats = {str(group.get("format") or details.get("format") or "") for group in members} or {str(details.get("format") or "")}
+    if len(formats) > 1:
+        return "compressed-tensors"
+    form = next(iter(formats))
+    if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        return form.partition("-")[0]
+    if form not in ("float-quantized", "naive-quantized"):
+        return "compressed-tensors"
+    weights = [group["weights"] for group in members if isinstance(group.get("weights"), Mapping)]
+    if not weights or any(each.get("type") != "float" or each.get("num_bits") != 8 for each in weights):
+        return "compressed-tensors"
+    strategies = {str(each.get("strategy")) for each in weights}
+    if len(strategies) > 1 or (strategies == {"block"} and any(each.get("block_structure") not in (_BLOCK, "128x128") for each in weights)):
+        return "compressed-tensors"
+    known = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
+    return known.get(strategies.pop(), "compressed-tensors")
+
+
+def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any]) -> str | None:
+    """The kind of the first scaled FP8 weight, None where there is no such weight."""
+    for name, tensor in _fp8_weights(tensors.items()):
+        stem = name.removesuffix("weight")
+        scale = next((tensors[stem + each] for each in _SCALE_NAMES if stem + each in tensors), None)
+        if scale is None:
+            continue
+        count, rows = _product(scale.shape), tensor.shape[-2]
+        if count == 1:
+            return "fp8_tensor"
+        if count == rows:
+            return "fp8_channel"
+        blocks = -(-rows // 128), -(-tensor.shape[-1] // 128)
+        return "fp8_block" if tuple(scale.shape[-2:]) == blocks else "other"
+    return None
+
+
+def _fp8_weights(items: Iterable[tuple[str, TensorRef]]) -> Iterable[tuple[str, TensorRef]]:
+    found = ((name, each) for name, each in items if each.dtype == "F8_E4M3" and len(each.shape) == 2 and name.endswith(".weight"))
+    return islice(found, 64)
+
+
+def _product(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

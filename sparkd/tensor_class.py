@@ -1,0 +1,90 @@
+"""Owns the names that checkpoints give their tensors: which kind of layer a tensor belongs to. Never looks at a weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+CLASSES = ("embedding", "lm_head", "attention", "mlp", "expert", "router", "norm", "vision", "state_space", "scale", "other")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# One component of the dotted name that marks a tower or a projector of another modality than text.
+VISION_PARTS = _words(
+    """visual vision vision_model vision_tower vision_encoder vision_embed_tokens vision_embedder vision_projection vit image_newline
+    image_encoder patch_embed multi_modal_projector mm_projector multimodal_projector embed_vision embed_audio vision_language_adapter
+    audio audio_tower audio_encoder audio_model audio_projector audio_projection_layer speech_encoder speech_projector sound_encoder
+    sound_projection radio_model pre_mm_projector_norm patch_merger view_seperator resampler img_processor img_projection connector
+    perceiver_resampler vision_proj audio_embed image_embed aligner"""
+)
+# InternVL's projector, where it is the first component.
+_VISION_ROOTS = _words("mlp1")
+_EMBEDDINGS = _words(
+    """embed_tokens tok_embeddings word_embeddings wte wpe embedding embeddings position_embeddings embed_tokens_per_layer
+    token_embedding embed_positions embed_in shared"""
+)
+_HEADS = _words("lm_head output_layer embed_out")
+_ROUTERS = _words("gate router shared_expert_gate wg e_score_correction_bias expert_bias tid2eid")
+_STATE_SPACE = _words("conv1d q_conv1d k_conv1d v_conv1d A_log D dt_bias x_proj dt_proj in_proj_ba in_proj_a in_proj_b")
+_ATTENTION = _words(
+    """q_proj k_proj v_proj o_proj qkv_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj wq wk wv wo wqkv Wqkv qkv wq_a wq_b wkv
+    wkv_a wkv_b wo_a wo_b query_key_value c_attn in_proj in_proj_qkvz in_proj_qkv in_proj_z out_proj g_proj f_a_proj f_b_proj b_proj
+    query key value weights_proj sinks"""
+)
+_ATTENTION_PARENTS = _words("self_attn attn attention self_attention linear_attn cross_attn indexer")
+_MLP = _words(
+    """gate_proj up_proj down_proj gate_up_proj w1 w2 w3 fc1 fc2 c_fc c_proj dense_h_to_4h dense_4h_to_h input_linear output_linear wi
+    wi_0 wi_1 linear_1 linear_2"""
+)
+_MLP_PARENTS = _words("mlp ffn feed_forward shared_expert shared_experts shared_mlp block_sparse_moe mixer moe")
+# A tensor that only serves another one's weight: what quantized checkpoints store beside it.
+_SCALES = _words(
+    """weight_scale weight_scale_inv weight_scale_2 weight_global_scale input_scale input_global_scale weight_shape weight_zero_point
+    input_zero_point qzeros scales g_idx weight_g_idx k_scale v_scale q_scale output_scale activation_scale scale scale_inv SCB"""
+)
+_SCALE_ENDS = ("_scales", "_scale", "_scale_inv", "_scale_2", "_global_scale", "_zero_point")
+_NORM = re.compile(r"norm|(?:^|_)ln(?:_|$)", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def tensor_class(name: str, shape: Sequence[int]) -> str:
+    """One of CLASSES, by the tensor's name; three dimensions tell packed experts from the one projection of the same name.
+
+    attention: the large projections of a token mixer (softmax, linear attention, Mamba); state_space: its small parameters and
+    convolutions; expert: routed experts, one by one or packed; vision: towers and projectors of any modality other than text.
+    """
+    return _class(_NUMBER.sub("0", name), len(shape))
+
+
+@lru_cache(maxsize=65536)
+def _class(name: str, dimensions: int) -> str:
+    parts = name.split(".")
+    stored = parts[-1]
+    leaf = parts[-2] if stored in ("weight", "bias", "weight_packed", "qweight") and len(parts) > 1 else stored
+    if VISION_PARTS.intersection(parts) or parts[0] in _VISION_ROOTS:
+        return "vision"
+    if stored in _SCALES or stored.endswith(_SCALE_ENDS):
+        return "norm" if _NORM.search(leaf) else "scale"
+    if leaf in _ROUTERS or "router" in parts:
+        return "router"
+    if leaf in _STATE_SPACE:
+        return "state_space"
+    if _NORM.search(leaf):
+        return "norm"
+    if "experts" in parts[:-1] or (dimensions == 3 and leaf in _MLP):
+        return "expert"
+    if leaf in _EMBEDDINGS:
+        return "embedding"
+    if leaf in _HEADS:
+        return "lm_head"
+    parents = parts[: -2 if leaf is not stored else -1]
+    parent = next((part for part in reversed(parents) if not part.isdigit()), "")
+    if parent in _ATTENTION_PARENTS:
+        return "attention"
+    if leaf in _MLP or (parent in _MLP_PARENTS and leaf not in _ATTENTION):
+        return "mlp"
+    return "attention" if leaf in _ATTENTION else "other"
