@@ -1,0 +1,32 @@
+"""The weight formats: which quantizer makes which checkpoint tensors. It never decides which tensor gets which format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
+from workers.stream.formats.int4 import Int4Quantizer
+from workers.stream.formats.mxfp4 import Mxfp4Quantizer
+from workers.stream.formats.nvfp4 import Nvfp4Quantizer, global_scale
+from workers.stream.formats.quantizer import Quantizer, nonfinite
+
+if TYPE_CHECKING:
+    from workers.stream.recipe import Format
+
+__all__ = ["Quantizer", "global_scale", "nonfinite", "quantizer"]
+
+
+def quantizer(format: Format) -> Quantizer:
+    """The quantizer of a format. int4 takes its group size from it, 128 where none is said. ValueError for bf16: it is not quantized."""
+    match format.name:
+        case "nvfp4":
+            return Nvfp4Quantizer()
+        case "mxfp4":
+            return Mxfp4Quantizer()
+        case "int4":
+            return Int4Quantizer(format.group_size or 128)
+        case "fp8":
+            return Fp8Quantizer()
+        case "fp8_block":
+            return Fp8BlockQuantizer()
+    raise ValueError(f"Format {format.name} has no quantizer.")
