@@ -1,0 +1,102 @@
+"""Which bytes of which files go into which block of the ring, in the order they are wanted. Never opens a file, never holds a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparkd.errors import CheckpointError
+from workers.stream.direct import SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One contiguous byte range that is wanted. `key` is the caller's own; `offset` counts from the file's beginning."""
+
+    key: Any
+    path: str
+    offset: int
+    nbytes: int
+
+
+class Span(NamedTuple):
+    """The part of a piece that lies in a block: its bytes from `start` on are at `at` of the block."""
+
+    piece: Piece
+    start: int
+    at: int
+    nbytes: int
+    last: bool
+
+
+@dataclass(slots=True)
+class Read:
+    """One read from `offset` of the file to `at` of the block: whole when `wanted` bytes came; the block has `room` bytes for it."""
+
+    file: SourceFile
+    offset: int
+    at: int
+    room: int
+    wanted: int = 0
+
+    @property
+    def length(self) -> int:
+        """What is asked of the file: a multiple of its alignment, which may reach over the file's end."""
+        return -(-self.wanted // self.file.alignment) * self.file.alignment
+
+
+class Block(NamedTuple):
+    """What one block of the ring is filled with, and the pieces that are then in it."""
+
+    reads: list[Read]
+    spans: list[Span]
+
+
+def plan_blocks(pieces: Sequence[Piece], files: Mapping[str, SourceFile], block_bytes: int, gap_bytes: int) -> list[Block]:
+    """Pieces stay in their order, and one that fits a block is never cut.
+
+    A piece that begins at most `gap_bytes` behind the one before is in the same read; one that lies elsewhere gets a read of its own, in
+    what is left of the block where that is enough. Raises CheckpointError for a piece that ends behind its file.
+    """
+    blocks: list[Block] = []
+    read: Read | None = None
+    for piece in pieces:
+        file = files[piece.path]
+        position, end = piece.offset, piece.offset + piece.nbytes
+        if position < 0 or piece.nbytes < 0:
+            raise ValueError(f"A piece of {piece.path} begins at {position} and has {piece.nbytes} bytes; neither can be negative.")
+        if end > file.size_bytes:
+            raise CheckpointError(f"the file ends at byte {file.size_bytes}, before byte {end}", file=file.path, cure="Download it again")
+        if position == end:
+            if not blocks:
+                blocks.append(Block([], []))
+            blocks[-1].spans.append(Span(piece, 0, 0, 0, True))
+            continue
+        whole = end - position // file.alignment * file.alignment <= block_bytes
+        while position < end:
+            if read is None or not _takes(read, file, position, end if whole else position + 1, gap_bytes):
+                read = _next_read(blocks, read, file, position, end, block_bytes)
+            stop = min(end, read.offset + read.room)
+            read.wanted = max(read.wanted, stop - read.offset)
+            blocks[-1].spans.append(Span(piece, position - piece.offset, read.at + position - read.offset, stop - position, stop == end))
+            position = stop
+    return blocks
+
+
+def _takes(read: Read, file: SourceFile, position: int, end: int, gap_bytes: int) -> bool:
+    """Whether the bytes from `position` to `end` can be part of `read`."""
+    return read.file is file and read.offset <= position <= read.offset + read.wanted + gap_bytes and end <= read.offset + read.room
+
+
+def _next_read(blocks: list[Block], before: Read | None, file: SourceFile, position: int, end: int, block_bytes: int) -> Read:
+    """A read that begins at `position`, behind the one before where the block has room for all of it, else in a new block."""
+    alignment = file.alignment
+    offset = position // alignment * alignment
+    at = 0 if before is None else -(-(before.at + before.length) // alignment) * alignment
+    if before is None or at + end - offset > block_bytes:
+        blocks.append(Block([], []))
+        at = 0
+    read = Read(file, offset, at, block_bytes - at)
+    blocks[-1].reads.append(read)
+    return read

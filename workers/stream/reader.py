@@ -1,0 +1,326 @@
+"""Byte ranges of files, read ahead by a few threads into one bounded ring and given out in order. Never copies or interprets a byte."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.stream.blocks import Block, Piece, Span, plan_blocks
+from workers.stream.direct import ALIGNMENT, SourceFile
+from workers.stream.ring import Ring
+
+__all__ = ["Chunk", "Piece", "Reader", "ReaderClosed", "ReaderStats", "RingExhausted"]
+
+MIB = 2**20
+# So long a closed reader's threads are waited for; one that is inside a read for longer (a dead network file system) ends after it.
+_JOIN_S = 10.0
+
+
+class ReaderClosed(RuntimeError):
+    """The reader was closed while, or before, the next chunk was asked for."""
+
+
+class RingExhausted(RuntimeError):
+    """The consumer asked for the next chunk while it holds every block: nobody else could free one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStats:
+    """bytes_read: what came off the files so far, aligned; bytes_planned: what it will be at the end; bytes_wanted: the pieces' own.
+
+    direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring is
+    not pinned.
+    seconds: from the start to the last block, or until now; waited_s: of these, how long the consumer waited for a block.
+    """
+
+    bytes_read: int
+    bytes_planned: int
+    bytes_wanted: int
+    direct: bool
+    fallback_reason: str | None
+    unpinned_reason: str | None
+    seconds: float
+    waited_s: float
+
+
+class Chunk:
+    """A part of a piece: `view` (uint8, 1-D, contiguous, in the ring) holds the piece's bytes from `start` on; `last` ends the piece.
+
+    The view's address is congruent to its offset in the file modulo 4096, hence aligned to a dtype only where the file is. It may be
+    read until `release`.
+    """
+
+    __slots__ = ("_held", "last", "piece", "start", "view")
+
+    def __init__(self, piece: Piece, start: int, view: torch.Tensor, last: bool, held: _Held) -> None:
+        self.piece = piece
+        self.start = start
+        self.view = view
+        self.last = last
+        self._held: _Held | None = held
+
+    def release(self) -> None:
+        """Gives the block back when all its chunks are released. From any thread, in any order; twice is once."""
+        held = self._held
+        if held is not None:
+            held.reader._release(self, held)
+
+
+class _Held:
+    """A block that was given to the consumer, and how many of its chunks are not yet released."""
+
+    __slots__ = ("left", "reader", "slot")
+
+    def __init__(self, reader: Reader, slot: int, left: int) -> None:
+        self.reader = reader
+        self.slot = slot
+        self.left = left
+
+
+class Reader:
+    """An iterator of chunks, in the order of `pieces`, and a context manager that ends the threads and frees the ring.
+
+    A piece comes in one chunk where a block can hold it (with what is before it down to a multiple of the alignment), else in several. An
+    empty piece comes as one empty chunk. Small pieces share a block, which is free again when all their chunks are released.
+
+    The rule for the consumer: it may ask for the next chunk while it holds fewer than `blocks` blocks (`held_blocks` says how many); with
+    half of them or fewer the disk stays busy. When it holds all of them and asks for more it would wait for itself: RingExhausted. With
+    `releases_elsewhere` another thread releases, and it waits for that.
+
+    pin: registers the ring with CUDA; stats.unpinned_reason says where that was not possible. direct: None falls back to buffered reads,
+    file by file, where the file system has no O_DIRECT; True raises there; False always reads buffered. gap_bytes: so many unwanted bytes
+    between two pieces are read rather than skipped.
+
+    Raises CheckpointError for a file that is missing, unreadable or too short: here for what the file system says at once, otherwise when
+    the chunk is due.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        block_bytes: int = 8 * MIB,
+        blocks: int = 8,
+        threads: int = 4,
+        pin: bool,
+        direct: bool | None = None,
+        gap_bytes: int = 64 * 1024,
+        releases_elsewhere: bool = False,
+    ) -> None:
+        if block_bytes <= 0 or block_bytes % ALIGNMENT or blocks < 2 or threads < 1:
+            raise ValueError(
+                f"A ring needs two blocks of a multiple of {ALIGNMENT} bytes and one thread: {blocks} of {block_bytes}, {threads} threads."
+            )
+        self.blocks = blocks
+        self.ring_bytes = block_bytes * blocks
+        self._files = {path: SourceFile(path, direct=direct, block_bytes=block_bytes) for path in {piece.path: None for piece in pieces}}
+        self._plan: list[Block] = plan_blocks(pieces, self._files, block_bytes, gap_bytes)
+        self._bytes_wanted = sum(piece.nbytes for piece in pieces)
+        self._bytes_planned = 0
+        for block in self._plan:
+            for read in block.reads:
+                read.file.expect(1)
+                self._bytes_planned += min(read.length, read.file.size_bytes - read.offset)
+        self._block_bytes = block_bytes
+        self._pin = pin
+        self._releases_elsewhere = releases_elsewhere
+        self._ring: Ring | None = None
+        self._tensor: torch.Tensor | None = None
+        self._threads = [threading.Thread(target=self._work, name=f"stream-read-{number}", daemon=True) for number in range(threads)]
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
+        self._filled = threading.Condition(self._lock)
+        self._free = list(range(blocks))
+        self._next_read = 0
+        self._next_given = 0
+        self._results: dict[int, int | BaseException] = {}
+        self._working = 0
+        self._failed = False
+        self._closed = False
+        self._bytes_read = 0
+        self._started_s: float | None = None
+        self._ended_s: float | None = None
+        self._waited_s = 0.0
+        self._unpinned_reason: str | None = None
+        self._spans: Iterator[Span] = iter(())
+        self._held: _Held | None = None
+        self._base = 0
+
+    def __enter__(self) -> Reader:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Reader:
+        self._start()
+        return self
+
+    def __next__(self) -> Chunk:
+        if self._closed:
+            raise ReaderClosed("The reader is closed.")
+        span = next(self._spans, None)
+        while span is None:
+            self._next_block()
+            span = next(self._spans, None)
+        held, tensor = self._held, self._tensor
+        if held is None or tensor is None:
+            raise ReaderClosed("The reader is closed.")
+        begin = self._base + span.at
+        return Chunk(span.piece, span.start, tensor[begin : begin + span.nbytes], span.last, held)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of which the consumer holds a chunk, or has not yet taken one."""
+        with self._lock:
+            return self.blocks - len(self._free) - (self._next_read - self._next_given)
+
+    @property
+    def stats(self) -> ReaderStats:
+        reasons = [file.fallback_reason for file in self._files.values() if file.fallback_reason]
+        more = f" So are {len(reasons) - 1} more files." if len(reasons) > 1 else ""
+        now = time.monotonic()
+        with self._lock:
+            return ReaderStats(
+                bytes_read=self._bytes_read,
+                bytes_planned=self._bytes_planned,
+                bytes_wanted=self._bytes_wanted,
+                direct=not reasons,
+                fallback_reason=reasons[0] + more if reasons else None,
+                unpinned_reason=self._unpinned_reason,
+                seconds=(self._ended_s or now) - self._started_s if self._started_s is not None else 0.0,
+                waited_s=self._waited_s,
+            )
+
+    def close(self) -> None:
+        """Ends the reads, joins the threads and frees the ring. From any thread; twice is once."""
+        with self._lock:
+            self._closed = True
+            self._ended_s = self._ended_s or time.monotonic()
+            ring, self._ring = self._ring, None
+            self._tensor = None
+            self._held = None
+            self._freed.notify_all()
+            self._filled.notify_all()
+        until = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        if ring is not None:
+            ring.close()
+
+    def _start(self) -> None:
+        if self._closed:
+            raise ReaderClosed("The reader is closed.")
+        if self._ring is not None:
+            return
+        self._ring = Ring(self._block_bytes, self.blocks, pin=self._pin)
+        self._tensor = self._ring.tensor()
+        self._unpinned_reason = self._ring.unpinned_reason
+        self._memory = [self._ring.memory(slot) for slot in range(self.blocks)]
+        self._started_s = time.monotonic()
+        self._working = len(self._threads)
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _next_block(self) -> None:
+        """Waits for the next block; StopIteration after the last."""
+        with self._lock:
+            index = self._next_given
+            if index == len(self._plan):
+                self._ended_s = self._ended_s or time.monotonic()
+                raise StopIteration
+            if index not in self._results:
+                since = time.monotonic()
+                self._filled.wait_for(lambda: self._closed or index in self._results or self._waits_for_itself(index))
+                self._waited_s += time.monotonic() - since
+            if self._closed:
+                raise ReaderClosed("The reader was closed while the next chunk was awaited.")
+            if index not in self._results:
+                raise RingExhausted(
+                    f"All {self.blocks} blocks of the ring are held by unreleased chunks: release some before asking for the next."
+                )
+            result = self._results[index]
+            if isinstance(result, BaseException):
+                raise result
+            del self._results[index]
+            self._next_given += 1
+            block = self._plan[index]
+            self._held = _Held(self, result, len(block.spans))
+            self._base = result * self._block_bytes
+            self._spans = iter(block.spans)
+
+    def _waits_for_itself(self, index: int) -> bool:
+        return not self._releases_elsewhere and self._next_read == index and not self._free
+
+    def _release(self, chunk: Chunk, held: _Held) -> None:
+        with self._lock:
+            if chunk._held is None:
+                return
+            chunk._held = None
+            held.left -= 1
+            if held.left == 0:
+                self._free.append(held.slot)
+                self._freed.notify()
+
+    def _work(self) -> None:
+        """One thread: takes the next block and a free part of the ring together, so that blocks that are due earlier are always ahead."""
+        try:
+            while (task := self._take()) is not None:
+                index, slot = task
+                try:
+                    result: int | BaseException = slot if self._fill(index, slot) else ReaderClosed("The reader is closed.")
+                except BaseException as raised:  # noqa: BLE001 - raised again where its chunk is due
+                    result = raised
+                with self._lock:
+                    if isinstance(result, BaseException):
+                        self._failed = True
+                        self._freed.notify_all()
+                    self._results[index] = result
+                    self._filled.notify()
+        finally:
+            self._leave()
+
+    def _take(self) -> tuple[int, int] | None:
+        with self._lock:
+            self._freed.wait_for(lambda: self._nothing_left() or bool(self._free))
+            if self._nothing_left():
+                return None
+            index = self._next_read
+            self._next_read += 1
+            if self._next_read == len(self._plan):
+                self._freed.notify_all()
+            return index, self._free.pop()
+
+    def _nothing_left(self) -> bool:
+        return self._closed or self._failed or self._next_read == len(self._plan)
+
+    def _fill(self, index: int, slot: int) -> bool:
+        memory = self._memory[slot]
+        for read in self._plan[index].reads:
+            if self._closed:
+                return False
+            count = read.file.read(memory[read.at : read.at + read.length], read.offset, read.wanted)
+            read.file.finished()
+            with self._lock:
+                self._bytes_read += count
+        return True
+
+    def _leave(self) -> None:
+        """The last thread closes what is still open, also where `close` did not wait for it."""
+        with self._lock:
+            self._working -= 1
+            last = self._working == 0
+        if last:
+            self._memory = []
+            for file in self._files.values():
+                file.close()

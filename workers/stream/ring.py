@@ -1,0 +1,63 @@
+"""One bounded allocation of equal blocks that files are read into, page-aligned and, for CUDA, pinned. Never reads a file."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+
+class Ring:
+    """Exactly `block_bytes * blocks` bytes in one mapping. A view that is still held after `close` stays valid, but is no longer pinned."""
+
+    def __init__(self, block_bytes: int, blocks: int, *, pin: bool) -> None:
+        self.block_bytes = block_bytes
+        # Not torch's pinned allocator: it rounds up to a power of two and keeps what is freed (CachingHostAllocator).
+        memory = mmap.mmap(-1, block_bytes * blocks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A process that forks during an O_DIRECT read into private memory can end with the bytes in the child's copy: open(2), "O_DIRECT".
+        memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # fewer pages to pin for every read; a kernel without huge pages refuses
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: memoryview | None = memoryview(memory)
+        self._tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
+        self.unpinned_reason = _register(self._tensor) if pin else "it was not asked for"
+
+    @property
+    def pinned(self) -> bool:
+        return self.unpinned_reason is None
+
+    def tensor(self) -> torch.Tensor:
+        """uint8 [block_bytes * blocks]; block n begins at n * block_bytes."""
+        if self._tensor is None:
+            raise RuntimeError("The ring is closed.")
+        return self._tensor
+
+    def memory(self, block: int) -> memoryview:
+        """uint8 [block_bytes], writable."""
+        if self._bytes is None:
+            raise RuntimeError("The ring is closed.")
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        """Twice is once."""
+        tensor, self._tensor, self._bytes = self._tensor, None, None
+        if tensor is not None and self.pinned:
+            _unregister(tensor)
+
+
+def _register(tensor: torch.Tensor) -> str | None:
+    """Pins the memory for every CUDA device; returns why it could not be."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    runtime = torch.cuda.cudart()
+    result = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+    return None if int(result) == 0 else f"cudaHostRegister failed: {runtime.cudaGetErrorString(result)}"
+
+
+def _unregister(tensor: torch.Tensor) -> None:
+    """Waits for the copies that still read this memory."""
+    try:
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
