@@ -13,9 +13,9 @@ from typing import Any
 from sparkd.errors import CheckpointError
 from sparkd.safetensors import AGAIN, Shard, TensorRef, loads, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
-from sparkd.tensor_class import tensor_class
+from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
 
-__all__ = ["Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class"]
+__all__ = ["CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class"]
 
 INDEX = "model.safetensors.index.json"
 # Far above any real one (a 60,000-tensor index is 6 MB); a file of another kind under this name is refused before it is parsed.

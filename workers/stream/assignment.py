@@ -1,0 +1,124 @@
+"""Owns the walk over a checkpoint that gives each weight its format, one for what vLLM fuses. Never decides about a weight alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
+from workers.stream.format import Format
+from workers.stream.fusion import group_of
+
+BF16 = Format("bf16")
+# A side under 64 saves nothing and suits no kernel's tile (the earlier fork's list_layers drew the same line).
+MIN_DIMENSION = 64
+_DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3"})
+_SOURCE_FORMATS = {"fp8_block": Format("fp8_block"), "fp8_channel": Format("fp8"), "fp8_tensor": Format("fp8")}
+# Their FP8 weights are served as FP8 where a recipe keeps them: every other class has no quantized form in vLLM or is read as it is.
+_SERVED_AS_FP8 = frozenset({"attention", "mlp", "expert", "lm_head"})
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided about one weight alone. level: between fused siblings the larger holds."""
+
+    format: Format
+    level: tuple[int, int]
+
+
+def order(choice: Choice) -> tuple[tuple[int, int], int]:
+    """Of fused siblings' choices the largest holds for all."""
+    return choice.level, choice.format.precision
+
+
+# The choice of a weight that can have no other: its siblings follow it.
+BARRED = Choice(BF16, (2, 0))
+
+
+class Assignment(dict[str, Format]):
+    """Module path ("model.layers.0.self_attn.q_proj", packed "model.layers.0.mlp.experts.gate_up_proj") -> format; quantized weights only.
+
+    adjustments: what the recipe asked for and did not get, or asked of nothing, one sentence each.
+    """
+
+    __slots__ = ("adjustments",)
+
+    def __init__(self, formats: Iterable[tuple[str, Format]] = (), adjustments: Iterable[str] = ()) -> None:
+        super().__init__(formats)
+        self.adjustments = tuple(adjustments)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Modules that must agree. choices: one for each distinct choice, with the first module that has it."""
+
+    modules: list[str]
+    choices: dict[Choice, str]
+    stored_fp8: bool = False
+
+
+def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assignment:
+    """choose: (module path, tensor_class) -> Choice. It is asked once for all experts of a layer, with number 0.
+
+    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own.
+    """
+    groups: dict[str, _Group] = {}
+    known: dict[str, tuple[str, Choice, str]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        module = _module(name, tensor)
+        if module is None:
+            continue
+        before, found, after = module.partition(".experts.")
+        number, _, rest = after.partition(".")
+        key = f"{before}.experts.0.{rest}" if found and rest and number.isdigit() else module
+        if key not in known:
+            kind = tensor_class(name, tensor.shape)
+            known[key] = group_of(key, kind), choose(key, kind), kind
+        group_name, choice, kind = known[key]
+        if min(tensor.shape[-2:]) < MIN_DIMENSION or tensor.dtype not in _DTYPES or (len(tensor.shape) == 3 and kind != "expert"):
+            choice = BARRED
+        group = groups.get(group_name)
+        if group is None:
+            group = groups[group_name] = _Group([], {})
+        group.modules.append(module)
+        if choice not in group.choices:
+            group.choices[choice] = module
+        if tensor.dtype == "F8_E4M3" and kind in _SERVED_AS_FP8 and ".indexer." not in module:
+            group.stored_fp8 = True
+    source = _SOURCE_FORMATS.get(checkpoint.quantization.method) if checkpoint.quantization else None
+    formats: dict[str, Format] = {}
+    split: dict[str, list[_Group]] = {}
+    for group in groups.values():
+        chosen = max(group.choices, key=order).format
+        if len({choice.format for choice in group.choices}) > 1:
+            split.setdefault(_told(group, chosen), []).append(group)
+        if chosen.keeps and group.stored_fp8 and source is not None:
+            chosen = source
+        if not chosen.keeps:
+            formats.update(dict.fromkeys(group.modules, chosen))
+    order_of = ((module, formats[module]) for name, tensor in checkpoint.tensors.items() if (module := _module(name, tensor)) in formats)
+    return Assignment(order_of, (_counted(told, len(found)) for told, found in split.items()))
+
+
+def _module(name: str, tensor: TensorRef) -> str | None:
+    """The path of a weight that may be quantized by its name and dimensions, else None."""
+    dimensions = len(tensor.shape)
+    if name.endswith(".weight"):
+        return name[:-7] if dimensions in (2, 3) else None
+    packed = dimensions == 3 and ".experts." in name and name.endswith("_proj")
+    return name if packed else None
+
+
+def _told(group: _Group, chosen: Format) -> str:
+    wishes: dict[str, list[str]] = {}
+    for choice, module in group.choices.items():
+        wishes.setdefault("its own precision" if choice.format.keeps else choice.format.spelling, []).append(_NUMBERS.sub("*", module))
+    parts = " and ".join(f"{spelling} for {', '.join(modules)}" for spelling, modules in wishes.items())
+    result = "keep their own precision" if chosen.keeps else f"get {chosen.spelling}"
+    return f"The rules ask for {parts}, which vLLM runs as one: all of them {result}"
+
+
+def _counted(told: str, count: int) -> str:
+    return f"{told} ({count} {'layer' if count == 1 else 'layers'})."

@@ -1,0 +1,102 @@
+"""Owns the weight formats' names and spellings. Never quantizes: workers/stream/formats does."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkd.errors import ConfigError
+
+NAMES = ("bf16", "fp8", "fp8_block", "mxfp4", "nvfp4", "int4")
+GROUP_SIZES = (32, 64, 128)
+# int4 without a group size: 4.125 bits a weight, and the only size that every kernel in vLLM takes, its CPU MoE included.
+DEFAULT_GROUP_SIZE = 128
+SPELLINGS = ("nvfp4", "mxfp4", *(f"int4-g{size}" for size in GROUP_SIZES), "fp8", "fp8-block", "bf16")
+# What the groups of the other formats are by definition (NVFP4: 16; OCP MX v1.0: 32).
+_FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
+_SPELLING = re.compile(r"(?P<name>[a-z]+[0-9]+(?:-block)?)(?:-g(?P<group>[0-9]{1,6}))?")
+# By the relative Frobenius error of Gaussian weights, smallest first: fp8 .0264, nvfp4 .0817, int4 g32 .0820 to g128 .0973, mxfp4 .1117.
+_PRECISION = ("bf16", "fp8", "fp8-block", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """name: bf16 (a weight keeps the precision it has), fp8 (a scale for each row), fp8_block (for 128x128), mxfp4, nvfp4 or int4.
+
+    group_size: columns that share a scale, for int4 only; the other formats' are part of their definition.
+    """
+
+    name: str
+    group_size: int | None = None
+
+    @property
+    def spelling(self) -> str:
+        """As a configuration has it: `int4-g64`, `fp8-block`, `nvfp4`."""
+        return f"{self.name}-g{self.group_size}" if self.group_size else self.name.replace("_", "-")
+
+    @property
+    def keeps(self) -> bool:
+        """True for bf16: the weight is not quantized."""
+        return self.name == "bf16"
+
+    @property
+    def precision(self) -> int:
+        """Larger is more precise."""
+        return -_PRECISION.index(self.spelling)
+
+    @staticmethod
+    def parse(value: str | Mapping[str, Any], *, where: str = "quantize", group_size: int | None = None) -> Format:
+        """A spelling, or {format: .., group_size: ..}. group_size: what int4 has where nothing is said. Raises ConfigError.
+
+        `int4` alone is int4-g128. where: the key that is blamed.
+        """
+        if isinstance(value, Mapping):
+            if unknown := sorted(str(key) for key in value if key not in ("format", "group_size")):
+                raise refused(f"{where}: the key {unknown[0]!r} is not known; format and group_size are")
+            if "format" not in value:
+                raise refused(f"{where}: `format` is missing; {_known()}")
+            return _with_group(_parsed(value["format"], where), value.get("group_size"), group_size, where)
+        return _with_group(_parsed(value, where), None, group_size, where)
+
+
+def refused(message: str) -> ConfigError:
+    """A ConfigError about the key `quantize`, ended as a sentence."""
+    return ConfigError(message.rstrip(".") + ".", param="quantize")
+
+
+def _parsed(text: Any, where: str) -> tuple[str, int | None]:
+    """(name, group size as spelled)."""
+    if not isinstance(text, str):
+        raise refused(f"{where}: {text!r} is no format; {_known()}")
+    plain = text.strip().lower().replace("_", "-")
+    if plain.partition("-")[0] == "nf4":
+        raise refused(f"{where}: nf4 is not built yet; nvfp4 is as precise and runs on vLLM's own kernels, int4-g64 is as small")
+    match = _SPELLING.fullmatch(plain)
+    name = match["name"].replace("-", "_") if match else ""
+    if match is None or name not in NAMES or (match["group"] and name != "int4"):
+        near = difflib.get_close_matches(plain, (*SPELLINGS, "int4"), n=1)
+        raise refused(f"{where}: the format {text!r} is not known; " + (f"did you mean {near[0]}? " if near else "") + _known())
+    return name, int(match["group"]) if match["group"] else None
+
+
+def _with_group(parsed: tuple[str, int | None], own: Any, default: int | None, where: str) -> Format:
+    name, spelled = parsed
+    if own is not None and (type(own) is not int or (spelled is not None and own != spelled)):
+        told = f"{own!r} is no whole number" if type(own) is not int else f"{own} contradicts the format's own {spelled}"
+        raise refused(f"{where}: group_size {told}; say it once, one of 32, 64, 128")
+    size = own if own is not None else spelled
+    if name != "int4":
+        if size is not None and size != _FIXED_GROUPS.get(name):
+            raise refused(f"{where}: {name.replace('_', '-')} has no group size to choose; leave group_size out, or choose int4")
+        return Format(name)
+    size = size if size is not None else default if default is not None else DEFAULT_GROUP_SIZE
+    if size not in GROUP_SIZES:
+        raise refused(f"{where}: group size {size} is not built; int4 has 32, 64 and 128")
+    return Format(name, size)
+
+
+def _known() -> str:
+    return f"known are {', '.join(SPELLINGS)}"

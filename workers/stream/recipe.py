@@ -1,0 +1,192 @@
+"""Owns which weight of a checkpoint gets which format. Never reads a weight, never imports torch.
+
+`quantize:` is a format (nvfp4, mxfp4, int4-g32, int4-g64, int4-g128, int4, which is int4-g128, fp8, fp8-block, bf16) or a mapping:
+
+    format: nvfp4              # of every weight that no rule names; bf16 (its own precision) where this is left out
+    group_size: 64             # of every int4 that does not say its own
+    layers:                    # rules: a list, or in short {PATTERN: FORMAT}; rules.Rule tells what a pattern is
+      - {match: o_proj, format: fp8, priority: 10}
+      - {match: [layers.0.*, class:lm_head], format: fp8}
+    keep: [shared_expert]      # rules too: what these match keeps its precision
+
+A rule holds against `format`. Where several rules match a weight, the highest priority holds (0 unless said), then the pattern with more
+components spelled out, then the one with more characters spelled out, then the later one; `keep` stands after `layers`. Embeddings,
+routers, norms, biases, and what has fewer than two dimensions or one under 64 are never quantized; rules.kept_unless_named lists what
+only a rule that names it touches.
+
+What vLLM multiplies as one matrix gets one format: q/k/v, gate/up and the like, and all experts of a layer. Where rules split them, the
+choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments says so once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkd.checkpoint import Checkpoint
+from workers.stream import variables
+from workers.stream.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
+from workers.stream.format import Format, refused
+from workers.stream.fusion import members_of
+from workers.stream.rules import NEVER, Rule, class_of, kept_unless_named
+
+__all__ = ["Assignment", "Format", "Recipe", "Rule"]
+
+_KEYS = ("format", "group_size", "layers", "keep")
+_RULE_KEYS = ("match", "format", "group_size", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """default: the format of a weight that no rule names; notes: what its author should know, one sentence each."""
+
+    default: Format
+    rules: tuple[Rule, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @staticmethod
+    def parse(value: str | Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> Recipe:
+        """Raises ConfigError, which names the key, what is wrong and what may stand there.
+
+        environ: where VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE are looked up. They are rules only where
+        `value` says nothing (None or ""): a configuration that speaks is the whole truth, and a note names the variables it leaves out.
+        """
+        given = environ or {}
+        if value is None or value == "":
+            return Recipe(BF16, variables.rules_of(given))
+        unused = variables.set_in(given)
+        notes = (f"{', '.join(unused)}: not used, because `quantize` says what is quantized.",) if unused else ()
+        if not isinstance(value, Mapping):
+            return Recipe(Format.parse(value), notes=notes)
+        return _from_mapping(value, notes)
+
+    @property
+    def quantizes(self) -> bool:
+        """False for plain loading: no weight can get a format other than its own."""
+        return not (self.default.keeps and all(rule.format.keeps for rule in self.rules))
+
+    def canonical(self) -> dict[str, Any]:
+        """The recipe as JSON-able values that `parse` reads back, for hashes, cache keys and vLLM's loader configuration."""
+        layers = [{"match": rule.match, "format": rule.format.spelling, "priority": rule.priority} for rule in self.rules]
+        return {"format": self.default.spelling, "layers": layers}
+
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
+        """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
+
+        A checkpoint that is quantized in a way that cannot be undone here (four bits, or an unknown method) passes through unchanged.
+        """
+        if not self.quantizes:
+            return Assignment((), self.notes)
+        source = checkpoint.quantization
+        if source is not None and not source.requantizable:
+            return Assignment((), (*self.notes, f"The checkpoint is quantized already ({source.method}) and is served unchanged."))
+        idle, barred = set(self.rules), dict[Rule, str]()
+
+        def choose(module: str, kind: str) -> Choice:
+            touching = [rule for rule in self.rules if rule.matches(module, kind)]
+            idle.difference_update(touching)
+            if kind in NEVER:
+                leaf = (module.rpartition(".")[2],)
+                barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names(leaf, kind))
+            return self._choice(module, kind, touching)
+
+        made = assign(checkpoint, choose)
+        made.adjustments = (*self.notes, *made.adjustments, *_unmet(self.rules, idle, barred))
+        return made
+
+    def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
+        """The format of one weight, None where it keeps its precision. shape: [N, K], or [experts, ., .] of packed experts.
+
+        A fused name of vLLM's (`qkv_proj`, `gate_up_proj`, `experts`) stands for its parts. Agrees with `assign` wherever every sibling is
+        in the checkpoint and large enough.
+        """
+        if len(shape) not in (2, 3) or min(shape[-2:]) < MIN_DIMENSION:
+            return None
+        kind = class_of(module, len(shape))
+        if len(shape) == 3 and kind != "expert" and not module.endswith("experts"):
+            return None
+        chosen = max((self._choice_of(member) for member in members_of(module, kind)), key=order)
+        return None if chosen.format.keeps else chosen.format
+
+    def _choice_of(self, module: str) -> Choice:
+        kind = class_of(module)
+        return self._choice(module, kind, [rule for rule in self.rules if rule.matches(module, kind)])
+
+    def _choice(self, module: str, kind: str, touching: list[Rule]) -> Choice:
+        """touching: the rules that match, in their order."""
+        if kind in NEVER:
+            return BARRED
+        kept = kept_unless_named(module, kind)
+        if kept:
+            touching = [rule for rule in touching if rule.format.keeps or rule.names(kept, kind)]
+        if not touching:
+            return Choice(BF16 if kept else self.default, (0, 0))
+        holds = max(reversed(touching), key=lambda rule: rule.rank)
+        return Choice(holds.format, (1, holds.priority))
+
+
+def _unmet(rules: tuple[Rule, ...], idle: set[Rule], barred: Mapping[Rule, str]) -> Iterator[str]:
+    for rule in rules:
+        if rule in idle:
+            yield f"{rule.source}: {rule.match!r} matches no weight of this checkpoint."
+        elif rule in barred:
+            yield f"{rule.source}: {rule.match!r} names a weight of class {barred[rule]}, which vLLM has in no quantized form: it is kept."
+
+
+def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Recipe:
+    _no_unknown(value, _KEYS, "quantize")
+    size = value.get("group_size")
+    if size is not None:
+        Format.parse({"format": "int4", "group_size": size})
+    stated = value.get("format")
+    default = BF16 if stated is None else Format.parse(stated, where="quantize.format", group_size=size)
+    rules = (*_layers(value.get("layers"), size), *_keep(value.get("keep")))
+    if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
+        raise refused("quantize.group_size: only int4 has a group size to choose, and nothing here is int4; leave it out")
+    return Recipe(default, rules, notes)
+
+
+def _layers(value: Any, group_size: int | None) -> Iterator[Rule]:
+    """A list of {match, format, group_size, priority}, or {pattern: format or the same without match}."""
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        value = [{"match": match, **(what if isinstance(what, Mapping) else {"format": what})} for match, what in value.items()]
+    if not isinstance(value, (list, tuple)):
+        raise refused("quantize.layers: a list of {match, format, priority}, or a mapping {pattern: format}, is expected")
+    for index, entry in enumerate(value):
+        where = f"quantize.layers[{index}]"
+        if not isinstance(entry, Mapping):
+            raise refused(f"{where}: {{match: PATTERN, format: FORMAT}} is expected")
+        _no_unknown(entry, _RULE_KEYS, where)
+        wanted = {key: entry[key] for key in ("format", "group_size") if entry.get(key) is not None}
+        chosen = Format.parse(wanted, where=where, group_size=group_size)
+        priority = entry.get("priority", 0)
+        if type(priority) is not int or abs(priority) > 1_000_000:
+            raise refused(f"{where}.priority: {priority!r} is no whole number; the larger holds, and 0 is usual")
+        yield from (Rule(match, chosen, priority, f"{where}.match") for match in _patterns(entry.get("match"), f"{where}.match"))
+
+
+def _keep(value: Any) -> Iterator[Rule]:
+    if value is not None:
+        yield from (Rule(match, BF16, source="quantize.keep") for match in _patterns(value, "quantize.keep"))
+
+
+def _patterns(value: Any, where: str) -> list[str]:
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
+    if not patterns and value != []:
+        raise refused(f"{where}: a pattern or a list of patterns is expected, such as o_proj or layers.0.*")
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern.strip():
+            raise refused(f"{where}: {pattern!r} is no pattern; o_proj, layers.0.*, moe, class:lm_head and re:REGEX are")
+    return [pattern.strip() for pattern in patterns]
+
+
+def _no_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}" if near else ""
+            raise refused(f"{where}: the key {key!r} is not known{hint}; known are {', '.join(known)}")

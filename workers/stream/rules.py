@@ -1,0 +1,141 @@
+"""Owns how a rule names weights, and which weights keep their precision unless a rule names them. Never looks at a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from sparkd.checkpoint import CLASSES, VISION_PARTS, tensor_class
+from workers.stream.format import Format, refused
+
+# No kernel in vLLM multiplies by these in a quantized form (its embeddings, and routers that are built with quant_config=None).
+NEVER = frozenset({"embedding", "router", "norm", "scale"})
+_KEPT_CLASSES = frozenset({"lm_head", "state_space"})
+# kv_b_proj: latent attention holds it in BF16 for decoding anyway, and for a long prompt reads `.weight.dtype`, which a packed weight
+# does not have (vllm/model_executor/layers/attention/mla_attention.py). eh_proj, mtp_linear_proj: plain Linear modules in draft models.
+_KEPT_LEAVES = frozenset({"kv_b_proj", "eh_proj", "mtp_linear_proj"})
+# DeepSeek's sparse attention chooses by it which tokens are seen; vLLM builds half of it with quant_config=None.
+_KEPT_PARTS = frozenset({"indexer"})
+_REGEX = "re:"
+_CLASS = "class:"
+_WILD = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One choice: the weights that `match` names get `format`. Raises ConfigError for a pattern that cannot be read.
+
+    match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; `re:REGEX`, searched in the module path; else a glob
+    over whole components of the dotted module path, found anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`, `mtp.**.down_proj`
+    (`**`: any number of components). source: the key or variable that said so, for messages.
+    """
+
+    match: str
+    format: Format
+    priority: int = 0
+    source: str = field(default="quantize.layers", compare=False)
+    _kind: str | None = field(init=False, compare=False, repr=False)
+    _pattern: re.Pattern[str] = field(init=False, compare=False, repr=False)
+    _literals: frozenset[str] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kind = "expert" if self.match == "moe" else self.match.removeprefix(_CLASS) if self.match.startswith(_CLASS) else None
+        if kind is not None and kind not in CLASSES:
+            raise refused(f"{self.source}: {self.match!r} names no class; the classes are {', '.join(CLASSES)}")
+        plain = self.match != "all" and kind is None and not self.match.startswith(_REGEX)
+        literals = (part for part in self.match.split(".") if plain and not _WILD.search(part))
+        object.__setattr__(self, "_kind", kind)
+        object.__setattr__(
+            self, "_pattern", _compiled(self.match, self.source) if plain or self.match.startswith(_REGEX) else re.compile("")
+        )
+        object.__setattr__(self, "_literals", frozenset(literals))
+
+    def matches(self, module: str, kind: str) -> bool:
+        """module: dotted path without `.weight`; kind: its tensor_class."""
+        if self._kind is not None:
+            return kind == self._kind
+        return self._pattern.search(module if self.match.startswith(_REGEX) else f".{module}.") is not None
+
+    def names(self, parts: Iterable[str], kind: str) -> bool:
+        """Whether the rule spells out one of `parts`, or says the class: only then it touches what keeps its precision otherwise."""
+        if self._kind is not None:
+            return kind == self._kind
+        if self.match.startswith(_REGEX):
+            words = set(re.findall(r"\w+", self.match.replace("\\", " ")))
+            return not words.isdisjoint(parts)
+        return not self._literals.isdisjoint(parts)
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Which of two rules for the same weight holds: the larger. Priority, then literal components, then literal characters."""
+        if self.match.startswith(_REGEX):
+            return self.priority, 1, 0
+        return self.priority, len(self._literals), sum(map(len, self._literals))
+
+
+def kept_unless_named(module: str, kind: str) -> frozenset[str]:
+    """The parts of a module's path one of which a rule must spell out to touch it; empty where every rule that matches may.
+
+    Kept: lm_head, state-space parameters, towers and projectors of other modalities, what stands outside the repeated layers, and what is
+    listed above. The draft layers (MTP) are quantized like the others: the model checks each of their tokens, so an error there costs
+    speed and never an answer, and in BF16 one such layer of a mixture of experts weighs as much as four of the others.
+    """
+    parts = module.split(".")
+    leaf = parts[-1]
+    if kind == "vision":
+        return VISION_PARTS.intersection(parts) or frozenset(parts[:1])
+    if kind in _KEPT_CLASSES or leaf in _KEPT_LEAVES:
+        return frozenset({leaf})
+    if found := _KEPT_PARTS.intersection(parts):
+        return found
+    if kind == "other" and not any(part.isdigit() for part in parts):
+        return frozenset({leaf})
+    return frozenset()
+
+
+def class_of(module: str, dimensions: int = 2) -> str:
+    """tensor_class of a module's weight."""
+    return tensor_class(f"{module}.weight", (0,) * dimensions)
+
+
+def _compiled(match: str, source: str) -> re.Pattern[str]:
+    """A glob as an expression over the path between two dots, so that every component ends in one."""
+    if match.startswith(_REGEX):
+        try:
+            return re.compile(match.removeprefix(_REGEX))
+        except re.error as error:
+            raise refused(f"{source}: {match!r} is no regular expression: {error}") from None
+    parts = match.split(".")
+    if not match.isprintable() or "" in parts:
+        raise refused(f"{source}: {match!r} has an empty component; `o_proj`, `layers.0.*` and `all` are patterns")
+    for before, part in pairwise(parts):
+        if before == "experts" and part != "*" and part != "**" and not part.isidentifier():
+            raise refused(f"{source}: {match!r} picks among experts, and all experts of a layer have one format; write experts.*")
+    pieces = (r"(?:[^.]+\.)*" if part == "**" else f"{_component(part, match, source)}\\." for part in parts)
+    return re.compile(rf"\.{''.join(pieces)}")
+
+
+def _component(part: str, match: str, source: str) -> str:
+    """One component: `*` and `?` stay inside it, `[..]` is a set of characters, `[!..]` its complement."""
+    made, rest = "", part
+    while rest:
+        mark, rest = rest[0], rest[1:]
+        if mark in "*?":
+            made += "[^.]*" if mark == "*" else "[^.]"
+            continue
+        if mark != "[":
+            made += re.escape(mark)
+            continue
+        inside, closed, rest = rest.partition("]")
+        negated = inside.startswith("!")
+        inner = re.sub(r"([\\^\[&~|])", r"\\\1", inside.removeprefix("!"))
+        if not closed or not inner:
+            raise refused(f"{source}: {match!r} has a `[` without its `]`")
+        made += f"[{'^.' if negated else ''}{inner}]"
+        try:
+            re.compile(made)
+        except re.error as error:
+            raise refused(f"{source}: {match!r} has a set that cannot be read: {error}") from None
+    return made
