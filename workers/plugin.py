@@ -1,0 +1,58 @@
+"""What vLLM finds of us: one entry point that registers the load format `spark_stream` and the quantization method `spark`. Never touches a device.
+
+vLLM calls `register` in every process (front end, engine core, workers, the model registry's own), sometimes more than once, so it is idempotent and cheap.
+Tried with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU); a symbol that a release does not have is named in one sentence before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+LOAD_FORMAT = "spark_stream"
+_registered = False
+
+logger = logging.getLogger("vllm.sparkd")
+
+
+def register() -> None:
+    """The entry point in group `vllm.general_plugins`. Raises RuntimeError naming the symbol where this vLLM lacks one."""
+    global _registered
+    if _registered:
+        return
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.layers.quantization import register_quantization_config
+        from vllm.model_executor.model_loader import register_model_loader
+
+        from workers.stream.loader import SparkStreamLoader
+        from workers.stream.method import NAME, SparkConfig
+    except ImportError as error:
+        raise RuntimeError(
+            f"The sparkd plugin does not work with this vLLM: {error}. It was tried with 0.26.0 and 0.32.0; "
+            "serve without `quantize`, or install one of those."
+        ) from error
+    register_quantization_config(NAME)(SparkConfig)
+    register_model_loader(LOAD_FORMAT)(SparkStreamLoader)
+    EngineArgs.create_model_config = _describing(EngineArgs.create_model_config)
+    _registered = True
+
+
+def _describing(create_model_config: Any) -> Any:
+    """create_model_config that first tells the model's configuration what the loader is going to hand over.
+
+    vLLM decides on a quantization method before it has a loader, from config.json alone; `hf_overrides` is the public way to say another one, and this is the
+    one place where the loader's settings and the overrides are both at hand.
+    """
+
+    @functools.wraps(create_model_config)
+    def described(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(getattr(self, "load_format", "")) == LOAD_FORMAT:
+            from workers.stream.loader import describe
+
+            describe(self, os.environ)
+        return create_model_config(self, *args, **kwargs)
+
+    return described

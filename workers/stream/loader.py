@@ -1,0 +1,195 @@
+"""vLLM's side of the streaming loader: the load format `spark_stream`. Never quantizes, never reads a weight itself: it joins what the other modules do.
+
+Importing this module imports vLLM. See pipeline.py for the pass over the checkpoint, trace.py for how a rank's share is found.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError, SparkdError
+from workers.stream.ct_config import quantization_config
+from workers.stream.method import NAME
+from workers.stream.pipeline import Pipeline
+from workers.stream.progress import ProgressFile
+from workers.stream.reader import Reader
+from workers.stream.settings import Settings
+from workers.stream.trace import Trace, phantoms
+from workers.stream.virtual import VirtualCheckpoint
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+
+def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
+    """Writes the quantization that the loader is going to produce into `engine_args.hf_overrides`.
+
+    A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing. Raises ValueError with the reason for what cannot be loaded.
+    """
+    try:
+        settings = Settings.parse(engine_args.model_loader_extra_config or {}, environ)
+        checkpoint = read_checkpoint(local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None)))
+        formats = settings.recipe.assign(checkpoint)
+        VirtualCheckpoint(checkpoint, formats)
+        described = quantization_config(formats, linear_modules(checkpoint))
+    except SparkdError as error:
+        raise ValueError(error.message) from None
+    if not described:
+        return
+    if engine_args.quantization not in (None, NAME):
+        raise ValueError(f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out.")
+    described["quant_method"] = NAME
+    given = engine_args.hf_overrides
+    if callable(given):
+
+        def both(config: Any) -> Any:
+            config = given(config)
+            config.quantization_config = described
+            return config
+
+        engine_args.hf_overrides = both
+        return
+    engine_args.hf_overrides = {**(given or {}), "quantization_config": described}
+
+
+def linear_modules(checkpoint: Checkpoint) -> list[str]:
+    """Every module of the checkpoint that may be a linear layer or a set of experts to vLLM."""
+    return [
+        name.removesuffix(".weight")
+        for name, ref in checkpoint.tensors.items()
+        if len(ref.shape) >= 2 and (name.endswith(".weight") or name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+    ]
+
+
+def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
+    """The checkpoint's folder; a hub id is fetched through huggingface_hub, or taken from its cache where that is all there is."""
+    if os.path.isdir(model):
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return str(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=["*.safetensors", "*.json"],
+                ignore_patterns=["consolidated*", "original/*"],
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})", cure="Check the name, the network and HF_HUB_OFFLINE"
+        ) from error
+
+
+class SparkStreamLoader(DefaultModelLoader):
+    """Load format `spark_stream`: hands vLLM the tensors of a virtual quantized checkpoint, each as soon as its bytes are there."""
+
+    def __init__(self, load_config: Any) -> None:
+        # The base class refuses settings and formats that it does not know, so it gets a copy without them.
+        self._settings = Settings.parse(load_config.model_loader_extra_config or {}, os.environ)
+        plain = copy.copy(load_config)
+        plain.model_loader_extra_config = {}
+        plain.load_format = "safetensors"
+        super().__init__(plain)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not start then."""
+        self.counter_before_loading_weights = time.perf_counter()
+        progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
+        try:
+            pipeline = self._prepared(model_config, model, progress)
+        except CheckpointError as error:
+            progress.failed(error.message)
+            raise
+        return self._streamed(pipeline, model, progress)
+
+    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> Pipeline:
+        checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
+        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
+        virtual = VirtualCheckpoint(checkpoint, formats)
+        device = next(model.parameters()).device
+        trace = self._trace(virtual, model, device)
+        pipeline = Pipeline(
+            virtual,
+            device,
+            partial(
+                Reader,
+                block_bytes=self._settings.block_bytes,
+                blocks=self._settings.blocks,
+                pin=device.type == "cuda",
+                direct=self._settings.direct,
+            ),
+            regions=None if trace is None else {name: taken.region for name, taken in trace.taken.items()},
+            once=frozenset() if trace is None else frozenset(name for name, taken in trace.taken.items() if taken.once),
+            dtype=model_config.dtype,
+            watcher=progress,
+        )
+        spellings = sorted({form.spelling for form in formats.values()}) or ["bf16"]
+        progress.begin(pipeline.bytes_total, pipeline.units_total, " ".join(spellings), "checkpoint")
+        return pipeline
+
+    def _trace(self, virtual: VirtualCheckpoint, model: torch.nn.Module, device: torch.device) -> Trace | None:
+        """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is read."""
+        trace = Trace()
+        wanted = [(one.name, one.shape, one.dtype) for one in virtual.emitted()]
+        started = time.perf_counter()
+        try:
+            with torch.no_grad():
+                model.load_weights(phantoms(wanted, device, trace))
+        except (KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes ({type(error).__name__}: {error})",
+                cure="Keep that layer as it is: add its name to `keep`",
+            ) from error
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            logger.warning("sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.", type(model).__name__, type(error).__name__, error)
+            return None
+        for name, _, _ in wanted:
+            if name not in trace.taken:
+                return None
+        logger.info("sparkd: asked for %d tensors in %.2f s.", len(wanted), time.perf_counter() - started)
+        return trace
+
+    def _streamed(self, pipeline: Pipeline, model: torch.nn.Module, progress: ProgressFile) -> Iterator[tuple[str, torch.Tensor]]:
+        started = time.perf_counter()
+        try:
+            yield from pipeline.tensors()
+        except CheckpointError as error:
+            progress.failed(error.message)
+            raise
+        for source in getattr(model, "secondary_weights", ()):
+            yield from self._get_weights_iterator(source)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        if pipeline.fallback_reason:
+            logger.warning("sparkd: %s", pipeline.fallback_reason)
+        logger.info(
+            "sparkd: %d units, %.2f GiB read in %.2f s = %.2f GB/s%s.",
+            pipeline.units_total,
+            pipeline.bytes_read / 2**30,
+            seconds,
+            pipeline.bytes_read / seconds / 1e9,
+            " past the page cache" if pipeline.direct else "",
+        )
+        progress.done(pipeline.bytes_read, bool(pipeline.direct))
+
+
+def tensor_parallel_rank() -> int:
+    """This process's rank among those that share the model's layers; 0 where nothing is shared."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    try:
+        return int(get_tensor_model_parallel_rank())
+    except (AssertionError, RuntimeError):
+        return 0

@@ -1,0 +1,67 @@
+"""The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never decides a format, never reads a weight.
+
+Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/ct_config.py under the name `spark`, so what is served
+while streaming and what an exported checkpoint says are one description.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig, CompressedTensorsLinearMethod
+from vllm.platforms import current_platform
+
+from workers.stream.recipe import Format
+
+NAME = "spark"
+
+
+class SparkConfig(CompressedTensorsConfig):
+    """Matches modules and chooses schemes as compressed-tensors does; on a CPU each module that stock vLLM cannot run gets a method of ours."""
+
+    @classmethod
+    def get_name(cls) -> str:  # type: ignore[override]
+        return NAME
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, *_args: Any, **_kwargs: Any) -> str | None:
+        """`spark` where the model's configuration says so: the plugin wrote it there."""
+        said = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        return NAME if said == NAME and user_quant in (None, NAME) else None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if current_platform.is_cpu() and (own := self._cpu_method(layer, prefix)) is not None:
+            return own
+        return super().get_quant_method(layer, prefix)
+
+    def _cpu_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        from workers.stream.cpu_linear import cpu_scheme
+        from workers.stream.cpu_moe import cpu_moe_method
+
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
+            return None if scheme is None else cpu_moe_method(format_of(scheme), layer)
+        if isinstance(layer, LinearBase) and (said := self.get_scheme_dict(layer, prefix)) is not None:
+            made = cpu_scheme(format_of(said))
+            if made is not None:
+                layer.scheme = made
+                return CompressedTensorsLinearMethod(self)
+        return None
+
+
+def format_of(scheme: Any) -> Format:
+    """The weight format that a compressed-tensors scheme dictionary describes (the inverse of ct_config)."""
+    weights = scheme["weights"]
+    if weights.num_bits == 8:
+        return Format("fp8_block" if str(getattr(weights.strategy, "value", weights.strategy)) == "block" else "fp8", None)
+    if str(getattr(weights.type, "value", weights.type)) == "int":
+        return Format("int4", weights.group_size)
+    return Format("nvfp4" if weights.group_size == 16 else "mxfp4", None)

@@ -1,0 +1,62 @@
+"""What `--model-loader-extra-config` may say to the load format `spark_stream`. Standard library only; never opens a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkd.errors import CheckpointError
+from workers.stream.recipe import Recipe
+
+KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct")
+BLOCK_BYTES = 8 * 2**20
+RING_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The loader's own settings.
+
+    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads in flight.
+    direct: False forbids O_DIRECT, True demands it, None uses it where the file system has it.
+    """
+
+    recipe: Recipe
+    cache_dir: str | None = None
+    cache_limit_bytes: int | None = None
+    progress: str | None = None
+    ring_bytes: int = RING_BYTES
+    block_bytes: int = BLOCK_BYTES
+    direct: bool | None = None
+
+    @classmethod
+    def parse(cls, raw: Any, environ: Mapping[str, str]) -> Settings:
+        """Raises CheckpointError, naming the key, for one that is unknown or cannot be used."""
+        if not isinstance(raw, Mapping):
+            raise CheckpointError("--model-loader-extra-config must be a JSON object", cure='For instance {"quantize": "nvfp4"}')
+        if unknown := sorted(set(raw) - set(KEYS)):
+            raise CheckpointError(f"the load format spark_stream has no setting {unknown[0]!r}", cure=f"It has {', '.join(KEYS)}")
+        given = {key: value for key, value in raw.items() if value is not None}
+        recipe = Recipe.parse(given.pop("quantize", None), environ)
+        for key, kind, what in (
+            ("cache_dir", str, "a folder"),
+            ("progress", str, "a file"),
+            ("cache_limit_bytes", int, "a number of bytes"),
+            ("ring_bytes", int, "a number of bytes"),
+            ("block_bytes", int, "a number of bytes"),
+            ("direct", bool, "true or false"),
+        ):
+            if key in given and (not isinstance(given[key], kind) or (kind is int and (isinstance(given[key], bool) or given[key] <= 0))):
+                raise CheckpointError(f"the setting {key!r} of spark_stream must be {what}, not {given[key]!r}", cure="Mend --model-loader-extra-config")
+        made = cls(recipe=recipe, **given)
+        if made.block_bytes % 4096 or made.ring_bytes < 2 * made.block_bytes:
+            raise CheckpointError(
+                f"ring_bytes {made.ring_bytes} and block_bytes {made.block_bytes} do not suit each other",
+                cure="block_bytes is a multiple of 4096 and ring_bytes at least twice that",
+            )
+        return made
+
+    @property
+    def blocks(self) -> int:
+        return self.ring_bytes // self.block_bytes

@@ -1,0 +1,380 @@
+"""The virtual quantized checkpoint: which tensors vLLM will be handed, and which bytes of the real one each is made from. Never reads weights, never touches a device.
+
+A checkpoint is cut into units. A unit is the least that must be known at once: one tensor that passes through, one weight to quantize, or several weights that
+share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units come in the order of their bytes on disk.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from sparkd.checkpoint import Checkpoint, TensorRef
+from sparkd.errors import CheckpointError
+from workers.stream.formats import Quantizer, quantizer
+from workers.stream.reader import Piece
+from workers.stream.recipe import Format
+from workers.stream.trace import Region
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
+RUN_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
+
+# Modules that vLLM multiplies as one matrix: their NVFP4 global scale must be one (compressed-tensors takes the maximum and warns otherwise).
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+_LEADER = {name: group[0] for group in FUSED for name in group}
+_PACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<which>gate_up_proj|down_proj)(?:\.weight)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a 2-D weight lies: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
+
+    transposed: the file holds [K, N] where vLLM's format wants [N, K]. row_start, row_step choose rows of the result (gate and up of one packed block).
+    """
+
+    ref: TensorRef
+    offset: int
+    rows: int
+    cols: int
+    transposed: bool = False
+    row_start: int = 0
+    row_step: int = 1
+    row_count: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.cols * DTYPES[self.ref.dtype].itemsize
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+        return (n if self.row_count is None else self.row_count), k
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8)."""
+
+    module: str
+    format: Format
+    stored: Stored
+    scale: TensorRef | None = None
+    scale_offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Either one tensor that passes through (`plain`), or the weights that are quantized together."""
+
+    plain: TensorRef | None = None
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.plain.name if self.plain is not None else ", ".join(weight.module for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """One tensor vLLM is handed. For a part of a weight: `rows` and `cols` say how many elements of the weight one element of this tensor stands for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: int
+    weight: int | None = None
+    suffix: str = ""
+
+
+@dataclass(slots=True)
+class VirtualCheckpoint:
+    """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
+
+    Raises CheckpointError where a weight's shape does not suit its format.
+    """
+
+    checkpoint: Checkpoint
+    formats: Mapping[str, Format]
+    keep: Callable[[str], bool] = lambda _name: True
+    units: list[Unit] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep))
+
+    def emitted(self) -> list[Emitted]:
+        """What vLLM will see, unit by unit."""
+        found: list[Emitted] = []
+        for index, unit in enumerate(self.units):
+            if unit.plain is not None:
+                found.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
+            for number, weight in enumerate(unit.weights):
+                for suffix, (dtype, shape) in quantizer(weight.format).parts(*weight.stored.shape).items():
+                    found.append(Emitted(f"{weight.module}.{suffix}", tuple(shape), dtype, index, number, suffix))
+        return found
+
+    @property
+    def emitted_bytes(self) -> int:
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.emitted())
+
+
+def dtype_of(ref: TensorRef) -> torch.dtype:
+    """Raises CheckpointError for a dtype that this torch does not have."""
+    dtype = DTYPES.get(ref.dtype)
+    if dtype is None:
+        raise CheckpointError(f"its dtype {ref.dtype} is not one that can be loaded", file=ref.path, tensor=ref.name, cure="Convert it first")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What of one weight a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
+
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    def is_whole(self, shape: tuple[int, int]) -> bool:
+        return (self.row_start, self.row_stop, self.col_start, self.col_stop) == (0, shape[0], 0, shape[1])
+
+
+def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Need | None:
+    """The box of a weight that the regions of its parts stand for, widened to whole groups. None where no part is needed.
+
+    regions: (suffix, region of that part); a part without rows and columns of its own (a global scale) asks for nothing.
+    """
+    n, k = weight.stored.shape
+    parts = quantizer(weight.format).parts(n, k)
+    boxes: list[tuple[int, int, int, int]] = []
+    for suffix, region in regions:
+        shape = parts[suffix][1]
+        if region is None or len(shape) != 2 or math.prod(shape) <= 2:
+            continue
+        (r0, r1), (c0, c1) = region
+        down, across = -(-n // shape[0]), -(-k // shape[1])
+        boxes.append((r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
+    if not boxes:
+        return None
+    row_step, col_step = granularity(weight.format)
+    r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
+    c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
+    return Need(r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step))
+
+
+def granularity(form: Format) -> tuple[int, int]:
+    """Rows and columns that share a scale, and so must be quantized together (compressed-tensors' group and block sizes)."""
+    groups = {"nvfp4": (1, 16), "mxfp4": (1, 32), "fp8_block": (128, 128), "fp8": (1, 1), "bf16": (1, 1)}
+    return (1, int(form.group_size or 128)) if form.name == "int4" else groups[form.name]
+
+
+def plain_pieces(key: object, ref: TensorRef, region: Region | None) -> tuple[list[Piece], int, int]:
+    """The bytes of a tensor that passes through: whole leading rows only. (pieces, first row, rows); a scalar is one row."""
+    if not ref.shape or region is None:
+        return [Piece(key, ref.path, ref.offset, ref.nbytes)], 0, ref.shape[0] if ref.shape else 1
+    start, stop = region[0]
+    row_bytes = ref.nbytes // max(1, ref.shape[0])
+    return [Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes)], start, stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What is read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrower only where the runs are long enough."""
+
+    row_start: int
+    rows: int
+    col_start: int
+    cols: int
+
+
+def stored_pieces(key: object, stored: Stored, need: Need) -> tuple[list[Piece], Box]:
+    """The byte runs that hold the needed part of a weight, as few bytes as runs of at least RUN_BYTES allow."""
+    size = DTYPES[stored.ref.dtype].itemsize
+    first, last = (need.row_start, need.row_stop)
+    if stored.row_step != 1 or stored.row_start:
+        first = stored.row_start + need.row_start * stored.row_step
+        last = stored.row_start + (need.row_stop - 1) * stored.row_step + 1
+    rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
+    if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < RUN_BYTES:
+        box = Box(rows[0], rows[1] - rows[0], 0, stored.cols)
+        return [Piece(key, stored.ref.path, stored.offset + box.row_start * stored.cols * size, box.rows * stored.cols * size)], box
+    box = Box(rows[0], rows[1] - rows[0], cols[0], cols[1] - cols[0])
+    starts = range(box.row_start, box.row_start + box.rows)
+    return [Piece(key, stored.ref.path, stored.offset + (row * stored.cols + box.col_start) * size, box.cols * size) for row in starts], box
+
+
+def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: Need) -> torch.Tensor:
+    """[rows needed, columns needed] out of what was read of the file's matrix ([box.rows, box.cols])."""
+    if stored.transposed:
+        matrix = matrix.t()
+        row_at, col_at = box.col_start, box.row_start
+    else:
+        row_at, col_at = box.row_start, box.col_start
+    first = stored.row_start + need.row_start * stored.row_step - row_at
+    count = need.row_stop - need.row_start
+    matrix = matrix[first : first + (count - 1) * stored.row_step + 1 : stored.row_step]
+    return matrix[:, need.col_start - col_at : need.col_stop - col_at]
+
+
+def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable[[str], bool]) -> list[Unit]:
+    groups: dict[str, list[Weight]] = {}
+    plain: list[Unit] = []
+    used: set[str] = set()
+    for name, ref in checkpoint.tensors.items():
+        if not keep(name):
+            continue
+        weights = _weights(checkpoint, ref, formats, used)
+        if not weights:
+            plain.append(Unit(plain=ref))
+        for weight in weights:
+            groups.setdefault(_group(weight), []).append(weight)
+    dropped = {name for name in used}
+    return [Unit(weights=tuple(group)) for group in groups.values()] + [unit for unit in plain if unit.name not in dropped]
+
+
+def _group(weight: Weight) -> str:
+    """Weights of one group are one unit: NVFP4 has a scale that fused modules share, and the halves of one packed block are read together."""
+    if weight.format.name != "nvfp4" and weight.stored.row_count is None:
+        return weight.module
+    parent, _, last = weight.module.rpartition(".")
+    return f"{parent}.{_LEADER.get(last, last)}"
+
+
+def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Format], used: set[str]) -> list[Weight]:
+    if len(ref.shape) == 3 and (packed := _PACKED.match(ref.name)):
+        return _packed(ref, packed, formats, checkpoint)
+    if not ref.name.endswith(".weight"):
+        return []
+    module = ref.name.removesuffix(".weight")
+    form = formats.get(module)
+    if form is None or form.name == "bf16":
+        if ref.dtype == "F8_E4M3" and (scale := _scale(checkpoint, module)) is not None and checkpoint_dequantizes(checkpoint):
+            raise CheckpointError(
+                "it is FP8 and the recipe keeps it in its own precision, which the other layers' format cannot express",
+                file=ref.path,
+                tensor=ref.name,
+                cure=f"Give it a format: a rule for {module.rpartition('.')[2]!r}; its scale is {scale.name}",
+            )
+        return []
+    if len(ref.shape) != 2 or ref.dtype not in ("BF16", "F16", "F32", "F8_E4M3"):
+        raise CheckpointError(
+            f"a {ref.dtype} tensor of shape {list(ref.shape)} cannot be quantized to {form.spelling}",
+            file=ref.path,
+            tensor=ref.name,
+            cure=f"Keep it as it is: add {module!r} to `keep`",
+        )
+    quantizer(form).check(module, *ref.shape)
+    scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
+    if scale is not None:
+        used.add(scale.name)
+        used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
+    elif ref.dtype == "F8_E4M3":
+        raise CheckpointError(
+            "an FP8 weight has no scale beside it", file=ref.path, tensor=ref.name, cure=f"{module}.weight_scale_inv or .weight_scale is expected"
+        )
+    return [Weight(module, form, Stored(ref, ref.offset, *ref.shape), scale)]
+
+
+def checkpoint_dequantizes(checkpoint: Checkpoint) -> bool:
+    """Whether the source's own quantization (FP8) is one that is undone unit by unit."""
+    return checkpoint.quantization is not None and checkpoint.quantization.method in ("fp8_tensor", "fp8_channel", "fp8_block")
+
+
+def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
+    return next((checkpoint.tensors[name] for suffix in SCALE_SUFFIXES if (name := f"{module}.{suffix}") in checkpoint.tensors), None)
+
+
+def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format], checkpoint: Checkpoint) -> list[Weight]:
+    """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, under the names of single experts.
+
+    The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I] and [I, H] its transpose.
+    """
+    experts, which = found["experts"], found["which"]
+    form = formats.get(f"{experts}.{which}") or formats.get(experts)
+    if form is None or form.name == "bf16":
+        return []
+    count, rows, cols = ref.shape
+    hidden = _hidden_size(checkpoint)
+    if hidden not in (rows, cols):
+        raise CheckpointError(
+            f"packed experts of shape {list(ref.shape)} do not have the model's hidden size {hidden}",
+            file=ref.path,
+            tensor=ref.name,
+            cure="Keep them as they are: add 'experts' to `keep`",
+        )
+    if rows == cols:
+        raise CheckpointError(
+            "packed experts whose blocks are square do not say which way round they stand",
+            file=ref.path,
+            tensor=ref.name,
+            cure="Keep them as they are: add 'experts' to `keep`",
+        )
+    transposed = (cols if which == "gate_up_proj" else rows) != hidden
+    block = rows * cols * DTYPES[ref.dtype].itemsize
+    made: list[Weight] = []
+    for expert in range(count):
+        stored = Stored(ref, ref.offset + expert * block, rows, cols, transposed)
+        if which == "down_proj":
+            made.append(Weight(f"{experts}.{expert}.down_proj", form, stored))
+            continue
+        half = stored.shape[0] // 2
+        made.append(Weight(f"{experts}.{expert}.gate_proj", form, replace(stored, row_start=0, row_count=half)))
+        made.append(Weight(f"{experts}.{expert}.up_proj", form, replace(stored, row_start=half, row_count=half)))
+    for weight in made[:2]:
+        quantizer(form).check(weight.module, *weight.stored.shape)
+    return made
+
+
+def _hidden_size(checkpoint: Checkpoint) -> int:
+    text = checkpoint.config.get("text_config")
+    holder = text if isinstance(text, Mapping) else checkpoint.config
+    return int(holder.get("hidden_size") or 0)
+
+
+def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:
+    shard = {one.path: number for number, one in enumerate(checkpoint.shards)}
+
+    def place(unit: Unit) -> tuple[int, int]:
+        if unit.plain is not None:
+            return shard[unit.plain.path], unit.plain.offset
+        return min((shard[one.stored.ref.path], one.stored.offset) for one in unit.weights)
+
+    return sorted(units, key=place)
+
+
+def quantizer_of(weight: Weight) -> Quantizer:
+    return quantizer(weight.format)
+
+
+def modules(units: Iterable[Unit]) -> Iterator[tuple[str, Format]]:
+    for unit in units:
+        for weight in unit.weights:
+            yield weight.module, weight.format
