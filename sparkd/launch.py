@@ -13,10 +13,9 @@ import typer
 
 from sparkd import __version__, show
 from sparkd.errors import ConfigError
-from sparkd.source import name_of, source_of
+from sparkd.source import CONFIG_PATH, name_of, source_of
 from sparkd.verbs import Asked, Json, argument, option
 
-CONFIG_PATH = Path("/etc/sparkd/sparkd.yaml")
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
 ConfigFile = Annotated[Path | None, option("--config", metavar="FILE", help=f"sparkd.yaml; default {CONFIG_PATH} if it is there.")]

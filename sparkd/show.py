@@ -151,6 +151,37 @@ def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def layers(found: Mapping[str, Any], console: Console) -> None:
+    """`sparkd ls --layers`: the classes of tensors, what is made of each, and the sums."""
+    table = _table(["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"], right={"COUNT", "BYTES", "RESULT"})
+    for layer in found["layers"]:
+        table.add_row(
+            escape(printable(layer["name"])),
+            layer["class"],
+            f"{layer['count']:,}",
+            "x".join(map(str, layer["shape"])) or "1",
+            layer["dtype"],
+            size(layer["bytes"]),
+            layer["format"] or "-",
+            size(layer["result_bytes"]),
+        )
+    share = found["result_bytes"] / found["bytes"] if found["bytes"] else 1.0
+    table.add_row("all", "", f"{found['count']:,}", "", "", size(found["bytes"]), f"{share:.0%}", size(found["result_bytes"]), style="bold")
+    console.print(table)
+    if found["quantization"]:
+        console.print(f"The checkpoint is quantized already: {found['quantization']}.", markup=False)
+    for note in found["notes"]:
+        _say(console, note, "yellow")
+
+
+def size(count: int) -> str:
+    """`1.50 GiB`, `213.4 MiB`, `12 KiB`, `96 B`."""
+    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (1 << 10, "KiB", 0)):
+        if count >= unit:
+            return f"{count / unit:,.{digits}f} {name}"
+    return f"{count} B"
+
+
 def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None:
     """`sparkd status`: the daemon, its conditions, nodes, Ray and models, one line each."""
     health = "going down" if status["draining"] else "serving" if status["settled"] else "starting"
@@ -209,7 +240,7 @@ def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Table:
     """Only the first column, names, and SOURCE may fold; numbers never do."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        folds = column in ("MODEL", "SOURCE", "ALIASES")
+        folds = column in ("MODEL", "SOURCE", "ALIASES", "NAME")
         table.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in right else "left", min_width=len(column))
     return table
 

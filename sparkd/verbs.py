@@ -166,8 +166,21 @@ def ps(session: Session) -> None:
         show.resident(models, session.out)
 
 
-def ls(session: Session) -> None:
-    """Every known model, resident or not."""
+def ls(
+    session: Session,
+    of: Annotated[str | None, option("--layers", metavar="MODEL", help="The layers of a model (a name, a folder or a hub id).")] = None,
+    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: a format or a recipe to try.")] = None,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers: the sparkd.yaml with MODEL.")] = None,
+) -> None:
+    """Every known model, resident or not.
+
+    --layers lists a model's weights and what `quantize` makes of them, and needs no daemon where MODEL is a folder or configured.
+    """
+    if of is not None:
+        _list_layers(session, of, quantize, config)
+        return
+    if quantize is not None or config is not None:
+        raise ConfigError("--quantize and --config belong to --layers MODEL.")
     models = session.client.models()
     if session.json:
         show.say_json({"models": models})
@@ -223,6 +236,16 @@ def events(
     for event in session.client.follow_events(found[-1]["seq"] if found else 0):
         _write_event(session, event)
     raise Unavailable(f"sparkd at {session.client.base_url} ended, and its events with it.")
+
+
+def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None) -> None:
+    from sparkd.layers import listing_of
+
+    found = listing_of(model, quantize, config, os.environ, session.client.models)
+    if session.json:
+        show.say_json(found.to_json())
+    else:
+        show.layers(found.to_json(), session.out)
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:

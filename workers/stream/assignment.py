@@ -114,11 +114,12 @@ def _module(name: str, tensor: TensorRef) -> str | None:
 def _told(group: _Group, chosen: Format) -> str:
     wishes: dict[str, list[str]] = {}
     for choice, module in group.choices.items():
-        wishes.setdefault("its own precision" if choice.format.keeps else choice.format.spelling, []).append(_NUMBERS.sub("*", module))
-    parts = " and ".join(f"{spelling} for {', '.join(modules)}" for spelling, modules in wishes.items())
-    result = "keep their own precision" if chosen.keeps else f"get {chosen.spelling}"
-    return f"The rules ask for {parts}, which vLLM runs as one: all of them {result}"
+        wish = "cannot be quantized" if choice == BARRED else f"would be {'kept' if choice.format.keeps else choice.format.spelling}"
+        wishes.setdefault(wish, []).append(_NUMBERS.sub("*", module))
+    parts = "; ".join(f"{', '.join(modules)} {wish}" for wish, modules in wishes.items())
+    result = "keep their precision" if chosen.keeps else f"get {chosen.spelling}"
+    return f"{parts}; vLLM runs them as one, so all of them {result}"
 
 
 def _counted(told: str, count: int) -> str:
-    return f"{told} ({count} {'layer' if count == 1 else 'layers'})."
+    return f"{told} (in {count} {'place' if count == 1 else 'places'})."

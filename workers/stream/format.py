@@ -47,6 +47,24 @@ class Format:
         """Larger is more precise."""
         return -_PRECISION.index(self.spelling)
 
+    @property
+    def group(self) -> int | None:
+        """Columns that share a scale; a weight's columns must be a multiple of it. None where any number will do."""
+        return self.group_size or _FIXED_GROUPS.get(self.name)
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a quantized weight [rows, columns] with its scales, as compressed-tensors stores them; bf16: of 16 bits each."""
+        count = rows * columns
+        if self.name == "nvfp4":
+            return count // 2 + count // 16 + 4
+        if self.name == "mxfp4":
+            return count // 2 + count // 32
+        if self.name == "int4":
+            return count // 2 + 2 * (count // (self.group_size or DEFAULT_GROUP_SIZE)) + 16
+        if self.name == "fp8":
+            return count + 4 * rows
+        return count + 4 * -(-rows // 128) * -(-columns // 128) if self.name == "fp8_block" else 2 * count
+
     @staticmethod
     def parse(value: str | Mapping[str, Any], *, where: str = "quantize", group_size: int | None = None) -> Format:
         """A spelling, or {format: .., group_size: ..}. group_size: what int4 has where nothing is said. Raises ConfigError.

@@ -51,10 +51,10 @@ class Recipe:
         """Raises ConfigError, which names the key, what is wrong and what may stand there.
 
         environ: where VLLM_FP8_LAYERS, VLLM_NF4_LAYERS, VLLM_MXFP4_LAYERS and VLLM_NF4_GROUP_SIZE are looked up. They are rules only where
-        `value` says nothing (None or ""): a configuration that speaks is the whole truth, and a note names the variables it leaves out.
+        `value` says nothing (None, "" or {}): a configuration that speaks is the whole truth, and a note names the variables it leaves out.
         """
         given = environ or {}
-        if value is None or value == "":
+        if value is None or value == "" or value == {}:
             return Recipe(BF16, variables.rules_of(given))
         unused = variables.set_in(given)
         notes = (f"{', '.join(unused)}: not used, because `quantize` says what is quantized.",) if unused else ()

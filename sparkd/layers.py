@@ -1,0 +1,178 @@
+"""Owns the list of a checkpoint's layers: name classes, counts, bytes, and what a recipe makes of them. Never reads a weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint, tensor_class
+from sparkd.errors import CheckpointError, ConfigError
+from sparkd.source import CONFIG_PATH, snapshot_of, source_of
+from workers.stream.recipe import Assignment, Recipe
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# What stands beside an FP8 weight and goes with it into its new format.
+_SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Tensors whose names differ in numbers only and that are alike otherwise. bytes, result_bytes: of all of them.
+
+    format: spelling, None where they are handed on as they are.
+    """
+
+    name: str
+    kind: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    format: str | None
+    result_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """folder: the checkpoint's; quantization: how it is quantized already; notes: what the recipe's author should know."""
+
+    folder: str
+    quantization: str | None
+    recipe: Mapping[str, Any]
+    layers: tuple[Layer, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(layer.result_bytes for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("name", "kind", "count", "shape", "dtype", "bytes", "format", "result_bytes")
+        return {
+            "folder": self.folder,
+            "quantization": self.quantization,
+            "quantize": dict(self.recipe),
+            "layers": [{("class" if name == "kind" else name): getattr(layer, name) for name in names} for layer in self.layers],
+            "count": sum(layer.count for layer in self.layers),
+            "bytes": self.bytes,
+            "result_bytes": self.result_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
+    """What a checkpoint holds and what `recipe` makes of it, in the order in which the classes first occur."""
+    formats = recipe.assign(checkpoint)
+    found: dict[tuple[str, tuple[int, ...], str, str | None], list[int]] = {}
+    misfits: dict[str, int] = {}
+    for name, tensor in checkpoint.tensors.items():
+        spelling, result = _result(tensor, formats, checkpoint.config, misfits)
+        key = _NUMBER.sub("*", name), tensor.shape, tensor.dtype, spelling
+        sums = found.setdefault(key, [0, 0, 0])
+        sums[0] += 1
+        sums[1] += tensor.nbytes
+        sums[2] += result
+    layers = tuple(
+        Layer(name, tensor_class(name.replace("*", "0"), shape), count, shape, dtype, stored, spelling, result)
+        for (name, shape, dtype, spelling), (count, stored, result) in found.items()
+    )
+    told = (
+        f"{what} in {count} weights: loading them would fail, so keep them or choose another format." for what, count in misfits.items()
+    )
+    source = checkpoint.quantization.method if checkpoint.quantization else None
+    return Listing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *told))
+
+
+def listing_of(
+    model: str, quantize: str | None, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
+) -> Listing:
+    """Of a folder, a configured name, a hub id in the local cache, or a name that the daemon knows. Raises ConfigError, CheckpointError.
+
+    quantize: a recipe as YAML, in place of the configured one. ask: the daemon's models, called only where nothing else knows `model`.
+    """
+    source, configured, env = source_of(model), None, dict(environ)
+    if not source.startswith("/"):
+        source, revision, configured, env = _named(model, config_file, env, ask)
+        if not source.startswith("/"):
+            snapshot = snapshot_of(source, revision, env)
+            if snapshot is None:
+                raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
+            source = str(snapshot)
+    recipe = Recipe.parse(_value(quantize), env) if quantize is not None else Recipe.parse(configured, env)
+    return listing(read_checkpoint(source), recipe)
+
+
+def _named(
+    model: str, config_file: Path | None, environ: dict[str, str], ask: Callable[[], list[dict[str, Any]]]
+) -> tuple[str, str | None, Any, dict[str, str]]:
+    """(folder or hub id, revision, quantize, environment of the engine) of a name."""
+    path = config_file or (
+        Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else CONFIG_PATH if CONFIG_PATH.exists() else None
+    )
+    if path is not None:
+        from sparkd.config import load_config
+
+        config = load_config(path, environ=environ)
+        found = next((each for each in config.models.values() if model in each.served_names()), None)
+        if found is not None:
+            return found.model, found.revision, found.quantize, {**environ, **found.environment(config.engine)}
+    if "/" in model:
+        return model, None, None, environ
+    view = next((view for view in ask() if model in (view["name"], *view["aliases"])), None)
+    if view is None:
+        raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
+    return str(view["source"]), None, None, environ
+
+
+def _value(text: str) -> Any:
+    """`nvfp4`, or a mapping as YAML or JSON has it."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "it is no YAML"
+        raise ConfigError(
+            f"--quantize: {problem}; a format such as nvfp4, or a mapping such as '{{format: nvfp4}}', is expected."
+        ) from None
+    if value is not None and not isinstance(value, (str, Mapping)):
+        raise ConfigError(f"--quantize {text}: a format such as nvfp4, or a mapping such as '{{format: nvfp4}}', is expected.")
+    return value
+
+
+def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], misfits: dict[str, int]) -> tuple[str | None, int]:
+    """(spelling, bytes) of what vLLM is handed for one tensor."""
+    name = tensor.name
+    stem, _, last = name.rpartition(".")
+    if last in _SOURCE_SCALES and stem in formats:
+        return formats[stem].spelling, 0
+    chosen = formats.get(name.removesuffix(".weight")) if last == "weight" else formats.get(name)
+    if chosen is None:
+        return None, tensor.nbytes
+    rows, columns = _sides(tensor, config)
+    if chosen.group is not None and columns % chosen.group:
+        what = f"{chosen.spelling} needs a multiple of {chosen.group} columns, and there are {columns}"
+        misfits[what] = misfits.get(what, 0) + 1
+    blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
+    if blocks > 1 and last == "gate_up_proj":
+        # One weight each for gate and up.
+        return chosen.spelling, 2 * blocks * chosen.nbytes(rows // 2, columns)
+    return chosen.spelling, blocks * chosen.nbytes(rows, columns)
+
+
+def _sides(tensor: TensorRef, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns as vLLM multiplies them: packed experts may be stored either way round, and the model's width tells which."""
+    rows, columns = tensor.shape[-2:]
+    if len(tensor.shape) == 2:
+        return rows, columns
+    text = config.get("text_config")
+    width = config.get("hidden_size") or (text.get("hidden_size") if isinstance(text, Mapping) else None)
+    gate = "gate" in tensor.name.rpartition(".")[2] or "input" in tensor.name
+    return (columns, rows) if width != (columns if gate else rows) and width == (rows if gate else columns) else (rows, columns)
