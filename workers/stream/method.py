@@ -43,9 +43,10 @@ class SparkConfig(CompressedTensorsConfig):
 
     def _cpu_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         from workers.stream.cpu_linear import cpu_scheme
-        from workers.stream.cpu_moe import cpu_moe_method
 
         if isinstance(layer, RoutedExperts):
+            from workers.stream.cpu_moe import cpu_moe_method
+
             self._add_fused_moe_to_target_scheme_map()
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
             return None if scheme is None else cpu_moe_method(format_of(scheme), layer)

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map
 
 Region = tuple[tuple[int, int], ...]  # one half-open interval for each dimension of the whole tensor
 
+SMALL_BYTES = 16 * 2**20  # a larger stand-in has one element in memory: asking must not cost what loading saves
+
 _aten = torch.ops.aten
 
 
@@ -134,7 +136,8 @@ def _opaque(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         value.phantom.taken.whole()
         if value.phantom.on_copy is not None:
             raise NotAView(str(function))
-        return torch.ones(value.shape, dtype=value.dtype, device=value.device)
+        one = torch.ones((), dtype=torch.float32, device=value.device).to(value.dtype).expand(value.shape)
+        return one.contiguous() if value.numel() * value.element_size() <= SMALL_BYTES else one
 
     mutated = args[0] if args and isinstance(args[0], PhantomTensor) and function._schema.is_mutable else None
     result = function(*tree_map(real, args), **tree_map(real, kwargs))
