@@ -19,8 +19,6 @@ ALIGNMENT = 4096
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _AGAIN = "Download it again"
 
-_preadv = os.preadv
-
 
 class SourceFile:
     """A file of a checkpoint; safe for several threads.
@@ -68,7 +66,7 @@ class SourceFile:
         done = 0
         while done < wanted:
             try:
-                count = _preadv(fd, [buffer[done:]], offset + done)
+                count = os.preadv(fd, [buffer[done:]], offset + done)
             except OSError as error:
                 if self.direct and error.errno in _NOT_DIRECT:
                     self._turn_buffered(fd, error)

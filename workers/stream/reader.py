@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -165,9 +166,9 @@ class Reader:
         if self._closed:
             raise ReaderClosed("The reader is closed.")
         span = next(self._spans, None)
-        while span is None:
+        if span is None:
             self._next_block()
-            span = next(self._spans, None)
+            span = next(self._spans)
         held, tensor = self._held, self._tensor
         if held is None or tensor is None:
             raise ReaderClosed("The reader is closed.")
@@ -205,6 +206,7 @@ class Reader:
             ring, self._ring = self._ring, None
             self._tensor = None
             self._held = None
+            self._results.clear()
             self._freed.notify_all()
             self._filled.notify_all()
         until = time.monotonic() + _JOIN_S
@@ -222,15 +224,16 @@ class Reader:
         self._ring = Ring(self._block_bytes, self.blocks, pin=self._pin)
         self._tensor = self._ring.tensor()
         self._unpinned_reason = self._ring.unpinned_reason
-        self._memory = [self._ring.memory(slot) for slot in range(self.blocks)]
         self._started_s = time.monotonic()
-        self._working = len(self._threads)
-        try:
-            for thread in self._threads:
+        for thread in self._threads:
+            with self._lock:
+                self._working += 1
+            try:
                 thread.start()
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self._leave()
+                self.close()
+                raise
 
     def _next_block(self) -> None:
         """Waits for the next block; StopIteration after the last."""
@@ -280,6 +283,7 @@ class Reader:
                 try:
                     result: int | BaseException = slot if self._fill(index, slot) else ReaderClosed("The reader is closed.")
                 except BaseException as raised:  # noqa: BLE001 - raised again where its chunk is due
+                    traceback.clear_frames(raised.__traceback__)  # they hold views, which would keep a closed ring's memory
                     result = raised
                 with self._lock:
                     if isinstance(result, BaseException):
@@ -305,7 +309,10 @@ class Reader:
         return self._closed or self._failed or self._next_read == len(self._plan)
 
     def _fill(self, index: int, slot: int) -> bool:
-        memory = self._memory[slot]
+        ring = self._ring
+        if ring is None:
+            return False
+        memory = ring.memory(slot)
         for read in self._plan[index].reads:
             if self._closed:
                 return False
@@ -321,6 +328,5 @@ class Reader:
             self._working -= 1
             last = self._working == 0
         if last:
-            self._memory = []
             for file in self._files.values():
                 file.close()
