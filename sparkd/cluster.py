@@ -160,6 +160,7 @@ class Cluster:
             # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
             "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
             "extra_args": spec.vllm_flags(),
+            **self._config.loader_of(spec),
             "env": spec.environment(self._config.engine),
             "log_max_bytes": self._config.engine.log_max_bytes,
             "log_backups": self._config.engine.log_backups,
@@ -354,19 +355,19 @@ class Cluster:
 
     def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
         """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
-        run_dir, log_dir = self._rank_folders
+        run_dir, log_dir, _ = self._rank_folders
         return str(run_dir.with_name(_folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip
 
     def _runtime(self, spec: ModelConfig) -> str:
         return str(spec.runtime_of(self._config.engine) or sys.executable)
 
 
-def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path]:
-    """Where the ranks of the node `node_ip` have their status files and sockets, and their logs.
+def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path]:
+    """Where the ranks of the node `node_ip` have their status files and sockets, their logs, and quantized weights.
 
     The former are named after the node, so that nodes that share a file system do not mix.
     """
-    return config.runtime_path() / "ranks" / _folder_name(node_ip), config.state_dir / "logs"
+    return config.runtime_path() / "ranks" / _folder_name(node_ip), config.state_dir / "logs", config.quantized_path()
 
 
 def _folder_name(node_ip: str) -> str:

@@ -8,29 +8,30 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     ValidationError,
     model_validator,
 )
 
-from sparkd import vllm_args, yamlfile
+from sparkd import quantizing, vllm_args, yamlfile
 from sparkd.config_fields import (
     AbsolutePath,
+    Address,
     Count,
     Environment,
+    Gib,
     PositiveCount,
     PositiveSeconds,
     Seconds,
     Section,
     Word,
+    split_address,
 )
 from sparkd.config_source import (
     canonical,
@@ -53,28 +54,10 @@ GIB = 1024**3
 MIB = 1024**2
 STATE_DIR = Path("/var/lib/sparkd")
 _NO_ADMIN_KEY = "There are inference keys and no admin key, so nobody can use the admin API or the command line: set keys.admin_file."
-_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
-
-
-def _split(address: str) -> tuple[str, int]:
-    match = _HOST_PORT.fullmatch(address)
-    if match is None or int(match["port"]) > 65535:
-        raise ValueError("host:port is expected, such as 127.0.0.1:4000, 0.0.0.0:4000 (every address) or [::1]:4000")
-    host = match["six"] or match["host"]
-    # The socket is bound to what was checked, whatever /etc/hosts says about the name.
-    return "127.0.0.1" if host == "localhost" else host, int(match["port"])
-
-
-def _address(value: str) -> str:
-    _split(value)
-    return value
 
 
 def _log_level(value: Any) -> Any:
     return "warning" if value == "warn" else value
-
-
-Address = Annotated[str, AfterValidator(_address)]
 
 
 class Limits(Section):
@@ -139,6 +122,13 @@ class Memory(Section):
         return int(self.os_reserve_gib * GIB)
 
 
+class QuantizedCache(Section):
+    """Where models with `quantize` are kept as they were quantized, and how much room they may take."""
+
+    dir: AbsolutePath | None = None
+    limit_gib: Gib | None = None
+
+
 class OnStartup(Section):
     """llama-swap's hook: the models to load at start."""
 
@@ -171,18 +161,19 @@ class Config(Section):
     engine: Engine = Engine()
     backoff: Backoff = Backoff()
     memory: Memory = Memory()
+    quantized_cache: QuantizedCache = QuantizedCache()
     hooks: Hooks = Hooks()
     models: dict[str, ModelConfig] = Field(default_factory=dict)
 
     @property
     def host(self) -> str:
         """The address to bind, IPv6 without brackets."""
-        return _split(self.listen)[0]
+        return split_address(self.listen)[0]
 
     @property
     def port(self) -> int:
         """0 lets the system choose a free one."""
-        return _split(self.listen)[1]
+        return split_address(self.listen)[1]
 
     def runtime_path(self) -> Path:
         """Sockets and handles of this boot. Short, because the path of a Unix socket has at most 107 bytes (unix(7)).
@@ -204,6 +195,16 @@ class Config(Section):
         if folder and (credential := Path(folder) / "ray.token").is_file() and credential.read_bytes().strip():
             return credential
         return self.state_dir / "ray.token"
+
+    def quantized_path(self) -> Path:
+        """The folder of quantized weights."""
+        return self.quantized_cache.dir or self.state_dir / "quantized"
+
+    def loader_of(self, model: ModelConfig) -> dict[str, Any]:
+        """See quantizing.loader_of."""
+        limit_gib = self.quantized_cache.limit_gib
+        limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
+        return quantizing.loader_of(model, model.environment(self.engine), str(self.quantized_path()), limit_bytes)
 
     def names(self) -> dict[str, str]:
         """Every name a request may use -> the model's canonical name."""
@@ -232,9 +233,10 @@ class Config(Section):
         return self.health_check_timeout_s if model.health_check_timeout_s is None else model.health_check_timeout_s
 
     def with_model(self, model: ModelConfig) -> Config:
-        """This configuration with one model added or replaced. Raises ConfigError where one of its names is taken."""
+        """This configuration with one model added or replaced. Raises ConfigError where one of its names is taken, or the engine's
+        settings forbid it."""
         models = {**self.models, model.name: model}
-        for location, message in _conflicts(models):
+        for location, message in _conflicts(models, self.engine):
             raise ConfigError(message, param=str(location[-1]))
         return self.model_copy(update={"models": models})
 
@@ -340,7 +342,7 @@ def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str
 
 def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """What one key says about another, each with the location of the key to blame."""
-    yield from ((("models", *location), message) for location, message in _conflicts(config.models))
+    yield from ((("models", *location), message) for location, message in _conflicts(config.models, config.engine))
     names = config.names()
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name not in names:
@@ -350,7 +352,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]
             )
 
 
-def _conflicts(models: Mapping[str, ModelConfig]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tuple[tuple[str, ...], str]]:
     owner: dict[str, str] = {name: name for name in models}
     for model in models.values():
         for key in ("served_model_name", "aliases"):
@@ -360,6 +362,8 @@ def _conflicts(models: Mapping[str, ModelConfig]) -> Iterator[tuple[tuple[str, .
                         (model.name, key),
                         f"models.{model.name}.{key}: {alias!r} is a name of the model {owner[alias]!r}. Choose another.",
                     )
+        if why := quantizing.unreachable(model, model.environment(engine)):
+            yield (model.name, "quantize"), f"models.{model.name}.quantize: {why}"
 
 
 def _warnings(config: Config, path: Path) -> Iterator[Problem]:
@@ -372,5 +376,7 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
     for model in config.models.values():
         if model.model.startswith("/") and not Path(model.model).is_dir():
             yield Problem(str(path), None, f"models.{model.name}.model: the folder {model.model} does not exist on this node.", "warning")
+        for remark in quantizing.remarks(model, model.environment(config.engine)):
+            yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         if model.runtime is not None and not model.runtime.exists():
             yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

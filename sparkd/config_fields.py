@@ -25,6 +25,7 @@ from sparkd import vllm_args
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
 class Section(BaseModel):
@@ -45,7 +46,8 @@ def one_or_many(value: Any) -> Any:
 
 
 def refuse(message: str, **context: Any) -> PydanticCustomError:
-    """A validation error with a ready message. `item` in the context names the list item or map key that is wrong."""
+    """A validation error with a ready message. In the context, `item` names the list item or map key that is wrong; `repeats` is True where
+    the message repeats the value."""
     return PydanticCustomError("refused", "{reason}", {"reason": message, **context})
 
 
@@ -60,6 +62,21 @@ def absolute(path: Path, info: ValidationInfo) -> Path:
         raise ValueError("the home folder that '~' stands for is not known; write the whole path") from error
     base = (info.context or {}).get("base") or Path.cwd()
     return Path(os.path.normpath(base / expanded))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, IPv6 without brackets, and port. Raises ValueError."""
+    match = _HOST_PORT.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError("host:port is expected, such as 127.0.0.1:4000, 0.0.0.0:4000 (every address) or [::1]:4000")
+    host = match["six"] or match["host"]
+    # The socket is bound to what was checked, whatever /etc/hosts says about the name.
+    return "127.0.0.1" if host == "localhost" else host, int(match["port"])
+
+
+def check_address(value: str) -> str:
+    split_address(value)
+    return value
 
 
 def check_name(name: str) -> str:
@@ -129,6 +146,7 @@ PositiveSeconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e8)
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=2**53)]
 PositiveCount = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=2**53)]
 Gib = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e6)]
+Address = Annotated[str, AfterValidator(check_address)]
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 Name = Annotated[str, AfterValidator(check_name)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many)]

@@ -23,7 +23,9 @@ OTHER_ENV_FAMILY = "SPARKD_STUB_"
 
 # Below these keys nothing is ever repeated in a message: keys, tokens, and arguments that may hold them.
 _SECRET_KEYS = frozenset({"keys", "env", "extra_args", "inference", "admin"})
-_PATH_KEYS = frozenset({"state_dir", "runtime_dir", "keys.inference_file", "keys.admin_file", "cluster.token_file", "engine.runtime"})
+_PATH_KEYS = frozenset(
+    {"state_dir", "runtime_dir", "keys.inference_file", "keys.admin_file", "cluster.token_file", "engine.runtime", "quantized_cache.dir"}
+)
 
 
 def table_of(values: Mapping[str, Any], place: Place) -> Table:
@@ -108,6 +110,8 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
         if one["type"] == "refused" and context.get("item") is not None:
             _, place, _ = _locate(tree, (*one["loc"], context["item"]))
         sentence = _sentence(one["type"], one["msg"], context)
+        if context.get("repeats") and place.secret:
+            sentence = "it comes from the environment and cannot be used (not shown, it may be a secret)"
         sentences = found.setdefault((location, one["type"] in {"refused", "value_error"}), (place, value, []))[2]
         if sentence not in sentences:
             sentences.append(sentence)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.text import Text
 
@@ -77,7 +78,8 @@ class Console:
                 if not moving:
                     return [view.name for view in views]
                 spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
-                line("\n  ".join(_line(view, snapshot) for view in moving) + spent, "\n".join(view.state for view in moving))
+                told = "\n  ".join(_line(view, snapshot, self._terminal) for view in moving)
+                line(told + spent, "\n".join(view.state for view in moving))
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
@@ -129,9 +131,9 @@ class Console:
             self._terminal.file.flush()
 
 
-def _line(view: ModelView, snapshot: Snapshot) -> str:
+def _line(view: ModelView, snapshot: Snapshot, terminal: Terminal) -> str:
     """How far a model is; while it cannot even begin, what it waits for."""
     if view.state is ModelState.STOPPED and snapshot.conditions:
         kind, _, reason = snapshot.conditions[0].partition(": ")
         return f"{view.name}: {'starting Ray' if kind == 'RayStarting' else reason}"
-    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None)}"
+    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal)}"

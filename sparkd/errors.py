@@ -242,7 +242,7 @@ class Unavailable(SparkdError):
 
 
 class ModelLoading(Unavailable):
-    """`loading` has model, state and, only where they are known, progress (0 to 1), bytes_done, bytes_total, eta_seconds."""
+    """`loading` has model, state and, where they are known, progress (0 to 1), bytes_done, bytes_total, bytes_per_second, eta_seconds."""
 
     type = "model_loading"
     code = "model_loading"

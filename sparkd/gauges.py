@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sparkd import metrics
 from sparkd.snapshot import ModelView, NodeView, Snapshot
-from sparkd.state import ModelState
+from sparkd.state import ModelState, Progress
 
 _models: set[str] = set()
 _nodes: set[str] = set()
@@ -51,11 +51,24 @@ def _show_model(view: ModelView) -> None:
     for state in ModelState:
         metrics.MODEL_STATE.labels(view.name, state.value).set(1 if view.state is state else 0)
     metrics.QUEUE_DEPTH.labels(view.name).set(view.queued)
-    progress = view.progress
-    if progress and progress.bytes_done is not None:
-        metrics.MODEL_LOAD_BYTES.labels(view.name).set(progress.bytes_done)
-    if progress and progress.bytes_total is not None:
-        metrics.MODEL_LOAD_TOTAL_BYTES.labels(view.name).set(progress.bytes_total)
+    if view.progress:
+        _show_load(view.name, view.progress)
+
+
+def _show_load(model: str, progress: Progress) -> None:
+    rate = progress.bytes_per_s if progress.phase == "loading" else 0.0
+    values = [
+        (metrics.MODEL_LOAD_BYTES, progress.bytes_done),
+        (metrics.MODEL_LOAD_TOTAL_BYTES, progress.bytes_total),
+        (metrics.MODEL_LOAD_BYTES_PER_SECOND, (rate or 0.0) if progress.units_done is not None else None),
+        (metrics.MODEL_LOAD_READ_BYTES, progress.read_bytes),
+        (metrics.MODEL_LOAD_UNITS, progress.units_done),
+        (metrics.MODEL_LOAD_TOTAL_UNITS, progress.units_total),
+        (metrics.QUANTIZED_CACHE_BYTES, progress.cache_bytes),
+    ]
+    for gauge, value in values:
+        if value is not None:
+            gauge.labels(model).set(value)
 
 
 def _show_node(node: NodeView) -> None:
@@ -84,6 +97,11 @@ _OF_A_MODEL = (
     metrics.QUEUE_DEPTH,
     metrics.MODEL_LOAD_BYTES,
     metrics.MODEL_LOAD_TOTAL_BYTES,
+    metrics.MODEL_LOAD_BYTES_PER_SECOND,
+    metrics.MODEL_LOAD_READ_BYTES,
+    metrics.MODEL_LOAD_UNITS,
+    metrics.MODEL_LOAD_TOTAL_UNITS,
+    metrics.QUANTIZED_CACHE_BYTES,
     metrics.MODEL_LOAD_SECONDS,
     metrics.MODEL_RESTARTS,
 )

@@ -66,6 +66,21 @@ MODEL_LOAD_BYTES = Gauge(
 MODEL_LOAD_TOTAL_BYTES = Gauge(
     "sparkd_model_load_total_bytes", "Bytes of weights that the present or the last load has to read.", ("model",), registry=REGISTRY
 )
+MODEL_LOAD_BYTES_PER_SECOND = Gauge(
+    "sparkd_model_load_bytes_per_second", "Bytes of weights per second in the present load, else 0.", ("model",), registry=REGISTRY
+)
+MODEL_LOAD_READ_BYTES = Gauge(
+    "sparkd_model_load_read_bytes", "Bytes that the present or the last load took from the disk.", ("model",), registry=REGISTRY
+)
+MODEL_LOAD_UNITS = Gauge(
+    "sparkd_model_load_units", "Tensors and experts that the present or the last load has handed over.", ("model",), registry=REGISTRY
+)
+MODEL_LOAD_TOTAL_UNITS = Gauge(
+    "sparkd_model_load_total_units", "Tensors and experts that the present or the last load hands over.", ("model",), registry=REGISTRY
+)
+QUANTIZED_CACHE_BYTES = Gauge(
+    "sparkd_quantized_cache_bytes", "Bytes of quantized weights that the present or the last load has kept.", ("model",), registry=REGISTRY
+)
 MODEL_FAILURES = Counter("sparkd_model_failures", "Times a model went to FAILED.", ("model", "reason"), registry=REGISTRY)
 MODEL_RESTARTS = Counter("sparkd_model_restarts", "Starts that followed a failure.", ("model",), registry=REGISTRY)
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, model_validator
 
 from sparkd import config_fields as kinds
 from sparkd.config_fields import (
@@ -25,6 +25,7 @@ from sparkd.config_fields import (
     Section,
     Word,
 )
+from sparkd.quantizing import excluded, recipe
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 # vLLM's own reading (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
@@ -106,6 +107,9 @@ class ModelConfig(Section):
     entrypoint: Word | None = None
     env: Environment = Field(default_factory=dict)
 
+    quantize: Annotated[dict[str, Any] | None, BeforeValidator(recipe)] = None
+    quantized_cache: bool = True
+
     max_model_len: Length = None
     max_num_seqs: PositiveCount | None = None
     max_num_batched_tokens: Tokens = None
@@ -119,6 +123,12 @@ class ModelConfig(Section):
     tool_call_parser: Word | None = None
     reasoning_parser: Word | None = None
     extra_args: Arguments = ()
+
+    @model_validator(mode="after")
+    def _one_loader(self) -> ModelConfig:
+        for key, message in excluded(self):
+            raise kinds.refuse(message, item=key)
+        return self
 
     def served_names(self) -> tuple[str, ...]:
         """Every name a request may call this model by, the canonical one first."""
@@ -171,10 +181,11 @@ _VALUE_FLAGS = (
 def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
     """16 hex digits over everything that changes the engine's processes, so that an engine is restarted for such a change and no other.
 
-    What only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out.
+    What only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out, and where quantized
+    weights are kept: an engine that runs has no more to do with it.
     """
     runtime = model.runtime_of(engine)
-    parts = {
+    parts: dict[str, Any] = {
         "model": model.model,
         "served_names": model.served_names(),
         "flags": model.vllm_flags(),
@@ -185,4 +196,7 @@ def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
         "entrypoint": model.entrypoint_of(engine),
         "platform": engine.platform,
     }
+    if model.quantize is not None:
+        # Only then, so that engines of a release without this key are adopted.
+        parts["quantize"] = model.quantize
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

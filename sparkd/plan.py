@@ -255,6 +255,9 @@ def _advance(facts: ModelFacts, progress: Progress, now_s: float) -> Action | No
             f"It was not ready after {facts.start_deadline_s:.0f} s and hung in {facts.state}. Look at `sparkd logs {facts.name}`; "
             "if it was only slow, raise health_check_timeout_s.",
         )
+    if progress.failure and not progress.server_up:
+        # The engine may take its time to end, or hang: what it was started for has failed.
+        return Fail(facts.name, *_load_failed(facts.name, progress.failure))
     said = _PHASES.get(progress.phase)
     if said and _ORDER.index(said) > _ORDER.index(facts.state):
         return Move(facts.name, said)
@@ -268,7 +271,13 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
-    """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966)."""
+    """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The loader knows best why."""
+    if fact.progress.failure and not fact.progress.server_up:
+        return _load_failed(name, fact.progress.failure)
     how = f"exit code {fact.exit_code}" if fact.exit_code is not None else "killed, with no exit code left behind"
     last = f" Last error in its log: {fact.progress.last_error}" if fact.progress.last_error else ""
     return "EngineExited", f"The engine ended by itself ({how}).{last} See `sparkd logs {name}`."
+
+
+def _load_failed(name: str, why: str) -> tuple[str, str]:
+    return "LoadFailed", f"{why.rstrip('.')}. See `sparkd logs {name}`."

@@ -116,6 +116,7 @@ class Roster:
             metadata=spec.metadata if spec else {},
             max_model_len=max_model_len,
             source=spec.model if spec else "",
+            quantize=spec.quantize if spec else None,
             state=record.state,
             want=record.desired.want,
             wanted_by=record.desired.by,

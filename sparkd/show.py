@@ -21,6 +21,7 @@ MIB = 1 << 20
 # Output that goes to a file or a pipe is never folded or cut.
 PIPE_WIDTH = 4096
 NARROW = 100
+BAR_CELLS = 20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
 _STAGES = {
@@ -82,23 +83,26 @@ def progress(console: Console) -> Iterator[Line]:
         yield lambda text, step: status.update(escape(printable(text)))
 
 
-def stage(state: str, progress: Mapping[str, Any] | None) -> str:
-    """`loading 50 %, 63.4 GiB of weights, 12 s left`: only what is known."""
+def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None) -> str:
+    """`loading 50% as nvfp4, 31.7 of 63.4 GiB, 5.82 GB/s, about 5 s left`: only what is known, with a bar where `console` is a terminal."""
     known = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
     words = _STAGES.get(state, state.lower())
     if state == "LOADING" and known.get("phase") == "starting":
         words = "starting its engine"
     if known.get("fraction") is not None and known.get("phase") == "loading":
-        words += f" {known['fraction']:.0%}"
+        cells = f" {bar(known['fraction'], BAR_CELLS, console)}" if console and console.is_terminal else ""
+        words += f"{cells} {known['fraction']:.0%}{_origin(known)}"
     parts = [words]
-    if known.get("bytes_total") and known.get("bytes_done") is not None:
-        parts.append(f"{known['bytes_done'] / GIB:.1f} of {known['bytes_total'] / GIB:.1f} GiB")
-    elif known.get("weights_gib") is not None:
+    if state == "LOADING":
+        parts += _amounts(known)
+    if known.get("weights_gib") is not None and len(parts) == 1:
         parts.append(f"{known['weights_gib']:.2f} GiB of weights")
     if known.get("kv_tokens") is not None:
         parts.append(f"KV cache of {known['kv_tokens']:,} tokens")
     if known.get("eta_s") is not None:
         parts.append(f"about {known['eta_s']:.0f} s left")
+    if known.get("cache_state") == "writing" and state != "LOADING":
+        parts.append("writing the quantized cache")
     return ", ".join(parts)
 
 
@@ -127,6 +131,12 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         )
     console.print(table)
     for model in shown:
+        known = model["progress"] or {}
+        if model["state"] in ("LOADING", "WARMING", "SIZING") and known:
+            _say(console, f"{model['name']}: {stage(model['state'], known, console)}", "yellow")
+        if known.get("cache_state") in ("failed", "skipped"):
+            why = known.get("cache_why") or "no reason was given"
+            _say(console, f"{model['name']}: its quantized weights were not kept: {why}", "yellow")
         if model["message"]:
             reason = f" ({model['reason']})" if model["reason"] else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
@@ -245,6 +255,25 @@ def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Table:
     return table
 
 
+def _origin(known: Mapping[str, Any]) -> str:
+    if known.get("source") == "cache":
+        return " from the quantized cache"
+    return f" as {known['format']}" if known.get("format") else ""
+
+
+def _amounts(known: Mapping[str, Any]) -> list[str]:
+    """Bytes, rate and units, as far as they are known."""
+    parts = []
+    if known.get("bytes_total") and known.get("bytes_done") is not None:
+        unit, name = (GIB, "GiB") if known["bytes_total"] >= GIB else (MIB, "MiB")
+        parts.append(f"{known['bytes_done'] / unit:.1f} of {known['bytes_total'] / unit:.1f} {name}")
+    if known.get("bytes_per_s"):
+        parts.append(f"{known['bytes_per_s'] / 1e9:.2f} GB/s")
+    if known.get("units_total") and known.get("units_done") is not None:
+        parts.append(f"{known['units_done']} of {known['units_total']} units")
+    return parts
+
+
 def _state(state: str, known: Mapping[str, Any]) -> Text:
     fraction = known.get("fraction")
     percent = f" {fraction:.0%}" if state == "LOADING" and fraction is not None else ""
@@ -259,7 +288,7 @@ def _node(node: Mapping[str, Any]) -> Text:
     total, available = reading["mem_total_bytes"], reading["mem_available_bytes"]
     text = Text(f"{node['address']}  ")
     used = 1 - available / total
-    cells = bar(used, 20, Console())
+    cells = bar(used, BAR_CELLS, Console())
     text.append(cells, style="red" if used > 0.95 else "yellow" if used > 0.85 else "green")
     text.append(f"  {(total - available) / GIB:.1f} of {total / GIB:.1f} GiB in use, {reading['mem_free_bytes'] / GIB:.1f} GiB wholly free")
     text.append(f"; models hold {node['reserved_gib']:g} of {node['unified_memory_gib'] or 0:g} GiB{agent}")

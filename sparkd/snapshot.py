@@ -19,6 +19,7 @@ class ModelView:
     metadata: Mapping[str, Any]
     max_model_len: int | None
     source: str
+    quantize: Mapping[str, Any] | None
     state: ModelState
     want: Want
     wanted_by: str
@@ -47,6 +48,7 @@ class ModelView:
                 "progress": self.progress.fraction,
                 "bytes_done": self.progress.bytes_done,
                 "bytes_total": self.progress.bytes_total,
+                "bytes_per_second": self.progress.bytes_per_s,
                 "eta_seconds": self.progress.eta_s,
             }
         return {key: value for key, value in fields.items() if value is not None}

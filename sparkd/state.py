@@ -103,7 +103,12 @@ class RankHandle:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank is. Fields are None where the log has not said; eta_s only when two measured points give it."""
+    """How far a rank is. Fields are None where neither its log nor its loader has said; eta_s only where measured points give it.
+
+    From units_done on they are the loader's own (workers.loadfile): units are tensors and experts; read_bytes came from the disk, whole
+    blocks, past the page cache where direct; source is `checkpoint` or `cache`; cache_state tells of the quantized cache that is written
+    beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended.
+    """
 
     phase: str = "starting"
     fraction: float | None = None
@@ -120,6 +125,17 @@ class Progress:
     server_up: bool = False
     last_error: str | None = None
     line_at_s: float | None = None
+    units_done: int | None = None
+    units_total: int | None = None
+    bytes_per_s: float | None = None
+    read_bytes: int | None = None
+    source: str | None = None
+    format: str | None = None
+    direct: bool | None = None
+    cache_state: str | None = None
+    cache_bytes: int | None = None
+    cache_why: str | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Session:
                         raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
                     view = self.client.model(model)
                     if not self.json and view["state"] not in _STILL[operation["kind"]]:
-                        line(f"{model}: {show.stage(view['state'], view['progress'])}  ({waited_s:.0f} s)", view["state"])
+                        line(f"{model}: {show.stage(view['state'], view['progress'], self.err)}  ({waited_s:.0f} s)", view["state"])
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
             self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)

@@ -113,6 +113,7 @@ _NOT_OVER_ADMIN: Mapping[str, str] = {
 _NOT_OVER_ADMIN_SHORT: Mapping[str, str] = {"-sc": "speculative-config", "-cc": "compilation-config"}
 # A whole flag of its own that happens to begin a refused one.
 _ALSO_FLAGS = frozenset({"reasoning-parser"})
+_LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
 # What a later vLLM may add: a name of this form loads code, opens a path or an address in every flag of 0.32.0 that has it.
 _SUSPECT = re.compile(r"plugin|middleware|trust|-cls$|-class(?:-|$)|-path$|-dir$|-file$|-addr(?:ess)?$|-port$|-token$|-key$")
 
@@ -182,6 +183,14 @@ def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:
             reason = next((why for family, why in _OWNED_ENV_FAMILIES.items() if name.startswith(family)), None)
         if reason:
             yield name, f"{name} is not for env: {reason}."
+
+
+def loader_flags(args: Sequence[str]) -> Iterable[str]:
+    """Every argument, without its value, that says how weights are loaded or quantized, in any spelling or beginning."""
+    for arg in args:
+        name = _long_name(arg)
+        if (arg.startswith("-q") if name is None else any(flag.startswith(name) for flag in _LOADER)):
+            yield _flag(arg)
 
 
 def refused_over_admin(args: Sequence[str], env: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,14 @@ import pytest
 from sparkd.errors import RankError
 from sparkd.memory import reading
 from sparkd.state import RankHandle
+from tests.daemon_process import ROOT
 from tests.ranks import until
 from workers import agent as module
 from workers import rank
 from workers.agent import Agent
 
 FIXTURES = Path(__file__).parent / "fixtures" / "meminfo"
+SHOWN = ["sparkd", "sparkd_plugin-0.dist-info", "workers"]
 NEVER_S = 60.0  # the sampler's thread sleeps through the test
 
 
@@ -201,19 +206,37 @@ def test_a_cursor_that_a_client_made_up_begins_again(made: Agent, cursor: str) -
 
 
 def test_a_foreign_interpreter_sees_the_plugin_and_nothing_else_of_ours(made: Agent) -> None:
-    (entry,) = os.listdir(f"{made.run_dir}/plugin")
-    assert entry == "workers"
-    code = "import importlib.util as u, workers; print(workers.__file__, u.find_spec('sparkd'), u.find_spec('tests'))"
+    assert sorted(os.listdir(f"{made.run_dir}/plugin")) == SHOWN
+    code = """
+import importlib.metadata, importlib.util, sys
+import workers, sparkd.checkpoint, sparkd.errors
+(point,) = importlib.metadata.entry_points(group="vllm.general_plugins")
+print(workers.__file__, importlib.util.find_spec("tests"), point.name, point.value)
+print({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - {"__main__"} == {"workers", "sparkd"})
+"""
+    done = _python(code, f"{made.run_dir}/plugin", "-S")
+    assert done.split() == [f"{made.run_dir}/plugin/workers/__init__.py", "None", "sparkd", "workers.plugin:register", "True"]
+
+
+def test_an_interpreter_that_has_sparkd_installed_sees_one_plugin(made: Agent, folder: Path) -> None:
+    """vLLM keeps plugins by the entry point's name. The version of sparkd stays that of its own distribution."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    info = folder / "site" / "sparkd-7.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sparkd\nVersion: 7\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\n" + "\n".join(f"{name} = {value}" for name, value in project.items()))
+    code = """
+from importlib.metadata import entry_points, version
+print(version("sparkd"), *{each.name + "=" + each.value for each in entry_points(group="vllm.general_plugins")})
+"""
+    assert _python(code, f"{made.run_dir}/plugin:{folder / 'site'}", "-S") == "7 sparkd=workers.plugin:register\n"
+
+
+def _python(code: str, path: str, *flags: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env={"PYTHONPATH": f"{made.run_dir}/plugin"},
-        timeout=30,
-        check=True,
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd="/", env={"PYTHONPATH": path}, timeout=30, check=True
     )
-    assert done.stdout.split() == [f"{made.run_dir}/plugin/workers/__init__.py", "None", "None"]
+    return done.stdout
 
 
 def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> None:
@@ -223,7 +246,7 @@ def test_the_plugins_folder_follows_an_upgrade(made: Agent, folder: Path) -> Non
     Agent("n", made.run_dir, made.log_dir, NEVER_S, str(folder / "proc"))
 
     assert link.resolve() == Path(module.__file__).resolve().parent
-    assert os.listdir(link.parent) == ["workers"]
+    assert sorted(os.listdir(link.parent)) == SHOWN
 
 
 # Ranks
@@ -260,6 +283,29 @@ def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bo
     assert os.listdir(made.run_dir) == ["plugin"]
     with pytest.raises(RankError, match="cannot be read"):
         made.api_key("m-1-0123abcd")
+
+
+@pytest.mark.parametrize(("elsewhere", "cache_dir"), [(False, "/theirs"), (True, "/ours"), (True, None)])
+def test_the_loader_tells_its_own_node_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, cache_dir: str | None
+) -> None:
+    monkeypatch.setenv(module.NODE_CACHE_DIR, "/ours")
+    made = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"), elsewhere)
+    told = {"quantize": {"format": "fp8", "layers": []}, "cache_dir": cache_dir and "/theirs", "cache_limit_bytes": None}
+    handle = made.spawn(spec(folder, load_format="spark_stream", loader_extra_config=told), False)
+    try:
+        argv = Path(f"/proc/{made.observe()['ranks'][0]['engine_pid']}/cmdline").read_text().split("\0")
+        loader = json.loads(argv[argv.index("--model-loader-extra-config") + 1])
+        assert argv[argv.index("--load-format") + 1] == "spark_stream"
+        assert loader == told | {"cache_dir": cache_dir, "progress": f"{made.run_dir}/m-1-0123abcd.load"}
+        file = {"v": 1, "phase": "reading", "bytes_done": 5, "bytes_total": 10, "at": time.time(), "eta_s": 3}
+        for path in (loader["progress"], f"{loader['progress']}.tp1"):
+            Path(path).write_text(json.dumps(file))
+        seen = made.observe()["ranks"][0]["progress"]
+        assert (seen["bytes_done"], seen["bytes_total"], seen["server_up"] or seen["eta_s"]) == (10, 20, seen["server_up"] or 3)
+    finally:
+        made.destroy(handle, 2.0)
+    assert os.listdir(made.run_dir) == ["plugin"]
 
 
 def test_a_rank_that_cannot_start_leaves_no_key(made: Agent, folder: Path) -> None:

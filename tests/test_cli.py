@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from sparkd import __main__, errors, launch, show
@@ -381,12 +383,48 @@ def test_the_log_of_a_service_goes_to_stderr(tmp_path: Path) -> None:
             {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "eta_s": 9.7},
             "loading 50%, 2.0 of 4.0 GiB, about 10 s left",
         ),
+        (
+            "LOADING",
+            {"phase": "loading", "fraction": 0.25, "bytes_done": 64 << 20, "bytes_total": 256 << 20, "bytes_per_s": 5.824e9,
+             "units_done": 3, "units_total": 644, "format": "nvfp4", "source": "checkpoint", "cache_state": "writing", "eta_s": None},
+            "loading 25% as nvfp4, 64.0 of 256.0 MiB, 5.82 GB/s, 3 of 644 units",
+        ),
+        ("LOADING", {"phase": "loading", "fraction": 0.0, "source": "cache", "format": "int4"}, "loading 0% from the quantized cache"),
+        ("WARMING", {"phase": "warming", "fraction": None, "bytes_done": 9, "bytes_total": 9, "bytes_per_s": 1e9, "units_done": 1,
+                     "units_total": 1, "cache_state": "writing", "weights_gib": 1.5},
+         "warming up, 1.50 GiB of weights, writing the quantized cache"),
         ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}, "sizing the KV cache, 1.50 GiB of weights, KV cache of 1,024 tokens"),
         ("READY", {"phase": "serving", "kv_tokens": 5}, "ready"),
     ],
-)
+)  # fmt: skip
 def test_progress_in_words(state: str, progress: dict[str, Any] | None, words: str) -> None:
     assert show.stage(state, progress) == words
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    half = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30}
+    terminal = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True)
+
+    assert show.stage("LOADING", half, terminal) == f"loading {'█' * 10}{'░' * 10} 50%, 2.0 of 4.0 GiB"
+    assert show.stage("LOADING", half, Console(file=io.StringIO())) == show.stage("LOADING", half)
+    assert show.stage("PLANNED", half, terminal) == "finding room"
+
+
+def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
+    loading = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "format": "fp8", "eta_s": 9.0}
+    unkept = {"phase": "serving", "cache_state": "skipped", "cache_why": "the disk has 3 GiB left"}
+    rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
+    models = [
+        {"name": "a", "state": "LOADING", "progress": loading, "message": None, **rest},
+        {"name": "b", "state": "READY", "progress": unkept, "message": None, **rest},
+    ]
+    out = io.StringIO()
+    show.resident(models, Console(file=out, width=200), now_s=5.0)
+
+    assert out.getvalue().splitlines()[-2:] == [
+        "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
+        "b: its quantized weights were not kept: the disk has 3 GiB left",
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (200000, "2d")])

@@ -124,7 +124,39 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
             "models: {a: {model: o/a, max-model-length: 1}}",
             ["F:1: models.a.max-model-length is not a known key; did you mean max_model_len?"],
         ),
-        ("models: {a: {model: o/a, quantize: fp8}}", ["F:1: models.a.quantize is not a known key; did you mean quantization?"]),
+        ("models: {a: {model: o/a, quantise: fp8}}", ["F:1: models.a.quantise is not a known key; did you mean quantize?"]),
+        ("models:\n a:\n  model: o/a\n  quantize: nf4", ["F:4: models.a.quantize: nf4 is not built yet; *"]),
+        ("models:\n a:\n  model: o/a\n  quantize: int3", ["F:4: models.a.quantize: the format 'int3' is not known; *"]),
+        ("models:\n a:\n  model: o/a\n  quantize: true", ["F:4: models.a.quantize: must be a format, such as nvfp4, or a map *"]),
+        (
+            "models:\n a:\n  model: o/a\n  quantize:\n   layers: [{match: x, format: fp9}]",
+            ["F:4: models.a.quantize: layers[[]0[]]: the format 'fp9' is not known; *"],
+        ),
+        (
+            "models:\n a:\n  model: o/a\n  quantize: {format: nvfp4, group: 8}",
+            ["F:4: models.a.quantize: the key 'group' is not known; *"],
+        ),
+        (
+            "models:\n a:\n  model: o/a\n  quantize: fp8\n  load_format: auto",
+            ["F:5: models.a: load_format and quantize exclude each other, because sparkd's loader decides on it: remove one of them."],
+        ),
+        (
+            "models:\n a:\n  quantization: fp8\n  model: o/a\n  quantize: fp8",
+            ["F:3: models.a: quantization and quantize exclude each other, *"],
+        ),
+        (
+            "models:\n a:\n  model: o/a\n  quantize: bf16\n  extra_args: [--seed, 1,\n   --load_format=auto]",
+            ["F:5: models.a: '--load_format' and quantize exclude each other, *"],
+        ),
+        (
+            "engine: {env: {VLLM_PLUGINS: 'a,b'}}\nmodels:\n a: {model: o/a}\n b:\n  model: o/a\n  quantize: fp8",
+            ["F:6: models.b.quantize: VLLM_PLUGINS in env shuts out sparkd's plugin for vLLM, *"],
+        ),
+        (
+            "models:\n a:\n  model: o/a\n  quantize: ''\n  env: {VLLM_NF4_LAYERS: moe}",
+            ["F:4: models.a.quantize: VLLM_NF4_LAYERS=moe: nf4 is not built yet; *"],
+        ),
+        ("quantized_cache: {limit_gib: 0}", ["F:1: quantized_cache.limit_gib is 0; it must be more than 0."]),
         (
             "listen: a\nlisten: b",
             ["F:2: The key 'listen' stands here a second time; it was first set on line 1. Keep one.", "F:1: listen: *"],
@@ -174,7 +206,7 @@ def test_every_complaint_names_place_key_and_cure(complain, text: str, lines: li
 
     assert len(said) == len(lines)
     for line, pattern in zip(sorted(said), sorted(lines), strict=True):
-        assert re.fullmatch(re.escape(pattern).replace(r"\ \*", " .*").replace(r"\[\[\]", r"\["), line), line
+        assert re.fullmatch(re.escape(pattern).replace(r"\ \*", " .*").replace(r"\[\[\]", r"\[").replace(r"\[\]\]", r"\]"), line), line
 
 
 def test_all_complaints_come_at_once_by_line_and_the_error_has_the_first_place(load, tmp_path: Path) -> None:
@@ -230,6 +262,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         "models: {a: {model: '-${env.CANARY}'}}",
         "log_level: '${env.CANARY}'",
         "limits: {max_body_bytes: '${env.CANARY}'}",
+        "models: {a: {model: o/a, quantize: '${env.CANARY}'}}",
+        f"models: {{a: {{model: o/a, quantize: fp8, extra_args: [--load-format={KEY}]}}}}",
+        f"models: {{a: {{model: o/a, quantize: fp8, env: {{VLLM_PLUGINS: {KEY}}}}}}}",
     ],
 )
 def test_no_complaint_repeats_a_secret(complain, text: str) -> None:

@@ -74,10 +74,24 @@ def test_queue_and_bytes_of_a_load() -> None:
     assert shown("sparkd_model_load_bytes", model="m") == {"": 7.0}, "of the last load, once it is over"
 
 
+def test_what_the_loader_says() -> None:
+    told = Progress("loading", bytes_done=7, bytes_total=9, units_done=2, units_total=3, bytes_per_s=4.5, read_bytes=4096, cache_bytes=5)
+    gauges.show(snapshot(view("m", progress=told)))
+    values = {"model_load_bytes_per_second": 4.5, "model_load_read_bytes": 4096, "model_load_units": 2, "model_load_total_units": 3}
+    for name, value in (values | {"quantized_cache_bytes": 5}).items():
+        assert shown(f"sparkd_{name}", model="m") == {"": value}, name
+
+    for later in (replace(told, bytes_per_s=None), replace(told, phase="warming")):
+        gauges.show(snapshot(view("m", progress=told)))
+        gauges.show(snapshot(view("m", progress=later)))
+        assert shown("sparkd_model_load_bytes_per_second", model="m") == {"": 0.0}
+
+
 def test_no_bytes_where_the_log_says_none() -> None:
     gauges.show(snapshot(view("m", progress=Progress(fraction=0.5))))
 
-    assert shown("sparkd_model_load_bytes", model="m") == {}
+    for name in ("bytes", "bytes_per_second", "units"):
+        assert shown(f"sparkd_model_load_{name}", model="m") == {}
 
 
 def test_loads_failures_and_restarts_count() -> None:
@@ -132,7 +146,8 @@ def test_a_node_without_a_reading_shows_what_is_reserved() -> None:
 
 def test_what_is_gone_leaves_no_series() -> None:
     before = metrics.text()
-    gauges.show(snapshot(view("m", progress=Progress(bytes_done=1)), view("other"), nodes=(NODE,)))
+    told = Progress(bytes_done=1, bytes_total=1, units_done=1, units_total=1, read_bytes=1, cache_bytes=1)
+    gauges.show(snapshot(view("m", progress=told), view("other"), nodes=(NODE,)))
     gauges.loaded("m", 1.0, adopted=False)
     gauges.failed("m", "EngineExited")
     gauges.restarted("m")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkd.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config import Config, Engine, ModelConfig, check, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
+from workers.stream.recipe import Recipe
 
 
 def from_text(folder: Path, text: str) -> Config:
@@ -53,11 +55,11 @@ CHANGES_ENGINE = {
     "model": "/n", "revision": "r", "aliases": ["a"], "served_model_name": ["s"], "executor": "ray", "tensor_parallel": 2, "runtime": "/p",
     "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
-    "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"],
+    "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"], "quantize": "nvfp4",
 }  # fmt: skip
 CHANGES_NOTHING = {
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "concurrency_limit": 1, "wait_for_load_s": 1,
-    "health_check_timeout_s": 1, "memory_gib": 1,
+    "health_check_timeout_s": 1, "memory_gib": 1, "quantized_cache": False,
 }  # fmt: skip
 
 
@@ -113,6 +115,101 @@ def test_waits_and_deadlines_have_one_default_and_one_per_model(tmp_path: Path) 
     assert (config.wait_s(own), config.start_deadline_s(own), config.ttl_s(own)) == (0, 1, 0)
 
 
+# Weights in another format
+
+
+def test_spellings_of_one_recipe_are_one() -> None:
+    same = ["int4-g64", "INT4-G64", {"format": "int4", "group_size": 64}, {"format": "int4-g64", "layers": [], "keep": []}]
+
+    assert len({config_hash(model(quantize=each), Engine()) for each in same}) == 1
+    assert config_hash(model(quantize="int4"), Engine()) != config_hash(model(quantize="int4-g64"), Engine())
+    assert model(quantize=model(quantize="nvfp4").quantize) == model(quantize="nvfp4")
+
+
+def test_the_hash_of_a_model_without_the_key_is_that_of_the_release_before_it() -> None:
+    """Else an upgrade would restart every engine."""
+    assert config_hash(model(), Engine()) == "2486ff538c5559d1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine", "loader"),
+    [
+        ({}, "", None),
+        ({"quantize": None}, "", None),
+        ({"quantize": "nvfp4"}, "", {"cache_dir": "/s/quantized", "cache_limit_bytes": None}),
+        ({"quantize": "bf16"}, "quantized_cache: {dir: /c, limit_gib: 1.5}", {"cache_dir": "/c", "cache_limit_bytes": 3 << 29}),
+        ({"quantize": "fp8", "quantized_cache": False}, "quantized_cache: {limit_gib: 1}", {"cache_dir": None, "cache_limit_bytes": None}),
+    ],
+)
+def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: str, loader: dict[str, Any] | None) -> None:
+    fields = from_text(tmp_path, f"state_dir: /s\n{engine}").loader_of(model(**keys))
+
+    if loader is None:
+        assert fields == {}
+        return
+    assert fields["load_format"] == "spark_stream"
+    assert fields["loader_extra_config"] == {"quantize": Recipe.parse(keys["quantize"]).canonical(), **loader}
+    json.dumps(fields, allow_nan=False)
+
+
+def test_an_empty_recipe_follows_the_variables_of_the_engine(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "engine: {env: {VLLM_MXFP4_LAYERS: moe}}")
+    told = [config.loader_of(model(quantize=empty, env=env)) for empty in ("", {}) for env in ({}, {"VLLM_FP8_LAYERS": "o_proj"})]
+
+    assert [len(each["loader_extra_config"]["quantize"]["layers"]) for each in told] == [1, 2, 0, 0], "{} says that all stays as it is"
+    assert config_hash(model(quantize=""), Engine()) != config_hash(model(), Engine())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--load-format", "auto"], ["--load_format=auto"], ["--load"], ["-q", "fp8"], ["-qfp8"], ["--quantization=fp8"], ["--quant", "fp8"],
+     ["--quantization-config.x", "1"], ["--model-loader-extra-config", "{}"], ["--model_loader_extra_config.num_threads=4"]],
+)  # fmt: skip
+def test_two_loaders_exclude_each_other(args: list[str]) -> None:
+    assert model(extra_args=["--seed", "1", *args]).extra_args
+    with pytest.raises(ConfigError, match="exclude each other"):
+        model(extra_args=["--seed", "1", *args], quantize="bf16")
+
+
+def test_what_says_something_else_goes_with_it() -> None:
+    args = ["--hf-overrides", '{"a": 1}', "--safetensors-load-strategy", "lazy", "--lora-modules", "a=/a", "-q"]
+
+    assert model(extra_args=args[:-1], quantize="fp8", kv_cache_dtype="fp8", dtype="bfloat16").quantize
+    with pytest.raises(ConfigError, match="exclude each other"):
+        model(extra_args=args, quantize="fp8")
+
+
+def test_an_added_model_needs_our_plugin_too(tmp_path: Path) -> None:
+    config = from_text(tmp_path, "engine: {env: {VLLM_PLUGINS: other}}")
+    with pytest.raises(ConfigError, match="add sparkd to it"):
+        config.with_model(model(quantize="fp8"))
+
+    for env in ({"VLLM_PLUGINS": "other,sparkd"}, {"VLLM_PLUGINS": "sparkd"}):
+        assert config.with_model(model(quantize="fp8", env=env)).models
+    assert config.with_model(model()).models
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("env: {VLLM_FP8_LAYERS: all}", "VLLM_FP8_LAYERS in env has no effect without quantize"),
+        ("quantize: fp8, env: {VLLM_FP8_LAYERS: all}", "VLLM_FP8_LAYERS: not used, because"),
+        ("quantize: '', env: {VLLM_FP8_LAYERS: all}", None),
+        ("quantize: fp8", None),
+    ],
+)
+def test_variables_that_do_nothing_are_remarked(tmp_path: Path, keys: str, words: str | None) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models: {{m: {{model: o/m, {keys}}}}}")
+    remarks = [problem for problem in check(file, {}) if problem.severity == "warning"]
+
+    assert len(remarks) == (0 if words is None else 1)
+    assert words is None or (words in remarks[0].message and "m" in remarks[0].message)
+
+
+# What the admin API may bring in
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -126,6 +223,8 @@ def test_waits_and_deadlines_have_one_default_and_one_per_model(tmp_path: Path) 
         ({"model": "/m", "entrypoint": "p"}, "entrypoint is refused over the admin API"),
         ({"model": "/m", "extra_args": ["--middleware", "x"]}, "'--middleware' is refused over the admin API"),
         ({"model": "/m", "env": {"LD_PRELOAD": "x"}}, "'LD_PRELOAD' is refused over the admin API"),
+        ({"model": "/m", "quantize": "nf4"}, "models.m.quantize: nf4 is not built yet"),
+        ({"model": "/m", "quantize": "fp8", "load_format": "auto"}, "load_format and quantize exclude each other"),
         ({"model": "./m"}, "absolute path"),
         ({"model": "~/m"}, "absolute path"),
     ],

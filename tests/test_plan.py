@@ -147,6 +147,17 @@ def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:
     assert "ValueError: no room" in action.message
 
 
+@pytest.mark.parametrize("fact", [ALIVE, DEAD], ids=["while the engine lives on", "once it ended"])
+def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
+    failed = Progress(phase="loading", failure="a.safetensors: it is cut off: fetch it again", last_error="RuntimeError: engine")
+    (action,) = plan({"m": running(S.LOADING, replace(fact, progress=failed))}, (), True, NOW_S)
+    assert action == Fail("m", "LoadFailed", "a.safetensors: it is cut off: fetch it again. See `sparkd logs m`.")
+
+    (action,) = plan({"m": running(S.READY, replace(DEAD, progress=replace(failed, server_up=True)))}, (), True, NOW_S)
+    assert isinstance(action, Fail)
+    assert action.reason == "EngineExited", "it served after that"
+
+
 def test_a_rank_without_any_trace_is_a_failure() -> None:
     (action,) = plan({"m": running(S.READY)}, (), True, NOW_S)
 

@@ -77,9 +77,9 @@ def test_every_quantization_error_is_noticed(line: str) -> None:
     assert read(line).progress["last_error"]
 
 
-def test_the_fields_are_those_of_the_state() -> None:
+def test_the_fields_are_the_first_of_the_state() -> None:
     progress = Parser().progress
-    assert list(progress) == [one.name for one in fields(Progress)]
+    assert list(progress) == [one.name for one in fields(Progress)][: len(progress)]
     assert Progress(**progress) == Progress()
 
 

@@ -10,24 +10,35 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sparkd import errors
 from sparkd.errors import RankError
 from workers import meminfo, rank
+from workers.loadfile import load_path
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "4"
+VERSION = "5"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
 NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
 NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
+NODE_CACHE_DIR = "SPARKD_RAY_CACHE_DIR"
+# What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
+# of the entry point with nothing installed. Both names differ from those of sparkd's own distribution, the entry point's does not.
+_SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
+_PLUGIN = "sparkd_plugin-0.dist-info"
+_PLUGIN_FILES = {
+    "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
+    "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n",
+}
 
 
 class Agent:
     """One node's eyes and hands. Every method returns facts and blocks; Ray runs them on threads of their own.
 
     run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
-    are those of another node, the daemon's, and count only where this one has not said its own.
+    are those of another node, the daemon's, and count only where this one has not said its own; so does the folder of quantized weights.
     """
 
     def __init__(
@@ -36,11 +47,12 @@ class Agent:
         self.node_id = node_id
         self.run_dir = run_dir = os.environ.get(NODE_RUN_DIR, run_dir) if elsewhere else run_dir
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
+        self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
         self._proc = Path(proc)
         self._sample_s = sample_s
         for folder in (run_dir, log_dir):
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._plugin_dir = self._expose_workers()
+        self._plugin_dir = self._expose_plugin()
         self._sample()
         threading.Thread(target=self._sample_forever, name="memory sampler", daemon=True).start()
 
@@ -77,7 +89,7 @@ class Agent:
             where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
         try:
             here = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
-            return rank.spawn(rank.RankSpec.from_dict(spec | where | here | {"pythonpath": (self._plugin_dir,)}))
+            return rank.spawn(rank.RankSpec.from_dict(spec | where | here | self._loader(spec) | {"pythonpath": (self._plugin_dir,)}))
         except RankError:
             key_path.unlink(missing_ok=True)
             raise
@@ -135,18 +147,31 @@ class Agent:
         # `limited`: it was dropped a moment ago, on somebody else's call.
         return "helper" if answer.startswith(("ok", "limited")) else f"the helper said: {answer[:100]}"
 
-    def _expose_workers(self) -> str:
-        """A folder that holds nothing but `workers`, so that a foreign interpreter sees the plugin and no other package of ours."""
+    def _loader(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Where this node's loader tells how far it is, and keeps what it quantized."""
+        given = spec.get("loader_extra_config")
+        if given is None:
+            return {}
+        here = {"progress": str(load_path(self.run_dir, str(spec["rank_id"])))}
+        if self._cache_dir and given.get("cache_dir"):
+            here["cache_dir"] = self._cache_dir
+        return {"loader_extra_config": given | here}
+
+    def _expose_plugin(self) -> str:
+        """A folder that holds the plugin and nothing else, so that a foreign interpreter sees no other package of sparkd's environment."""
         folder = Path(self.run_dir) / "plugin"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        link = folder / "workers"
-        target = Path(__file__).resolve().parent
-        if not link.is_symlink() or link.resolve() != target:
-            # By renaming: the daemon's own agent and Ray's may come here at the same time.
-            fresh = folder / f".{os.getpid()}"
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(target)
-            fresh.replace(link)
+        for one in (folder, folder / _PLUGIN):
+            one.mkdir(mode=0o700, exist_ok=True)
+        # Made beside and renamed: the daemon's own agent and Ray's may come here at the same time.
+        fresh = folder / f".{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        for name, target in _SHOWN.items():
+            if not (folder / name).is_symlink() or (folder / name).resolve() != target:
+                fresh.symlink_to(target)
+                fresh.replace(folder / name)
+        for name, text in _PLUGIN_FILES.items():
+            fresh.write_text(text, encoding="ascii")
+            fresh.replace(folder / _PLUGIN / name)
         return str(folder)
 
     def _sample(self) -> None:

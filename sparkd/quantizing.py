@@ -1,0 +1,83 @@
+"""Owns what a model's `quantize:` key stands for: its recipe, what it excludes, and what the loader is told. Never reads a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkd import vllm_args
+from sparkd.config_fields import plain, refuse
+from sparkd.errors import SparkdError
+from workers.stream import variables
+from workers.stream.recipe import Recipe
+
+if TYPE_CHECKING:
+    from sparkd.model_config import ModelConfig
+
+LOAD_FORMAT = "spark_stream"
+# The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
+PLUGIN = "sparkd"
+_PLUGINS_VARIABLE = "VLLM_PLUGINS"
+
+
+def recipe(value: Any) -> Any:
+    """A pydantic validator: a format's name or a map becomes the recipe's canonical map, so that spellings of one recipe are equal.
+
+    An empty text becomes an empty map: the variables of the earlier fork in the engine's env are its rules.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | Mapping):
+        raise refuse("must be a format, such as nvfp4, or a map of a recipe")
+    try:
+        return {} if value == "" else Recipe.parse(plain(value)).canonical()
+    except SparkdError as error:
+        raise refuse(_bare(error), repeats=True) from None
+
+
+def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of everything in a model's entry that says another way how its weights are loaded."""
+    if model.quantize is None:
+        return
+    for key in ("quantization", "load_format"):
+        if getattr(model, key) is not None:
+            yield key, f"{key} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
+    for flag in vllm_args.loader_flags(model.extra_args):
+        yield "extra_args", f"{flag} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
+
+
+def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
+    """Why an engine with this environment could not load `model`; None where it can."""
+    if model.quantize is None:
+        return None
+    allowed = env.get(_PLUGINS_VARIABLE)
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"{_PLUGINS_VARIABLE} in env shuts out sparkd's plugin for vLLM, which quantize needs: add {PLUGIN} to it, or remove it."
+    try:
+        Recipe.parse(model.quantize or None, env)
+    except SparkdError as error:
+        return _bare(error)
+    return None
+
+
+def remarks(model: ModelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
+    """What `sparkd check` warns of, once the model can be loaded."""
+    if model.quantize is not None:
+        return Recipe.parse(model.quantize or None, env).notes
+    unused = variables.set_in(env)
+    return (f"{', '.join(unused)} in env has no effect without quantize: set quantize: '' to follow it.",) if unused else ()
+
+
+def loader_of(model: ModelConfig, env: Mapping[str, str], cache_dir: str, cache_limit_bytes: int | None) -> dict[str, Any]:
+    """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`."""
+    if model.quantize is None:
+        return {}
+    told: dict[str, Any] = {"quantize": Recipe.parse(model.quantize or None, env).canonical(), "cache_dir": None, "cache_limit_bytes": None}
+    if model.quantized_cache:
+        told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}
+    return {"load_format": LOAD_FORMAT, "loader_extra_config": told}
+
+
+def _bare(error: SparkdError) -> str:
+    """Its message without the key, which whoever shows it knows better."""
+    return error.message.removeprefix("quantize: ").removeprefix("quantize.")

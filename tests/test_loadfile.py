@@ -1,0 +1,178 @@
+"""The load file: what the loader's ranks say together, and that nothing that stands in such a file does harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.state import Progress
+from workers import loadfile
+from workers.loadfile import load_path, read_load, remove_load, together
+from workers.progress import Parser
+
+AT_S = 5000.0
+TOLD: dict[str, Any] = {
+    "v": 1, "rank": 0, "tp_rank": 0, "phase": "reading", "bytes_done": 250, "bytes_total": 1000, "units_done": 2, "units_total": 8,
+    "bytes_per_s": 125.0, "eta_s": 6.0, "read_bytes": 512, "source": "checkpoint", "format": "nvfp4", "direct": True,
+    "cache": {"state": "writing", "bytes": 70, "why": None}, "error": None, "at": AT_S,
+}  # fmt: skip
+READ: dict[str, Any] = {
+    "fraction": 0.25, "bytes_done": 250, "bytes_total": 1000, "units_done": 2, "units_total": 8, "bytes_per_s": 125.0, "eta_s": 6.0,
+    "read_bytes": 512, "source": "checkpoint", "format": "nvfp4", "direct": True, "cache_state": "writing", "cache_bytes": 70,
+    "cache_why": None, "failure": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return load_path(str(tmp_path), "m-1-0a")
+
+
+def write(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(TOLD | changes))
+
+
+def test_one_rank(path: Path) -> None:
+    write(path)
+    assert read_load(path, AT_S + 1) == READ
+
+
+def test_several_ranks_add_up_and_the_slowest_counts(path: Path) -> None:
+    write(path)
+    write(Path(f"{path}.tp1"), bytes_done=150, eta_s=9.5, bytes_per_s=75.0, direct=False, cache={"state": "failed", "why": "disk full"})
+    write(Path(f"{path}.tp2"), phase="done", bytes_done=1000, units_done=8, bytes_per_s=300.0, eta_s=None, cache=None)
+    Path(f"{path}.tp3").write_text("{")
+    write(Path(f"{path}.tp1.4711"), bytes_done=9)
+
+    assert read_load(path, AT_S) == {
+        **READ, "fraction": 1400 / 3000, "bytes_done": 1400, "bytes_total": 3000, "units_done": 12, "units_total": 24, "bytes_per_s": 500.0,
+        "eta_s": 9.5, "read_bytes": 1536, "direct": False, "cache_why": "disk full",
+    }  # fmt: skip
+    write(path, eta_s=None)
+    assert read_load(path, AT_S)["eta_s"] is None, "one of them cannot say"
+
+
+def test_the_first_failure_is_the_cause(path: Path) -> None:
+    write(path, phase="failed", error={"message": "the peer is gone"}, at=AT_S + 1)
+    write(Path(f"{path}.tp1"), phase="failed", error={"message": "NaN in a.weight"})
+    assert read_load(path, AT_S)["failure"] == "NaN in a.weight"
+
+    Path(f"{path}.tp1").unlink()
+    write(path, phase="failed", error=None)
+    assert read_load(path, AT_S)["failure"] == "The loader failed and did not say why."
+    write(path, phase="reading", error={"message": "not yet"})
+    assert read_load(path, AT_S)["failure"] is None
+
+
+def test_what_was_said_long_ago_has_no_rate_and_no_eta(path: Path) -> None:
+    write(path)
+    old = read_load(path, AT_S + loadfile.STALE_S + 1)
+
+    assert old == {**READ, "bytes_per_s": None, "eta_s": None}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "null", "7", '"x"', "{}", '{"v": 2, "phase": "reading"}', '{"v": 1}', '{"v": 1, "phase": "dreaming"}', "\xff\xfe",
+        '{"v": 1, "phase": ["reading"]}', "[" * 20_000, json.dumps(TOLD)[:-5], " " * (loadfile.MAX_BYTES + 1) + json.dumps(TOLD),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_what_is_no_load_file_says_nothing(path: Path, text: str) -> None:
+    path.write_text(text, encoding="latin-1")
+    assert read_load(path, AT_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"bytes_total": 0}, {"bytes_total": None, "fraction": None}),
+        ({"bytes_done": 2000}, {"bytes_done": 2000, "fraction": 1.0}),
+        ({"bytes_done": -1, "units_done": "2"}, {"bytes_done": 0, "fraction": 0.0, "units_done": 0}),
+        ({"units_total": None}, {"units_total": None}),
+        ({"bytes_per_s": float("nan"), "eta_s": float("inf")}, {"bytes_per_s": 0.0, "eta_s": None}),
+        ({"eta_s": True, "read_bytes": 2**70}, {"eta_s": None, "read_bytes": 0}),
+        ({"source": "dream", "format": 4, "direct": "yes"}, {"source": None, "format": None, "direct": False}),
+        ({"format": "n" * 500}, {"format": "n" * 64}),
+        ({"cache": {"state": "lost", "why": "\x1b[31mred\n"}}, {"cache_state": "none", "cache_bytes": 0, "cache_why": "[31mred"}),
+        ({"cache": {"state": "written", "bytes": []}}, {"cache_state": "written", "cache_bytes": 0}),
+        ({"cache": "x", "error": "x"}, {"cache_state": "none", "cache_bytes": 0}),
+        ({"phase": "failed", "error": {"message": "m" * 9999}}, {"failure": "m" * 500, "eta_s": None}),
+        ({"at": "noon"}, {"bytes_per_s": None, "eta_s": None}),
+    ],
+)  # fmt: skip
+def test_a_field_that_cannot_be_so_costs_that_field(path: Path, changes: dict[str, Any], read: dict[str, Any]) -> None:
+    write(path, **changes)
+    assert read_load(path, AT_S) == READ | read
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "nothing"])
+def test_what_is_no_file_is_neither_waited_for_nor_followed(path: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    if kind == "link":
+        (path.parent / "other").write_text(json.dumps(TOLD))
+        path.symlink_to(path.parent / "other")
+
+    assert read_load(path, AT_S) == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*loadfile.PHASES, "cache"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*TOLD, "state", "bytes", "why", "message"]), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.dictionaries(st.sampled_from(list(TOLD)), JSON))
+def test_whatever_stands_in_it_makes_a_progress(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
+    path = tmp_path_factory.getbasetemp() / "random.load"
+    path.write_text(json.dumps(TOLD | changes))
+    load = read_load(path, AT_S)
+    progress = Progress(**together(Parser().progress, load))
+
+    assert progress.fraction is None or 0 <= progress.fraction <= 1
+    json.dumps(load, allow_nan=False)
+
+
+# Together with the log
+
+
+def test_the_fields_are_those_of_the_state(path: Path) -> None:
+    write(path)
+    assert Parser().progress.keys() | read_load(path, AT_S).keys() == {one.name for one in fields(Progress)}
+
+
+@pytest.mark.parametrize(
+    ("log", "load", "expected"),
+    [
+        ({"phase": "starting", "fraction": None, "eta_s": None}, {}, {"phase": "starting", "fraction": None, "eta_s": None}),
+        ({"phase": "starting", "fraction": None, "eta_s": None}, READ, {"phase": "loading", "fraction": 0.25, "eta_s": 6.0}),
+        ({"phase": "loading", "fraction": 0.9, "eta_s": 1.0}, READ, {"phase": "loading", "fraction": 0.25, "eta_s": 6.0}),
+        ({"phase": "sizing", "fraction": 0.9, "eta_s": 1.0}, READ, {"phase": "sizing", "fraction": 0.9, "eta_s": 1.0}),
+        ({"phase": "starting"}, {**READ, "bytes_total": None, "fraction": None}, {"phase": "starting", "fraction": None}),
+        ({"phase": "warming", "bytes_total": 7}, READ, {"phase": "warming", "fraction": None, "bytes_total": 1000}),
+    ],
+)
+def test_the_loader_says_more_than_the_log(log: dict[str, Any], load: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert {name: value for name, value in together(log, load).items() if name in expected} == expected
+
+
+def test_nothing_is_left_of_it(path: Path) -> None:
+    neighbour = load_path(str(path.parent), "m-1-0a2")
+    for file in (path, *(Path(f"{path}.{end}") for end in ("tp1", "77", "tp1.77")), neighbour):
+        write(file)
+    remove_load(str(path.parent), "m-1-0a")
+
+    assert os.listdir(path.parent) == [neighbour.name]

@@ -1,0 +1,135 @@
+"""The load file of a rank, read on its node: how far the loader inside the engine is, as it tells itself. Never writes one, never decides.
+
+One small JSON file for each tensor-parallel rank, PATH for rank 0 and PATH.tpN for rank N, always replaced whole (workers.stream.progress
+writes them). The engine may be of another release, or broken: what cannot be read costs detail only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+PHASES = ("reading", "caching", "done", "failed")
+CACHE_STATES = ("none", "writing", "written", "failed", "skipped")
+SOURCES = ("checkpoint", "cache")
+
+STALE_S = 10.0  # so long without a word: nothing moves, and no rate or ETA is true any more
+MAX_BYTES = 1 << 16
+MAX_RANKS = 64
+MESSAGE_CHARS = 500
+WHY_CHARS = 200
+WORD_CHARS = 64
+_OTHER_RANK = re.compile(r"\.tp\d{1,4}")
+
+
+def load_path(run_dir: str, rank_id: str) -> Path:
+    """Where a rank's loader is told to write. Not *.json: those are the ranks' status files."""
+    return Path(run_dir, f"{rank_id}.load")
+
+
+def read_load(path: Path, now_s: float) -> dict[str, Any]:
+    """What the loader's ranks say together, by the names of sparkd.state.Progress; empty where none says anything that can be read.
+
+    now_s: this node's wall clock. Bytes, units and rates add up over the ranks, an ETA is the slowest rank's and None unless each has one.
+    """
+    others = [one for one in path.parent.glob(f"{path.name}.tp*") if _OTHER_RANK.fullmatch(one.name.removeprefix(path.name))]
+    files = [told for told in map(_read, [path, *sorted(others)[:MAX_RANKS]]) if told is not None]
+    if not files:
+        return {}
+    fresh = all(now_s - told["at"] <= STALE_S for told in files)
+    reading = [told for told in files if told["phase"] == "reading"]
+    failed = min((told for told in files if told["failure"]), key=lambda told: told["at"], default=None)
+    etas = [told["eta_s"] for told in reading]
+    total, done = sum(told["bytes_total"] for told in files), sum(told["bytes_done"] for told in files)
+    first = files[0]
+    return {
+        "fraction": min(1.0, done / total) if total else None,
+        "bytes_done": done,
+        "bytes_total": total or None,
+        "units_done": sum(told["units_done"] for told in files),
+        "units_total": sum(told["units_total"] for told in files) or None,
+        "bytes_per_s": sum(told["bytes_per_s"] for told in files) if fresh or not reading else None,
+        "eta_s": max(etas) if fresh and etas and None not in etas and not failed else None,
+        "read_bytes": sum(told["read_bytes"] for told in files),
+        "source": first["source"],
+        "format": first["format"],
+        "direct": all(told["direct"] for told in files),
+        "cache_state": max((told["cache_state"] for told in files), key=_WORST.index),
+        "cache_bytes": sum(told["cache_bytes"] for told in files),
+        "cache_why": next((told["cache_why"] for told in files if told["cache_why"]), None),
+        "failure": failed["failure"] if failed else None,
+    }
+
+
+def together(log: Mapping[str, Any], load: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's progress: what its log says, and above it what its loader says. Fraction and ETA belong to the phase that the rank is in."""
+    if not load:
+        return dict(log)
+    progress = {**log, **load}
+    if log.get("phase") not in ("starting", "loading"):
+        progress |= {"fraction": log.get("fraction"), "eta_s": log.get("eta_s")}
+    elif load["bytes_total"]:
+        progress["phase"] = "loading"
+    return progress
+
+
+def remove_load(run_dir: str, rank_id: str) -> None:
+    """Every rank's, and what a writer that was killed has left beside them."""
+    path = load_path(run_dir, rank_id)
+    for one in (path, *path.parent.glob(f"{path.name}.*")):
+        one.unlink(missing_ok=True)
+
+
+# What several ranks' caches are together: one that is being written says most of now, one that failed of the end.
+_WORST = ("none", "written", "skipped", "failed", "writing")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """One file, every field of the right kind and size."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            raw = json.loads(file.read(MAX_BYTES + 1) or b"")
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or raw.get("v") != VERSION or raw.get("phase") not in PHASES:
+        return None
+    cache, error = _mapping(raw.get("cache")), _mapping(raw.get("error"))
+    return {
+        "phase": raw["phase"],
+        "at": _number(raw.get("at")) or 0.0,
+        **{name: int(_number(raw.get(name)) or 0) for name in ("bytes_done", "bytes_total", "units_done", "units_total", "read_bytes")},
+        "bytes_per_s": _number(raw.get("bytes_per_s")) or 0.0,
+        "eta_s": _number(raw.get("eta_s")),
+        "source": raw["source"] if raw.get("source") in SOURCES else None,
+        "format": _text(raw.get("format"), WORD_CHARS),
+        "direct": raw.get("direct") is True,
+        "cache_state": cache["state"] if cache.get("state") in CACHE_STATES else "none",
+        "cache_bytes": int(_number(cache.get("bytes")) or 0),
+        "cache_why": _text(cache.get("why"), WHY_CHARS),
+        "failure": (_text(error.get("message"), MESSAGE_CHARS) or "The loader failed and did not say why.")
+        if raw["phase"] == "failed"
+        else None,
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    """A finite number from 0 to 2**63, as a file of another release may not have it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        return None
+    return value
+
+
+def _text(value: Any, chars: int) -> str | None:
+    """One line without control characters, cut."""
+    if not isinstance(value, str):
+        return None
+    return " ".join("".join(each if each.isprintable() else " " for each in value[: 2 * chars]).split())[:chars] or None
