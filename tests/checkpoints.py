@@ -257,7 +257,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     added = ["<bos>", "<eos>", *(f"<unused{index}>" for index in range(max(0, vocab - 258)))]
     tokens = {token: index for index, token in enumerate([*characters, *added])}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    model = {"type": "BPE", "vocab": tokens, "merges": [], "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    model: dict[str, Any] = {"type": "BPE", "vocab": tokens, "merges": [], "unk_token": None, "fuse_unk": False, "byte_fallback": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     whole = {
         "version": "1.0",

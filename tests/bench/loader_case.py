@@ -1,0 +1,157 @@
+"""One engine start, measured: a plugin that wraps each rank's load, and the process that starts the engine. Never prepares a checkpoint.
+
+The wrapper goes into every process in which vLLM loads its plugins, ranks of a tensor-parallel engine included, and writes one JSON file
+for each rank into the folder that SPARKD_BENCH_LOADS names. Byte figures are above the values just before `load_model`, those that are
+called above_final above the values just after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.bench import child, sampling
+
+FOLDER = "SPARKD_BENCH_LOADS"
+CACHE_LIMIT_S = 300.0
+_TIMED_TOKENS = 32
+
+
+def install() -> None:
+    """The entry point. Wraps BaseModelLoader.load_model once, where SPARKD_BENCH_LOADS is set."""
+    if not os.environ.get(FOLDER):
+        return
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    if hasattr(BaseModelLoader.load_model, "sparkd_bench"):
+        return
+    stock = BaseModelLoader.load_model
+
+    @functools.wraps(stock)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        load = Load(self)
+        model = load.run(lambda: stock(self, *args, **kwargs))
+        load.write(Path(os.environ[FOLDER]))
+        return model
+
+    measured.sparkd_bench = True  # type: ignore[attr-defined]
+    BaseModelLoader.load_model = measured
+
+
+class Load:
+    """One call of load_model: `run` it, then `write` what it cost."""
+
+    def __init__(self, loader: Any) -> None:
+        import torch
+
+        self._cuda = torch.cuda if torch.cuda.is_available() else None
+        self._weights_s = 0.0
+        stock = loader.load_weights
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = stock(*args, **kwargs)
+            if self._cuda:
+                self._cuda.synchronize()
+            self._weights_s = time.perf_counter() - started
+            return result
+
+        loader.load_weights = timed
+
+    def run(self, load: Any) -> Any:
+        before, device_before = sampling.settled(), self._device()
+        if self._cuda:
+            self._cuda.reset_peak_memory_stats()
+        read, cached = sampling.read_bytes(), sampling.cached_bytes()
+        started = time.perf_counter()
+        with sampling.Sampler() as sampler:
+            model = load()
+            if self._cuda:
+                self._cuda.synchronize()
+            load_s = time.perf_counter() - started
+        read_after, cached_after = sampling.read_bytes(), sampling.cached_bytes()
+        after, device_after = sampling.settled(), self._device()
+        peaks = {key: max(value, after[key]) for key, value in sampler.peaks.items()}
+        self.found = {
+            "load_s": load_s,
+            "weights_s": self._weights_s,
+            "read_bytes": None if read is None or read_after is None else read_after - read,
+            "cached_bytes": cached_after - cached,
+            "final": {key: after[key] - before[key] for key in before},
+            "peak_above_final": {key: peaks[key] - after[key] for key in peaks},
+            "device_final": device_after.get("allocated", 0) - device_before.get("allocated", 0),
+            "device_peak_above_final": device_after.get("peak", 0) - device_after.get("allocated", 0),
+            "device_reserved_peak_above_final": device_after.get("reserved_peak", 0) - device_after.get("reserved", 0),
+            "device_used": device_after.get("used", 0) - device_before.get("used", 0),
+            "parameter_bytes": _parameter_bytes(model),
+        }
+        return model
+
+    def write(self, folder: Path) -> None:
+        """One file for each rank; a later load of the same process (a draft model) does not replace the first."""
+        path = folder / f"{os.getpid()}.json"
+        if not path.exists():
+            path.write_text(json.dumps(self.found), encoding="utf-8")
+
+    def _device(self) -> dict[str, int]:
+        """allocated and reserved by torch and their peaks since the last reset, used: what the whole device lacks. {} without a GPU."""
+        if self._cuda is None:
+            return {}
+        self._cuda.synchronize()
+        free, total = self._cuda.mem_get_info()
+        return {
+            "allocated": self._cuda.memory_allocated(),
+            "peak": self._cuda.max_memory_allocated(),
+            "reserved": self._cuda.memory_reserved(),
+            "reserved_peak": self._cuda.max_memory_reserved(),
+            "used": total - free,
+        }
+
+
+def _parameter_bytes(model: Any) -> int:
+    """Bytes of the storages that the model's parameters and buffers hold, each once."""
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def main() -> None:
+    """Standard input: {"model", "arguments", "generate": bool, "progress": path or null}."""
+    question = json.load(sys.stdin)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(question["model"], skip_tokenizer_init=True, **question["arguments"])
+    answer: dict[str, Any] = {}
+    if question.get("generate", True):
+        prompt = {"prompt_token_ids": [256, *range(1, 16)]}
+
+        def generated(count: int) -> tuple[list[int], float]:
+            sampling_params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            started = time.perf_counter()
+            made = engine.generate([prompt], sampling_params, use_tqdm=False)
+            return list(made[0].outputs[0].token_ids), time.perf_counter() - started
+
+        tokens, _ = generated(8)
+        (_, short_s), (_, long_s) = generated(1), generated(1 + _TIMED_TOKENS)
+        answer = {"tokens": tokens, "tokens_per_s": _TIMED_TOKENS / max(long_s - short_s, 1e-9)}
+    started = time.perf_counter()
+    cache = _cache_state(question.get("progress"))
+    while cache["state"] == "writing" and time.perf_counter() - started < CACHE_LIMIT_S:
+        time.sleep(0.1)
+        cache = _cache_state(question.get("progress"))
+    child.say({**answer, "cache": cache, "cache_wait_s": time.perf_counter() - started})
+
+
+def _cache_state(progress: str | None) -> dict[str, Any]:
+    if progress is None or not os.path.exists(progress):
+        return {"state": "none"}
+    said = json.loads(Path(progress).read_text(encoding="utf-8"))
+    return {**said.get("cache", {"state": "none"}), "source": said.get("source"), "direct": said.get("direct")}
+
+
+if __name__ == "__main__":
+    main()
