@@ -18,6 +18,7 @@ import yaml
 
 from tests.daemon_process import DaemonProcess, alive, daemon, until
 
+WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
 BACKOFF = {"initial_s": 0.2, "max_s": 1, "jitter": 0}
 
 
@@ -43,6 +44,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         tree={"env": {"SPARKD_STUB_CHILDREN": "3", "SPARKD_STUB_IGNORE_SIGTERM": "1"}},
         crash={"env": {"SPARKD_STUB_EXIT_AT": "load", "SPARKD_STUB_EXIT_CODE": "0"}},
         idle={"ttl": 1},
+        weights={"env": WEIGHTS | {"SPARKD_STUB_START_DELAY_S": "20"}, "quantize": "nvfp4"},
+        cut_off={"env": WEIGHTS | {"SPARKD_STUB_EXIT_AT": "load"}, "quantize": "nvfp4"},
         lazy={"env": {"SPARKD_STUB_FIRST_DELAY_S": "30"}, "health_check_timeout_s": 60},
     )
     with daemon(folder, given) as made:
@@ -96,6 +99,38 @@ def test_progress_is_read_from_the_log_and_shown(stage: DaemonProcess) -> None:
 
     assert ready["progress"]["kv_tokens"] > 0
     assert ready["load_s"] > 2
+
+
+def test_the_bytes_of_a_load_reach_everybody_who_watches_and_a_cancelled_one_ends(stage: DaemonProcess) -> None:
+    operation = stage.load("weights")
+
+    def halfway() -> dict[str, Any] | None:
+        known = stage.model("weights")["progress"] or {}
+        return known if 0 < (known.get("bytes_done") or 0) < 10**10 else None
+
+    seen = until(halfway, 30, "bytes of a load")
+    shim = stage.pid_of("weights")
+    assert (seen["phase"], seen["bytes_total"], seen["units_total"], seen["source"]) == ("loading", 10**10, 100, "checkpoint")
+    assert seen["fraction"] == seen["bytes_done"] / 10**10
+    asked = stage.get(f"/admin/v1/operations/{operation}")["progress"]
+    assert asked["bytes_total"] == 10**10
+    until(lambda: stage.metric("sparkd_model_load_bytes{", 'model="weights"') > 0, 10, "the metric")
+    assert stage.metric("sparkd_model_load_total_units", 'model="weights"') == 100
+    assert stage.model("weights")["quantize"] == {"format": "nvfp4", "layers": []}
+
+    assert stage.client.delete(f"/admin/v1/operations/{operation}").json()["state"] == "CANCELLED"
+    stage.wait_for("weights", "STOPPED", 30)
+    assert [pid for pid in _members(shim) if alive(pid)] == []
+    assert not list(stage.runtime_dir.rglob("*.load*"))
+
+
+def test_why_a_load_failed_is_what_its_loader_says(stage: DaemonProcess) -> None:
+    operation = stage.load("cut-off")
+    ended = stage.client.get(f"/admin/v1/operations/{operation}", params={"wait_s": 30}).json()
+    why = "model-2.safetensors: layers.1.weight: it is cut off, as the stub was told. Fetch the file again. See `sparkd logs cut-off`."
+
+    assert (ended["state"], ended["message"]) == ("FAILED", why)
+    assert stage.metric("sparkd_model_failures_total", 'model="cut-off",reason="LoadFailed"') >= 1
 
 
 def test_a_client_that_leaves_while_it_waits_is_no_longer_queued(stage: DaemonProcess) -> None:

@@ -20,9 +20,11 @@ from typing import Any
 import httpx
 import pytest
 
+from workers.loadfile import read_load
 from workers.stub import CommandLine, Life, StubEngine, start_stub
 from workers.stub_answers import STAMP, text
 from workers.stub_faults import FAULTS, broken_answer
+from workers.stub_load import UNITS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 20.0
@@ -151,6 +153,32 @@ def test_starts_like_vllm_and_ends_on_sigterm(spawn: Any) -> None:
     assert [model["id"] for model in models["data"]] == ["a", "b"]
     process.child.terminate()
     assert process.wait_exit() == 0
+
+
+def test_tells_how_far_its_loader_is(spawn: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.load"
+    process = spawn("--model-loader-extra-config", json.dumps({"progress": str(path)}), start_delay_s=2, load_bytes=10**9)
+    until(lambda: 0 < read_load(path, time.time()).get("bytes_done", 0) < 10**9)
+    process.wait_ready()
+    done = read_load(path, time.time())
+
+    assert (done["bytes_done"], done["units_done"], done["fraction"], done["failure"]) == (10**9, UNITS, 1.0, None)
+
+
+def test_says_why_its_load_failed(spawn: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.load"
+    process = spawn("--model-loader-extra-config", json.dumps({"progress": str(path)}), exit_at="load", load_bytes=1)
+
+    assert process.wait_exit() == 1
+    assert "cut off" in read_load(path, time.time())["failure"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7"])
+def test_refuses_loader_settings_that_are_none(spawn: Any, text: str) -> None:
+    process = spawn("--model-loader-extra-config", text)
+
+    assert process.wait_exit() == 1
+    assert "no JSON object" in process.log.read_text()
 
 
 def test_records_how_it_was_started(spawn: Any) -> None:

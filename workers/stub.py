@@ -5,6 +5,7 @@
 Flags it does not know are recorded and ignored. Its own behaviour comes from the environment, because flags belong to vLLM:
 
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
+    SPARKD_STUB_LOAD_BYTES        weights that it pretends to load in half of that time, told in the load file that the loader's settings name
     SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub_engine.Behaviour
     SPARKD_STUB_HANG_AT           none, start (never listens), request, health or metrics
     SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)
@@ -26,12 +27,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from workers.stub_engine import Behaviour, Request, StubEngine
 from workers.stub_http import StubProtocol
+from workers.stub_load import StubLoad, pause
 
 __all__ = ["Behaviour", "CommandLine", "Life", "Request", "StubEngine", "main", "start_stub"]
 
@@ -50,6 +52,7 @@ class CommandLine:
     host: str
     port: int
     headless: bool
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> CommandLine:
@@ -73,6 +76,7 @@ class CommandLine:
             host=flags.get("host", ["0.0.0.0"])[0],
             port=int(flags.get("port", ["8000"])[0]),
             headless="headless" in flags,
+            flags=flags,
         )
 
 
@@ -81,6 +85,7 @@ class Life:
     """How the process lives and dies. `exit_after` counts answered POSTs; 0 never."""
 
     start_delay_s: float = 0.0
+    load_bytes: int = 0
     exit_at: str = "none"
     exit_after: int = 0
     exit_code: int = 1
@@ -167,7 +172,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
         loop.add_signal_handler(number, stop.set)
     # vLLM binds before it loads and listens after: until then the socket's file is there and refuses connections.
     listener = None if line.headless else _bind(line.uds, line.host, line.port)
-    status = await _load(life, engine, stop)
+    status = await _load(life, engine, StubLoad(line.flags, life.load_bytes), stop)
     if status is None and not stop.is_set():
         if listener is not None:
             await _listen(engine, listener)
@@ -184,7 +189,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     return status or 0
 
 
-async def _load(life: Life, engine: StubEngine, stop: asyncio.Event) -> int | None:
+async def _load(life: Life, engine: StubEngine, load: StubLoad, stop: asyncio.Event) -> int | None:
     """vLLM's start, spread over start_delay_s. Returns an exit status when it is to fail half-way."""
     pause_s = life.start_delay_s / 4
     _log("APIServer", "model.py:733", "Resolved architecture: StubForCausalLM")
@@ -192,24 +197,27 @@ async def _load(life: Life, engine: StubEngine, stop: asyncio.Event) -> int | No
     _log("Worker", "gpu_model_runner.py:68", f"Starting to load model {engine.models[0]}...")
     _log("Worker", "weight_utils.py:1108", "Filesystem type for checkpoints: EXT4. Checkpoint size: 0.25 GiB. Available RAM: 100.00 GiB.")
     _shards(0, 0.0)
-    await _pause(stop, pause_s)
+    load.begin()
+    await load.go_on(stop, pause_s, 0.5)
     _shards(1, pause_s)
     if life.exit_at == "load":
+        load.fail("model-2.safetensors: layers.1.weight: it is cut off, as the stub was told. Fetch the file again.")
         _log("EngineCore", "core.py:1512", "EngineCore failed to start.", level="ERROR")
         _log("EngineCore", "core.py:1512", "torch.OutOfMemoryError: CUDA out of memory, as the stub was told.", level="ERROR")
         os._exit(life.exit_code)
     if engine.behaviour.hang_at == "start":
         await stop.wait()
         return None
-    await _pause(stop, pause_s)
+    await load.go_on(stop, pause_s, 1.0)
+    load.done()
     _shards(2, 2 * pause_s)
     _log("Worker", "default_loader.py:501", f"Loading weights took {2 * pause_s:.2f} seconds")
     _log("Worker", "gpu_model_runner.py:4311", f"Model loading took 0.25 GiB memory and {2 * pause_s:.6f} seconds")
-    await _pause(stop, pause_s)
+    await pause(stop, pause_s)
     _log("Worker", "gpu_worker.py:402", "Available KV cache memory: 1.0 GiB")
     size = "GPU KV cache size: 524,288 tokens, Maximum concurrency for 4,096 tokens per request: 128.00x"
     _log("EngineCore", "kv_cache_utils.py:2327", size)
-    await _pause(stop, pause_s)
+    await pause(stop, pause_s)
     _log("EngineCore", "core.py:402", f"init engine (profile, create kv cache, warmup model) took {2 * pause_s:.2f} s")
     return None
 
@@ -270,14 +278,6 @@ def _record(path: Path, argv: list[str], children: list[subprocess.Popen[bytes]]
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         json.dump(content, file)
     part.rename(path)
-
-
-async def _pause(stop: asyncio.Event, seconds: float) -> None:
-    """Sleeps, unless the process is to end."""
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return
 
 
 def _shards(done: int, elapsed_s: float) -> None:

@@ -1,0 +1,54 @@
+"""How a stub engine loads weights that it does not have: at an even pace, told in the load file as the streaming loader tells it. Never reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+
+from workers.stream.progress import ProgressFile
+
+UNITS = 100
+_FLAG = "model-loader-extra-config"
+
+
+class StubLoad:
+    """`nbytes` weights in UNITS units; 0, or a command line without the loader's settings: nothing is told."""
+
+    def __init__(self, flags: Mapping[str, Sequence[str]], nbytes: int) -> None:
+        """SystemExit where the settings are no JSON object, as vLLM."""
+        try:
+            settings = json.loads((flags.get(_FLAG) or ["{}"])[0])
+            path = settings.get("progress")
+        except (ValueError, AttributeError):
+            raise SystemExit(f"stub: argument --{_FLAG}: no JSON object") from None
+        self._file = ProgressFile(path if nbytes else None)
+        self._nbytes = nbytes
+        self._units = 0
+
+    def begin(self) -> None:
+        self._file.begin(self._nbytes, UNITS, "stub", "checkpoint")
+
+    async def go_on(self, stop: asyncio.Event, seconds: float, share: float) -> None:
+        """Until `share` (0 to 1) of the weights is loaded, spread over `seconds`, or the process is to end."""
+        ahead = round(share * UNITS) - self._units
+        for _ in range(ahead):
+            await pause(stop, seconds / ahead)
+            if stop.is_set():
+                return
+            self._units += 1
+            self._file.advance(self._units * self._nbytes // UNITS, self._units)
+
+    def done(self) -> None:
+        self._file.done(self._nbytes, True)
+
+    def fail(self, message: str) -> None:
+        self._file.failed(message)
+
+
+async def pause(stop: asyncio.Event, seconds: float) -> None:
+    """Sleeps, unless the process is to end."""
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return
