@@ -1,7 +1,7 @@
-"""E2M1, the 4-bit float: rounding, codes and packing. It never chooses a scale.
+"""E2M1, the 4-bit float: rounding and codes. It never chooses a scale.
 
-Code = sign << 3 | index into 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP Microscaling Formats v1.0, table 4). Eight codes make an int32, the first in
-the lowest nibble; on a little-endian machine that is the byte order of compressed-tensors, even column in the low nibble.
+Code = sign << 3 | index into 0, 0.5, 1, 1.5, 2, 3, 4, 6 (OCP Microscaling Formats v1.0, section 5.3.3). In a byte the even column has the
+low nibble; eight codes of an int32, the first in the lowest nibble, are the same bytes on a little-endian machine.
 """
 
 from __future__ import annotations
@@ -12,50 +12,48 @@ from torch import Tensor
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
 _EXPONENT = 0x7F800000
+# With e = floor(log2(max(x, 1))), the neighbours of x are 2**(e-1) apart, and so are those float32 that begin at 2**(e+22): in a sum of
+# both the adder itself rounds to nearest even.
+_SHIFT = 2.0**22
+# Three more, six units in the last place, let exponent and low bits of that sum add up to the code (mod 8); see `encode`.
+_CODE_SHIFT = 2.0**22 + 3
 
 
-def step_magic(magnitude: Tensor, out: Tensor) -> Tensor:
-    """2**e of each magnitude (float32, >= 0), at least 1: half of it is the distance of E2M1 neighbours there. Written to out (float32)."""
-    torch.bitwise_and(magnitude.view(torch.int32), _EXPONENT, out=out.view(torch.int32))
-    return out.clamp_(min=1.0)
+def encode(value: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Codes (int32, 0 to 15) of float32 values as cvt.rn.satfinite.e2m1x2 gives them: to nearest even, saturating, a zero keeps its sign.
+
+    a, b: float32 of value's shape. All three are overwritten; the codes lie in a.
+    """
+    torch.abs(value, out=a).clamp_(max=LARGEST)
+    torch.bitwise_and(a.view(torch.int32), _EXPONENT, out=b.view(torch.int32))
+    b.clamp_(min=1.0)
+    code = torch.add(a, b, alpha=_CODE_SHIFT, out=a).view(torch.int32)
+    # Bits 22 and up: 298 + 2e. Low bits: 6 + steps of 2**(e-1). A binade begins two codes after the last one, and 304 is 0 (mod 8).
+    code.add_(torch.bitwise_right_shift(code, 22, out=b.view(torch.int32))).bitwise_and_(7)
+    return code.bitwise_or_(value.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8))
 
 
-# Adding 1.5 * 2**22 * 2**e leaves a float32 whose unit in the last place is 2**(e-1): the FPU itself rounds to nearest, ties to even.
-MAGIC = 1.5 * 2**22
+def squared_error(magnitude: Tensor, a: Tensor, b: Tensor, *, saturate: bool) -> Tensor:
+    """Sum over dim 0 of the squared distances between magnitudes (float32 [G, B], >= 0) and their nearest E2M1 values; overwrites a and b.
+
+    saturate: magnitudes of 7 and more may occur. Both neighbours of a tie are equally far, so which one is taken does not matter here, and
+    max(x, 1) can stand for the power of two below it.
+    """
+    torch.clamp(magnitude, min=1.0, out=a)
+    torch.add(magnitude, a, alpha=_SHIFT, out=b).sub_(a, alpha=_SHIFT)
+    if saturate:
+        b.clamp_(max=LARGEST)
+    return squared_distance(b, magnitude)
 
 
-def round_(magnitude: Tensor, spare: Tensor) -> Tensor:
-    """Rounds magnitudes (float32, 0 to 6) to E2M1 in place, to nearest, ties to even code; spare has the same shape and is overwritten."""
-    step_magic(magnitude, spare)
-    return magnitude.add_(spare, alpha=MAGIC).sub_(spare, alpha=MAGIC)
-
-
-def encode(value: Tensor) -> Tensor:
-    """Codes (int32, 0 to 15) of float32 values, as cvt.rn.satfinite.e2m1x2 rounds: to nearest even, saturating, the sign of a zero kept."""
-    magnitude = value.abs().clamp_(max=LARGEST)
-    step = step_magic(magnitude, torch.empty_like(magnitude))
-    magnitude.add_(step, alpha=MAGIC)
-    code = magnitude.view(torch.int32)
-    # The low bits count steps; each binade above the first begins two codes later.
-    code.bitwise_and_(0xF)
-    step.view(torch.int32).bitwise_right_shift_(23).sub_(127).bitwise_left_shift_(1)
-    code.add_(step.view(torch.int32))
-    sign = step.view(torch.int32).copy_(value.view(torch.int32)).bitwise_right_shift_(28).bitwise_and_(8)
-    return code.bitwise_or_(sign)
-
-
-def pack(code: Tensor, out: Tensor) -> Tensor:
-    """Packs codes (int32 [G, B], G columns of B blocks) into out (int32 [B, G/8])."""
-    columns, blocks = code.shape
-    octets = code.view(columns // 8, 8, blocks)
-    words = octets[:, 7].clone()
-    for nibble in range(6, -1, -1):
-        words.bitwise_left_shift_(4).bitwise_or_(octets[:, nibble])
-    return out.copy_(words.t())
+def squared_distance(value: Tensor, other: Tensor) -> Tensor:
+    """Sum over dim 0 of (value - other)**2; overwrites value."""
+    # One pass instead of two: the element-wise loss is the fused difference and square.
+    return torch.ops.aten.mse_loss.out(value, other, 0, out=value).sum(0)
 
 
 def decode(packed: Tensor) -> Tensor:
     """Values (float32 [..., K]) of packed codes (uint8 [..., K/2])."""
-    signed = [*VALUES, *(-value for value in VALUES)]
-    table = torch.tensor([[signed[byte & 15], signed[byte >> 4]] for byte in range(256)], device=packed.device)
+    signed = (*VALUES, *(-value for value in VALUES))
+    table = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], device=packed.device)
     return torch.nn.functional.embedding(packed.int(), table).flatten(-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from workers.stream.formats.quantizer import Parts, Quantizer, windows
 
 LARGEST = 448.0
 BLOCK = 128
-_SMALLEST = 2.0**-100
+# Of weights so small that their own scale would be a float32 subnormal, or none at all.
+SMALLEST_SCALE = 2.0**-126
 
 
 class Fp8Quantizer(Quantizer):
-    """One scale for each output channel (row)."""
+    """One scale for each output channel (row): amax/448. A float's relative error hardly depends on its scale, so none is searched."""
 
     group_size = None
     spelling = "fp8"
@@ -27,11 +29,14 @@ class Fp8Quantizer(Quantizer):
         return parts["weight"].float().mul_(parts["weight_scale"]).to(dtype)
 
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        low, high = torch.aminmax(weight, dim=-1, keepdim=True)
-        scale = out["weight_scale"].copy_(torch.maximum(high, -low)).div_(LARGEST).clamp_(min=_SMALLEST)
-        for index in range(weight.shape[0]):
-            for rows, columns in windows(weight.shape[1], weight.shape[2], 1, weight.device):
-                out["weight"][index, rows, columns] = _encode(weight[index, rows, columns].float().div_(scale[index, rows]))
+        for matrix, value, scale in zip(weight, out["weight"], out["weight_scale"], strict=True):
+            low, high = torch.aminmax(matrix, dim=-1, keepdim=True)
+            _scale(torch.maximum(high, -low), out=scale)
+            for rows, columns in windows(matrix.shape[0], matrix.shape[1], 1, 1, matrix.device):
+                value[rows, columns] = matrix[rows, columns].float().div_(scale[rows])
+
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        kernels.fp8(weight, out["weight"], out["weight_scale"])
 
 
 class Fp8BlockQuantizer(Quantizer):
@@ -46,23 +51,24 @@ class Fp8BlockQuantizer(Quantizer):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         value = parts["weight"].float()
         n, k = value.shape[-2:]
-        scale = parts["weight_scale"].repeat_interleave(BLOCK, -2)[..., :n, :].repeat_interleave(BLOCK, -1)[..., :k]
-        return value.mul_(scale).to(dtype)
+        scale = parts["weight_scale"].repeat_interleave(BLOCK, -2)[..., :n, :]
+        return value.mul_(scale.repeat_interleave(BLOCK, -1)[..., :k]).to(dtype)
 
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        n = weight.shape[1]
-        for index in range(weight.shape[0]):
-            for row in range(0, n, BLOCK):
-                rows = slice(row, min(n, row + BLOCK))
-                self._fill_band(weight[index, rows], out["weight"][index, rows], out["weight_scale"][index, row // BLOCK])
+        for matrix, value, scale in zip(weight, out["weight"], out["weight_scale"], strict=True):
+            for rows, columns in windows(matrix.shape[0], matrix.shape[1], BLOCK, BLOCK, matrix.device):
+                part = matrix[rows, columns]
+                height, width = part.shape
+                blocks = torch.nn.functional.pad(part, (0, -width % BLOCK, 0, -height % BLOCK)).float()
+                tiles = blocks.view(blocks.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+                mine = scale[rows.start // BLOCK : -(-rows.stop // BLOCK), columns.start // BLOCK : -(-columns.stop // BLOCK)]
+                mine.copy_(_scale(tiles.abs().amax(3).amax(1)))
+                tiles.div_(mine[:, None, :, None])
+                value[rows, columns] = blocks[:height, :width]
 
-    def _fill_band(self, weight: Tensor, out: Tensor, scale: Tensor) -> None:
-        for column in range(0, weight.shape[1], BLOCK):
-            columns = slice(column, column + BLOCK)
-            value = weight[:, columns].float()
-            mine = scale[column // BLOCK].copy_(value.abs().amax()).div_(LARGEST).clamp_(min=_SMALLEST)
-            out[:, columns] = _encode(value.div_(mine))
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        kernels.fp8_block(weight, out["weight"], out["weight_scale"])
 
 
-def _encode(value: Tensor) -> Tensor:
-    return value.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+def _scale(amax: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mul(amax.float(), 1 / LARGEST, out=out).clamp_(min=SMALLEST_SCALE)

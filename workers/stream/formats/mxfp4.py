@@ -3,69 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from workers.stream.formats import e2m1
-from workers.stream.formats.nvfp4 import halve
-from workers.stream.formats.quantizer import Parts, Quantizer, windows
+from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.quantizer import Parts
 
-GROUP = 32
-CANDIDATES = (0, 1, -1)
+# Exponents tried, beside floor(log2(amax)) - 2, which puts the largest magnitude into [4, 8) (OCP Microscaling Formats v1.0, section 6.3).
+# On a tie the first one stays.
+NEIGHBOURS = (0, 1, -1)
 
 
-class Mxfp4Quantizer(Quantizer):
-    group_size = GROUP
+class Mxfp4Quantizer(GroupQuantizer):
+    group_size = 32
     spelling = "mxfp4"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // GROUP))}
+        return {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))}
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        value = e2m1.decode(parts["weight_packed"])
-        return value.unflatten(-1, (-1, GROUP)).mul_(power(parts["weight_scale"].int()).unsqueeze(-1)).flatten(-2).to(dtype)
+        value = e2m1.decode(parts["weight_packed"]).unflatten(-1, (-1, 32))
+        return value.mul_(power(parts["weight_scale"].int()).unsqueeze(-1)).flatten(-2).to(dtype)
 
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        for index in range(weight.shape[0]):
-            _quantize_matrix(weight[index], out["weight_packed"][index], out["weight_scale"][index])
+        for index, matrix in enumerate(weight):
+            self._fill_matrix(matrix, out["weight_packed"][index].view(torch.int32), out["weight_scale"][index])
+
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        kernels.mxfp4(weight, out["weight_packed"].view(torch.int32), out["weight_scale"])
+
+    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        value, magnitude, scaled, a, b = groups
+        torch.abs(value, out=magnitude)
+        base = magnitude.amax(0).view(torch.int32).bitwise_right_shift(23).sub_(2)
+        best, smallest = base, torch.full_like(base, torch.inf, dtype=torch.float32)
+        for step in NEIGHBOURS:
+            # 2**-126 at least: below it a scale is a subnormal, which kernels that move the exponent into a bfloat16 take for zero.
+            biased = (base + step).clamp_(min=1)
+            torch.mul(magnitude, power(254 - biased), out=scaled)
+            # Errors are compared in units of the base scale, where they neither overflow nor vanish.
+            error = e2m1.squared_error(scaled, a, b, saturate=step < 1) * power(127 + 2 * (biased - base).clamp_(max=1))
+            best = torch.where(error < smallest, biased, best)
+            smallest = torch.minimum(error, smallest)
+        return e2m1.encode(value.mul_(power(254 - best)), a, b), best.to(torch.uint8)
 
 
 def power(biased: Tensor) -> Tensor:
-    """2**(biased - 127) as float32; biased: int32, 0 to 254. 2**-127 is a float32 subnormal."""
+    """2**(biased - 127) as float32; biased: int32, 0 to 254. 0 gives a subnormal."""
     return torch.where(biased > 0, biased << 23, 1 << 22).view(torch.float32)
-
-
-def _quantize_matrix(weight: Tensor, packed: Tensor, scale: Tensor) -> None:
-    words = packed.view(torch.int32)
-    for rows, columns in windows(weight.shape[0], weight.shape[1], GROUP, weight.device):
-        block = weight[rows, columns].reshape(-1, GROUP)
-        value = torch.empty((GROUP, block.shape[0]), device=weight.device).copy_(block.t())
-        biased = best_scale(value)
-        codes = e2m1.encode(value.div_(power(biased)))
-        group = slice(columns.start // GROUP, columns.stop // GROUP)
-        shape = scale[rows, group].shape
-        scale[rows, group] = biased.to(torch.uint8).view(shape)
-        made = torch.empty((block.shape[0], GROUP // 8), dtype=torch.int32, device=weight.device)
-        words[rows, slice(columns.start // 8, columns.stop // 8)] = e2m1.pack(codes, made).view(shape[0], -1)
-
-
-def best_scale(value: Tensor) -> Tensor:
-    """The biased exponent (int32 [B]) with the smallest squared error for float32 blocks [32, B]."""
-    magnitude = value.abs()
-    # floor(log2(amax)) - 2 puts the largest magnitude into [4, 8): the rule of OCP Microscaling Formats v1.0, section 6.3.
-    base = magnitude.amax(0).view(torch.int32).bitwise_right_shift(23).sub_(2)
-    best, smallest = base, torch.full_like(base, torch.inf, dtype=torch.float32)
-    rounded, spare = torch.empty_like(value), torch.empty_like(value)
-    for offset in CANDIDATES:
-        biased = (base + offset).clamp_(0, 254)
-        torch.div(magnitude, power(biased), out=rounded)
-        spare.copy_(rounded)
-        e2m1.round_(rounded.clamp_(max=e2m1.LARGEST), torch.empty_like(rounded))
-        rounded.sub_(spare)
-        # Errors are compared in units of the base scale: they neither overflow nor vanish.
-        error = halve(torch.mul(rounded, rounded, out=spare)) * torch.exp2(2.0 * (biased - base))
-        better = error < smallest
-        best = torch.where(better, biased, best)
-        smallest = torch.where(better, error, smallest)
-    return best

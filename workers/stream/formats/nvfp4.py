@@ -3,96 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from workers.stream.formats import e2m1
-from workers.stream.formats.quantizer import Parts, Quantizer, windows
+from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.quantizer import Parts
 
-GROUP = 16
-# Marlin turns a block scale into S0E5M3 and takes everything below the smallest normal E4M3, 2**-6, for zero (vLLM marlin_utils_fp4.py).
-_SMALLEST_CODE = 0x08
-_LARGEST_CODE = 0x7E
-CANDIDATES = (-2, -1, 0, 1, 2, 3, 4, 5)
+# Codes of positive E4M3 numbers count upwards; 0x7E is 448. Marlin flushes what lies below 2**-6, the subnormals, to zero
+# (nvfp4_marlin_process_scales in vLLM's marlin_utils_fp4.py), so scales keep to the values that every kernel reads alike.
+SMALLEST_SCALE = 0x08
+LARGEST_SCALE = 0x7E
+# float32 bits of an E4M3 code: (code + 960) << 20; the exponent biases differ by 120, the mantissas by 20 bits.
+SCALE_BIAS = 960
+# The scales tried: the first above amax/7, below which the largest magnitude would round past 6, and those up to amax/3.5, an octave.
+# None outside of it was ever best for weights of five distributions (tests/bench/formats.py).
+SCALES = 8
 
 
 def global_scale(amax: Tensor) -> Tensor:
-    """The divisor (float32, shape of amax) for weights whose largest magnitude is amax: a power of two, so that scale products are exact.
+    """The divisor (float32, shape of amax) for weights whose largest magnitude is amax (float32, on any device).
 
-    The largest with amax/4 <= 448/divisor: a block scale may lie above amax/6 where that gives the smaller error. amax 0 gives 1.
+    NVIDIA's choice is 448*6/amax. This is the largest power of two that leaves room for a block scale of amax/4, so that one above amax/6
+    can be taken where it is better; scaled weights, scale products and dequantized bfloat16 are all exact. An amax of 0 gives 1.
     """
-    amax = amax.float()
-    exponent = torch.frexp(448.0 * 4 / amax.clamp(min=2.0**-100)).exponent - 1
-    return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), torch.ones_like(amax))
+    bits = amax.float().view(torch.int32)
+    # 448*4/amax = 1.75 / m * 2**(10-e): the exponent rounds up where the mantissa m is above 1.75. At most 2**100: its inverse is normal.
+    exponent = 264 - (bits + 0x1FFFFF).bitwise_right_shift_(23)
+    return torch.where(bits == 0, 127, exponent.clamp_(max=227)).bitwise_left_shift_(23).view(torch.float32)
 
 
-class Nvfp4Quantizer(Quantizer):
-    group_size = GROUP
+_global_scale = global_scale
+
+
+class Nvfp4Quantizer(GroupQuantizer):
+    group_size = 16
     spelling = "nvfp4"
 
     def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {
             "weight_packed": (torch.uint8, (n, k // 2)),
-            "weight_scale": (torch.float8_e4m3fn, (n, k // GROUP)),
+            "weight_scale": (torch.float8_e4m3fn, (n, k // 16)),
             "weight_global_scale": (torch.float32, (1,)),
         }
 
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        scale = parts["weight_scale"].float() / parts["weight_global_scale"].unsqueeze(-1)
-        value = e2m1.decode(parts["weight_packed"])
-        return value.unflatten(-1, (-1, GROUP)).mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        scale = parts["weight_scale"].float().div_(parts["weight_global_scale"].unsqueeze(-1))
+        value = e2m1.decode(parts["weight_packed"]).unflatten(-1, (-1, 16))
+        return value.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         divisor = out["weight_global_scale"].view(-1)
         if global_scale is None:
             low, high = torch.aminmax(weight.flatten(1), dim=1)
-            divisor.copy_(_divisor(torch.maximum(high, -low)))
-        else:
-            divisor.copy_(global_scale.reshape(-1).expand(divisor.shape))
-        for index in range(weight.shape[0]):
-            _quantize_matrix(weight[index], divisor[index], out["weight_packed"][index], out["weight_scale"][index])
+            global_scale = _global_scale(torch.maximum(high, -low))
+        divisor.copy_(global_scale.view(-1))
+        for index, matrix in enumerate(weight):
+            words = out["weight_packed"][index].view(torch.int32)
+            self._fill_matrix(matrix, words, out["weight_scale"][index], divisor[index])
+
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        divisor = out["weight_global_scale"].view(-1)
+        divisor.copy_(_global_scale(kernels.amax(weight)) if global_scale is None else global_scale.view(-1))
+        kernels.nvfp4(weight, out["weight_packed"].view(torch.int32), out["weight_scale"].view(torch.uint8), divisor)
+
+    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        value, magnitude, scaled, a, b = groups
+        torch.abs(value, out=magnitude)
+        first = (magnitude.amax(0) * (1 / 7)).view(torch.int32).bitwise_right_shift(20).sub_(SCALE_BIAS - 1)
+        first.clamp_(SMALLEST_SCALE, LARGEST_SCALE)
+        best, smallest = first, torch.full_like(first, torch.inf, dtype=torch.float32)
+        for step in range(SCALES):
+            code = (first + step).clamp_(max=LARGEST_SCALE)
+            scale = _scale(code)
+            torch.mul(magnitude, scale.reciprocal(), out=scaled)
+            error = e2m1.squared_error(scaled, a, b, saturate=False) * (scale * scale)
+            best = torch.where(error < smallest, code, best)
+            smallest = torch.minimum(error, smallest)
+        return e2m1.encode(value.div_(_scale(best)), a, b), best.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
-_divisor = global_scale
-
-
-def _quantize_matrix(weight: Tensor, divisor: Tensor, packed: Tensor, scale: Tensor) -> None:
-    words = packed.view(torch.int32)
-    for rows, columns in windows(weight.shape[0], weight.shape[1], GROUP, weight.device):
-        block = weight[rows, columns].reshape(-1, GROUP)
-        value = torch.empty((GROUP, block.shape[0]), device=weight.device).copy_(block.t()).mul_(divisor)
-        code = best_scale(value)
-        codes = e2m1.encode(value.div_(code.view(torch.float8_e4m3fn).float()))
-        group = slice(columns.start // GROUP, columns.stop // GROUP)
-        shape = scale[rows, group].shape
-        scale[rows, group] = code.view(torch.float8_e4m3fn).view(shape)
-        made = torch.empty((block.shape[0], GROUP // 8), dtype=torch.int32, device=weight.device)
-        words[rows, slice(columns.start // 8, columns.stop // 8)] = e2m1.pack(codes, made).view(shape[0], -1)
-
-
-def best_scale(value: Tensor) -> Tensor:
-    """The E4M3 code (uint8 [B]) of the scale with the smallest squared error for float32 blocks [16, B], already times the divisor."""
-    magnitude = value.abs()
-    base = magnitude.amax(0).div_(e2m1.LARGEST).clamp_(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8).int()
-    best = torch.full_like(base, _LARGEST_CODE)
-    smallest = torch.full_like(base, torch.inf, dtype=torch.float32)
-    rounded, spare = torch.empty_like(value), torch.empty_like(value)
-    for offset in CANDIDATES:
-        code = (base + offset).clamp_(_SMALLEST_CODE, _LARGEST_CODE)
-        scale = code.to(torch.uint8).view(torch.float8_e4m3fn).float()
-        torch.mul(magnitude, scale.reciprocal(), out=rounded).clamp_(max=e2m1.LARGEST)
-        e2m1.round_(rounded, spare)
-        rounded.mul_(scale).sub_(magnitude)
-        error = halve(torch.mul(rounded, rounded, out=spare))
-        better = error < smallest
-        best = torch.where(better, code, best)
-        smallest = torch.where(better, error, smallest)
-    return best.to(torch.uint8)
-
-
-def halve(square: Tensor) -> Tensor:
-    """Sum over dim 0 (a power of two) by adding neighbours: an order that every device can keep. Overwrites its argument."""
-    while square.shape[0] > 1:
-        square = square[0::2].add_(square[1::2])
-    return square[0]
+def _scale(code: Tensor) -> Tensor:
+    """float32 of E4M3 codes (int32, normal)."""
+    return (code + SCALE_BIAS).bitwise_left_shift_(20).view(torch.float32)

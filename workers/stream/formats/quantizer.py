@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -26,18 +27,26 @@ class Quantizer(ABC):
         """What `quantize` emits for one weight [n, k]: suffix -> (dtype, shape)."""
 
     def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
-        """Quantizes [..., N, K] (bfloat16, float16 or float32; finite) on the device it is on.
+        """Quantizes [..., N, K] (bfloat16, float16 or float32, finite, any strides) on the device it is on.
 
-        global_scale: nvfp4 only, a divisor (float32; one, or one for each matrix), where several weights share one. out: tensors to
-        write into, contiguous, as `parts` says with the leading dimensions before; else they are made. No value leaves the device.
+        global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of
+        two keeps every product exact. out: contiguous tensors to write into, shaped as `parts` says behind the leading dimensions; else
+        they are made. Nothing is copied to the host; on a CPU, temporaries are under 8 MiB whatever the shape.
         """
+        lead = weight.shape[:-2]
         made = self.empty(weight) if out is None else dict(out)
-        *lead, n, k = weight.shape
         if weight.numel() == 0:
             return made
-        matrices = weight.reshape(-1, n, k) if len(lead) != 1 else weight
-        flat = {suffix: part.reshape(-1, *part.shape[len(lead) :]) for suffix, part in made.items()}
-        self._fill(matrices, flat, global_scale)
+        if weight.dim() > 3:
+            weight = weight.flatten(0, -3)
+        elif weight.dim() == 2:
+            weight = weight.unsqueeze(0)
+        flat = {suffix: part.view(-1, *part.shape[len(lead) :]) for suffix, part in made.items()}
+        kernels = triton_kernels() if weight.is_cuda else None
+        if kernels is None:
+            self._fill(weight, flat, global_scale)
+        else:
+            self._launch(kernels, weight, flat, global_scale)
         return made
 
     def empty(self, weight: Tensor) -> Parts:
@@ -53,36 +62,48 @@ class Quantizer(ABC):
 
     def check(self, name: str, n: int, k: int) -> None:
         """Raises CheckpointError where a weight [n, k] cannot have this format."""
-        if self.group_size is None or k % self.group_size == 0:
+        size = self.group_size
+        if size is None or k % size == 0:
             return
-        raise CheckpointError(
-            f"K={k} is not divisible by the group size {self.group_size} of {self.spelling}", tensor=name, cure=self._cure(name, k)
-        )
-
-    def _cure(self, name: str, k: int) -> str:
-        fits = [spelling for group, spelling in ((128, "int4-g128"), (64, "int4-g64"), (32, "int4-g32"), (16, "nvfp4")) if k % group == 0]
-        return f"Use {' or '.join([*fits, 'fp8'])} for it"
+        fits = [f"int4-g{group}" for group in (64, 32) if group < size and k % group == 0]
+        fits = fits or ["nvfp4" if size > 16 and k % 16 == 0 else "fp8"]
+        raise CheckpointError(f"K={k} is not divisible by the group size {size}", tensor=name, cure=f"Use {' or '.join(fits)} for it")
 
     @abstractmethod
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
-        """Quantizes [B, N, K] into parts that have one leading dimension B."""
+        """Quantizes [B, N, K] with torch alone into parts that have the leading dimension B."""
+
+    @abstractmethod
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        """The same by the kernels of `triton_kernels`."""
+
+
+def amax(weight: Tensor) -> Tensor:
+    """The largest magnitude, float32 [], without a copy of the weight; NaN or infinite where the weight has such a value."""
+    low, high = torch.aminmax(weight)
+    return torch.maximum(high, -low).float()
 
 
 def nonfinite(weight: Tensor) -> Tensor:
-    """Whether a weight holds a NaN or an infinity: bool tensor [] on the weight's device, from the smallest and the largest value alone."""
-    low, high = torch.aminmax(weight)
-    return ~(torch.isfinite(low) & torch.isfinite(high))
+    """Whether a weight, or the `amax` that stands for it, holds a NaN or an infinity: bool [] on its device."""
+    return torch.isfinite(amax(weight)).logical_not_()
 
 
-def windows(rows: int, columns: int, group: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Cuts a matrix into (rows, columns) of at most CHUNK_ELEMENTS each; columns are cut at multiples of the group."""
-    limit = CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 64
-    if columns <= limit:
-        step = max(1, limit // columns)
-        for start in range(0, rows, step):
-            yield slice(start, min(rows, start + step)), slice(0, columns)
-        return
-    step = max(group, limit // group * group)
-    for row in range(rows):
-        for start in range(0, columns, step):
-            yield slice(row, row + 1), slice(start, min(columns, start + step))
+def chunk_elements(device: torch.device) -> int:
+    """How many elements torch's operations work on at once; on a GPU more, for a launch costs microseconds."""
+    return CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 16
+
+
+def windows(rows: int, columns: int, row_step: int, column_step: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Cuts a matrix into (rows, columns) of at most `chunk_elements`, at multiples of the steps."""
+    limit = chunk_elements(device)
+    width = columns if columns * row_step <= limit else max(1, limit // row_step // column_step) * column_step
+    height = max(1, limit // width // row_step) * row_step
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            yield slice(top, min(rows, top + height)), slice(left, min(columns, left + width))
+
+
+def triton_kernels() -> ModuleType | None:
+    """The CUDA kernels, or None: then torch's own operations do the same, slower."""
+    return None

@@ -1,0 +1,58 @@
+"""Quantizes in groups of columns that share a scale, chunk by chunk on a CPU. It never knows how a scale is chosen."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.stream.formats.quantizer import Quantizer, chunk_elements, windows
+
+
+class Groups(NamedTuple):
+    """One chunk, float32 [G, B]: row i holds the i-th element of each of B groups, so that what is per group broadcasts over whole rows.
+
+    value is the weight; a to d have its shape and hold nothing.
+    """
+
+    value: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor
+
+
+class GroupQuantizer(Quantizer):
+    group_size: int
+
+    @abstractmethod
+    def _encode(self, groups: Groups) -> tuple[Tensor, Tensor]:
+        """(codes int32 [G, B], scales as they are stored [B]) of a chunk; overwrites all of it."""
+
+    def _fill_matrix(self, weight: Tensor, words: Tensor, scale: Tensor, divisor: Tensor | None = None) -> None:
+        """Quantizes [N, K], times divisor, into words (int32 [N, K/8], eight codes each) and scale [N, K/G]."""
+        size = self.group_size
+        elements = min(weight.numel(), chunk_elements(weight.device))
+        scratch = torch.empty((5, elements), dtype=torch.float32, device=weight.device)
+        for rows, columns in windows(weight.shape[0], weight.shape[1], 1, size, weight.device):
+            chunk = weight[rows, columns]
+            height, count = chunk.shape[0], chunk.numel()
+            groups = Groups(*(part[:count].view(size, -1) for part in scratch))
+            groups.value.copy_(chunk.reshape(-1, size).t())
+            if divisor is not None:
+                groups.value.mul_(divisor)
+            codes, chosen = self._encode(groups)
+            scale[rows, columns.start // size : columns.stop // size] = chosen.view(height, -1)
+            words[rows, columns.start // 8 : columns.stop // 8] = _pack(codes).view(height, -1)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Codes (int32 [G, B]) -> int32 [B, G/8]: eight codes a word, the first in the lowest nibble. Overwrites the codes."""
+    size, blocks = codes.shape
+    octets = codes.view(size // 8, 8, blocks)
+    words = octets[:, 7]
+    for nibble in range(6, -1, -1):
+        words.bitwise_left_shift_(4).bitwise_or_(octets[:, nibble])
+    return words.t().contiguous()
