@@ -1,0 +1,206 @@
+"""Tensors at their places: any order, any pieces, a ring that is too small, a disk that fails. Real files."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.stream import target
+from workers.stream.layout import ShardLayout, Tensors, lay_out
+from workers.stream.target import TargetFile
+from workers.stream.writer import ShardWriter
+
+BLOCK = 4096
+WAIT_S = 60.0
+
+
+def content(shards: list[ShardLayout], seed: int = 0) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {slot.name: torch.randint(256, (slot.nbytes,), dtype=torch.uint8, generator=made) for shard in shards for slot in shard.slots}
+
+
+def expected(shard: ShardLayout, tensors: dict[str, torch.Tensor]) -> bytes:
+    return shard.header + b"".join(tensors[slot.name].numpy().tobytes() for slot in shard.slots)
+
+
+def writer(
+    folder: Path, shards: list[ShardLayout], *, blocks: int = 4, prepare: Callable[[], str] | None = None, **more: object
+) -> ShardWriter:
+    made = prepare or (lambda: str(folder))
+    return ShardWriter(shards, made, staging_bytes=blocks * BLOCK, block_bytes=BLOCK, **more)  # type: ignore[arg-type]
+
+
+def fill_gaps(made: ShardWriter, tensors: dict[str, torch.Tensor]) -> int:
+    made.flush()
+    gaps = list(made.gaps())
+    for slot, start, stop in gaps:
+        assert made.put(slot, start, tensors[slot.name][start:stop], wait=True)
+    return len(gaps)
+
+
+class Gate:
+    """A `prepare` that waits, so that nothing is written until it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.open = threading.Event()
+
+    def __call__(self) -> str:
+        assert self.open.wait(WAIT_S)
+        return str(self.folder)
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def direct(request: pytest.FixtureRequest) -> Iterator[bool]:
+    yield request.param
+
+
+LAYOUTS = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=6), st.tuples(st.just("U8"), st.tuples(st.integers(0, 5 * BLOCK))), min_size=1, max_size=10
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tensors=LAYOUTS,
+    data=st.data(),
+    shard_bytes=st.sampled_from([3 * BLOCK, 1 << 30]),
+    direct=st.booleans(),
+    hold=st.sampled_from([0, 8 * BLOCK]),
+)
+def test_the_files_are_what_was_put(
+    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, hold: int
+) -> None:
+    folder = tmp_path_factory.mktemp("writer")
+    shards = lay_out(tensors, shard_bytes)
+    values = content(shards)
+    made = writer(folder, shards, direct=direct, hold_bytes=hold)
+    order = data.draw(st.permutations(sorted(values)))
+    for name in order:
+        slot, value = made.slots[name], values[name].clone()
+        edges = sorted({0, slot.nbytes, *data.draw(st.lists(st.integers(0, slot.nbytes), max_size=2))})
+        if data.draw(st.booleans()):
+            for start, stop in itertools.pairwise(edges):
+                made.put(slot, start, value[start:stop])
+        # What was taken is a copy.
+        value.zero_()
+
+    fill_gaps(made, values)
+    assert list(made.gaps()) == []
+    made.settle()
+    made.close()
+
+    for shard in shards:
+        assert (folder / shard.name).read_bytes() == expected(shard, values)
+    assert made.bytes_written == made.bytes_total
+
+
+def test_a_full_ring_refuses_and_remembers(tmp_path: Path, direct: bool) -> None:
+    shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(12)})
+    values = content(shards)
+    gate = Gate(tmp_path)
+    made = writer(tmp_path, shards, prepare=gate, direct=direct)
+
+    taken = [made.put(slot, 0, values[name]) for name, slot in made.slots.items()]
+    gate.open.set()
+
+    assert True in taken
+    assert False in taken
+    assert len(list(made.gaps())) == taken.count(False)
+    assert fill_gaps(made, values) == taken.count(False)
+    made.settle()
+    made.close()
+    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
+
+
+def test_a_large_tensor_is_held_beside_a_full_ring(tmp_path: Path) -> None:
+    shards = lay_out({"small": ("U8", (3 * BLOCK,)), "large": ("U8", (20 * BLOCK + 5,)), "second": ("U8", (20 * BLOCK,))})
+    values = content(shards)
+    gate = Gate(tmp_path)
+    made = writer(tmp_path, shards, prepare=gate, hold_bytes=30 * BLOCK)
+
+    assert [made.put(slot, 0, values[name].clone()) for name, slot in made.slots.items()] == [True, True, False]
+    gate.open.set()
+
+    assert fill_gaps(made, values) == 1
+    made.settle()
+    made.close()
+    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
+
+
+def test_a_file_system_without_o_direct_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def without(path: str, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(target.os, "open", without)
+    file = TargetFile(str(tmp_path / "file"), 2 * BLOCK)
+    file.write(BLOCK, memoryview(bytes(range(256)) * 16))
+    file.settle()
+
+    assert file.fallback_reason == "the file system has no O_DIRECT (Invalid argument)"
+    assert (tmp_path / "file").read_bytes() == bytes(BLOCK) + bytes(range(256)) * 16
+
+
+def test_much_that_goes_through_the_page_cache_is_written_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    real = os.fdatasync
+    monkeypatch.setattr(target, "FLUSH_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(target.os, "fdatasync", lambda fd: (flushed.append(fd), real(fd)))
+    file = TargetFile(str(tmp_path / "file"), 8 * BLOCK, direct=False)
+
+    for number in range(8):
+        file.write(number * BLOCK, memoryview(bytes(BLOCK)))
+    file.settle()
+
+    assert len(flushed) == 4
+
+
+def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(40)})
+    values = content(shards)
+    told: list[BaseException] = []
+
+    def full(_fd: int, _data: memoryview, _offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(target.os, "pwrite", full)
+    made = ShardWriter(shards, lambda: str(tmp_path), told.append, staging_bytes=4 * BLOCK, block_bytes=BLOCK)
+
+    refused = [made.put(slot, 0, values[name], wait=True) for name, slot in made.slots.items()]
+    with pytest.raises(OSError, match="No space left"):
+        made.flush()
+    with pytest.raises(OSError, match="No space left"):
+        made.settle()
+    made.close()
+    made.close()
+
+    assert refused[-1] is False
+    assert [error.errno for error in told if isinstance(error, OSError)] == [errno.ENOSPC]
+
+
+def test_closing_before_the_end_leaves_what_was_not_written(tmp_path: Path) -> None:
+    shards = lay_out({"t": ("U8", (64 * BLOCK,))})
+    gate = Gate(tmp_path)
+    made = writer(tmp_path, shards, prepare=gate)
+    slot = made.slots["t"]
+    for start in range(0, slot.nbytes, BLOCK):
+        made.put(slot, start, torch.zeros(BLOCK, dtype=torch.uint8))
+
+    gate.open.set()
+    made.close()
+
+    assert not made.put(slot, 0, torch.zeros(BLOCK, dtype=torch.uint8))
+    assert made.bytes_written < made.bytes_total

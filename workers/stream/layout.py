@@ -1,0 +1,102 @@
+"""Where each tensor of a safetensors checkpoint will lie: shards, headers, index. Never opens a file, never imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sparkd.errors import CheckpointError
+
+SHARD_BYTES = 4 << 30
+INDEX = "model.safetensors.index.json"
+# Every element of every dtype begins at a multiple of its size where tensors begin at multiples of this.
+ALIGNMENT = 8
+# Bytes of one element, for the dtypes of whole bytes (safetensors/src/tensor.rs, Dtype::bitsize).
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+# transformers refuses a file that does not say which framework's tensors it holds.
+_METADATA = {"format": "pt"}
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one tensor. shard: its number from 0; offset: bytes from the beginning of that file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One file. header: with its 8-byte length, so the data begins at len(header)."""
+
+    name: str
+    header: bytes
+    size_bytes: int
+    slots: tuple[Slot, ...]
+
+
+def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayout]:
+    """Shards of at most `shard_bytes` of data, or of one larger tensor, named as transformers names them.
+
+    tensors: name -> (safetensors dtype code, shape), in the order in which they will come: they lie in that order, so that they are written
+    one behind the other. Only those whose bytes are no multiple of 8 stand at the end of their shard, the larger dtypes first, because the
+    format allows no holes and every reader needs its elements aligned. Raises CheckpointError for a dtype that is not known.
+    """
+    groups: list[list[tuple[str, str, tuple[int, ...], int]]] = [[]]
+    held = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = tensor_bytes(name, dtype, shape)
+        if groups[-1] and held + nbytes > shard_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append((name, dtype, shape, nbytes))
+        held += nbytes
+    return [_shard(number, len(groups), group) for number, group in enumerate(groups)]
+
+
+def index_json(shards: Iterable[ShardLayout]) -> bytes:
+    """model.safetensors.index.json."""
+    slots = [(slot, shard.name) for shard in shards for slot in shard.slots]
+    index = {"metadata": {"total_size": sum(slot.nbytes for slot, _ in slots)}, "weight_map": {slot.name: name for slot, name in slots}}
+    return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Raises CheckpointError for a dtype that is not known, or has less than a byte for an element."""
+    size = ITEM_BYTES.get(dtype)
+    if size is None:
+        raise CheckpointError(f"a {dtype} tensor cannot be stored", tensor=name, cure=f"Give it one of {', '.join(ITEM_BYTES)}")
+    return size * math.prod(shape)
+
+
+def _shard(number: int, count: int, group: list[tuple[str, str, tuple[int, ...], int]]) -> ShardLayout:
+    odd = [tensor for tensor in group if tensor[3] % ALIGNMENT]
+    ordered = [tensor for tensor in group if not tensor[3] % ALIGNMENT]
+    ordered += sorted(odd, key=lambda tensor: -ITEM_BYTES[tensor[1]])
+    entries: dict[str, object] = {"__metadata__": _METADATA}
+    at = 0
+    for name, dtype, shape, nbytes in ordered:
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    slots = []
+    at = len(header)
+    for name, dtype, shape, nbytes in ordered:
+        slots.append(Slot(name, dtype, tuple(shape), number, at, nbytes))
+        at += nbytes
+    return ShardLayout(f"model-{number + 1:05d}-of-{count:05d}.safetensors", header, at, tuple(slots))

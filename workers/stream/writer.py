@@ -1,0 +1,318 @@
+"""Writes tensors at their places in a laid-out checkpoint, from a thread and through one bounded ring. Never makes its caller wait.
+
+Bytes are gathered into blocks that lie in the ring as they lie in the file, so that a full block goes past the page cache in one write,
+however small its tensors are; a block that stays incomplete is written through the page cache. What finds no room in the ring is refused,
+and `gaps` tells later what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from workers.stream.layout import ShardLayout, Slot
+from workers.stream.ring import Ring
+from workers.stream.target import TargetFile
+
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class _Block:
+    """A part of a shard that is being gathered. at: which block of the ring holds it; ranges: [start, stop) in it that are there."""
+
+    shard: int
+    number: int
+    at: int
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    filled: int = 0
+    event: torch.cuda.Event | None = None
+    on_device: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    """A copy of a tensor that is larger than the ring likes."""
+
+    slot: Slot
+    start: int
+    copy: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+class ShardWriter:
+    """`put` is called by one thread at a time. The files appear in the folder that `prepare` returns, which the writing thread calls first.
+
+    ended: is told, on that thread and with the files closed, what ended the writing, where something did (a full disk).
+    staging_bytes: the ring's memory, pinned where `pin`. hold_bytes: what may be copied beside it (on the tensor's own device) of single
+    tensors of more than half the ring. bytes_written: what the files have so far.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardLayout],
+        prepare: Callable[[], str],
+        ended: Callable[[BaseException], None] = lambda _error: None,
+        *,
+        staging_bytes: int = 16 * MIB,
+        block_bytes: int = MIB,
+        hold_bytes: int = 0,
+        pin: bool = False,
+        direct: bool = True,
+    ) -> None:
+        self.slots = {slot.name: slot for shard in shards for slot in shard.slots}
+        self.bytes_total = sum(shard.size_bytes for shard in shards)
+        self.bytes_written = 0
+        self.fallback_reason: str | None = None
+        self._shards = shards
+        self._prepare = prepare
+        self._ended = ended
+        self._direct = direct
+        self._block_bytes = block_bytes
+        self._staging_bytes = staging_bytes
+        self._hold_bytes = hold_bytes
+        # One block is the thread's own, for what it copies itself.
+        self._ring = Ring(block_bytes, staging_bytes // block_bytes + 1, pin=pin)
+        self._changed = threading.Condition()
+        self._free = list(range(1, staging_bytes // block_bytes + 1))
+        self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
+        self._left: dict[tuple[int, int], int] = {}
+        self._jobs: deque[_Block | _Held | None] = deque()
+        self._busy = 0
+        self._held = 0
+        self._taken: dict[str, list[tuple[int, int]]] = {}
+        self._error: BaseException | None = None
+        self._files: list[TargetFile] = []
+        self._thread = threading.Thread(target=self._work, name="stream-write", daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the writing; everything that is put afterwards is refused."""
+        return self._error
+
+    def put(self, slot: Slot, start: int, view: torch.Tensor, *, wait: bool = False) -> bool:
+        """Takes the bytes of a tensor from `start` on (uint8, 1-D); they may change as soon as this returns, or, on a GPU, in stream order.
+
+        False: refused, because there is no room; with `wait` only where the writing has ended. wait: for room.
+        """
+        size = view.numel()
+        begin = slot.offset + start
+        if not wait and not self._has_room(slot, begin, size):
+            return not size or (size > self._staging_bytes // 2 and self._hold(slot, start, view))
+        for number, low, high in self._spans(begin, size):
+            block = self._open(slot.shard, number)
+            if block is None:
+                return False
+            at = number * self._block_bytes
+            base = block.at * self._block_bytes - at
+            self._ring.tensor()[base + low : base + high].copy_(view[low - begin : high - begin], non_blocking=True)
+            with self._changed:
+                block.on_device |= view.is_cuda
+                self._fill(block, low - at, high - at)
+        self._take(slot, start, size)
+        return True
+
+    def flush(self) -> None:
+        """Waits until everything that was taken is in the files. Raises what ended the writing."""
+        with self._changed:
+            for block in list(self._blocks.values()):
+                self._submit(block)
+            self._changed.wait_for(lambda: self._error is not None or not self._busy)
+        self._raise()
+
+    def gaps(self) -> Iterator[tuple[Slot, int, int]]:
+        """(slot, start, stop) of what was not taken, in the order of the files."""
+        for slot in self.slots.values():
+            at = 0
+            for start, stop in [*sorted(self._taken.get(slot.name, ())), (slot.nbytes, slot.nbytes)]:
+                if start > at:
+                    yield slot, at, start
+                at = max(at, stop)
+
+    def settle(self) -> None:
+        """Everything is on the disk for good, and the thread has ended. Raises what ended the writing, or OSError."""
+        self.flush()
+        self._stop()
+        for file in self._files:
+            file.settle()
+
+    def close(self) -> None:
+        """Ends the thread and frees the memory; what was not written never will be. Twice is once."""
+        with self._changed:
+            self._error = self._error or RuntimeError("The writer is closed.")
+            self._jobs.clear()
+            self._blocks.clear()
+            self._changed.notify_all()
+        self._stop()
+        for file in self._files:
+            file.close()
+        self._ring.close()
+
+    def _spans(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """(block number, first byte, byte behind the last) of the file's blocks that these bytes touch."""
+        at = begin
+        while at < begin + size:
+            number = at // self._block_bytes
+            stop = min(begin + size, (number + 1) * self._block_bytes)
+            yield number, at, stop
+            at = stop
+
+    def _has_room(self, slot: Slot, begin: int, size: int) -> bool:
+        """Whether all these bytes find blocks at once. Where not, a block that waits for them in vain is written as it is."""
+        with self._changed:
+            if self._error is not None:
+                return False
+            missing = sum((slot.shard, number) not in self._blocks for number, _, _ in self._spans(begin, size))
+            if missing <= len(self._free):
+                return True
+            if size <= self._staging_bytes // 2 and (waiting := self._blocks.get((slot.shard, begin // self._block_bytes))) is not None:
+                self._submit(waiting)
+            elif not self._busy and self._blocks:
+                self._submit(next(iter(self._blocks.values())))
+            return False
+
+    def _open(self, shard: int, number: int) -> _Block | None:
+        """The block to gather into; waits for one. None where the writing has ended."""
+        with self._changed:
+            while self._error is None:
+                block = self._blocks.get((shard, number))
+                if block is not None:
+                    self._blocks.move_to_end((shard, number))
+                    return block
+                if self._free:
+                    block = self._blocks[(shard, number)] = _Block(shard, number, self._free.pop())
+                    return block
+                if not self._busy:
+                    self._submit(next(iter(self._blocks.values())))
+                self._changed.wait()
+        return None
+
+    def _fill(self, block: _Block, start: int, stop: int) -> None:
+        if block.ranges and block.ranges[-1][1] == start:
+            block.ranges[-1] = (block.ranges[-1][0], stop)
+        else:
+            block.ranges.append((start, stop))
+        block.filled += stop - start
+        if block.filled >= self._left_of(block.shard, block.number):
+            self._submit(block)
+
+    def _submit(self, block: _Block) -> None:
+        """Hands a block over to the thread."""
+        key = (block.shard, block.number)
+        self._blocks.pop(key)
+        self._left[key] = self._left_of(*key) - block.filled
+        if block.on_device:
+            block.event = torch.cuda.Event()
+            block.event.record()
+        self._busy += 1
+        self._jobs.append(block)
+        self._changed.notify_all()
+
+    def _left_of(self, shard: int, number: int) -> int:
+        """Bytes of tensors in this part of the file that were not handed over yet."""
+        left = self._left.get((shard, number))
+        if left is not None:
+            return left
+        layout = self._shards[shard]
+        low, high = number * self._block_bytes, (number + 1) * self._block_bytes
+        return min(high, layout.size_bytes) - max(low, len(layout.header))
+
+    def _hold(self, slot: Slot, start: int, view: torch.Tensor) -> bool:
+        """Keeps a copy of a large tensor for the thread to write piece by piece."""
+        size = view.numel()
+        with self._changed:
+            if self._error is not None or self._held + size > self._hold_bytes:
+                return False
+            self._held += size
+            self._busy += 1
+        event = None
+        copy = view.clone()
+        if view.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        with self._changed:
+            self._jobs.append(_Held(slot, start, copy, event))
+            self._changed.notify_all()
+        self._take(slot, start, size)
+        return True
+
+    def _take(self, slot: Slot, start: int, size: int) -> None:
+        self._taken.setdefault(slot.name, []).append((start, start + size))
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._jobs.append(None)
+            self._changed.notify_all()
+        self._thread.join()
+
+    # The thread
+
+    def _work(self) -> None:
+        try:
+            folder = self._prepare()
+            for shard in self._shards:
+                file = TargetFile(os.path.join(folder, shard.name), shard.size_bytes, direct=self._direct)
+                self._files.append(file)
+                file.write(0, memoryview(shard.header))
+                self.bytes_written += len(shard.header)
+            while (job := self._next()) is not None:
+                self._write_held(job) if isinstance(job, _Held) else self._write_block(job)
+                with self._changed:
+                    self._busy -= 1
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            with self._changed:
+                self._error = error
+                self._jobs.clear()
+                self._blocks.clear()
+                self._changed.notify_all()
+            for file in self._files:
+                file.close()
+            self._ended(error)
+
+    def _next(self) -> _Block | _Held | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs)
+            return self._jobs.popleft()
+
+    def _write_block(self, block: _Block) -> None:
+        if block.event is not None:
+            block.event.synchronize()
+        memory = self._ring.memory(block.at)
+        for start, stop in [(0, self._block_bytes)] if block.filled == self._block_bytes else block.ranges:
+            self._write(block.shard, block.number * self._block_bytes + start, memory[start:stop])
+        with self._changed:
+            self._free.append(block.at)
+
+    def _write_held(self, held: _Held) -> None:
+        if held.event is not None:
+            held.event.synchronize()
+        begin, shard = held.slot.offset + held.start, held.slot.shard
+        tensor, memory = self._ring.tensor(), self._ring.memory(0)
+        for number, low, high in self._spans(begin, held.copy.numel()):
+            at = low - number * self._block_bytes
+            tensor[at : at + high - low].copy_(held.copy[low - begin : high - begin])
+            self._write(shard, low, memory[at : at + high - low])
+            with self._changed:
+                self._left[(shard, number)] = self._left_of(shard, number) - (high - low)
+                waiting = self._blocks.get((shard, number))
+                if waiting is not None and waiting.filled >= self._left[(shard, number)]:
+                    self._submit(waiting)
+        with self._changed:
+            self._held -= held.copy.numel()
+
+    def _write(self, shard: int, offset: int, data: memoryview) -> None:
+        file = self._files[shard]
+        file.write(offset, data)
+        self.bytes_written += len(data)
+        self.fallback_reason = self.fallback_reason or file.fallback_reason
