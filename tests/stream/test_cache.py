@@ -1,0 +1,657 @@
+"""The quantized cache: whole or not at all, whoever dies, fills the disk, reads, writes or evicts at the same time. Real processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError
+from tests.checkpoints import Entry, normal, write_checkpoint
+from workers.stream import cache, cache_writer, manifest, target
+from workers.stream.cache import CachedCheckpoint, entries, fault_of, find, locked, make_room, remove, sweep
+from workers.stream.cache_writer import CODES, CacheWriter
+from workers.stream.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = {"format": "nvfp4", "layers": []}
+DESCRIBED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}}
+MODULES = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(3) for name in ("gate", "up")]
+PLAIN = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Checkpoint:
+    entries = [Entry(PLAIN, (64, 64), draw=normal(1.0)), *(Entry(f"{module}.weight", (64, 64), draw=normal(1.0)) for module in MODULES)]
+    folder = write_checkpoint(tmp_path / "models" / "Tiny-1B", CONFIG, entries, shard_bytes=20_000)
+    (folder / "hf_quant_config.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    return read_checkpoint(folder)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> str:
+    return str(tmp_path / "quantized")
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of 1 TiB that is half empty, whatever this machine has."""
+    free_disk(monkeypatch, 512 << 30)
+
+
+def free_disk(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1 << 40, (1 << 40) - free_bytes, free_bytes))
+
+
+def quantized(source: Checkpoint) -> dict[str, torch.Tensor]:
+    """What a load hands over, in its order; the values only have to be told apart."""
+    from safetensors import safe_open
+
+    made: dict[str, torch.Tensor] = {}
+    with safe_open(source.tensors[PLAIN].path, "pt") as file:
+        made[PLAIN] = file.get_tensor(PLAIN)
+    for number, module in enumerate(MODULES):
+        made[f"{module}.weight_packed"] = torch.full((64, 32), number, dtype=torch.uint8)
+        made[f"{module}.weight_scale"] = torch.full((64, 4), number / 4).to(torch.float8_e4m3fn)
+        made[f"{module}.weight_global_scale"] = torch.tensor([number + 0.5])
+    return made
+
+
+def layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def writer(
+    cache_dir: str, source: Checkpoint, tensors: Mapping[str, torch.Tensor], recipe: Mapping[str, Any] = RECIPE, **more: Any
+) -> CacheWriter:
+    return CacheWriter(cache_dir, source, recipe, None, DESCRIBED, layout(tensors), plain={PLAIN}, shard_bytes=8000, **more)
+
+
+def written(cache_dir: str, source: Checkpoint, recipe: Mapping[str, Any] = RECIPE, **more: Any) -> CacheWriter:
+    tensors = quantized(source)
+    made = writer(cache_dir, source, tensors, recipe, **more)
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+    made.finish(lambda name: {name: tensors[name]})
+    return made
+
+
+def found(cache_dir: str, source: Checkpoint, recipe: Mapping[str, Any] = RECIPE) -> tuple[CachedCheckpoint | None, str]:
+    said: list[str] = []
+    return find(cache_dir, source, recipe, say=said.append), " ".join(said)
+
+
+def left(cache_dir: str) -> list[str]:
+    """What lies in the cache's folder, but for its lock."""
+    return sorted(name for name in os.listdir(cache_dir) if name != ".lock") if os.path.isdir(cache_dir) else []
+
+
+# What is written
+
+
+def test_a_cache_is_a_checkpoint_of_its_own(cache_dir: str, source: Checkpoint) -> None:
+    from safetensors import safe_open
+
+    made = written(cache_dir, source, notes={"vllm": "0.32.0"})
+
+    assert (made.state, made.reason) == ("written", None)
+    folder = Path(made.folder)
+    assert left(cache_dir) == [folder.name]
+    own = read_checkpoint(folder)
+    for name, tensor in quantized(source).items():
+        with safe_open(own.tensors[name].path, "pt") as file:
+            assert torch.equal(file.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)), name
+    assert own.config == {**CONFIG, "quantization_config": DESCRIBED}
+    assert {path.name for path in folder.iterdir() if not path.name.startswith("model")} == {
+        "additional_chat_templates",
+        "config.json",
+        MANIFEST,
+        *(path.name for path in Path(source.folder).glob("tokenizer*")),
+        *(path.name for path in Path(source.folder).glob("special*")),
+        USED,
+    }
+    assert (folder / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+    told = json.loads((folder / MANIFEST).read_text())
+    assert (told["version"], told["code"], told["format"], told["recipe"], told["notes"]) == (1, 1, "nvfp4", RECIPE, {"vllm": "0.32.0"})
+    assert told["source"]["folder"] == source.folder
+    assert {file["name"] for file in told["files"]} == {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, USED)
+    }
+    assert made.bytes_written == made.bytes_total == sum(shard.size_bytes for shard in own.shards)
+
+
+def test_what_it_tells_the_load(cache_dir: str, source: Checkpoint) -> None:
+    told: list[tuple[str, int, str | None]] = []
+
+    made = written(cache_dir, source, told=lambda *said: told.append(said))
+
+    assert told == [("writing", 0, None), ("written", made.bytes_total, None)]
+
+
+def test_what_did_not_fit_is_made_again(cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes nothing while the load runs: pass-through bytes come from the source, the others from the loader."""
+    tensors = quantized(source)
+    monkeypatch.setattr(cache_writer.ShardWriter, "put", refusing(cache_writer.ShardWriter.put))
+    asked: list[str] = []
+
+    def refill(name: str) -> dict[str, torch.Tensor]:
+        asked.append(name)
+        module = name.rpartition(".")[0]
+        return {made: tensor for made, tensor in tensors.items() if made.startswith(f"{module}.")}
+
+    made = writer(cache_dir, source, tensors)
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+    made.finish(refill)
+
+    assert (made.state, made.reason) == ("written", None)
+    assert len(asked) == len(MODULES)
+    assert PLAIN not in asked
+    monkeypatch.undo()
+    with_all = Path(made.folder)
+    there, _ = found(cache_dir, source)
+    assert there is not None
+    with there:
+        for shard in there.checkpoint.shards:
+            again = writer(f"{cache_dir}-again", source, tensors)
+            for name, tensor in tensors.items():
+                again.add(name, tensor)
+            again.finish(refill)
+            assert Path(shard.path).read_bytes() == (Path(again.folder) / Path(shard.path).name).read_bytes()
+    assert with_all.is_dir()
+
+
+def refusing(real: Callable[..., bool]) -> Callable[..., bool]:
+    def put(self: Any, slot: Any, start: int, view: torch.Tensor, *, wait: bool = False) -> bool:
+        return wait and real(self, slot, start, view, wait=wait)
+
+    return put
+
+
+def test_chunks_of_a_large_tensor(cache_dir: str, source: Checkpoint) -> None:
+    tensors = quantized(source)
+    made = writer(cache_dir, source, tensors)
+    embedding = tensors.pop(PLAIN).view(torch.uint8).reshape(-1)
+    for start in range(0, embedding.numel(), 1000):
+        # As a view into the reader's ring: it is something else as soon as it was handed over.
+        chunk = embedding[start : start + 1000].clone()
+        made.add_chunk(PLAIN, start, chunk)
+        chunk.zero_()
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+
+    assert made.finish() == "written"
+    there, _ = found(cache_dir, source)
+    assert there is not None
+    with there:
+        ref = there.checkpoint.tensors[PLAIN]
+        assert Path(ref.path).read_bytes()[ref.offset : ref.offset + ref.nbytes] == bytes(embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("unknown", torch.zeros(1), "unknown came as F32 of shape [1], which is not what was laid out"),
+        (
+            f"{MODULES[0]}.weight_packed",
+            torch.zeros(64, 33, dtype=torch.uint8),
+            "came as U8 of shape [64, 33], which is not what was laid out",
+        ),
+    ],
+)
+def test_a_tensor_that_was_not_laid_out_costs_the_cache_only(
+    cache_dir: str, source: Checkpoint, name: str, tensor: torch.Tensor, reason: str
+) -> None:
+    made = writer(cache_dir, source, quantized(source))
+
+    made.add(name, tensor)
+
+    assert made.state == "failed"
+    assert made.reason is not None
+    assert reason in made.reason
+    assert made.finish() == "failed"
+    assert left(cache_dir) == []
+
+
+def test_a_tensor_that_never_came_is_named(cache_dir: str, source: Checkpoint) -> None:
+    tensors = quantized(source)
+    made = writer(cache_dir, source, tensors)
+    del tensors[f"{MODULES[1]}.weight_packed"]
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+
+    assert made.finish() == "failed"
+    assert made.reason == f"No quantized cache of Tiny-1B was kept: {MODULES[1]}.weight_packed: it was never handed over."
+    assert left(cache_dir) == []
+
+
+def test_a_load_that_is_cancelled_leaves_nothing(cache_dir: str, source: Checkpoint) -> None:
+    tensors = quantized(source)
+    made = writer(cache_dir, source, tensors)
+    made.add(PLAIN, tensors[PLAIN])
+
+    made.abandon("the load was cancelled")
+    made.add(PLAIN, tensors[PLAIN])
+
+    assert made.finish() == "failed"
+    assert made.reason == "No quantized cache of Tiny-1B was kept: the load was cancelled."
+    assert left(cache_dir) == []
+
+
+def test_a_refill_that_fails_costs_the_cache_only(cache_dir: str, source: Checkpoint) -> None:
+    def refill(_name: str) -> dict[str, torch.Tensor]:
+        raise KeyError("no such unit")
+
+    made = writer(cache_dir, source, quantized(source))
+
+    assert made.finish(refill) == "failed"
+    assert made.reason == "No quantized cache of Tiny-1B was kept: KeyError: 'no such unit'."
+
+
+# The second start
+
+
+def test_the_second_start_finds_it_and_nobody_removes_it_meanwhile(cache_dir: str, source: Checkpoint) -> None:
+    made = written(cache_dir, source)
+    os.utime(os.path.join(made.folder, USED), (1, 1))
+
+    there, why = found(cache_dir, source)
+
+    assert there is not None, why
+    with there:
+        assert there.folder == made.folder
+        assert os.stat(os.path.join(made.folder, USED)).st_mtime > 1e9
+        assert not remove(there.folder)
+    there.close()
+    assert remove(made.folder)
+    assert left(cache_dir) == []
+
+
+def test_another_recipe_slice_or_folder_is_another_entry(source: Checkpoint, tmp_path: Path) -> None:
+    other = read_checkpoint(shutil.copytree(source.folder, tmp_path / "other"))
+
+    keys = {
+        cache_key(source, RECIPE),
+        cache_key(source, {**RECIPE, "format": "mxfp4"}),
+        cache_key(source, RECIPE, (0, 2)),
+        cache_key(source, RECIPE, (1, 2)),
+        cache_key(other, RECIPE),
+    }
+
+    assert len(keys) == 5
+    assert cache_key(source, RECIPE) == cache_key(source, dict(reversed(RECIPE.items())))
+    assert entry_name(source, RECIPE) == f"tiny-1b-nvfp4-{cache_key(source, RECIPE)}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("/models/Qwen3-8B", "qwen3-8b"),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "qwen3-8b"),
+        ("/models/ä ö/", "model"),
+        ("/", "model"),
+    ],
+)
+def test_names_of_models(folder: str, name: str) -> None:
+    assert model_name(folder) == name
+
+
+def test_names_of_formats() -> None:
+    assert format_name({"format": "int4-g64", "layers": []}) == "int4-g64"
+    assert format_name({"format": "bf16", "layers": [{}]}) == "bf16-mixed"
+
+
+def damage(what: str, folder: Path, source: Path) -> None:
+    """Each a way in which an entry is not what it was, or not of what is there now."""
+    shard = sorted(folder.glob("*.safetensors"))[-1]
+    told = json.loads((folder / MANIFEST).read_text())
+    if what == "cut":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif what == "gone":
+        shard.unlink()
+    elif what == "header":
+        raw = shard.read_bytes()
+        shard.write_bytes(raw.replace(b'"U8"', b'"I8"', 1))
+    elif what == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+    elif what == "config":
+        (folder / "config.json").write_bytes((folder / "config.json").read_bytes().replace(b"nvfp4", b"mxfp4"))
+    elif what == "manifest":
+        (folder / MANIFEST).write_text('{"version": 1}')
+    elif what == "version":
+        (folder / MANIFEST).write_text(json.dumps({**told, "version": 2}))
+    elif what == "code":
+        (folder / MANIFEST).write_text(json.dumps({**told, "code": 0}))
+    elif what == "escape":
+        (folder / MANIFEST).write_text(json.dumps({**told, "files": [{"name": "../../x", "size_bytes": 1, "sha256": ""}]}))
+    elif what == "source time":
+        os.utime(sorted(source.glob("*.safetensors"))[0], (1, 1))
+    elif what == "source config":
+        (source / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 128}))
+    elif what == "no manifest":
+        (folder / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("cut", "the file is cut off"),
+        ("gone", "the file is not there"),
+        ("header", "has changed"),
+        ("tokenizer", "tokenizer.json has 2 bytes instead of"),
+        ("config", "config.json has changed"),
+        ("manifest", "it is no manifest of a quantized cache"),
+        ("version", "it has version 2, and this sparkd writes 1"),
+        ("code", "it was quantized by version 0 of the code, and this is 1"),
+        ("escape", "it is no manifest of a quantized cache"),
+        ("source time", "of its source has changed"),
+        ("source config", "config.json of its source has changed"),
+        ("no manifest", "No such file or directory"),
+    ],
+)
+def test_what_is_not_valid_is_named_and_removed(cache_dir: str, source: Checkpoint, what: str, reason: str) -> None:
+    folder = Path(written(cache_dir, source).folder)
+    damage(what, folder, Path(source.folder))
+
+    (entry,) = entries(cache_dir)
+    fault = fault_of(entry)
+    there, why = found(cache_dir, read_checkpoint(source.folder))
+
+    assert there is None
+    assert reason in why
+    assert why.endswith("It was removed.")
+    assert fault is not None
+    assert reason in fault or what == "no manifest"
+    assert left(cache_dir) == []
+    assert written(cache_dir, read_checkpoint(source.folder)).state == "written"
+
+
+def test_a_source_with_other_files_is_another_one(cache_dir: str, source: Checkpoint) -> None:
+    before = manifest.Source.of(source)
+    shard = before.shards[0]
+
+    assert before.change(before) is None
+    assert before.change(manifest.Source(before.folder, before.shards[1:], before.config_sha256)) == (
+        f"its source has {len(before.shards) - 1} other files instead of {len(before.shards)}: {shard.name} is one of them"
+    )
+
+
+def test_nothing_there_yet(cache_dir: str, source: Checkpoint) -> None:
+    there, why = found(cache_dir, source)
+
+    assert there is None
+    assert why == f"There is no quantized cache in {cache_dir}/{entry_name(source, RECIPE)} yet."
+    assert entries(cache_dir) == []
+
+
+def test_an_entry_whose_source_is_gone_says_so(cache_dir: str, source: Checkpoint) -> None:
+    written(cache_dir, source)
+    shutil.rmtree(source.folder)
+
+    (entry,) = entries(cache_dir)
+
+    assert fault_of(entry) == f"{source.folder}: the folder is not there. Download the model, or correct the path."
+
+
+# Room
+
+
+def test_the_one_used_longest_ago_makes_room(cache_dir: str, source: Checkpoint) -> None:
+    recipes = [{**RECIPE, "format": name} for name in ("nvfp4", "mxfp4", "int4-g64")]
+    folders = [written(cache_dir, source, recipe).folder for recipe in recipes]
+    for age, folder in enumerate(folders):
+        os.utime(os.path.join(folder, USED), (1000 - age, 1000 - age))
+    size = sum(entry.size_bytes for entry in entries(cache_dir))
+
+    made = written(cache_dir, source, {**RECIPE, "format": "fp8"}, limit_bytes=size + cache_writer.MARGIN_BYTES)
+
+    assert made.state == "written"
+    assert {entry.folder for entry in entries(cache_dir)} == {*folders[:2], made.folder}
+
+
+def test_what_is_being_read_is_never_evicted(cache_dir: str, source: Checkpoint) -> None:
+    recipes = [{**RECIPE, "format": name} for name in ("nvfp4", "mxfp4")]
+    folders = [written(cache_dir, source, recipe).folder for recipe in recipes]
+    there, _ = found(cache_dir, source, recipes[0])
+    assert there is not None
+    os.utime(os.path.join(folders[0], USED), (1, 1))
+    size = sum(entry.size_bytes for entry in entries(cache_dir))
+
+    with there:
+        made = written(cache_dir, source, {**RECIPE, "format": "fp8"}, limit_bytes=size + cache_writer.MARGIN_BYTES)
+        kept = {entry.folder for entry in entries(cache_dir)}
+        none = written(cache_dir, source, {**RECIPE, "format": "fp8-block"}, limit_bytes=size // 2 + cache_writer.MARGIN_BYTES)
+
+    assert kept == {folders[0], made.folder}
+    assert none.state == "skipped"
+    assert none.reason is not None
+    assert "is in use: raise quantized_cache.limit_gib." in none.reason
+    assert {entry.folder for entry in entries(cache_dir)} == kept
+
+
+def test_a_model_larger_than_the_limit_is_skipped_and_evicts_nothing(cache_dir: str, source: Checkpoint) -> None:
+    first = written(cache_dir, source)
+
+    made = written(cache_dir, source, {**RECIPE, "format": "fp8"}, limit_bytes=1000)
+
+    assert made.state == "skipped"
+    assert made.reason == (
+        "No quantized cache of Tiny-1B was kept: it needs 0.0 GiB and the cache may take 0.0 GiB: raise quantized_cache.limit_gib."
+    )
+    assert [entry.folder for entry in entries(cache_dir)] == [first.folder]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_disk(monkeypatch, 20 << 30)
+
+    made = written(cache_dir, source)
+    assert made.state == "skipped"
+    assert f"on the disk of {cache_dir}, where 20.0 GiB are free and 20.5 GiB are left to others: free some" in str(made.reason)
+    assert left(cache_dir) == []
+
+
+def test_a_nearly_full_disk_evicts_too(cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = written(cache_dir, source)
+    (entry,) = entries(cache_dir)
+    reserve = int((1 << 40) * cache.RESERVE_FRACTION)
+    free_disk(monkeypatch, reserve)
+    with locked(cache_dir):
+        assert make_room(cache_dir, entry.size_bytes + 1, None) is not None
+        assert os.path.isdir(old.folder)
+        assert make_room(cache_dir, entry.size_bytes, None) is None
+
+    assert left(cache_dir) == []
+
+
+# Trouble
+
+
+def test_a_disk_that_becomes_full_drops_the_cache_and_frees_what_it_took(
+    cache_dir: str, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    calls: list[int] = []
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(target.os, "pwrite", full)
+    made = written(cache_dir, source)
+
+    assert made.state == "failed"
+    assert made.reason == (
+        f"No quantized cache of Tiny-1B was kept: the disk of {cache_dir} is full; free some, or set quantized_cache.dir to another disk."
+    )
+    assert left(cache_dir) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; a limit on the size of files where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode == 0
+    if not mounted:
+        (folder / "limit").write_text("")
+    try:
+        yield folder
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_really_has_no_room(small_disk: Path, source: Checkpoint) -> None:
+    """In a process of its own, because a limit on file sizes holds for all of it."""
+    code = f"""
+import resource, shutil, signal, sys
+from pathlib import Path
+import torch
+from workers.stream import cache
+from workers.stream.cache_writer import CacheWriter
+from sparkd.checkpoint import read_checkpoint
+cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
+folder = Path({str(small_disk)!r})
+if (folder / "limit").exists():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+made = CacheWriter(str(folder), read_checkpoint({source.folder!r}), {RECIPE!r}, None, {{}}, {{"t": ("U8", (4 << 20,))}})
+made.add("t", torch.zeros(4 << 20, dtype=torch.uint8))
+print(made.finish(), made.reason)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+
+    assert done.stdout.startswith("failed No quantized cache of Tiny-1B was kept: ")
+    assert "is full" in done.stdout or "File too large" in done.stdout
+    assert [name for name in os.listdir(small_disk) if name not in (".lock", "limit")] == []
+
+
+def test_a_cache_folder_that_cannot_be_made(source: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    made = written(str(tmp_path / "file" / "quantized"), source)
+
+    assert made.state == "failed"
+    assert made.reason == (
+        f"No quantized cache of Tiny-1B was kept: {tmp_path}/file/quantized: Not a directory; mend that, or set quantized_cache.dir."
+    )
+
+
+def test_a_source_that_is_gone_fails_the_cache_only(cache_dir: str, source: Checkpoint) -> None:
+    tensors = quantized(source)
+    shutil.rmtree(source.folder)
+
+    made = writer(cache_dir, source, tensors)
+
+    assert made.state == "failed"
+    assert made.finish() == "failed"
+    assert "config.json: it cannot be read: No such file or directory" in str(made.reason)
+
+
+# Two at once, and one that dies
+
+CHILD = """
+import os, shutil, sys, threading
+import torch
+from sparkd.checkpoint import read_checkpoint
+from workers.stream import cache
+from workers.stream.cache_writer import CacheWriter
+cache.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
+cache_dir, folder = sys.argv[1:]
+layout = {"a": ("U8", (4 << 20,)), "b": ("U8", (4 << 20,))}
+made = CacheWriter(cache_dir, read_checkpoint(folder), {"format": "nvfp4", "layers": []}, None, {}, layout)
+made.add("a", torch.zeros(4 << 20, dtype=torch.uint8))
+made._writer.flush()
+print("half", flush=True)
+sys.stdin.readline()
+made.add("b", torch.zeros(4 << 20, dtype=torch.uint8))
+print(made.finish(), flush=True)
+"""
+
+
+@pytest.fixture
+def half(cache_dir: str, source: Checkpoint) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has written half of an entry and waits for a line."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, cache_dir, source.folder], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline() == "half\n"
+    with child:
+        yield child
+        child.kill()
+
+
+def test_a_second_writer_of_the_same_entry_gives_up(cache_dir: str, source: Checkpoint, half: subprocess.Popen[str]) -> None:
+    second = written(cache_dir, source)
+    other = written(cache_dir, source, {**RECIPE, "format": "fp8"})
+
+    assert (second.state, other.state) == ("skipped", "written")
+    assert second.reason == "No quantized cache of Tiny-1B was kept: another process is writing the same cache."
+    assert half.communicate("go on\n", timeout=60)[0] == "written\n"
+    third = written(cache_dir, source)
+    assert third.state == "skipped"
+    assert str(third.reason).endswith("another process has written the same cache meanwhile.")
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_counts(cache_dir: str, source: Checkpoint, half: subprocess.Popen[str]) -> None:
+    half.send_signal(signal.SIGKILL)
+    half.wait(60)
+
+    assert entries(cache_dir) == []
+    assert found(cache_dir, source)[0] is None
+    assert [name for name in left(cache_dir) if not name.startswith(".writing-")] == []
+    other = written(cache_dir, source, {**RECIPE, "format": "fp8"})
+    assert left(cache_dir) == [os.path.basename(other.folder)]
+    assert written(cache_dir, source).state == "written"
+
+
+def test_a_live_writers_folder_is_not_swept(cache_dir: str, half: subprocess.Popen[str]) -> None:
+    os.mkdir(os.path.join(cache_dir, ".gone-x-1"))
+    with locked(cache_dir):
+        sweep(cache_dir)
+
+    assert [name.startswith(".writing-") for name in left(cache_dir)] == [True, True]
+    assert half.communicate("go on\n", timeout=60)[0] == "written\n"
+    assert len(entries(cache_dir)) == 1
+
+
+def test_removing_what_is_no_entry_changes_nothing(cache_dir: str, source: Checkpoint) -> None:
+    made = written(cache_dir, source)
+    os.mkdir(os.path.join(cache_dir, "notes"))
+    Path(cache_dir, "README-0123456789abcdef").write_text("not a folder")
+
+    assert [entry.folder for entry in entries(cache_dir)] == [made.folder]
+    with locked(cache_dir):
+        sweep(cache_dir)
+    assert "notes" in left(cache_dir)
+
+
+def test_a_manifest_is_what_was_dumped(cache_dir: str, source: Checkpoint) -> None:
+    folder = written(cache_dir, source).folder
+    read = Manifest.read(folder)
+    (Path(folder) / MANIFEST).write_bytes(read.dump())
+
+    assert Manifest.read(folder) == read
+    with pytest.raises(CheckpointError, match=r"it is not there\. Remove this folder; the next start quantizes again"):
+        Manifest.read(cache_dir)

@@ -1,0 +1,300 @@
+"""The folder of quantized checkpoints: finds, checks, lists, evicts and removes entries. Never writes weights, never imports torch.
+
+An entry is a folder `<model>-<format>-<key>`, a standard checkpoint with a manifest; it appears by one rename and never changes.
+Whoever reads one holds a shared lock on its manifest, whoever removes one an exclusive lock. `.writing-<entry>` is an entry that is being
+written, under an exclusive lock on `.writing-<entry>.lock`; where nobody holds that lock its writer has died. `.gone-*` is on its way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError
+from workers.stream.manifest import CODE_VERSION, MANIFEST, USED, Manifest, Source, TpSlice, cache_key, entry_name, file_sha256
+
+__all__ = ["CachedCheckpoint", "Entry", "cache_key", "entries", "fault_of", "find", "locked", "make_room", "remove", "sweep", "turn"]
+
+GIB = 1 << 30
+# What is left to others on the cache's disk: a full one stops more than this cache.
+RESERVE_BYTES = 2 * GIB
+RESERVE_FRACTION = 0.02
+
+WRITING = ".writing-"
+GONE = ".gone-"
+LOCK = ".lock"
+_ENTRY = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{16}")
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What lies in the cache. manifest: None where it cannot be read, and `fault` says why; used_s: epoch seconds."""
+
+    folder: str
+    manifest: Manifest | None
+    size_bytes: int
+    used_s: float
+    fault: str | None = None
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.folder)
+
+
+class CachedCheckpoint:
+    """A valid entry that nobody removes until `close`; a context manager. checkpoint: its own headers."""
+
+    def __init__(self, folder: str, manifest: Manifest, checkpoint: Checkpoint, lock: int) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.checkpoint = checkpoint
+        self._lock: int | None = lock
+
+    def __enter__(self) -> CachedCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Twice is once."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def find(
+    cache_dir: str, checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None, *, say: Callable[[str], None] = logger.info
+) -> CachedCheckpoint | None:
+    """The entry for this source, canonical recipe and slice; None where there is no valid one, and `say` is told why in a sentence.
+
+    Cheap: sizes, headers, small files and the source's identity, no weights. An entry that is not valid is removed and made anew.
+    """
+    folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
+    if not os.path.isdir(folder):
+        say(f"There is no quantized cache in {folder} yet.")
+        return None
+    try:
+        lock = _hold(os.path.join(folder, MANIFEST), fcntl.LOCK_SH)
+        if lock is None:
+            say(f"The quantized cache {folder} is being removed.")
+            return None
+    except OSError as error:
+        say(f"The quantized cache {folder} cannot be used: {error.strerror}.{_removed(folder)}")
+        return None
+    try:
+        manifest = Manifest.read(folder)
+        found, why = _check(folder, manifest, Source.of(checkpoint))
+    except CheckpointError as error:
+        found, why = None, error.message
+    if found is None:
+        os.close(lock)
+        say(f"The quantized cache {folder} is not valid: {str(why).rstrip('.')}.{_removed(folder)}")
+        return None
+    with contextlib.suppress(OSError):  # on a read-only disk nothing is evicted either
+        os.utime(os.path.join(folder, USED))
+    return CachedCheckpoint(folder, manifest, found, lock)
+
+
+def entries(cache_dir: str) -> list[Entry]:
+    """Everything in the cache by name, valid or not. Raises OSError where the folder is there and cannot be read."""
+    try:
+        names = sorted(os.listdir(cache_dir))
+    except FileNotFoundError:
+        return []
+    return [entry for name in names if _ENTRY.fullmatch(name) and (entry := _entry(os.path.join(cache_dir, name))) is not None]
+
+
+def fault_of(entry: Entry) -> str | None:
+    """Why the next start would not use this entry; None where it would. Reads headers of the entry and of its source."""
+    if entry.manifest is None:
+        return entry.fault
+    try:
+        return _check(entry.folder, entry.manifest, Source.of(read_checkpoint(entry.manifest.source.folder)))[1]
+    except CheckpointError as error:
+        return error.message
+
+
+def remove(folder: str) -> bool:
+    """Removes an entry; False where it is being read. What dies half-way is swept by the next writer. Raises OSError."""
+    manifest = os.path.join(folder, MANIFEST)
+    lock = _hold(manifest, fcntl.LOCK_EX) if os.path.exists(manifest) else None
+    if lock is None and os.path.exists(manifest):
+        return False
+    try:
+        gone = os.path.join(os.path.dirname(folder), f"{GONE}{os.path.basename(folder)}-{os.getpid()}")
+        os.rename(folder, gone)
+    finally:
+        if lock is not None:
+            os.close(lock)
+    shutil.rmtree(gone)
+    return True
+
+
+def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str | None:
+    """Evicts the entries that were used longest ago until `need_bytes` fit under the limit and on the disk; call it under `locked`.
+
+    Returns why that is not possible, and then nothing is evicted. limit_bytes: of the whole cache, None for none. Raises OSError.
+    """
+    if limit_bytes is not None and need_bytes > limit_bytes:
+        return f"it needs {_gib(need_bytes)} and the cache may take {_gib(limit_bytes)}: raise quantized_cache.limit_gib"
+    disk = shutil.disk_usage(cache_dir)
+    reserve_bytes = max(RESERVE_BYTES, int(disk.total * RESERVE_FRACTION))
+    there = entries(cache_dir)
+    writing = sum(_size(entry.path) for entry in os.scandir(cache_dir) if entry.name.startswith(WRITING) and entry.is_dir())
+    over_limit = 0 if limit_bytes is None else need_bytes + writing + sum(entry.size_bytes for entry in there) - limit_bytes
+    over_disk = need_bytes + reserve_bytes - disk.free
+    with contextlib.ExitStack() as locks:
+        chosen: list[Entry] = []
+        for entry in sorted(there, key=lambda entry: entry.used_s):
+            if max(over_limit, over_disk) <= 0:
+                break
+            if _held_exclusively(entry, locks):
+                chosen.append(entry)
+                over_limit -= entry.size_bytes
+                over_disk -= entry.size_bytes
+        if over_disk > 0:
+            left = f"{_gib(disk.free)} are free and {_gib(reserve_bytes)} are left to others"
+            return f"it needs {_gib(need_bytes)} on the disk of {cache_dir}, where {left}: free some, or set quantized_cache.dir"
+        if over_limit > 0:
+            full = f"what fills the cache's {_gib(limit_bytes or 0)} is in use"
+            return f"it needs {_gib(need_bytes)}, and {full}: raise quantized_cache.limit_gib"
+        for entry in chosen:
+            os.rename(entry.folder, os.path.join(cache_dir, f"{GONE}{entry.name}-{os.getpid()}"))
+            logger.info("sparkd: the quantized cache %s makes room for another.", entry.folder)
+    sweep(cache_dir)
+    return None
+
+
+def sweep(cache_dir: str) -> None:
+    """Removes what writers and removers that died have left; call it under `locked`. Raises OSError."""
+    for name in os.listdir(cache_dir):
+        path = os.path.join(cache_dir, name)
+        if name.startswith(GONE):
+            shutil.rmtree(path)
+        elif name.startswith(WRITING):
+            own = path.removesuffix(LOCK)
+            with turn(own) as mine:
+                if mine and os.path.isdir(own):
+                    shutil.rmtree(own)
+
+
+@contextlib.contextmanager
+def locked(cache_dir: str) -> Iterator[None]:
+    """One process at a time decides what is evicted and what appears. Raises OSError."""
+    fd = os.open(os.path.join(cache_dir, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def turn(writing: str) -> Iterator[bool]:
+    """Whether this is the one writer of `.writing-<entry>`, until the end of the block; call it under `locked`. Raises OSError."""
+    path = f"{writing}{LOCK}"
+    lock = _hold(path, fcntl.LOCK_EX, create=True)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(lock)
+
+
+def _check(folder: str, manifest: Manifest, source: Source) -> tuple[Checkpoint | None, str | None]:
+    """(the entry's headers, None), or (None, what is wrong with it). Raises CheckpointError for files that cannot be read."""
+    if manifest.code != CODE_VERSION:
+        return None, f"it was quantized by version {manifest.code} of the code, and this is {CODE_VERSION}"
+    if change := manifest.source.change(source):
+        return None, change
+    found = read_checkpoint(folder)
+    shards = {os.path.basename(shard.path): shard for shard in found.shards}
+    for file in manifest.files:
+        shard = shards.pop(file.name, None)
+        path = os.path.join(folder, file.name)
+        if shard is None and not os.path.isfile(path):
+            return None, f"{file.name} is missing"
+        size_bytes = shard.size_bytes if shard else os.path.getsize(path)
+        if size_bytes != file.size_bytes:
+            return None, f"{file.name} has {size_bytes} bytes instead of {file.size_bytes}"
+        if (shard.header_sha256 if shard else file_sha256(path)) != file.sha256:
+            return None, f"{file.name} has changed"
+    return (None, f"{min(shards)} is not one of its files") if shards else (found, None)
+
+
+def _entry(folder: str) -> Entry | None:
+    """None for one that is gone meanwhile, and for a folder that is none."""
+    try:
+        size_bytes = _size(folder)
+        try:
+            manifest, fault = Manifest.read(folder), None
+        except CheckpointError as error:
+            manifest, fault = None, error.message
+        used = os.path.join(folder, USED)
+        used_s = os.stat(used if os.path.exists(used) else folder).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Entry(folder, manifest, size_bytes, min(used_s, time.time()), fault)
+
+
+def _size(folder: str) -> int:
+    found = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.path.getsize(os.path.join(parent, name))
+    return found
+
+
+def _held_exclusively(entry: Entry, locks: contextlib.ExitStack) -> bool:
+    """Nobody reads it, and nobody begins to until the stack ends."""
+    manifest = os.path.join(entry.folder, MANIFEST)
+    if not os.path.exists(manifest):
+        return True
+    lock = _hold(manifest, fcntl.LOCK_EX)
+    if lock is not None:
+        locks.callback(os.close, lock)
+    return lock is not None
+
+
+def _hold(path: str, kind: int, *, create: bool = False) -> int | None:
+    """A descriptor that holds the lock, None where another holds it or the file was removed meanwhile. Raises OSError."""
+    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | (os.O_CREAT if create else 0)
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def _removed(folder: str) -> str:
+    """The end of a sentence: what became of an entry that is not valid."""
+    try:
+        return " It was removed." if remove(folder) else " Another process still reads it."
+    except OSError as error:
+        return f" It cannot be removed: {error.strerror}."
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"

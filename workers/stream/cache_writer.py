@@ -1,0 +1,304 @@
+"""Writes a quantized checkpoint into the cache beside a load. Never makes the load wait, never fails it: a mishap costs the cache only.
+
+What the load hands over is copied into a bounded ring and written from a thread. Where the disk writes slower than the load makes
+tensors, the ring is full and a tensor is left out; after the load `finish` gets what was left out once more, tensors that pass through
+from the source's files, quantized ones from the loader, and so the cache becomes whole while the model already answers. Its folder
+appears by one rename, after everything is on the disk for good; a process that ends before that leaves a folder that the next writer
+sweeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+
+from sparkd.checkpoint import Checkpoint
+from sparkd.errors import CheckpointError
+from workers.stream.cache import GIB, WRITING, find, locked, make_room, remove, sweep, turn
+from workers.stream.companions import companions_bytes, write_companions
+from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out
+from workers.stream.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
+from workers.stream.reader import Piece, Reader
+from workers.stream.virtual import DTYPES
+from workers.stream.writer import MIB, ShardWriter
+
+# CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
+CPU_STAGING_BYTES, CPU_BLOCK_BYTES, CPU_HOLD_BYTES = 16 * MIB, MIB, 64 * MIB
+CUDA_STAGING_BYTES, CUDA_BLOCK_BYTES, CUDA_HOLD_BYTES = 64 * MIB, 4 * MIB, 256 * MIB
+# For the manifest and the file system's own records.
+MARGIN_BYTES = 16 * MIB
+
+Refill = Callable[[str], Mapping[str, torch.Tensor]]
+CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+
+class _Skipped(Exception):
+    """There is a good reason not to write this cache."""
+
+
+class CacheWriter:
+    """One entry in the making. state: writing, then written, failed or skipped; reason: why, of the latter two, in a sentence.
+
+    layout: name -> (safetensors dtype code, shape) of everything that will be handed over, in that order. plain: the names that are in the
+    source byte for byte. quantization_config: for config.json. limit_bytes: of the whole cache folder. notes: JSON values for the manifest.
+    device: where the tensors are. told: is called with (state, bytes written, reason) at the beginning and when the state changes.
+    Construct it as soon as the layout is known: it makes room and takes the files' space from its own thread, while nothing is read yet.
+    Nothing here raises for a disk, a folder or a tensor that is not as expected.
+    """
+
+    def __init__(
+        self,
+        cache_dir: str,
+        checkpoint: Checkpoint,
+        recipe: Mapping[str, Any],
+        tp_slice: TpSlice,
+        quantization_config: Mapping[str, Any],
+        layout: Tensors,
+        limit_bytes: int | None = None,
+        *,
+        plain: Container[str] = (),
+        notes: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        staging_bytes: int | None = None,
+        told: Callable[[str, int, str | None], None] = lambda _state, _bytes, _reason: None,
+    ) -> None:
+        self.state = "writing"
+        self.reason: str | None = None
+        self.folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
+        self._cache_dir = cache_dir
+        self._writing = os.path.join(cache_dir, WRITING + os.path.basename(self.folder))
+        self._checkpoint = checkpoint
+        self._recipe = recipe
+        self._tp_slice = tp_slice
+        self._described = quantization_config
+        self._limit_bytes = limit_bytes
+        self._plain = plain
+        self._notes = dict(notes or {})
+        self._told = told
+        self._turn = contextlib.ExitStack()
+        self._mine = False
+        self._ending = threading.Lock()
+        self._writer: ShardWriter | None = None
+        told(self.state, 0, None)
+        on_gpu = device is not None and device.type == "cuda"
+        try:
+            self._source = Source.of(checkpoint)
+            self._shards: list[ShardLayout] = lay_out(layout, shard_bytes)
+            self._writer = ShardWriter(
+                self._shards,
+                self._prepare,
+                self._ended,
+                staging_bytes=staging_bytes or (CUDA_STAGING_BYTES if on_gpu else CPU_STAGING_BYTES),
+                block_bytes=CUDA_BLOCK_BYTES if on_gpu else CPU_BLOCK_BYTES,
+                hold_bytes=CUDA_HOLD_BYTES if on_gpu else CPU_HOLD_BYTES,
+                pin=on_gpu,
+            )
+        except (CheckpointError, OSError, RuntimeError) as error:
+            self._end(error)
+
+    @property
+    def bytes_written(self) -> int:
+        return self._writer.bytes_written if self._writer is not None else 0
+
+    @property
+    def bytes_total(self) -> int:
+        """Of the shards; known from the beginning."""
+        return self._writer.bytes_total if self._writer is not None else 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a copy of a tensor, or leaves it out where there is no room at once. Returns without waiting for a disk or a device."""
+        if self._writer is None or self.state != "writing":
+            return
+        slot = self._writer.slots.get(name)
+        code = CODES.get(tensor.dtype)
+        if slot is None or slot.dtype != code or slot.nbytes != tensor.numel() * tensor.element_size():
+            self._refuse(f"{name} came as {code} of shape {list(tensor.shape)}, which is not what was laid out")
+            return
+        view = bytes_of(tensor)
+        if name not in self._plain:
+            self._writer.put(slot, 0, view)
+            return
+        for start in range(0, slot.nbytes, CPU_BLOCK_BYTES):
+            self._writer.put(slot, start, view[start : start + CPU_BLOCK_BYTES])
+
+    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+        """The same for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
+        if self._writer is None or self.state != "writing":
+            return
+        slot = self._writer.slots.get(name)
+        if slot is None or start_byte < 0 or start_byte + view.numel() > slot.nbytes:
+            self._refuse(f"bytes {start_byte} to {start_byte + view.numel()} of {name} came, which were not laid out")
+            return
+        self._writer.put(slot, start_byte, view)
+
+    def finish(self, refill: Refill | None = None) -> str:
+        """Completes the entry and returns the state; for a thread of its own once the model is placed, and it may take as long as a load.
+
+        refill: makes the quantized tensors of the unit that a name belongs to once more.
+        """
+        try:
+            if self._writer is not None and self.state == "writing":
+                self._writer.flush()
+                self._fill_gaps(self._writer, refill)
+                self._writer.settle()
+                self._publish()
+                self._end(None)
+        except Exception as error:  # noqa: BLE001 - the reason is kept and told: the model serves without its cache
+            self._end(error)
+        self._close()
+        return self.state
+
+    def abandon(self, reason: str) -> None:
+        """Ends without an entry, for instance because the load was cancelled; what was written is removed."""
+        self._refuse(reason)
+
+    # On the writing thread
+
+    def _prepare(self) -> str:
+        """The new folder, once there is room for it. Raises _Skipped, OSError."""
+        os.makedirs(self._cache_dir, exist_ok=True)
+        with locked(self._cache_dir):
+            if not self._turn.enter_context(turn(self._writing)):
+                raise _Skipped("another process is writing the same cache")
+            there = find(self._cache_dir, self._checkpoint, self._recipe, self._tp_slice, say=lambda _sentence: None)
+            if there is not None:
+                there.close()
+                raise _Skipped("another process has written the same cache meanwhile")
+            self._mine = True
+            # The turn is ours, so what is left under this name is a dead writer's.
+            shutil.rmtree(self._writing, ignore_errors=True)
+            sweep(self._cache_dir)
+            need_bytes = sum(shard.size_bytes for shard in self._shards) + companions_bytes(self._checkpoint.folder) + MARGIN_BYTES
+            why = make_room(self._cache_dir, need_bytes, self._limit_bytes)
+            if why is not None:
+                raise _Skipped(why)
+            os.mkdir(self._writing)
+        return self._writing
+
+    # On the thread that finishes
+
+    def _fill_gaps(self, writer: ShardWriter, refill: Refill | None) -> None:
+        """Raises CheckpointError where something is still missing afterwards."""
+        gaps = list(writer.gaps())
+        self._copy(writer, [gap for gap in gaps if gap[0].name in self._plain])
+        missing = {slot.name: slot for slot, _, _ in gaps if slot.name not in self._plain}
+        if missing and refill is not None:
+            logger.info("sparkd: %d tensors are quantized once more for the cache: the disk was slower than the load.", len(missing))
+        while missing and refill is not None:
+            name = next(iter(missing))
+            for made, tensor in refill(name).items():
+                slot = missing.pop(made, None)
+                if slot is not None and (slot.dtype, slot.nbytes) == (CODES.get(tensor.dtype), tensor.numel() * tensor.element_size()):
+                    writer.put(slot, 0, bytes_of(tensor), wait=True)
+            if name in missing:
+                break
+        writer.flush()
+        left = next(writer.gaps(), None)
+        if left is not None:
+            raise CheckpointError("it was never handed over", tensor=left[0].name)
+
+    def _copy(self, writer: ShardWriter, gaps: list[tuple[Slot, int, int]]) -> None:
+        """From the source's files to ours. Raises CheckpointError."""
+        pieces = []
+        for slot, start, stop in gaps:
+            ref = self._checkpoint.tensors[slot.name]
+            pieces.append(Piece((slot, start), ref.path, ref.offset + start, stop - start))
+        if not pieces:
+            return
+        with Reader(pieces, block_bytes=MIB, blocks=4, threads=1, pin=False) as reader:
+            for chunk in reader:
+                slot, start = chunk.piece.key
+                writer.put(slot, start + chunk.start, chunk.view, wait=True)
+                chunk.release()
+
+    def _publish(self) -> None:
+        """Raises _Skipped, OSError."""
+        files = [OwnFile(shard.name, shard.size_bytes, hashlib.sha256(shard.header).hexdigest()) for shard in self._shards]
+        files += write_companions(self._checkpoint, self._writing, self._described, self._shards)
+        manifest = Manifest(self._source, self._recipe, format_name(self._recipe), self._tp_slice, tuple(files), time.time(), self._notes)
+        for name, data in ((USED, b""), (MANIFEST, manifest.dump())):
+            with open(os.path.join(self._writing, name), "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        sync_folder(self._writing)
+        with locked(self._cache_dir):
+            if os.path.isdir(self.folder) and not remove(self.folder):
+                raise _Skipped("an older cache of the same name is being read")
+            os.rename(self._writing, self.folder)
+            sync_folder(self._cache_dir)
+
+    # On any thread
+
+    def _refuse(self, reason: str) -> None:
+        self._end(CheckpointError(reason))
+        self._close()
+
+    def _ended(self, error: BaseException) -> None:
+        """On the writing thread: the room that a cache took which will not be is given back at once."""
+        self._end(error)
+        self._drop()
+
+    def _end(self, error: BaseException | None) -> None:
+        """The first word counts."""
+        with self._ending:
+            if self.state != "writing":
+                return
+            self.reason = None if error is None else self._sentence(error)
+            self.state = "written" if error is None else "skipped" if isinstance(error, _Skipped) else "failed"
+        size_bytes = self.bytes_written
+        if error is None:
+            logger.info("sparkd: quantized cache of %.2f GiB in %s.", size_bytes / GIB, self.folder)
+        else:
+            logger.log(logging.INFO if self.state == "skipped" else logging.WARNING, "sparkd: %s", self.reason)
+        self._told(self.state, size_bytes, self.reason)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Nothing stays of an entry that did not become whole. The folder is only ours to remove while it is our turn."""
+        with self._ending:
+            mine, self._mine = self._mine, False
+        if mine and self.state != "written":
+            shutil.rmtree(self._writing, ignore_errors=True)
+        self._turn.close()
+
+    def _sentence(self, error: BaseException) -> str:
+        what = f"No quantized cache of {os.path.basename(self._checkpoint.folder)} was kept"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{what}: the disk of {self._cache_dir} is full; free some, or set quantized_cache.dir to another disk."
+        if isinstance(error, OSError):
+            return f"{what}: {error.filename or self._cache_dir}: {error.strerror}; mend that, or set quantized_cache.dir."
+        if isinstance(error, CheckpointError | _Skipped):
+            return f"{what}: {str(error).rstrip('.')}."
+        return f"{what}: {type(error).__name__}: {str(error).rstrip('.')}."
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, uint8 and 1-D, on its device; a copy only where it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def sync_folder(folder: str) -> None:
+    """Its names are on the disk for good. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,95 @@
+"""The files of a checkpoint that are no weights: config.json, tokenizer, templates, licence. Never touches a tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sparkd.checkpoint import Checkpoint
+from workers.stream.layout import INDEX, ShardLayout, index_json
+from workers.stream.manifest import MANIFEST, USED, OwnFile
+
+# The largest that models bring is a tokenizer of 33 MB (Gemma 3).
+MAX_BYTES = 256 << 20
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".tflite",
+    ".npz",
+    ".zip",
+    ".tar",
+    ".gz",
+)
+# They tell where weights are or how they are quantized, and that is another matter now.
+_REPLACED = {"config.json", "hf_quant_config.json", INDEX, MANIFEST, USED}
+# The one folder that transformers looks into.
+_TEMPLATES = "additional_chat_templates"
+
+
+def write_companions(checkpoint: Checkpoint, folder: str, described: Mapping[str, Any], shards: Sequence[ShardLayout]) -> list[OwnFile]:
+    """Writes into `folder` what makes the shards there a checkpoint; each file is on the disk for good. Raises OSError.
+
+    described: the quantization_config, empty where the source's own still holds. The records are of these files, the shards not among them.
+    """
+    made = [
+        _written(os.path.join(folder, "config.json"), config_json(checkpoint.config, described)),
+        _written(os.path.join(folder, INDEX), index_json(shards)),
+    ]
+    for name, path in companions(checkpoint.folder):
+        target = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(path, "rb") as file:
+            made.append(_written(target, file.read(MAX_BYTES)))
+    return [OwnFile(os.path.relpath(path, folder), size_bytes, digest) for path, size_bytes, digest in made]
+
+
+def companions(folder: str) -> Iterator[tuple[str, str]]:
+    """(name in the folder, path) of every file to copy, links followed. Raises OSError."""
+    templates = os.path.join(folder, _TEMPLATES)
+    parts = ["", _TEMPLATES] if os.path.isdir(templates) else [""]
+    for part in parts:
+        for name in sorted(os.listdir(os.path.join(folder, part))):
+            path = os.path.join(folder, part, name)
+            if name.startswith(".") or name in _REPLACED or name.endswith((*_WEIGHTS, ".index.json")):
+                continue
+            if os.path.isfile(path) and os.path.getsize(path) <= MAX_BYTES:
+                yield os.path.join(part, name), path
+
+
+def companions_bytes(folder: str) -> int:
+    """What the copies need at most. Raises OSError."""
+    return sum(os.path.getsize(path) for _, path in companions(folder))
+
+
+def config_json(config: Mapping[str, Any], described: Mapping[str, Any]) -> bytes:
+    """The source's config.json with this quantization_config in place of its own."""
+    made = dict(config)
+    if described:
+        made.pop("compression_config", None)
+        text = made.get("text_config")
+        if isinstance(text, Mapping):
+            made["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+        made["quantization_config"] = dict(described)
+    return json.dumps(made, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _written(path: str, data: bytes) -> tuple[str, int, str]:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # advice: nobody reads it soon
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path, len(data), hashlib.sha256(data).hexdigest()

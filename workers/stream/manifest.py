@@ -1,0 +1,168 @@
+"""What a cached checkpoint says about itself: its source, its recipe and its files. Never touches weights, never imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparkd.checkpoint import Checkpoint
+from sparkd.errors import CheckpointError
+
+MANIFEST = "sparkd-manifest.json"
+# Its modification time is when the entry was last used; a file of its own, so that a manifest is never rewritten.
+USED = "used"
+VERSION = 1
+# Raised whenever the same recipe makes other bytes of the same source; older caches are then made anew.
+CODE_VERSION = 1
+# The largest real one, of 60 shards and 30 other files, has 12 KiB.
+MAX_BYTES = 16 << 20
+
+TpSlice = tuple[int, int] | None
+_UNSAFE = re.compile(r"[^a-z0-9._-]+")
+_SNAPSHOT = re.compile(r"/models--(?P<owner>[^/]+?)--(?P<model>[^/]+)/snapshots/[^/]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShard:
+    """Identity of one file of the source. header_sha256: over the 8 bytes of its length and the header itself."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Identity of the checkpoint that was quantized."""
+
+    folder: str
+    shards: tuple[SourceShard, ...]
+    config_sha256: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Source:
+        """Raises CheckpointError where config.json cannot be read any more."""
+        shards = tuple(
+            SourceShard(os.path.basename(shard.path), shard.size_bytes, shard.mtime_ns, shard.header_sha256) for shard in checkpoint.shards
+        )
+        return cls(os.path.realpath(checkpoint.folder), shards, file_sha256(os.path.join(checkpoint.folder, "config.json")))
+
+    def change(self, now: Source) -> str | None:
+        """What is different in the source now, in words; None where it is the same."""
+        if self.config_sha256 != now.config_sha256:
+            return "config.json of its source has changed"
+        before = {shard.name: shard for shard in self.shards}
+        after = {shard.name: shard for shard in now.shards}
+        if before.keys() != after.keys():
+            return f"its source has {len(after)} other files instead of {len(before)}: {min(before.keys() ^ after.keys())} is one of them"
+        return next((f"{name} of its source has changed" for name, shard in before.items() if after[name] != shard), None)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFile:
+    """A file of the entry. sha256: of the header for *.safetensors, as sparkd.checkpoint has it, else of the whole file."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """sparkd-manifest.json. recipe: Recipe.canonical(); format: its short name; created_s: in epoch seconds; notes: the loader's own."""
+
+    source: Source
+    recipe: Mapping[str, Any]
+    format: str
+    tp_slice: TpSlice
+    files: tuple[OwnFile, ...]
+    created_s: float
+    notes: Mapping[str, Any]
+    code: int = CODE_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def dump(self) -> bytes:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def read(cls, folder: str) -> Manifest:
+        """Raises CheckpointError, which names the file, for one that is not there, damaged or of another version."""
+        path = os.path.join(folder, MANIFEST)
+        cure = "Remove this folder; the next start quantizes again"
+        try:
+            with open(path, "rb") as file:
+                raw = json.loads(file.read(MAX_BYTES))
+            if raw["version"] != VERSION:
+                raise CheckpointError(f"it has version {raw['version']!r}, and this sparkd writes {VERSION}", file=path, cure=cure)
+            source = raw["source"]
+            return cls(
+                source=Source(
+                    str(source["folder"]), tuple(SourceShard(**shard) for shard in source["shards"]), str(source["config_sha256"])
+                ),
+                recipe=dict(raw["recipe"]),
+                format=str(raw["format"]),
+                tp_slice=(int(raw["tp_slice"][0]), int(raw["tp_slice"][1])) if raw["tp_slice"] is not None else None,
+                files=tuple(_own_file(each) for each in raw["files"]),
+                created_s=float(raw["created_s"]),
+                notes=dict(raw["notes"]),
+                code=int(raw["code"]),
+            )
+        except FileNotFoundError:
+            raise CheckpointError("it is not there", file=path, cure=cure) from None
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            raise CheckpointError("it is no manifest of a quantized cache", file=path, cure=cure) from None
+
+
+def cache_key(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None) -> str:
+    """16 hex digits over where the source lies, the canonical recipe and the slice.
+
+    What may change under the same key (the source's bytes, our code) stands in the manifest: what is outdated is found, named, replaced.
+    """
+    parts = [os.path.realpath(checkpoint.folder), recipe, tp_slice]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def entry_name(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None) -> str:
+    """The entry's folder: `<model>-<format>-<key>`."""
+    return f"{model_name(checkpoint.folder)}-{format_name(recipe)}-{cache_key(checkpoint, recipe, tp_slice)}"
+
+
+def model_name(folder: str) -> str:
+    """`/models/Qwen3-8B` and the hub's `.../models--Qwen--Qwen3-8B/snapshots/<revision>` are qwen3-8b."""
+    snapshot = _SNAPSHOT.search(folder.rstrip("/"))
+    last = snapshot["model"] if snapshot else os.path.basename(folder.rstrip("/"))
+    return _UNSAFE.sub("-", last.lower()).strip("-._")[:100] or "model"
+
+
+def format_name(recipe: Mapping[str, Any]) -> str:
+    """The short name of a canonical recipe: its default format, with `-mixed` where rules say otherwise for some layers."""
+    default = _UNSAFE.sub("-", str(recipe.get("format", "")).lower()) or "quantized"
+    return f"{default}-mixed" if recipe.get("layers") else default
+
+
+def file_sha256(path: str) -> str:
+    """Raises CheckpointError where the file cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
+
+
+def _own_file(raw: Mapping[str, Any]) -> OwnFile:
+    """Raises ValueError for a name that would reach outside the folder."""
+    file = OwnFile(str(raw["name"]), int(raw["size_bytes"]), str(raw["sha256"]))
+    if os.path.isabs(file.name) or ".." in file.name.split("/"):
+        raise ValueError(file.name)
+    return file
