@@ -7,6 +7,7 @@ and `gaps` tells later what is missing.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import OrderedDict, deque
@@ -111,7 +112,7 @@ class ShardWriter:
                 return False
             at = number * self._block_bytes
             base = block.at * self._block_bytes - at
-            self._ring.tensor()[base + low : base + high].copy_(view[low - begin : high - begin], non_blocking=True)
+            self._copy(base + low, view[low - begin : high - begin])
             with self._changed:
                 block.on_device |= view.is_cuda
                 self._fill(block, low - at, high - at)
@@ -242,6 +243,15 @@ class ShardWriter:
         self._take(slot, start, size)
         return True
 
+    def _copy(self, at: int, view: torch.Tensor) -> None:
+        """Into the ring; from a GPU in stream order, without waiting."""
+        target = self._ring.tensor()[at : at + view.numel()]
+        if view.is_cuda:
+            target.copy_(view, non_blocking=True)
+        else:
+            # torch would have every core take part, and wait for the slowest of them, though one saturates the memory of one stream.
+            ctypes.memmove(target.data_ptr(), view.data_ptr(), view.numel())
+
     def _take(self, slot: Slot, start: int, size: int) -> None:
         self._taken.setdefault(slot.name, []).append((start, start + size))
 
@@ -298,10 +308,12 @@ class ShardWriter:
         if held.event is not None:
             held.event.synchronize()
         begin, shard = held.slot.offset + held.start, held.slot.shard
-        tensor, memory = self._ring.tensor(), self._ring.memory(0)
+        memory = self._ring.memory(0)
         for number, low, high in self._spans(begin, held.copy.numel()):
             at = low - number * self._block_bytes
-            tensor[at : at + high - low].copy_(held.copy[low - begin : high - begin])
+            self._copy(at, held.copy[low - begin : high - begin])
+            if held.event is not None:
+                torch.cuda.current_stream().synchronize()
             self._write(shard, low, memory[at : at + high - low])
             with self._changed:
                 self._left[(shard, number)] = self._left_of(shard, number) - (high - low)
