@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,9 @@ from workers.stream.pipeline import Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
 from workers.stream.settings import Settings
-from workers.stream.trace import Trace, phantoms
-from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.repack import repack_in_place
+from workers.stream.trace import Region, Taken, Trace, phantoms
+from workers.stream.virtual import Emitted, VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -120,6 +122,8 @@ class SparkStreamLoader(DefaultModelLoader):
         formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
         virtual = VirtualCheckpoint(checkpoint, formats)
         device = next(model.parameters()).device
+        if device.type == "cuda":
+            repack_in_place()
         trace = self._trace(virtual, model, device)
         pipeline = Pipeline(
             virtual,
@@ -143,23 +147,27 @@ class SparkStreamLoader(DefaultModelLoader):
     def _trace(self, virtual: VirtualCheckpoint, model: torch.nn.Module, device: torch.device) -> Trace | None:
         """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is read."""
         trace = Trace()
-        wanted = [(one.name, one.shape, one.dtype) for one in virtual.emitted()]
+        emitted = virtual.emitted()
+        asked = emitted if experts_are_spread() else one_expert_of_each(emitted)
         started = time.perf_counter()
         try:
             with torch.no_grad():
-                model.load_weights(phantoms(wanted, device, trace))
+                model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
         except (KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes ({type(error).__name__}: {error})",
                 cure="Keep that layer as it is: add its name to `keep`",
             ) from error
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            logger.warning("sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.", type(model).__name__, type(error).__name__, error)
+            logger.warning(
+                "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.", type(model).__name__, type(error).__name__, error
+            )
             return None
-        for name, _, _ in wanted:
-            if name not in trace.taken:
-                return None
-        logger.info("sparkd: asked for %d tensors in %.2f s.", len(wanted), time.perf_counter() - started)
+        if any(one.name not in trace.taken for one in asked):
+            return None
+        for one in emitted:
+            trace.taken.setdefault(one.name, trace.taken.get(first_expert(one.name), Taken(one.shape, whole_of(one.shape))))
+        logger.debug("sparkd: asked for %d tensors in %.2f s", len(asked), time.perf_counter() - started)
         return trace
 
     def _streamed(self, pipeline: Pipeline, model: torch.nn.Module, progress: ProgressFile) -> Iterator[tuple[str, torch.Tensor]]:
@@ -183,6 +191,31 @@ class SparkStreamLoader(DefaultModelLoader):
             " past the page cache" if pipeline.direct else "",
         )
         progress.done(pipeline.bytes_read, bool(pipeline.direct))
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def first_expert(name: str) -> str:
+    """The name of the same tensor of expert 0."""
+    return _EXPERT.sub(".experts.0.", name, count=1)
+
+
+def one_expert_of_each(emitted: Sequence[Emitted]) -> list[Emitted]:
+    """One expert stands for all of its layer: where experts are not spread over ranks, a rank takes the same part of each."""
+    shapes = {one.name: one.shape for one in emitted}
+    return [one for one in emitted if (first := first_expert(one.name)) == one.name or shapes.get(first) != one.shape]
+
+
+def whole_of(shape: tuple[int, ...]) -> Region:
+    return tuple((0, size) for size in shape)
+
+
+def experts_are_spread() -> bool:
+    """Whether each rank has experts of its own (expert parallelism)."""
+    from vllm.config import get_current_vllm_config
+
+    return bool(get_current_vllm_config().parallel_config.enable_expert_parallel)
 
 
 def tensor_parallel_rank() -> int:

@@ -38,6 +38,7 @@ from workers.stream.virtual import (
 logger = logging.getLogger("vllm.sparkd.stream")
 
 STREAMED_BYTES = 32 * 2**20  # a tensor that passes through and is larger goes into its parameter chunk by chunk instead of being built first
+SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
 CHECKED_UNITS = 512  # one look at the device's NaN flags for so many units: each look waits for the device
 
 
@@ -222,8 +223,9 @@ class Pipeline:
     def _hand_on(self, made: Sequence[tuple[Emitted, torch.Tensor, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for emitted, whole, part in made:
             if self._sink is not None:
-                self._sink.add(emitted.name, part)
-            yield emitted.name, whole
+                self._sink.add(emitted.name, whole if emitted.suffix == SHAPE else part)
+            if emitted.suffix != SHAPE:
+                yield emitted.name, whole
 
     def _check_finite(self) -> None:
         flags, self._flags = self._flags, []
@@ -238,11 +240,9 @@ class Pipeline:
 
 def _placed(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torch.Tensor:
     """The part in a tensor of the whole shape, for a weight loader that narrows it to this rank by itself."""
-    if tuple(part.shape) == one.shape or need.is_whole(weight.stored.shape):
-        return part.view(one.shape)
-    if len(one.shape) != 2 or math.prod(one.shape) <= 2:
-        if one.suffix == "weight_shape":
-            return torch.tensor(weight.stored.shape, dtype=part.dtype, device=part.device)
+    if one.suffix == SHAPE:
+        return torch.tensor(weight.stored.shape, dtype=part.dtype)
+    if tuple(part.shape) == one.shape or math.prod(one.shape) <= 1 or need.is_whole(weight.stored.shape):
         return part.view(one.shape)
     n, k = weight.stored.shape
     row = need.row_start // -(-n // one.shape[0])

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import CheckpointError
+from workers.stream.formats import global_scale, quantizer
+from workers.stream.pipeline import Pipeline
+from workers.stream.reader import Reader
+from workers.stream.recipe import Recipe
+from workers.stream.trace import Trace, phantoms
+from workers.stream.virtual import VirtualCheckpoint
+
+CPU = torch.device("cpu")
+HIDDEN, INTER, EXPERTS = 128, 256, 4
+READER = partial(Reader, block_bytes=64 * 1024, blocks=4, threads=2, pin=False)
+
+
+def random_weights(*, packed: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    made: dict[str, torch.Tensor] = {"model.embed_tokens.weight": torch.randn(512, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for name, rows in (("q_proj", 256), ("k_proj", 64), ("v_proj", 64)):
+            made[f"{at}.self_attn.{name}.weight"] = torch.randn(rows, HIDDEN) * (1 + len(name))
+        made[f"{at}.self_attn.o_proj.weight"] = torch.randn(HIDDEN, 256)
+        made[f"{at}.mlp.gate.weight"] = torch.randn(EXPERTS, HIDDEN)
+        for expert in range(EXPERTS):
+            for name, shape in (("gate_proj", (INTER, HIDDEN)), ("up_proj", (INTER, HIDDEN)), ("down_proj", (HIDDEN, INTER))):
+                made[f"{at}.mlp.experts.{expert}.{name}.weight"] = torch.randn(*shape) * (1 + expert)
+        if packed:
+            parts = [[made.pop(f"{at}.mlp.experts.{e}.{name}.weight") for e in range(EXPERTS)] for name in ("gate_proj", "up_proj", "down_proj")]
+            made[f"{at}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u in zip(parts[0], parts[1], strict=True)])
+            made[f"{at}.mlp.experts.down_proj"] = torch.stack(parts[2])
+    return {name: tensor.to(torch.bfloat16) for name, tensor in made.items()}
+
+
+def written(folder: Path, weights: dict[str, torch.Tensor], *, order: Callable[[list[str]], list[str]] = sorted, shards: int = 3) -> Path:
+    folder.mkdir(exist_ok=True)
+    names = order(list(weights))
+    index = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[number::shards]
+        save_file({name: weights[name].contiguous() for name in mine}, folder / file)
+        index |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "hidden_size": HIDDEN}))
+    return folder
+
+
+def loaded(folder: Path, quantize: str | dict, **kwargs) -> dict[str, torch.Tensor]:
+    checkpoint = read_checkpoint(str(folder))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    return {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER, **kwargs).tensors()}
+
+
+def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    weight = weights[f"{name}.weight"]
+    if form.name != "nvfp4":
+        return quantizer(form).quantize(weight)
+    largest = max(float(weights[f"{one}.weight"].abs().max()) for one in (name, *fused))
+    return quantizer(form).quantize(weight, global_scale=global_scale(torch.tensor(largest)))
+
+
+@pytest.mark.parametrize("quantize", ["nvfp4", "mxfp4", "int4-g32", "int4-g128", "fp8", "fp8-block"])
+@pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, key=lambda name: hash(name[::-1]) % 97)], ids=["ordered", "shuffled"])
+def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, order):
+    weights = random_weights()
+    got = loaded(written(tmp_path / "m", weights, order=order), quantize)
+    form = Recipe.parse(quantize).default
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"):
+        assert torch.equal(got[name], weights[name])
+    attention = "model.layers.0.self_attn"
+    for name, fused in (
+        (f"{attention}.q_proj", [f"{attention}.k_proj", f"{attention}.v_proj"]),
+        (f"{attention}.o_proj", []),
+        ("model.layers.1.mlp.experts.3.up_proj", ["model.layers.1.mlp.experts.3.gate_proj"]),
+        ("model.layers.1.mlp.experts.2.down_proj", []),
+    ):
+        for suffix, tensor in expected(weights, name, form, fused).items():
+            if suffix == "weight_shape":
+                continue
+            assert torch.equal(got[f"{name}.{suffix}"].view(torch.uint8), tensor.view(torch.uint8)), (name, suffix)
+    assert len(got) == 2 + 2 * (1 + (4 + 3 * EXPERTS) * len(quantizer(form).parts(INTER, HIDDEN).keys() - {"weight_shape"}))
+
+
+def test_plain_loading_is_the_checkpoint_itself(tmp_path):
+    weights = random_weights()
+    got = loaded(written(tmp_path / "m", weights), "bf16")
+    assert got.keys() == weights.keys()
+    assert all(torch.equal(got[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g64"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_packed_experts_come_one_by_one(tmp_path, quantize, transposed):
+    one_by_one = loaded(written(tmp_path / "a", random_weights()), quantize)
+    packed = random_weights(packed=True)
+    if transposed:
+        packed = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in packed.items()}
+    got = loaded(written(tmp_path / "b", packed), quantize)
+    assert got.keys() == one_by_one.keys()
+    assert all(torch.equal(got[name].view(torch.uint8), one_by_one[name].view(torch.uint8)) for name in got)
+
+
+def fp8_source(weights: dict[str, torch.Tensor], kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
+    """(what is stored, what it stands for in bf16, quantization_config)"""
+    stored, meant = {}, {}
+    for name, weight in weights.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = meant[name] = weight
+            continue
+        value = weight.float()
+        n, k = value.shape
+        if kind == "fp8_block":
+            rows, cols = -(-n // 128), -(-k // 128)
+            scale = torch.rand(rows, cols) * 0.01 + 0.01
+            spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        else:
+            scale = torch.rand(n, 1) * 0.01 + 0.01 if kind == "fp8_channel" else torch.tensor(0.0125)
+            spread = scale
+        code = (value / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[name] = code
+        stored[name.removesuffix(".weight") + (".weight_scale_inv" if kind == "fp8_block" else ".weight_scale")] = scale
+        meant[name] = (code.float() * spread).to(torch.bfloat16)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if kind == "fp8_block" else {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    if kind == "fp8_channel":
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}}
+            },
+            "ignore": [],
+        }
+    return stored, meant, config
+
+
+@pytest.mark.parametrize("kind", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_an_fp8_source_is_undone_unit_by_unit(tmp_path, kind):
+    stored, meant, config = fp8_source(random_weights(), kind)
+    folder = written(tmp_path / "a", stored)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "hidden_size": HIDDEN, "quantization_config": config}))
+    got = loaded(folder, "nvfp4")
+    want = loaded(written(tmp_path / "b", meant), "nvfp4")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)) for name in want)
+
+
+class Rank:
+    """What vLLM's weight loaders do, for one of two ranks: columns of some, rows of others, all of the rest."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name.startswith("model.layers.1."):
+                continue  # another stage's
+            if tensor.dim() == 2 and tensor.numel() > 2 and ("down_proj" in name or "o_proj" in name):
+                part = tensor.chunk(2, dim=1)[self.rank] if tensor.shape[1] > 1 else tensor
+            elif tensor.dim() == 2 and tensor.numel() > 2 and "_proj" in name:
+                part = tensor.chunk(2, dim=0)[self.rank]
+            else:
+                part = tensor
+            self.taken[name] = torch.zeros(part.shape, dtype=part.dtype)
+            self.taken[name].copy_(part)
+
+
+@pytest.mark.parametrize("quantize", ["mxfp4", "int4-g32", "fp8", "bf16"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank):
+    weights = random_weights()
+    folder = written(tmp_path / "m", weights)
+    checkpoint = read_checkpoint(str(folder))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    trace = Trace()
+    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    sliced = Pipeline(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()})
+    everything = Pipeline(virtual, CPU, READER)
+    one, whole = Rank(rank), Rank(rank)
+    one.load_weights(sliced.tensors())
+    whole.load_weights(everything.tensors())
+    assert one.taken.keys() == whole.taken.keys()
+    for name in one.taken:
+        assert torch.equal(one.taken[name].view(torch.uint8), whole.taken[name].view(torch.uint8)), name
+    assert sliced.bytes_total < 0.5 * everything.bytes_total
+
+
+def test_nvfp4_of_a_slice_stands_for_the_same_weights(tmp_path):
+    weights = random_weights()
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("nvfp4").assign(checkpoint))
+    trace = Trace()
+    Rank(1).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    rank = Rank(1)
+    rank.load_weights(Pipeline(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()}).tensors())
+    form = quantizer(Recipe.parse("nvfp4").default)
+    name = "model.layers.0.mlp.experts.2.up_proj"
+    parts = {suffix: rank.taken[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale", "weight_global_scale")}
+    source = weights[f"{name}.weight"][INTER // 2 :].float()
+    error = (form.dequantize(parts, torch.float32) - source).norm() / source.norm()
+    assert float(error) < 0.085
+
+
+def test_a_large_tensor_goes_straight_into_its_parameter(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.stream.pipeline.STREAMED_BYTES", 64 * 1024)
+    weights = random_weights()
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
+    virtual = VirtualCheckpoint(checkpoint, {})
+    whole: dict[str, torch.Tensor] = {}
+    cast: dict[str, torch.Tensor] = {}
+    pipeline = Pipeline(virtual, CPU, READER, once={"model.embed_tokens.weight"})
+    for name, tensor in pipeline.tensors():
+        whole[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        whole[name].copy_(tensor)
+    assert torch.equal(whole["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
+    for name, tensor in Pipeline(virtual, CPU, READER, once={"model.embed_tokens.weight"}).tensors():
+        cast[name] = torch.zeros(tensor.narrow(0, 3, 20).shape if tensor.shape[0] > 23 else tensor.shape)
+        cast[name].copy_(tensor.narrow(0, 3, 20) if tensor.shape[0] > 23 else tensor)
+    assert torch.equal(cast["model.embed_tokens.weight"], weights["model.embed_tokens.weight"][3:23].float())
+
+
+def test_a_large_tensor_that_nobody_copies_is_read_past(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.stream.pipeline.STREAMED_BYTES", 64 * 1024)
+    weights = random_weights()
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
+    names = [name for name, _ in Pipeline(VirtualCheckpoint(checkpoint, {}), CPU, READER, once={"model.embed_tokens.weight"}).tensors()]
+    assert sorted(names) == sorted(weights)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(tmp_path, bad):
+    weights = random_weights()
+    weights["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = bad
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight.*NaN or Inf"):
+        loaded(written(tmp_path / "m", weights), "nvfp4")
+
+
+def test_a_group_that_does_not_divide_is_named_before_anything_is_read(tmp_path):
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 96, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError, match=r"up_proj.*96.*128"):
+        loaded(written(tmp_path / "m", weights, shards=1), "int4-g128")
+
+
+def test_progress_is_told_unit_by_unit(tmp_path):
+    seen: list[tuple[int, int]] = []
+
+    class Watch:
+        def advance(self, bytes_done: int, units_done: int) -> None:
+            seen.append((bytes_done, units_done))
+
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
+    pipeline = Pipeline(virtual, CPU, READER, watcher=Watch())
+    for _ in pipeline.tensors():
+        pass
+    assert seen == sorted(seen)
+    assert seen[-1] == (pipeline.bytes_total, pipeline.units_total)
+    assert pipeline.bytes_total == checkpoint.total_bytes
