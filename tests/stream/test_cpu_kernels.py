@@ -1,0 +1,294 @@
+"""Quantized layers on vLLM's CPU backend: its own layers and weight loaders around our kernels, against products with decoded weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sparkd.errors import CheckpointError
+from workers.stream import cpu_linear
+from workers.stream.cpu_linear import CpuScheme, cpu_scheme, decode, packed_linear, register_cpu_linear_kernels
+from workers.stream.format import Format
+from workers.stream.formats import quantizer
+
+with warnings.catch_warnings():
+    # What vLLM and torch deprecate among themselves is not ours.
+    warnings.simplefilter("ignore")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.kernels.linear import (
+        MPLinearLayerConfig,
+        choose_mp_linear_kernel,
+        init_mxfp4_linear_kernel,
+        init_nvfp4_linear_kernel,
+    )
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+        CompressedTensorsLinearMethod,
+    )
+    from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.scalar_type import scalar_types
+
+FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
+each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spelling)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A world of one, which vLLM's layers want, inside a configuration."""
+    with warnings.catch_warnings(), set_current_vllm_config(VllmConfig()):
+        warnings.simplefilter("ignore")
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield
+        cleanup_dist_env_and_memory()
+
+
+class OnCpu(CompressedTensorsConfig):
+    """A compressed-tensors configuration that gives every layer our scheme."""
+
+    def __init__(self, form: Format) -> None:
+        super().__init__(target_scheme_map={}, ignore=[], quant_format="dense")
+        self.form = form
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        layer.scheme = CpuScheme(self.form)
+        return CompressedTensorsLinearMethod(self)
+
+
+def quantized(form: Format, n: int, k: int, seed: int = 0, factor: float = 1.0) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a random weight, and what they mean."""
+    weight = torch.randn((n, k), generator=torch.Generator().manual_seed(seed)) * factor
+    made = quantizer(form)
+    parts = made.quantize(weight)
+    return parts, made.dequantize(parts, torch.float32)
+
+
+def packed(parts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    weight = parts["weight"] if "weight" in parts else parts["weight_packed"]
+    return weight, parts["weight_scale"], parts.get("weight_global_scale")
+
+
+def load(layer: torch.nn.Module, parts: dict[str, Tensor], shard: Any = None) -> None:
+    for name, tensor in parts.items():
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor, *([] if shard is None else [shard]))
+
+
+def finish(layer: torch.nn.Module) -> torch.nn.Module:
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+@each_format
+@pytest.mark.parametrize(("n", "k"), [(1, 128), (128, 128), (200, 384), (640, 1024)])
+def test_decoding_gives_bit_for_bit_what_the_quantizer_means(form: Format, n: int, k: int) -> None:
+    parts, meant = quantized(form, n, k)
+    assert torch.equal(decode(*packed(parts), form.name, k), meant)
+
+
+def test_every_code_of_the_small_formats_is_decoded() -> None:
+    """All E4M3 codes but the two NaN, all E8M0 exponents but the NaN; E2M1 and INT4 follow from all 256 bytes."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    assert torch.equal(decode(numbers.view(1, -1), torch.ones(1, 1), None, "fp8", 254), numbers.float().view(1, -1))
+    exponents = torch.arange(255, dtype=torch.uint8).view(-1, 1)
+    ones = torch.full((255, 16), 0x22, dtype=torch.uint8)
+    assert torch.equal(
+        decode(ones, exponents, None, "mxfp4", 32)[:, 0].double(), torch.ldexp(torch.ones(255).double(), torch.arange(-127, 128))
+    )
+    for form, width in (("int4", torch.int32), ("mxfp4", torch.uint8)):
+        scale = torch.ones(16, 1, dtype=torch.bfloat16) if form == "int4" else torch.full((16, 1), 127, dtype=torch.uint8)
+        got = decode(codes.view(16, 16).view(width), scale, None, form, 32).view(256, 2)
+        e2m1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+        meant = [[byte % 16 - 8, byte // 16 - 8] if form == "int4" else [e2m1[byte % 16], e2m1[byte // 16]] for byte in range(256)]
+        assert torch.equal(got, torch.tensor(meant, dtype=torch.float32))
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 20)], ids=str)
+def test_a_product_is_that_of_the_decoded_weights(form: Format, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    parts, meant = quantized(form, 192, 256)
+    x, bias = torch.randn(*shape, 256).to(dtype), torch.randn(192).to(dtype)
+    got = packed_linear(x, *packed(parts), bias, form.name)
+    assert got.dtype == dtype
+    assert got.shape == (*shape, 192)
+    torch.testing.assert_close(got, linear(x.float(), meant, bias.float()).to(dtype))
+
+
+@each_format
+@pytest.mark.parametrize("n", [256, 300, 517])
+def test_rows_decoded_in_pieces_give_the_same(form: Format, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, meant = quantized(form, n, 256)
+    x = torch.randn(5, 256)
+    whole = packed_linear(x, *packed(parts), None, form.name)
+    monkeypatch.setattr(cpu_linear, "CHUNK_WEIGHTS", 200 * 256)
+    seen: list[int] = []
+    monkeypatch.setattr(cpu_linear, "decode", lambda weight, *more: seen.append(weight.shape[0]) or decode(weight, *more))
+    torch.testing.assert_close(packed_linear(x, *packed(parts), None, form.name), whole)
+    torch.testing.assert_close(whole, linear(x, meant))
+    assert sum(seen) == n
+    assert len(seen) > 1
+    assert max(seen) <= 256
+
+
+@each_format
+def test_a_cpu_that_multiplies_bfloat16_does_so_for_many_tokens(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "_has_bf16", lambda: True)
+    parts, meant = quantized(form, 192, 256)
+    many, few = torch.randn(32, 256).bfloat16(), torch.randn(2, 256).bfloat16()
+    got = packed_linear(many, *packed(parts), None, form.name)
+    assert torch.equal(got, linear(many, meant.bfloat16()))
+    torch.testing.assert_close(packed_linear(few, *packed(parts), None, form.name), linear(few.float(), meant).bfloat16())
+
+
+def test_torch_compile_sees_one_operator() -> None:
+    parts, meant = quantized(Format("nvfp4"), 128, 128)
+    compiled = torch.compile(lambda x: packed_linear(x, *packed(parts), None, "nvfp4") + 1, backend="eager", fullgraph=True)
+    for tokens in (1, 4):
+        x = torch.randn(tokens, 128)
+        torch.testing.assert_close(compiled(x), linear(x, meant) + 1)
+
+
+@each_format
+def test_vllm_loads_and_serves_a_column_parallel_layer(form: Format) -> None:
+    layer = ColumnParallelLinear(256, 384, bias=False, quant_config=OnCpu(form), prefix="q", params_dtype=torch.bfloat16)
+    parts, meant = quantized(form, 384, 256)
+    load(layer, parts)
+    before = {name: tensor.data_ptr() for name, tensor in layer.named_parameters() if name.startswith("weight") and tensor.numel() > 2}
+    x = torch.randn(3, 256).bfloat16()
+    torch.testing.assert_close(finish(layer)(x)[0], linear(x.float(), meant).bfloat16())
+    assert {name: getattr(layer, name).data_ptr() for name in before} == before, "nothing is repacked"
+
+
+@each_format
+def test_fused_matrices_keep_their_own_scales(form: Format) -> None:
+    """gate and up differ in magnitude, so NVFP4's divisors differ: stock vLLM would take one of them for both."""
+    layer = MergedColumnParallelLinear(256, [128, 128], bias=False, quant_config=OnCpu(form), prefix="gate_up", params_dtype=torch.bfloat16)
+    (gate, gate_meant), (up, up_meant) = quantized(form, 128, 256, 1), quantized(form, 128, 256, 2, factor=100.0)
+    for shard, parts in enumerate((gate, up)):
+        load(layer, parts, shard)
+    x = torch.randn(2, 256)
+    torch.testing.assert_close(finish(layer)(x)[0], linear(x, torch.cat([gate_meant, up_meant])))
+
+
+@each_format
+def test_query_key_value_fused(form: Format) -> None:
+    layer = QKVParallelLinear(256, 64, 4, 2, bias=False, quant_config=OnCpu(form), prefix="qkv", params_dtype=torch.bfloat16)
+    meant = []
+    for shard, rows in (("q", 256), ("k", 128), ("v", 128)):
+        parts, one = quantized(form, rows, 256, rows)
+        load(layer, parts, shard)
+        meant.append(one)
+    x = torch.randn(2, 256)
+    torch.testing.assert_close(finish(layer)(x)[0], linear(x, torch.cat(meant)))
+
+
+@each_format
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_two_has_its_rows_or_columns(form: Format, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("layers.linear", "parameter"):
+        monkeypatch.setattr(f"vllm.model_executor.{module}.get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(f"vllm.model_executor.{module}.get_tensor_model_parallel_world_size", lambda: 2)
+    parts, meant = quantized(form, 256, 512)
+    x = torch.randn(2, 512)
+    columns = ColumnParallelLinear(512, 256, bias=False, quant_config=OnCpu(form), prefix="up")
+    load(columns, parts)
+    torch.testing.assert_close(finish(columns)(x)[0], linear(x, meant[rank * 128 : rank * 128 + 128]))
+    rows = RowParallelLinear(512, 256, bias=False, input_is_parallel=True, reduce_results=False, quant_config=OnCpu(form), prefix="down")
+    load(rows, parts)
+    part = slice(rank * 256, rank * 256 + 256)
+    torch.testing.assert_close(finish(rows)(x[:, part])[0], linear(x[:, part], meant[:, part]))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.name != "fp8_block"], ids=lambda form: form.spelling)
+def test_the_head_of_a_padded_vocabulary(form: Format) -> None:
+    head = ParallelLMHead(250, 256, params_dtype=torch.bfloat16, quant_config=OnCpu(form), prefix="lm_head")
+    parts, meant = quantized(form, 250, 256)
+    load(head, parts)
+    finish(head)
+    x = torch.randn(2, 256)
+    torch.testing.assert_close(head.quant_method.apply(head, x)[:, :250], linear(x, meant))
+
+
+@each_format
+def test_latent_attention_gets_the_decoded_weight(form: Format) -> None:
+    """vLLM's MLA asks for kv_b_proj's weight by multiplying an identity matrix."""
+    layer = ColumnParallelLinear(256, 128, bias=False, quant_config=OnCpu(form), prefix="kv_b_proj", params_dtype=torch.bfloat16)
+    parts, meant = quantized(form, 128, 256)
+    load(layer, parts)
+    assert torch.equal(get_and_maybe_dequant_weights(finish(layer), out_dtype=torch.float32), meant)
+
+
+def column(k: int, form: Format, prefix: str) -> torch.nn.Module:
+    return ColumnParallelLinear(k, 64, bias=False, quant_config=OnCpu(form), prefix=prefix)
+
+
+def test_a_shard_that_groups_do_not_fit_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"odd: its 168 columns .* 16"):
+        column(168, Format("nvfp4"), "odd")
+    with pytest.raises(CheckpointError, match=r"down: its 192 columns .* int4-g128.*another format or group size"):
+        column(192, Format("int4", 128), "down")
+    with pytest.raises(CheckpointError, match=r"gate_up: 64 rows of a fused matrix .*fp8-block"):
+        MergedColumnParallelLinear(256, [64, 64], bias=False, quant_config=OnCpu(Format("fp8_block")), prefix="gate_up")
+    with pytest.raises(CheckpointError, match=r"head: vLLM cannot load .*Choose fp8"):
+        ParallelLMHead(256, 256, quant_config=OnCpu(Format("fp8_block")), prefix="head")
+
+
+def test_bf16_is_left_to_vllm_and_int4_to_its_kernel_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_scheme(Format("bf16")) is None
+    monkeypatch.setattr(cpu_linear, "_has_stock_int4", lambda: True)
+    assert cpu_scheme(Format("int4", 64)) is None
+    monkeypatch.setattr(cpu_linear, "_has_stock_int4", lambda: False)
+    made = cpu_scheme(Format("int4", 64))
+    assert made is not None
+    assert made.group_size == 64
+
+
+def test_vllms_own_schemes_find_our_kernels() -> None:
+    for _ in range(2):
+        register_cpu_linear_kernels()
+    x = torch.randn(2, 256)
+    layer = torch.nn.Module()
+    parts, meant = quantized(Format("nvfp4"), 64, 256)
+    layer.weight, layer.weight_scale, layer.weight_global_scale = (
+        parts["weight_packed"],
+        parts["weight_scale"],
+        1 / parts["weight_global_scale"][0],
+    )
+    kernel = init_nvfp4_linear_kernel()
+    kernel.process_weights_after_loading(layer)
+    torch.testing.assert_close(kernel.apply_weights(layer, x), linear(x, meant))
+    parts, meant = quantized(Format("mxfp4"), 64, 256)
+    layer.weight, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
+    torch.testing.assert_close(init_mxfp4_linear_kernel().apply_weights(layer, x), linear(x, meant))
+
+
+def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
+    register_cpu_linear_kernels()
+    config = MPLinearLayerConfig((256, 72), (256, 72), scalar_types.uint4b8, torch.bfloat16, 64, False)
+    kind = choose_mp_linear_kernel(config)
+    assert kind is cpu_linear.SparkInt4Kernel
+    kernel = kind(config, w_q_param_name="weight_packed", w_s_param_name="weight_scale", w_zp_param_name="weight_zero_point")
+    layer = torch.nn.Module()
+    parts, meant = quantized(Format("int4", 64), 72, 256)
+    layer.weight_packed, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(2, 256)
+    torch.testing.assert_close(kernel.apply_weights(layer, x), linear(x, meant))
+    assert not kind.can_implement(MPLinearLayerConfig((256, 72), (256, 72), scalar_types.uint4, torch.bfloat16, 64, True))[0]
+
+
+def test_a_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cpu_linear._SYMBOLS, "ModelWeightParameter", "vllm.model_executor.elsewhere")
+    with pytest.raises(ImportError, match=r"no vllm\.model_executor\.elsewhere\.ModelWeightParameter"):
+        cpu_scheme(Format("nvfp4"))
