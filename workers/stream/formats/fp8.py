@@ -33,7 +33,7 @@ class Fp8Quantizer(Quantizer):
             low, high = torch.aminmax(matrix, dim=-1, keepdim=True)
             _scale(torch.maximum(high, -low), out=scale)
             for rows, columns in windows(matrix.shape[0], matrix.shape[1], 1, 1, matrix.device):
-                value[rows, columns] = matrix[rows, columns].float().div_(scale[rows])
+                value[rows, columns] = matrix[rows, columns].to(torch.float32, copy=True).div_(scale[rows])
 
     def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         kernels.fp8(weight, out["weight"], out["weight_scale"])
@@ -59,7 +59,7 @@ class Fp8BlockQuantizer(Quantizer):
             for rows, columns in windows(matrix.shape[0], matrix.shape[1], BLOCK, BLOCK, matrix.device):
                 part = matrix[rows, columns]
                 height, width = part.shape
-                blocks = torch.nn.functional.pad(part, (0, -width % BLOCK, 0, -height % BLOCK)).float()
+                blocks = torch.nn.functional.pad(part.to(torch.float32, copy=True), (0, -width % BLOCK, 0, -height % BLOCK))
                 tiles = blocks.view(blocks.shape[0] // BLOCK, BLOCK, -1, BLOCK)
                 mine = scale[rows.start // BLOCK : -(-rows.stop // BLOCK), columns.start // BLOCK : -(-columns.stop // BLOCK)]
                 mine.copy_(_scale(tiles.abs().amax(3).amax(1)))

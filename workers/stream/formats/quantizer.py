@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -104,6 +106,11 @@ def windows(rows: int, columns: int, row_step: int, column_step: int, device: to
             yield slice(top, min(rows, top + height)), slice(left, min(columns, left + width))
 
 
+@functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The CUDA kernels, or None: then torch's own operations do the same, slower."""
-    return None
+    """The CUDA kernels, or None where Triton is missing: then torch's own operations do the same, slower."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from workers.stream.formats import triton_kernels
+
+    return triton_kernels
