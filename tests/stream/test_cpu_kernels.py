@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from sparkd.errors import CheckpointError
 from workers.stream import cpu_linear
 from workers.stream.cpu_linear import CpuScheme, cpu_scheme, decode, packed_linear, register_cpu_linear_kernels
-from workers.stream.format import Format
+from workers.stream.format import SPELLINGS, Format
 from workers.stream.formats import quantizer
 
 with warnings.catch_warnings():
