@@ -1,0 +1,120 @@
+"""Which architectures the loader serves: each scaled down, through the real engine, beside stock vLLM. Never asserts; it prints lines.
+
+    python -m tests.bench.architectures [--quantize nvfp4] [--only REGEX] [--jobs N] [--logs FOLDER]
+
+For every architecture of tests/architectures.py three engines start in processes of their own: stock vLLM on the checkpoint, ours with
+--quantize, and stock vLLM on a BF16 checkpoint of the values that the formats can hold (dequantized.py). All of them see the same random
+prompt and generate 8 tokens. PASS: ours serves, and its distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not
+serve this model here either; its reason follows. FAIL: anything else. Exit status 1: there was a FAIL.
+A checkpoint that is quantized already passes through, so there stock vLLM on the same files is what ours is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests import architectures, checkpoints
+from tests.bench import child
+from tests.bench.dequantized import write_dequantized
+from tests.bench.divergence import mean_kl, median_gap
+
+LIMIT_S = 300.0
+TOP = 20
+_PROMPT = [256, *random.Random(7).choices(range(256), k=47)]
+# Of KL in nats and of the median gap. FP8 kernels quantize activations too, to 3 bits of mantissa, which a dequantized weight does not
+# show; the others differ by BF16's rounding alone.
+_TOLERANCE = {"fp8": (0.02, 0.5), "fp8-block": (0.02, 0.5)}
+_PLAIN_TOLERANCE = (0.002, 0.15)
+
+
+def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, plugins: Path, jobs: int) -> tuple[str, str]:
+    """(PASS, NAMED or FAIL, the rest of the line)."""
+    model = architectures.ARCHITECTURES[name]()
+    source = checkpoints.write_checkpoint(folder / name, model.config, model.entries, shard_bytes=2 * checkpoints.MIB, shuffled=True)
+    reference = folder / f"{name}-dequantized"
+    try:
+        quantized = write_dequantized(source, reference, quantize)
+    except (ValueError, RuntimeError) as error:
+        return "FAIL", f"no reference: {type(error).__name__}: {error}"
+    arguments = child.engine_arguments(cuda=cuda)
+    if "kv_lora_rank" in model.config:
+        arguments.pop("attention_backend", None)  # latent attention has backends of its own
+    ours = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": quantize}}
+    runs: dict[str, tuple[Path, dict[str, Any]]] = {"stock": (source, {}), "ours": (source, ours)}
+    if quantized:
+        runs["reference"] = (reference, {})
+
+    def run(which: str) -> Mapping[str, Any] | str:
+        path, more = runs[which]
+        question = {"model": str(path), "arguments": {**arguments, **more}, "prompts": [_PROMPT], "max_tokens": 8, "logprobs": -1}
+        env = child.environment(plugins, ours=which == "ours")
+        try:
+            return child.ask("tests.bench.speak_case", question, env, limit_s=LIMIT_S, log=logs / f"{name}-{which}.log").value
+        except child.ChildFailed as failed:
+            return str(failed)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(runs, pool.map(run, runs), strict=True))
+    return verdict(found, quantized, *_TOLERANCE.get(quantize.replace("_", "-"), _PLAIN_TOLERANCE))
+
+
+def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_kl: float, most_gap: float) -> tuple[str, str]:
+    """found: for stock, ours and reference what the engine said, or why it did not."""
+    stock, ours = found["stock"], found["ours"]
+    reference = found.get("reference", stock)
+    if isinstance(ours, str):
+        if isinstance(stock, str) and isinstance(reference, str):
+            return "NAMED", f"stock vLLM does not serve it here: {stock}"
+        return "FAIL", ours
+    if isinstance(reference, str):
+        return "NAMED", f"ours serves it, stock vLLM does not serve what it is compared with: {reference}"
+    mine, theirs = ours["prompts"][0], reference["prompts"][0]
+    kl, gap = mean_kl(theirs["likely"], mine["likely"], 10**6), median_gap(theirs["likely"], mine["likely"], TOP)
+    told = f"{quantized} weights quantized, " if quantized else "passed through, "
+    told += f"KL {kl:.5f}, gap {gap:.3f} from {'the dequantized model' if quantized else 'stock'}"
+    if quantized and not isinstance(stock, str):
+        other = stock["prompts"][0]
+        told += f"; KL {mean_kl(other['likely'], mine['likely'], 10**6):.4f} from the source"
+    told += f"; tokens {'equal' if mine['tokens'] == theirs['tokens'] else 'differ'}; {ours['seconds']:.0f} s"
+    if isinstance(stock, str):
+        told += f"; stock vLLM does not serve the source itself: {stock[:80]}"
+    well = len(mine["tokens"]) == 8 and kl <= most_kl and gap <= most_gap
+    return ("PASS" if well else "FAIL"), told
+
+
+def main() -> int:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quantize", default="nvfp4")
+    parser.add_argument("--only", default="", help="a regular expression for the architectures' names")
+    parser.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1, help="engines at a time")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
+    given = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
+        folder = Path(temporary)
+        logs = given.logs or folder
+        logs.mkdir(parents=True, exist_ok=True)
+        plugins = child.plugin_folder(folder)
+        for name in architectures.ARCHITECTURES:
+            if not re.search(given.only, name):
+                continue
+            status, told = examine(
+                name, given.quantize, cuda=torch.cuda.is_available(), folder=folder, logs=logs, plugins=plugins, jobs=given.jobs
+            )
+            print(f"{status:<5}  {name:<22}  {given.quantize}: {told}", flush=True)
+            failed += status == "FAIL"
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
