@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import AGAIN, Shard, TensorRef, loads, read_header, shown
+from sparkd.safetensors import AGAIN, Shard, TensorRef, loads, open_regular, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
 
@@ -91,11 +91,11 @@ def _listing(folder: str) -> set[str]:
 def _read_object(path: str) -> dict[str, Any]:
     cure = "Download the file again"
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
+        with open_regular(path) as file:
+            raw = file.readall() if os.fstat(file.fileno()).st_size <= MAX_JSON_BYTES else None
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure=cure) from None
-    if len(raw) > MAX_JSON_BYTES:
+    if raw is None:
         raise CheckpointError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB", file=path, cure=cure)
     value = loads(raw, path, cure)
     if not isinstance(value, dict):

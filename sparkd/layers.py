@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint, tensor_class
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError, ConfigError, Unavailable
 from sparkd.source import CONFIG_PATH, snapshot_of, source_of
 from workers.stream.recipe import Assignment, Recipe
 
@@ -125,7 +125,12 @@ def _named(
             return found.model, found.revision, found.quantize, {**environ, **found.environment(config.engine)}
     if "/" in model:
         return model, None, None, environ
-    view = next((view for view in ask() if model in (view["name"], *view["aliases"])), None)
+    where = f"in {path}" if path is not None else "and there is no sparkd.yaml"
+    try:
+        view = next((view for view in ask() if model in (view["name"], *view["aliases"])), None)
+    except Unavailable:
+        cure = "give a folder, a hub id (owner/name), a configured name, or --config FILE"
+        raise ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}.") from None
     if view is None:
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
     return str(view["source"]), None, None, environ

@@ -6,18 +6,21 @@ The format: github.com/huggingface/safetensors, README.md, "Format"; the checks 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from sparkd.errors import CheckpointError
 
 # The limit of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
+# What a 64-bit reader can count; also keeps a product of hostile sizes small.
+MAX_COUNT = 2**63 - 1
 PREFIX_BYTES = 8
 # Bits of one element (safetensors/src/tensor.rs, Dtype::bitsize).
 DTYPE_BITS: Mapping[str, int] = {
@@ -76,9 +79,12 @@ def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
 
     Reads the header only: memory is bounded by what the file really holds, whatever the length field claims.
     """
-    with _opened(path) as file:
-        status = os.fstat(file.fileno())
-        header = _header_bytes(file, path, status.st_size)
+    try:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            header = _header_bytes(file, path, status.st_size)
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check the disk") from None
     data_bytes = status.st_size - PREFIX_BYTES - len(header)
     table = loads(header, path)
     if not isinstance(table, dict):
@@ -92,6 +98,21 @@ def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
     _check_cover(tensors, path, begin, data_bytes)
     digest = hashlib.sha256(len(header).to_bytes(PREFIX_BYTES, "little") + header).hexdigest()
     return Shard(path, status.st_size, status.st_mtime_ns, begin, digest), tensors
+
+
+def open_regular(path: str) -> io.FileIO:
+    """A file, unbuffered. Raises CheckpointError where it is not there, is no regular file or cannot be opened."""
+    try:
+        # A FIFO or a device must neither block the start nor be read.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError("it is no regular file", file=path, cure="Put the checkpoint's own files there")
+        return io.FileIO(path)
+    except FileNotFoundError:
+        linked = os.path.islink(path)
+        reason = f"the file it links to, {os.readlink(path)}, is not there" if linked else "the file is not there"
+        raise CheckpointError(reason, file=path, cure=AGAIN) from None
+    except OSError as error:
+        raise CheckpointError(f"it cannot be opened: {error.strerror}", file=path, cure="Check its owner and mode") from None
 
 
 def loads(raw: bytes, path: str, cure: str = AGAIN) -> Any:
@@ -113,21 +134,7 @@ def shown(name: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _opened(path: str) -> BinaryIO:
-    try:
-        # A FIFO or a device must neither block the start nor be read.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError("it is no regular file", file=path, cure="Put the checkpoint's own files there")
-        return open(path, "rb", buffering=0)
-    except FileNotFoundError:
-        linked = os.path.islink(path)
-        reason = f"the file it links to, {os.readlink(path)}, is not there" if linked else "the file is not there"
-        raise CheckpointError(reason, file=path, cure=AGAIN) from None
-    except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check its owner and mode") from None
-
-
-def _header_bytes(file: BinaryIO, path: str, size_bytes: int) -> bytes:
+def _header_bytes(file: io.FileIO, path: str, size_bytes: int) -> bytes:
     prefix = file.read(PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
         raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
@@ -180,7 +187,7 @@ def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
     if bits is None:
         cure = "Update sparkd, or store the tensor in another dtype"
         raise CheckpointError(f"its dtype {shown(dtype)} is not known", file=path, tensor=shown(name), cure=cure)
-    if type(start) is not int or type(end) is not int or not 0 <= start <= end:
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end <= MAX_COUNT:
         told = f"its offsets {shown([start, end])} are not two numbers in ascending order from 0"
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
     if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
@@ -188,13 +195,11 @@ def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
     count = bits
     for size in shape:
-        if type(size) is not int or size < 0:
+        if type(size) is not int or not 0 <= size <= MAX_COUNT:
             raise CheckpointError(f"its shape {shown(shape)} has a member that is no count", file=path, tensor=shown(name), cure=AGAIN)
         count *= size
     if count != 8 * (end - start):
-        told = (
-            f"{dtype} of shape {shown(shape)} is {shown(count / 8 if count % 8 else count // 8)} bytes, and its offsets hold {end - start}"
-        )
+        told = f"its offsets hold {end - start} bytes, and {dtype} of shape {shown(shape)} has {shown(f'{count} bits')}"
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
     return TensorRef(name, dtype, tuple(shape), path, begin + start, end - start)
 

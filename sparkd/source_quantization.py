@@ -51,10 +51,9 @@ def _details(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> M
             found = place.get(key)
             if isinstance(found, Mapping) and found:
                 return found
-    if modelopt is None:
-        return None
-    inner = modelopt.get("quantization")
-    return {"quant_method": "modelopt", **(inner if isinstance(inner, Mapping) else modelopt)}
+    inner = modelopt.get("quantization") if modelopt is not None else None
+    # Without an algorithm ModelOpt has quantized the KV cache alone.
+    return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else None
 
 
 def _method(details: Mapping[str, Any], tensors: Mapping[str, TensorRef]) -> str:

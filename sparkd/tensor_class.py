@@ -79,7 +79,7 @@ def _class(name: str, dimensions: int) -> str:
         return "expert"
     if leaf in _EMBEDDINGS:
         return "embedding"
-    if leaf in _HEADS:
+    if leaf in _HEADS or (leaf == "head" and "shared_head" in parts):
         return "lm_head"
     parents = parts[: -2 if leaf is not stored else -1]
     parent = next((part for part in reversed(parents) if not part.isdigit()), "")

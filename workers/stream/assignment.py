@@ -17,6 +17,8 @@ _DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3"})
 _SOURCE_FORMATS = {"fp8_block": Format("fp8_block"), "fp8_channel": Format("fp8"), "fp8_tensor": Format("fp8")}
 # Their FP8 weights are served as FP8 where a recipe keeps them: every other class has no quantized form in vLLM or is read as it is.
 _SERVED_AS_FP8 = frozenset({"attention", "mlp", "expert", "lm_head"})
+# The layouts of packed experts that the loader takes apart; any other is passed on whole.
+_PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -66,6 +68,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     """
     groups: dict[str, _Group] = {}
     known: dict[str, tuple[str, Choice, str]] = {}
+    strange: dict[str, None] = {}
     for name, tensor in checkpoint.tensors.items():
         module = _module(name, tensor)
         if module is None:
@@ -77,7 +80,9 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
             kind = tensor_class(name, tensor.shape)
             known[key] = group_of(key, kind), choose(key, kind), kind
         group_name, choice, kind = known[key]
-        if min(tensor.shape[-2:]) < MIN_DIMENSION or tensor.dtype not in _DTYPES or (len(tensor.shape) == 3 and kind != "expert"):
+        if not _can_be_quantized(module, tensor):
+            if kind == "expert" and len(tensor.shape) == 3:
+                strange.setdefault(_NUMBERS.sub("*", module))
             choice = BARRED
         group = groups.get(group_name)
         if group is None:
@@ -99,7 +104,9 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
         if not chosen.keeps:
             formats.update(dict.fromkeys(group.modules, chosen))
     order_of = ((module, formats[module]) for name, tensor in checkpoint.tensors.items() if (module := _module(name, tensor)) in formats)
-    return Assignment(order_of, (_counted(told, len(found)) for told, found in split.items()))
+    told = [_counted(told, len(found)) for told, found in split.items()]
+    told += [f"{name} holds experts in a layout that is not known here: they keep their precision." for name in strange]
+    return Assignment(order_of, told)
 
 
 def _module(name: str, tensor: TensorRef) -> str | None:
@@ -109,6 +116,12 @@ def _module(name: str, tensor: TensorRef) -> str | None:
         return name[:-7] if dimensions in (2, 3) else None
     packed = dimensions == 3 and ".experts." in name and name.endswith("_proj")
     return name if packed else None
+
+
+def _can_be_quantized(module: str, tensor: TensorRef) -> bool:
+    if min(tensor.shape[-2:]) < MIN_DIMENSION or tensor.dtype not in _DTYPES:
+        return False
+    return len(tensor.shape) == 2 or module.endswith(_PACKED)
 
 
 def _told(group: _Group, chosen: Format) -> str:

@@ -34,6 +34,8 @@ from workers.stream.rules import NEVER, Rule, class_of, kept_unless_named
 
 __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 
+# vllm/model_executor/models/gpt2.py turns c_attn, c_proj and c_fc by name; a packed weight would stay as it is.
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 _KEYS = ("format", "group_size", "layers", "keep")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
@@ -82,6 +84,10 @@ class Recipe:
         source = checkpoint.quantization
         if source is not None and not source.requantizable:
             return Assignment((), (*self.notes, f"The checkpoint is quantized already ({source.method}) and is served unchanged."))
+        if checkpoint.config.get("model_type") in _TRANSPOSED:
+            return Assignment(
+                (), (*self.notes, "This model stores its weights transposed, and vLLM turns plain ones only: it is served unchanged.")
+            )
         idle, barred = set(self.rules), dict[Rule, str]()
 
         def choose(module: str, kind: str) -> Choice:

@@ -1,0 +1,307 @@
+"""A folder's checkpoint: which files count, what is missing or doubled, and how it is quantized already."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.checkpoint import INDEX, read_checkpoint
+from sparkd.errors import CheckpointError
+from sparkd.source_quantization import SourceQuantization, source_quantization
+from tests.shards import Shape, checkpoint_of, write_folder, write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+A = {"model.layers.0.mlp.up_proj.weight": ("BF16", (4, 4)), "model.norm.weight": ("F32", (4,))}
+B = {"lm_head.weight": ("BF16", (8, 4))}
+SHARDS = {"model-00001-of-00002.safetensors": A, "model-00002-of-00002.safetensors": B}
+
+
+def test_a_checkpoint_of_one_file(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"model.safetensors": A}, {"model_type": "llama", "hidden_size": 4})
+    found = read_checkpoint(tmp_path)
+
+    assert found.folder == str(tmp_path)
+    assert found.config == {"model_type": "llama", "hidden_size": 4}
+    assert list(found.tensors) == list(A)
+    assert found.total_bytes == 4 * 4 * 2 + 4 * 4
+    assert found.quantization is None
+    assert [shard.path for shard in found.shards] == [str(tmp_path / "model.safetensors")]
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_tensors_come_shard_by_shard(tmp_path: Path, index: bool) -> None:
+    found = read_checkpoint(write_folder(tmp_path, dict(reversed(SHARDS.items())), index=index))
+
+    assert list(found.tensors) == [*A, *B]
+    assert [Path(shard.path).name for shard in found.shards] == sorted(SHARDS)
+
+
+def test_files_that_the_index_does_not_name_do_not_count(tmp_path: Path) -> None:
+    write_folder(tmp_path, SHARDS, index=True)
+    write_shard(tmp_path / "model-00003-of-00002.safetensors", {"stray": ("BF16", (1,))})
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+
+    assert "stray" not in read_checkpoint(tmp_path).tensors
+
+
+def test_the_index_decides_between_two_copies(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a.safetensors": {**A, **B}, "b.safetensors": B})
+    weight_map = {**dict.fromkeys(A, "a.safetensors"), **dict.fromkeys(B, "b.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    assert Path(read_checkpoint(tmp_path).tensors["lm_head.weight"].path).name == "b.safetensors"
+
+
+def test_mistrals_second_copy_does_not_count(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"consolidated-00001.safetensors": {"wq": ("BF16", (1,))}, "model-1.safetensors": A})
+    assert list(read_checkpoint(tmp_path).tensors) == list(A)
+
+    (tmp_path / "model-1.safetensors").unlink()
+    assert list(read_checkpoint(tmp_path).tensors) == ["wq"]
+
+
+def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    blobs = write_folder(tmp_path / "blobs", SHARDS, index=True)
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("..") / ".." / "blobs" / file.name)
+
+    found = read_checkpoint(snapshot)
+    assert list(found.tensors) == [*A, *B]
+    assert all(tensor.path.startswith(str(snapshot)) for tensor in found.tensors.values())
+
+
+def test_a_relative_folder_gives_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "m", {"model.safetensors": A})
+    monkeypatch.chdir(tmp_path)
+
+    found = read_checkpoint("m")
+    assert found.folder == str(tmp_path / "m")
+    assert {tensor.path for tensor in found.tensors.values()} == {str(tmp_path / "m" / "model.safetensors")}
+
+
+def _index(folder: Path, value: Any) -> None:
+    (folder / INDEX).write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def _remove(*names: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def _dangling(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    (folder / "model-00002-of-00002.safetensors").symlink_to(folder / "blobs" / "123")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (_remove("config.json"), "there is no config.json in it"),
+        (_remove(*SHARDS, INDEX), "there are no weights in it"),
+        (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "only *.bin, *.gguf"),
+        (_remove("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors: the file is not there"),
+        (_dangling, "model-00002-of-00002.safetensors: the file it links to"),
+        (lambda f: os.truncate(f / "model-00002-of-00002.safetensors", 150), "00002.safetensors: lm_head.weight: the file is cut off"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: the JSON in it cannot be read"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json: it holds no JSON object"),
+        (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json: the JSON in it cannot be read: it is not UTF-8"),
+        (lambda f: (f / "config.json").write_text('{"a":' * 50_000), "config.json: the JSON in it cannot be read: it is nested too deeply"),
+        (lambda f: os.truncate(f / "config.json", 65 << 20), "config.json: it is larger than 64 MiB"),
+        (lambda f: (f / "hf_quant_config.json").write_text("3"), "hf_quant_config.json: it holds no JSON object"),
+        (lambda f: _index(f, {}), f"{INDEX}: it has no weight_map"),
+        (lambda f: _index(f, {"weight_map": {}}), f"{INDEX}: it has no weight_map"),
+        (lambda f: _index(f, {"weight_map": ["a"]}), f"{INDEX}: it has no weight_map"),
+        (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "the key a stands twice"),
+        (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), "t: its weight_map names ../x.safetensors, which is no file"),
+        (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), "names /etc/passwd, which is no file of this folder"),
+        (lambda f: _index(f, {"weight_map": {"t": ".."}}), "names .., which is no file of this folder"),
+        (lambda f: _index(f, {"weight_map": {"t": "a\0b"}}), "names 'a\\x00b', which is no file of this folder"),
+        (lambda f: _index(f, {"weight_map": {"t": 5}}), "names 5, which is no file of this folder"),
+        (
+            lambda f: _index(f, {"weight_map": {**dict.fromkeys([*A, "gone.weight"], "model-00001-of-00002.safetensors")}}),
+            "model-00001-of-00002.safetensors: gone.weight: model.safetensors.index.json says that this tensor is in",
+        ),
+        (
+            lambda f: [_remove(INDEX)(f), write_shard(f / "other.safetensors", B)],
+            "other.safetensors: lm_head.weight: the same tensor is in model-00002-of-00002.safetensors too",
+        ),
+        (lambda f: [_remove(INDEX, *SHARDS)(f), write_shard(f / "model.safetensors", {})], "its safetensors files hold no tensor"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_sentence_and_a_cure(tmp_path: Path, break_it: Callable[[Path], object], told: str) -> None:
+    write_folder(tmp_path, SHARDS, index=True)
+    break_it(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path)
+
+    assert told in caught.value.message
+    assert caught.value.message.startswith(str(tmp_path)) and caught.value.cure
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [("none", "the folder is not there"), ("file", "it is a file where the checkpoint's folder is expected"), ("a\0b", "cannot be read")],
+)
+def test_what_is_no_folder(tmp_path: Path, folder: str, told: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=told):
+        read_checkpoint(f"{tmp_path}/{folder}")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+quant_keys = st.sampled_from(
+    ["quant_method", "quant_algo", "quantization", "weight_block_size", "config_groups", "format", "group_0", "weights", "strategy", "type"]
+)
+quant_words = st.sampled_from(
+    ["fp8", "modelopt", "compressed-tensors", "float-quantized", "FP8", "NVFP4", "float", "block", "awq", 8, [128, 128]]
+)
+quant_values = st.recursive(quant_words | json_values, lambda inner: st.dictionaries(quant_keys, inner, max_size=4), max_leaves=10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    config=st.dictionaries(st.sampled_from(["quantization_config", "compression_config", "text_config"]), quant_values, max_size=2),
+    index=json_values | st.dictionaries(st.just("weight_map"), json_values),
+    extra=quant_values,
+)
+def test_any_json_in_the_other_files(tmp_path_factory: pytest.TempPathFactory, config: Any, index: Any, extra: Any) -> None:
+    folder = write_folder(tmp_path_factory.getbasetemp() / "any", {"model.safetensors": A}, config)
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / "hf_quant_config.json").write_text(json.dumps(extra))
+    for file in (None, INDEX, "hf_quant_config.json"):
+        if file is not None:
+            (folder / file).unlink()
+        try:
+            read_checkpoint(folder)
+        except CheckpointError as error:
+            assert error.message.startswith(str(folder))
+        else:
+            assert file is not None or isinstance(index, dict)
+
+
+# How it is quantized already
+
+FP8 = "F8_E4M3"
+
+
+def fp8(scale: tuple[str, Shape], n: int = 256, k: int = 384, suffix: str = "weight_scale") -> dict[str, tuple[str, Shape]]:
+    return {"model.layers.0.mlp.up_proj.weight": (FP8, (n, k)), f"model.layers.0.mlp.up_proj.{suffix}": scale}
+
+
+def compressed(form: str, *groups: dict[str, Any]) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {f"group_{i}": g for i, g in enumerate(groups)}}
+
+
+def floats(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": strategy, **more}}
+
+
+INTEGERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "method"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8(("BF16", (2, 3)), suffix="weight_scale_inv"), "fp8_block"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, {}, "other"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, fp8(("F32", ())), "fp8_tensor"),
+        ({"quant_method": "fp8"}, fp8(("F32", (1,))), "fp8_tensor"),
+        ({"quant_method": "fp8"}, fp8(("F32", (256, 1))), "fp8_channel"),
+        ({"quant_method": "fp8"}, fp8(("F32", (7, 7))), "other"),
+        ({"quant_method": "fp8"}, A, "fp8_tensor"),
+        ({"quant_method": "fbgemm_fp8"}, fp8(("F32", (256, 1))), "fp8_channel"),
+        (compressed("float-quantized", floats("channel")), {}, "fp8_channel"),
+        (compressed("float-quantized", floats("tensor")), {}, "fp8_tensor"),
+        (compressed("naive-quantized", floats("tensor")), {}, "fp8_tensor"),
+        (compressed("float-quantized", floats("block", block_structure=[128, 128])), {}, "fp8_block"),
+        (compressed("float-quantized", floats("block", block_structure="128x128")), {}, "fp8_block"),
+        (compressed("float-quantized", floats("block", block_structure=[64, 64])), {}, "compressed-tensors"),
+        (compressed("float-quantized", floats("channel"), floats("tensor")), {}, "compressed-tensors"),
+        (compressed("float-quantized", floats("group", group_size=32)), {}, "compressed-tensors"),
+        (compressed("float-quantized"), {}, "compressed-tensors"),
+        (compressed("nvfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "nvfp4"),
+        (compressed("mxfp4-pack-quantized", {"weights": {"num_bits": 4}}), {}, "mxfp4"),
+        (compressed("pack-quantized", INTEGERS), {}, "compressed-tensors"),
+        (compressed("int-quantized", INTEGERS), {}, "compressed-tensors"),
+        (
+            compressed("mixed-precision", {**floats("channel"), "format": "float-quantized"}, {**INTEGERS, "format": "pack-quantized"}),
+            {},
+            "compressed-tensors",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "nvfp4"),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, {}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8(("F32", ())), "fp8_tensor"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, {}, "fp8_channel"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8(("F32", (2, 1, 3, 1))), "other"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, fp8(("F32", (2, 3))), "fp8_block"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "modelopt_mixed"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, {}, "other"),
+        ({"quant_algo": "NVFP4", "group_size": 16}, {}, "nvfp4"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, {}, "nvfp4"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": []}, {}, "mxfp4"),
+        ({"quant_method": "awq", "bits": 4}, {}, "awq"),
+        ({"quant_method": "awq_marlin"}, {}, "awq"),
+        ({"quant_method": "gptq", "bits": 4}, {}, "gptq"),
+        ({"quant_method": "bitsandbytes"}, {}, "other"),
+        ({"something": 1}, {}, "other"),
+    ],
+)
+def test_what_the_configuration_says(config: dict[str, Any], tensors: dict[str, tuple[str, Shape]], method: str) -> None:
+    found = source_quantization({"quantization_config": config}, None, checkpoint_of(tensors).tensors)
+
+    assert found is not None
+    assert (found.method, found.details) == (method, config)
+    assert found.requantizable == method.startswith("fp8_")
+
+
+@pytest.mark.parametrize(
+    ("config", "modelopt", "method"),
+    [
+        ({"compression_config": compressed("nvfp4-pack-quantized", {})}, None, "nvfp4"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, None, "awq"),
+        ({}, {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}, "nvfp4"),
+        ({}, {"quantization": {"quant_algo": "MIXED_PRECISION"}}, "modelopt_mixed"),
+        ({}, {"quantization": {"quant_algo": None}}, None),
+        ({"quantization_config": {"quant_method": "gptq"}}, {"quantization": {"quant_algo": "FP8"}}, "gptq"),
+        ({"quantization_config": None}, None, None),
+        ({"quantization_config": {}}, None, None),
+    ],
+)
+def test_where_it_may_be_said(config: dict[str, Any], modelopt: dict[str, Any] | None, method: str | None) -> None:
+    found = source_quantization(config, modelopt, checkpoint_of(A).tensors)
+
+    assert (found.method if found else None) == method
+
+
+def test_fp8_that_nothing_speaks_of_is_told_by_its_scales() -> None:
+    scaled = checkpoint_of(fp8(("F32", (2, 3)), suffix="weight_scale_inv"))
+    bare = checkpoint_of({"model.layers.0.mlp.up_proj.weight": (FP8, (64, 64))})
+
+    assert source_quantization({}, None, scaled.tensors) == SourceQuantization("fp8_block")
+    assert source_quantization({}, None, bare.tensors) is None
+
+
+def test_reading_needs_the_standard_library_only() -> None:
+    code = "import sparkd.checkpoint, workers.stream.recipe, sys, json; print(json.dumps([*sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"], capture_output=True, timeout=60
+    )
+
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert not {name for name in loaded if name not in sys.stdlib_module_names} - {"sparkd", "workers", "__main__", "__mp_main__"}

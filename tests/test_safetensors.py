@@ -1,0 +1,229 @@
+"""One file's header: what it says, and one sentence for everything that a broken or hostile file may say instead."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparkd.errors import CheckpointError
+from sparkd.safetensors import DTYPE_BITS, MAX_HEADER_BYTES, read_header
+from tests.shards import header_of, pack, write_shard
+
+TWO = {"a.weight": ("BF16", (4, 8)), "b.bias": ("F32", (3,))}
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def test_a_header_says_where_every_tensor_lies(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "model.safetensors", TWO)
+    raw = path.read_bytes()
+    shard, tensors = read_header(str(path))
+
+    length = int.from_bytes(raw[:8], "little")
+    assert [(t.name, t.dtype, t.shape, t.offset, t.nbytes, t.path) for t in tensors] == [
+        ("a.weight", "BF16", (4, 8), 8 + length, 64, str(path)),
+        ("b.bias", "F32", (3,), 8 + length + 64, 12, str(path)),
+    ]
+    assert (shard.path, shard.size_bytes, shard.header_bytes) == (str(path), len(raw), 8 + length)
+    assert shard.mtime_ns == path.stat().st_mtime_ns
+    assert shard.header_sha256 == hashlib.sha256(raw[: 8 + length]).hexdigest()
+
+
+def test_tensors_come_in_the_order_of_their_bytes(tmp_path: Path) -> None:
+    header = {"late": entry(offsets=[8, 16]), "early": entry(offsets=[0, 8]), "empty": entry(shape=[0, 5], offsets=[8, 8])}
+    (tmp_path / "x").write_bytes(pack(header))
+
+    assert [tensor.name for tensor in read_header(str(tmp_path / "x"))[1]] == ["early", "empty", "late"]
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BITS)
+def test_every_dtype_of_the_format_is_known(tmp_path: Path, dtype: str) -> None:
+    path = write_shard(tmp_path / "x", {"t": (dtype, (8, 2))})
+
+    assert read_header(str(path))[1][0].nbytes == 16 * DTYPE_BITS[dtype] // 8
+
+
+def test_scalars_and_a_file_without_tensors_are_read(tmp_path: Path) -> None:
+    assert read_header(str(write_shard(tmp_path / "x", {"scale": ("F32", ())})))[1][0].shape == ()
+    assert read_header(str(write_shard(tmp_path / "y", {})))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b"", "ends after 0 bytes"),
+        (b"\x01\x02\x03", "ends after 3 bytes"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "said to be 1099511627776 bytes long, and the file has 10"),
+        (b"\xff" * 16, "said to be 18446744073709551615 bytes long, and the file has 16"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),
+        (pack(b"not json", 0), "JSON"),
+        (pack(b"\xff\xfe{}", 0), "not UTF-8 at byte 0"),
+        (pack(b"", 0), "JSON"),
+        (pack(b"[]", 0), "JSON array where an object"),
+        (pack(b"null", 0), "JSON null where an object"),
+        (pack(b"[" * 100_000, 0), "nested too deeply"),
+        (pack(b'{"a":' * 100_000, 0), "nested too deeply"),
+        (pack(b'{"a": 1, "a": 2}', 0), "key a stands twice"),
+        (pack(b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0), "key dtype stands twice"),
+        (pack(b'{"__metadata__": NaN}', 0), "NaN is no JSON"),
+        (pack(b'{"a": ' + b"9" * 5000 + b"}", 0), "JSON"),
+        (pack(b'{"__metadata__": 3}', 0), "__metadata__ in the header is a number"),
+        (pack({"a": 5}, 0), "a: its entry in the header is not"),
+        (pack({"a": None}, 0), "a: its entry in the header is not"),
+        (pack({"a": {"dtype": "F32", "shape": [2]}}, 8), "a: its entry in the header is not"),
+        (pack({"a": entry(offsets=[0])}, 8), "a: its entry in the header is not"),
+        (pack({"a": entry(offsets="08")}, 8), "a: its offsets"),
+        (pack({"a": entry("F33")}, 8), "a: its dtype F33 is not known"),
+        (pack({"a": entry(["F32"])}, 8), "a: its dtype ['F32'] is not known"),
+        (pack({"a": entry(shape="2")}, 8), "a: its shape is not an array"),
+        (pack({"a": entry(shape=[1] * 65)}, 8), "a: its shape is not an array of at most 64"),
+        (pack({"a": entry(shape=[-2])}, 8), "a: its shape [-2] has a member that is no count"),
+        (pack({"a": entry(shape=[2.0])}, 8), "a: its shape [2.0] has a member that is no count"),
+        (pack({"a": entry(shape=[True, 2])}, 8), "a: its shape [True, 2] has a member that is no count"),
+        (pack({"a": entry(shape=[2**63, 2**63])}, 8), "has a member that is no count"),
+        (pack({"a": entry(shape=[2**62] * 60)}, 8), "a: its offsets hold 8 bytes, and F32 of shape [46"),
+        (pack({"a": entry(offsets=[8, 0])}, 8), "a: its offsets [8, 0] are not two numbers in ascending order"),
+        (pack({"a": entry(offsets=[-8, 0])}, 8), "a: its offsets [-8, 0] are not"),
+        (pack({"a": entry(offsets=[0, 8.0])}, 8), "a: its offsets [0, 8.0] are not"),
+        (pack({"a": entry(offsets=[2**64, 2**64 + 8])}, 8), "a: its offsets [18446744073709551616"),
+        (pack({"a": entry(shape=[3])}, 8), "a: its offsets hold 8 bytes, and F32 of shape [3] has 96 bits"),
+        (pack({"a": entry("F4", [3], [0, 1])}, 1), "F4 of shape [3] has 12 bits"),
+        (pack({"a": entry()}, 7), "a: the file is cut off: its header describes 8 bytes of data and 7 are there"),
+        (pack({"a": entry()}, 9), "1 bytes at its end belong to no tensor"),
+        (pack({"a": entry(), "b": entry(offsets=[4, 12])}, 12), "b: its data overlaps that of a"),
+        (pack({"a": entry(), "b": entry()}, 8), "its data overlaps that of"),
+        (pack({"a": entry(), "b": entry(offsets=[12, 20])}, 20), "b: its data leaves a hole after that of a"),
+        (pack({"a": entry(offsets=[4, 12])}, 12), "a: its data leaves a hole after that of the header"),
+        (pack({"": entry()}, 8), "name is empty or has control characters"),
+        (pack({"a\0b": entry()}, 8), "'a\\x00b': a tensor's name is empty or has control characters"),
+        (pack({"a\ud800": entry()}, 8), "'a\\ud800': a tensor's name"),
+        (pack({"x" * 9000: entry("F33")}, 8), "xxx...: its dtype"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_sentence(tmp_path: Path, raw: bytes, told: str) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError) as caught:
+        read_header(str(path))
+
+    message = caught.value.message
+    assert message.startswith(f"{path}: ") and told in message
+    assert caught.value.cure and message.endswith(f"{caught.value.cure}.")
+    assert "\n" not in message and len(message) < 500 + len(str(path))
+    message.encode()
+
+
+def test_a_header_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        os.truncate(file.fileno(), MAX_HEADER_BYTES + 100)
+    with pytest.raises(CheckpointError, match="more than the 100000000 that the format allows"):
+        read_header(str(path))
+
+
+def test_a_length_that_lies_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes((90_000_000).to_bytes(8, "little") + b"{}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            read_header(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone").symlink_to(tmp_path / "blob")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, told in (
+        ("pipe", "no regular file"),
+        (".", "no regular file"),
+        ("none", "the file is not there"),
+        ("gone", "the file it links to"),
+        ("loop", "cannot be opened"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            read_header(str(tmp_path / name))
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path / "x", TWO)
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result([*real(fd)[:6], 1 << 30, *real(fd)[7:]]))
+    path.write_bytes((1000).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match="ended at byte 10 while its header was read"):
+        read_header(str(path))
+
+
+# Fuzzing
+
+GOOD = pack(header_of({"model.layers.0.mlp.up_proj.weight": ("BF16", (2, 4)), "n": ("F32", (3,)), "e": ("U8", (0,))}))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+numbers = st.integers(-2, 40) | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**4000])
+entries = st.fixed_dictionaries(
+    {"dtype": st.sampled_from([*DTYPE_BITS, "F33", "", None]) | json_values},
+    optional={
+        "shape": st.lists(numbers, max_size=4) | json_values,
+        "data_offsets": st.lists(numbers, min_size=2, max_size=2) | json_values,
+    },
+)
+
+
+def outcome(folder: Path, raw: bytes) -> None:
+    """Either a valid answer about bytes that are there, or CheckpointError."""
+    path = folder / "fuzz.safetensors"
+    path.write_bytes(raw)
+    try:
+        shard, tensors = read_header(str(path))
+    except CheckpointError as error:
+        assert error.message.startswith(str(path)) and "\n" not in error.message
+        return
+    position = shard.header_bytes
+    for tensor in tensors:
+        assert tensor.offset == position
+        position += tensor.nbytes
+    assert position == len(raw)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw=st.binary(max_size=200))
+def test_any_bytes(folder: Path, raw: bytes) -> None:
+    outcome(folder, raw)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, len(GOOD) + 20))
+@example([(0, GOOD[0])], len(GOOD))
+def test_a_good_file_with_bytes_changed_cut_off_or_added(folder: Path, changes: list[tuple[int, int]], length: int) -> None:
+    raw = bytearray(GOOD)
+    for place, value in changes:
+        raw[place] = value
+    outcome(folder, bytes(raw[:length].ljust(length, b"\0")))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4), st.integers(0, 64))
+def test_any_header_that_is_json(folder: Path, header: dict[str, Any], data_bytes: int) -> None:
+    outcome(folder, pack(json.dumps(header).encode(), data_bytes))
