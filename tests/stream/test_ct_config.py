@@ -6,6 +6,7 @@ import itertools
 import json
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.ct_config import matches, patterns, quantization_config
+from tests.checkpoints import Entry, write_checkpoint
+from workers.stream.ct_config import linear_modules, matches, patterns, quantization_config
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
@@ -137,7 +140,7 @@ def test_a_vision_tower_that_keeps_its_precision_is_one_pattern() -> None:
 def test_a_plain_name_is_translated_by_vllm() -> None:
     config = quantization_config({"model.layers.0.mlp.up_proj": FORMATS[0]}, ["model.layers.0.mlp.up_proj", "model.projector"])
 
-    assert config["ignore"] == ["model.projector"]
+    assert config["ignore"] == ["model.projector", r"re:(.*\.)?lm_head$"]
 
 
 def test_nothing_quantized_is_no_description() -> None:
@@ -148,6 +151,19 @@ def test_nothing_quantized_is_no_description() -> None:
 def test_a_format_without_a_description_is_refused() -> None:
     with pytest.raises(CheckpointError, match="nf4 has no compressed-tensors description"):
         quantization_config({"lm_head": Chosen("nf4")}, MOE)
+
+
+def test_which_modules_may_be_linear(tmp_path: Path) -> None:
+    entries = [
+        Entry("model.embed_tokens.weight", (8, 4)),
+        Entry("model.norm.weight", (4,)),
+        Entry("model.layers.0.mlp.up_proj.weight", (4, 4)),
+    ]
+    entries += [Entry("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4)), Entry("model.layers.0.mlp.up_proj.weight_scale", (4, 1))]
+
+    found = linear_modules(read_checkpoint(write_checkpoint(tmp_path / "model", {"vocab_size": 8}, entries)))
+
+    assert set(found) == {"model.embed_tokens", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.gate_up_proj"}
 
 
 def test_equal_assignments_in_another_order_give_equal_groups() -> None:

@@ -29,7 +29,7 @@ from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out
 from workers.stream.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
 from workers.stream.reader import Piece, Reader
-from workers.stream.virtual import DTYPES
+from workers.stream.virtual import DTYPES, VirtualCheckpoint
 from workers.stream.writer import MIB, ShardWriter
 
 # CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
@@ -288,6 +288,12 @@ class CacheWriter:
         if isinstance(error, CheckpointError | _Skipped):
             return f"{what}: {str(error).rstrip('.')}."
         return f"{what}: {type(error).__name__}: {str(error).rstrip('.')}."
+
+
+def layout_of(virtual: VirtualCheckpoint) -> tuple[Tensors, frozenset[str]]:
+    """(layout, the names that pass through) of all that a virtual checkpoint emits."""
+    layout = {one.name: (CODES[one.dtype], one.shape) for one in virtual.emitted()}
+    return layout, frozenset(unit.plain.name for unit in virtual.units if unit.plain is not None)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from sparkd.checkpoint import Checkpoint
     from workers.stream.recipe import Format
 
 # Names as compressed_tensors.config.CompressionFormat has them (0.17).
@@ -34,7 +35,8 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
     quantized = {module: chosen for module, chosen in assignments.items() if chosen.name != "bf16"}
     if not quantized:
         return {}
-    universe = list(dict.fromkeys([*all_linear_modules, *quantized]))
+    # A head that shares the embedding's weight is not in the checkpoint, and transformers would quantize it as it does every Linear.
+    universe = list(dict.fromkeys([*all_linear_modules, *quantized, "lm_head"]))
     groups: dict[Format, list[str]] = {}
     for module, chosen in quantized.items():
         groups.setdefault(chosen, []).append(module)
@@ -57,6 +59,12 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
         "ignore": patterns([module for module in universe if module not in quantized], universe, towers=True),
         "kv_cache_scheme": None,
     }
+
+
+def linear_modules(checkpoint: Checkpoint) -> list[str]:
+    """Every module of the checkpoint that may be a linear layer or a set of experts to vLLM."""
+    ends = (".weight", "experts.gate_up_proj", "experts.down_proj")
+    return [name.removesuffix(".weight") for name, ref in checkpoint.tensors.items() if len(ref.shape) >= 2 and name.endswith(ends)]
 
 
 def patterns(modules: Iterable[str], universe: Iterable[str], *, towers: bool = False) -> list[str]:

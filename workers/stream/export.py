@@ -1,0 +1,222 @@
+"""Hands out a quantized checkpoint: copies the cache's, or quantizes the source unit by unit. Never imports vLLM.
+
+    python -m workers.stream.export < REQUEST
+
+A program of its own, because it runs in the Python environment that has torch. REQUEST is a JSON object of the fields of Request; stdout
+gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_total"}, at the end {"event": "done", "from", "bytes"} or
+{"event": "error", "message"}. SIGINT and SIGTERM end it and leave nothing, as does a reader of its output that has gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError, ConfigError
+from workers.stream.cache import CachedCheckpoint, find
+from workers.stream.cache_writer import CUDA_BLOCK_BYTES, CUDA_STAGING_BYTES, MARGIN_BYTES, bytes_of, layout_of, sync_folder
+from workers.stream.companions import companions_bytes, write_companions
+from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.layout import lay_out
+from workers.stream.manifest import MANIFEST
+from workers.stream.pipeline import Pipeline
+from workers.stream.reader import Piece, Reader
+from workers.stream.recipe import Recipe
+from workers.stream.target import TargetFile
+from workers.stream.virtual import VirtualCheckpoint
+from workers.stream.writer import ShardWriter
+
+GIB = 1 << 30
+EVERY_S = 0.25
+INTERRUPTED = 130
+_DTYPES: Mapping[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """source: the checkpoint's folder; quantize: a canonical recipe; target: the folder to make; device: cpu, cuda, or auto."""
+
+    source: str
+    quantize: Mapping[str, Any]
+    target: str
+    cache_dir: str | None = None
+    device: str = "auto"
+
+
+def main() -> int:
+    """Exit code: 0 done, 1 refused or failed and said why, 130 interrupted."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        request = Request(**json.load(sys.stdin))
+        source, size_bytes = export(request, _Progress())
+        _say(event="done", **{"from": source}, bytes=size_bytes)
+    except (CheckpointError, ConfigError) as error:
+        _say(event="error", message=error.message)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        where = error.filename or request.target
+        _say(event="error", message=f"{where}: the disk is full. Free some." if full else f"{where}: {error.strerror}.")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def export(request: Request, tell: Tell) -> tuple[str, int]:
+    """("cache" or "checkpoint", bytes of the weights). Raises CheckpointError, OSError; then, and if interrupted, nothing stays.
+
+    tell: is called with (where from, bytes done, bytes in all).
+    """
+    recipe = Recipe.parse(request.quantize)
+    checkpoint = read_checkpoint(request.source)
+    if os.path.lexists(request.target) and (not os.path.isdir(request.target) or os.listdir(request.target)):
+        raise CheckpointError("it is there already", file=request.target, cure="Give a folder that is not there yet, or an empty one")
+    parent, name = os.path.split(os.path.abspath(request.target))
+    os.makedirs(parent, exist_ok=True)
+    writing = os.path.join(parent, f".{name}.writing-{os.getpid()}")
+    os.mkdir(writing)
+    try:
+        cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
+        if cached is not None:
+            with cached:
+                done = "cache", _copy(cached, writing, tell)
+        else:
+            done = "checkpoint", _quantize(checkpoint, recipe, writing, _device(request.device), tell)
+        sync_folder(writing)
+        os.rename(writing, request.target)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    sync_folder(parent)
+    return done
+
+
+def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
+    """The entry's files without those that only a cache needs."""
+    files = [file for file in cached.manifest.files if file.name != MANIFEST]
+    total = sum(file.size_bytes for file in files)
+    _check_room(folder, total)
+    done = 0
+    for file in files:
+        path = os.path.join(cached.folder, file.name)
+        os.makedirs(os.path.dirname(os.path.join(folder, file.name)), exist_ok=True)
+        target = TargetFile(os.path.join(folder, file.name), file.size_bytes)
+        try:
+            with Reader([Piece(file.name, path, 0, file.size_bytes)], pin=False) as reader:
+                for chunk in reader:
+                    target.write(chunk.start, memoryview(chunk.view.numpy()))
+                    done += chunk.view.numel()
+                    chunk.release()
+                    tell("cache", done, total)
+            target.settle()
+        finally:
+            target.close()
+    return sum(shard.size_bytes for shard in cached.checkpoint.shards)
+
+
+def _quantize(checkpoint: Checkpoint, recipe: Recipe, folder: str, device: torch.device, tell: Tell) -> int:
+    formats = recipe.assign(checkpoint)
+    if not formats:
+        known = f"is quantized already ({checkpoint.quantization.method})" if checkpoint.quantization else "has nothing that it quantizes"
+        raise CheckpointError(f"this checkpoint {known}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")
+    virtual = VirtualCheckpoint(checkpoint, formats)
+    described = quantization_config(formats, linear_modules(checkpoint))
+    shards = lay_out(layout_of(virtual)[0])
+    _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
+    on_gpu = device.type == "cuda"
+    writer = ShardWriter(shards, lambda: folder, staging_bytes=CUDA_STAGING_BYTES, block_bytes=CUDA_BLOCK_BYTES, pin=on_gpu)
+    into = _Into(writer, tell)
+    pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), dtype=_dtype(checkpoint.config), sink=into, watcher=into)
+    into.total = pipeline.bytes_total
+    try:
+        for _ in pipeline.tensors():
+            # What is made goes into the sink; here nobody else wants it.
+            pass
+        writer.settle()
+        left = next(writer.gaps(), None)
+        if left is not None:
+            raise CheckpointError("it was not made", file=checkpoint.folder, tensor=left[0].name)
+    finally:
+        writer.close()
+    write_companions(checkpoint, folder, described, shards)
+    return writer.bytes_total
+
+
+class _Into:
+    """The pipeline's sink and its watcher: takes everything, and waits for the disk where it must."""
+
+    def __init__(self, writer: ShardWriter, tell: Tell) -> None:
+        self.total = 0
+        self._writer = writer
+        self._tell = tell
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.add_chunk(name, 0, bytes_of(tensor))
+
+    def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+        if not self._writer.put(self._writer.slots[name], start_byte, view, wait=True) and self._writer.error is not None:
+            raise self._writer.error
+
+    def advance(self, bytes_done: int, _units_done: int) -> None:
+        self._tell("checkpoint", bytes_done, self.total)
+
+
+class _Progress:
+    """A line on stdout, at most four a second."""
+
+    def __init__(self) -> None:
+        self._told_s = 0.0
+
+    def __call__(self, source: str, bytes_done: int, bytes_total: int) -> None:
+        if time.monotonic() - self._told_s >= EVERY_S or bytes_done == bytes_total:
+            self._told_s = time.monotonic()
+            _say(event="progress", **{"from": source}, bytes_done=bytes_done, bytes_total=bytes_total)
+
+
+def _say(**line: Any) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _check_room(folder: str, need_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < need_bytes:
+        told = f"it needs {need_bytes / GIB:.1f} GiB and its disk has {free_bytes / GIB:.1f} GiB free"
+        raise CheckpointError(told, file=os.path.dirname(folder), cure="Free some, or give a folder on another disk")
+
+
+def _device(name: str) -> torch.device:
+    """Raises CheckpointError where cuda is asked for and is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("this Python's torch sees no CUDA device", cure="Leave --device out, or set engine.runtime")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """What an FP8 source is dequantized to: the model's own dtype, as vLLM takes it from config.json."""
+    text = config.get("text_config")
+    holders = [config, text] if isinstance(text, Mapping) else [config]
+    named = [str(holder.get(key)).removeprefix("torch.") for holder in holders for key in ("dtype", "torch_dtype")]
+    return next((_DTYPES[name] for name in named if name in _DTYPES), torch.bfloat16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
