@@ -1,6 +1,8 @@
-"""What vLLM finds of us: one entry point that registers the load format `spark_stream` and the quantization method `spark`. Never touches a device.
+"""What vLLM finds of us: one entry point that registers the load format `spark_stream` and the quantization method `spark`. Never
+touches a device.
 
-vLLM calls `register` in every process (front end, engine core, workers, the model registry's own), sometimes more than once, so it is idempotent and cheap.
+vLLM calls `register` in every process (front end, engine core, workers, the model registry's own), sometimes more than once, so it is
+idempotent and cheap.
 Tried with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU); a symbol that a release does not have is named in one sentence before anything is loaded.
 """
 
@@ -43,7 +45,8 @@ def register() -> None:
 def _describing(create_model_config: Any) -> Any:
     """create_model_config that first tells the model's configuration what the loader is going to hand over.
 
-    vLLM decides on a quantization method before it has a loader, from config.json alone; `hf_overrides` is the public way to say another one, and this is the
+    vLLM decides on a quantization method before it has a loader, from config.json alone; `hf_overrides` is the public way to say
+    another one, and this is the
     one place where the loader's settings and the overrides are both at hand.
     """
 

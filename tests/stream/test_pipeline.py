@@ -36,7 +36,9 @@ def random_weights(*, packed: bool = False) -> dict[str, torch.Tensor]:
             for name, shape in (("gate_proj", (INTER, HIDDEN)), ("up_proj", (INTER, HIDDEN)), ("down_proj", (HIDDEN, INTER))):
                 made[f"{at}.mlp.experts.{expert}.{name}.weight"] = torch.randn(*shape) * (1 + expert)
         if packed:
-            parts = [[made.pop(f"{at}.mlp.experts.{e}.{name}.weight") for e in range(EXPERTS)] for name in ("gate_proj", "up_proj", "down_proj")]
+            parts = [
+                [made.pop(f"{at}.mlp.experts.{e}.{name}.weight") for e in range(EXPERTS)] for name in ("gate_proj", "up_proj", "down_proj")
+            ]
             made[f"{at}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u in zip(parts[0], parts[1], strict=True)])
             made[f"{at}.mlp.experts.down_proj"] = torch.stack(parts[2])
     return {name: tensor.to(torch.bfloat16) for name, tensor in made.items()}
@@ -71,7 +73,9 @@ def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[
 
 
 @pytest.mark.parametrize("quantize", ["nvfp4", "mxfp4", "int4-g32", "int4-g128", "fp8", "fp8-block"])
-@pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, key=lambda name: hash(name[::-1]) % 97)], ids=["ordered", "shuffled"])
+@pytest.mark.parametrize(
+    "order", [sorted, lambda names: sorted(names, key=lambda name: hash(name[::-1]) % 97)], ids=["ordered", "shuffled"]
+)
 def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, order):
     weights = random_weights()
     got = loaded(written(tmp_path / "m", weights, order=order), quantize)
@@ -131,13 +135,20 @@ def fp8_source(weights: dict[str, torch.Tensor], kind: str) -> tuple[dict[str, t
         stored[name] = code
         stored[name.removesuffix(".weight") + (".weight_scale_inv" if kind == "fp8_block" else ".weight_scale")] = scale
         meant[name] = (code.float() * spread).to(torch.bfloat16)
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if kind == "fp8_block" else {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config = (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        if kind == "fp8_block"
+        else {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    )
     if kind == "fp8_channel":
         config = {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
             "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}}
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+                }
             },
             "ignore": [],
         }

@@ -1,4 +1,5 @@
-"""From the reader's ring to the device: chunks become whole inputs there, and ring blocks go back as soon as nothing reads them. Never decides what is read."""
+"""From the reader's ring to the device: chunks become whole inputs there, and ring blocks go back as soon as nothing reads them. Never
+decides what is read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Input(Protocol):
 class Feed:
     """Takes inputs in exactly the order in which their pieces were given to `reader`.
 
-    On the CPU an input that lies in one chunk is handed out as a view into the ring, valid until `release`; everywhere else it is copied once.
+    On the CPU an input that lies in one chunk is handed out as a view into the ring, valid until `release`; everywhere else it is
+    copied once.
     """
 
     def __init__(self, reader: Reader, device: torch.device) -> None:
@@ -59,7 +61,8 @@ class Feed:
         return made if made is not None else torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def parts(self, source: Input) -> Iterator[torch.Tensor]:
-        """The input's bytes in host memory as they come; each is valid until the next is asked for, or, on a GPU, for every copy queued until then."""
+        """The input's bytes in host memory as they come; each is valid until the next is asked for, or, on a GPU, for every copy queued
+        until then."""
         for chunk in self._of(source):
             yield chunk.view
             self._done(chunk)

@@ -1,4 +1,5 @@
-"""vLLM's side of the streaming loader: the load format `spark_stream`. Never quantizes, never reads a weight itself: it joins what the other modules do.
+"""vLLM's side of the streaming loader: the load format `spark_stream`. Never quantizes, never reads a weight itself: it joins what the
+other modules do.
 
 Importing this module imports vLLM. See pipeline.py for the pass over the checkpoint, trace.py for how a rank's share is found.
 """
@@ -8,9 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,18 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
+from workers.stream.cache import find
+from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.ct_config import quantization_config
 from workers.stream.method import NAME
-from workers.stream.pipeline import Pipeline
 from workers.stream.progress import ProgressFile
+from workers.stream.ranks import experts_are_spread, first_expert, one_expert_of_each, rank_of_world, ranks, tensor_parallel_rank, whole_of
 from workers.stream.reader import Reader
-from workers.stream.settings import Settings
 from workers.stream.repack import repack_in_place
-from workers.stream.trace import Region, Taken, Trace, phantoms
-from workers.stream.virtual import Emitted, VirtualCheckpoint
+from workers.stream.settings import Settings
+from workers.stream.source import Source
+from workers.stream.trace import Taken, Trace, phantoms
+from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -35,11 +38,14 @@ logger = logging.getLogger("vllm.sparkd.stream")
 def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     """Writes the quantization that the loader is going to produce into `engine_args.hf_overrides`.
 
-    A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing. Raises ValueError with the reason for what cannot be loaded.
+    A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing. Raises ValueError with the reason for
+    what cannot be loaded.
     """
     try:
         settings = Settings.parse(engine_args.model_loader_extra_config or {}, environ)
-        checkpoint = read_checkpoint(local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None)))
+        checkpoint = read_checkpoint(
+            local_folder(engine_args.model, getattr(engine_args, "revision", None), getattr(engine_args, "download_dir", None))
+        )
         formats = settings.recipe.assign(checkpoint)
         VirtualCheckpoint(checkpoint, formats)
         described = quantization_config(formats, linear_modules(checkpoint))
@@ -48,7 +54,9 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     if not described:
         return
     if engine_args.quantization not in (None, NAME):
-        raise ValueError(f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out.")
+        raise ValueError(
+            f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
+        )
     described["quant_method"] = NAME
     given = engine_args.hf_overrides
     if callable(given):
@@ -91,7 +99,8 @@ def local_folder(model: str, revision: str | None, download_dir: str | None) -> 
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
-            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})", cure="Check the name, the network and HF_HUB_OFFLINE"
+            f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})",
+            cure="Check the name, the network and HF_HUB_OFFLINE",
         ) from error
 
 
@@ -107,45 +116,78 @@ class SparkStreamLoader(DefaultModelLoader):
         super().__init__(plain)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not start then."""
+        """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not
+        start then."""
         self.counter_before_loading_weights = time.perf_counter()
         progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
         try:
-            pipeline = self._prepared(model_config, model, progress)
-        except CheckpointError as error:
+            source = self._prepared(model_config, model, progress)
+        except SparkdError as error:
             progress.failed(error.message)
             raise
-        return self._streamed(pipeline, model, progress)
+        return self._streamed(source, model)
 
-    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> Pipeline:
+    def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> Source:
         checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
         formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
-        virtual = VirtualCheckpoint(checkpoint, formats)
         device = next(model.parameters()).device
         if device.type == "cuda":
             repack_in_place()
+        virtual = VirtualCheckpoint(checkpoint, formats)
         trace = self._trace(virtual, model, device)
-        pipeline = Pipeline(
-            virtual,
-            device,
-            partial(
-                Reader,
-                block_bytes=self._settings.block_bytes,
-                blocks=self._settings.blocks,
-                pin=device.type == "cuda",
-                direct=self._settings.direct,
-            ),
-            regions=None if trace is None else {name: taken.region for name, taken in trace.taken.items()},
-            once=frozenset() if trace is None else frozenset(name for name, taken in trace.taken.items() if taken.once),
-            dtype=model_config.dtype,
-            watcher=progress,
+        reader = partial(
+            Reader,
+            block_bytes=self._settings.block_bytes,
+            blocks=self._settings.blocks,
+            pin=device.type == "cuda",
+            direct=self._settings.direct,
         )
+        source = Source.of(virtual, device, reader, trace, model_config.dtype, progress)
+        if formats and self._settings.cache_dir is not None:
+            source = self._beside_cache(source, checkpoint, formats, device)
         spellings = sorted({form.spelling for form in formats.values()}) or ["bf16"]
-        progress.begin(pipeline.bytes_total, pipeline.units_total, " ".join(spellings), "checkpoint")
-        return pipeline
+        progress.begin(
+            source.pipeline.bytes_total,
+            source.pipeline.units_total,
+            " ".join(spellings),
+            "checkpoint" if source.cached is None else "cache",
+        )
+        return source
+
+    def _beside_cache(self, source: Source, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> Source:
+        """The quantized cache in place of the checkpoint where there is one, else the checkpoint and a writer beside it."""
+        cache_dir = str(self._settings.cache_dir)
+        handed = source.pipeline.handed()
+        recipe, tp_slice = self._settings.recipe.canonical(), None
+        candidates = [(recipe, None)]
+        if not all(one.is_whole for one in handed.values()):
+            recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
+            candidates.insert(0, (recipe, tp_slice))
+        for known, part in candidates:
+            cached = find(cache_dir, checkpoint, known, part, say=logger.info)
+            if cached is None:
+                continue
+            if served := source.from_cache(cached, handed):
+                return served
+            cached.close()
+        source.writer = CacheWriter(
+            cache_dir,
+            checkpoint,
+            recipe,
+            tp_slice,
+            quantization_config(formats, linear_modules(checkpoint)),
+            {name: (CODES[one.dtype], one.shape) for name, one in handed.items()},
+            self._settings.cache_limit_bytes,
+            plain={name for name, one in handed.items() if one.plain and one.is_whole},
+            device=device,
+            told=source.progress.cache,
+        )
+        source.pipeline.sink = source.writer
+        return source
 
     def _trace(self, virtual: VirtualCheckpoint, model: torch.nn.Module, device: torch.device) -> Trace | None:
-        """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is read."""
+        """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is
+        read."""
         trace = Trace()
         emitted = virtual.emitted()
         asked = emitted if experts_are_spread() else one_expert_of_each(emitted)
@@ -160,7 +202,10 @@ class SparkStreamLoader(DefaultModelLoader):
             ) from error
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             logger.warning(
-                "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.", type(model).__name__, type(error).__name__, error
+                "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.",
+                type(model).__name__,
+                type(error).__name__,
+                error,
             )
             return None
         if any(one.name not in trace.taken for one in asked):
@@ -170,59 +215,33 @@ class SparkStreamLoader(DefaultModelLoader):
         logger.debug("sparkd: asked for %d tensors in %.2f s", len(asked), time.perf_counter() - started)
         return trace
 
-    def _streamed(self, pipeline: Pipeline, model: torch.nn.Module, progress: ProgressFile) -> Iterator[tuple[str, torch.Tensor]]:
+    def _streamed(self, source: Source, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         try:
-            yield from pipeline.tensors()
-        except CheckpointError as error:
-            progress.failed(error.message)
+            yield from source.tensors()
+        except SparkdError as error:
+            source.progress.failed(error.message)
+            source.abandon(error.message)
             raise
-        for source in getattr(model, "secondary_weights", ()):
-            yield from self._get_weights_iterator(source)
+        except GeneratorExit:
+            source.abandon("the load ended early")
+            raise
+        finally:
+            source.close()
+        for more in getattr(model, "secondary_weights", ()):
+            yield from self._get_weights_iterator(more)
         seconds = max(time.perf_counter() - started, 1e-9)
+        pipeline = source.pipeline
         if pipeline.fallback_reason:
             logger.warning("sparkd: %s", pipeline.fallback_reason)
         logger.info(
-            "sparkd: %d units, %.2f GiB read in %.2f s = %.2f GB/s%s.",
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s.",
             pipeline.units_total,
             pipeline.bytes_read / 2**30,
+            "checkpoint" if source.cached is None else "quantized cache",
             seconds,
             pipeline.bytes_read / seconds / 1e9,
             " past the page cache" if pipeline.direct else "",
         )
-        progress.done(pipeline.bytes_read, bool(pipeline.direct))
-
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def first_expert(name: str) -> str:
-    """The name of the same tensor of expert 0."""
-    return _EXPERT.sub(".experts.0.", name, count=1)
-
-
-def one_expert_of_each(emitted: Sequence[Emitted]) -> list[Emitted]:
-    """One expert stands for all of its layer: where experts are not spread over ranks, a rank takes the same part of each."""
-    shapes = {one.name: one.shape for one in emitted}
-    return [one for one in emitted if (first := first_expert(one.name)) == one.name or shapes.get(first) != one.shape]
-
-
-def whole_of(shape: tuple[int, ...]) -> Region:
-    return tuple((0, size) for size in shape)
-
-
-def experts_are_spread() -> bool:
-    """Whether each rank has experts of its own (expert parallelism)."""
-    from vllm.config import get_current_vllm_config
-
-    return bool(get_current_vllm_config().parallel_config.enable_expert_parallel)
-
-
-def tensor_parallel_rank() -> int:
-    """This process's rank among those that share the model's layers; 0 where nothing is shared."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    try:
-        return int(get_tensor_model_parallel_rank())
-    except (AssertionError, RuntimeError):
-        return 0
+        source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
+        source.finish()

@@ -1,6 +1,8 @@
-"""The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never decides a format, never reads a weight.
+"""The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never
+decides a format, never reads a weight.
 
-Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/ct_config.py under the name `spark`, so what is served
+Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/ct_config.py under the name
+`spark`, so what is served
 while streaming and what an exported checkpoint says are one description.
 """
 
@@ -11,7 +13,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig, CompressedTensorsLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
+)
 from vllm.platforms import current_platform
 
 from workers.stream.recipe import Format
@@ -20,7 +25,8 @@ NAME = "spark"
 
 
 class SparkConfig(CompressedTensorsConfig):
-    """Matches modules and chooses schemes as compressed-tensors does; on a CPU each module that stock vLLM cannot run gets a method of ours."""
+    """Matches modules and chooses schemes as compressed-tensors does; on a CPU each module that stock vLLM cannot run gets a method of
+    ours."""
 
     @classmethod
     def get_name(cls) -> str:  # type: ignore[override]

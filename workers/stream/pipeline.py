@@ -1,6 +1,8 @@
-"""One pass over a virtual checkpoint: bytes come off the disk, go to the device, are quantized there and handed on unit by unit. Never knows vLLM.
+"""One pass over a virtual checkpoint: bytes come off the disk, go to the device, are quantized there and handed on unit by unit. Never
+knows vLLM.
 
-Reading runs ahead in the reader's threads; on a GPU the copy to the device and the quantizing are queued on one stream, so that disk, bus and kernels overlap while
+Reading runs ahead in the reader's threads; on a GPU the copy to the device and the quantizing are queued on one stream, so that disk,
+bus and kernels overlap while
 memory holds the ring and one unit. A ring block is given back when the event behind its copy has passed, never by waiting for the device.
 """
 
@@ -15,8 +17,8 @@ from typing import Protocol
 import torch
 
 from sparkd.errors import CheckpointError
-from workers.stream.formats import global_scale, nonfinite, quantizer
 from workers.stream.feed import Feed
+from workers.stream.formats import global_scale, nonfinite, quantizer
 from workers.stream.reader import Piece, Reader
 from workers.stream.trace import NotAView, Phantom, Region, Taken, streamed
 from workers.stream.virtual import (
@@ -24,7 +26,6 @@ from workers.stream.virtual import (
     Box,
     Emitted,
     Need,
-    Stored,
     Unit,
     VirtualCheckpoint,
     Weight,
@@ -37,7 +38,9 @@ from workers.stream.virtual import (
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
-STREAMED_BYTES = 32 * 2**20  # a tensor that passes through and is larger goes into its parameter chunk by chunk instead of being built first
+STREAMED_BYTES = (
+    32 * 2**20
+)  # a tensor that passes through and is larger goes into its parameter chunk by chunk instead of being built first
 SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
 CHECKED_UNITS = 512  # one look at the device's NaN flags for so many units: each look waits for the device
 
@@ -66,7 +69,8 @@ class _Input:
 
 @dataclass(slots=True)
 class _Plan:
-    """What is read for one unit. For a weight: (its number, what is needed of it, box that was read, which input, which input holds its scales)."""
+    """What is read for one unit. For a weight: (its number, what is needed of it, box that was read, which input, which input holds its
+    scales)."""
 
     index: int
     unit: Unit
@@ -79,11 +83,29 @@ class _Plan:
         return sum(one.nbytes for one in self.inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a sink gets of one emitted tensor: a tensor of this shape, which stands at `at` in the whole. plain: its bytes are the
+    source's own."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    at: tuple[int, ...]
+    plain: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole
+
+
 class Pipeline:
     """`tensors()` yields (name, tensor on `device`) for everything that is needed of `virtual`, ready for a model's `load_weights`.
 
-    regions: for each emitted name the part that this rank takes (trace.py), None for a name that it does not take; without `regions` all is needed.
-    A tensor of which only a part is needed has its whole shape, and undefined values elsewhere. reader: makes the Reader for a list of pieces.
+    regions: for each emitted name the part that this rank takes (trace.py), None for a name that it does not take; without `regions`
+    all is needed.
+    A tensor of which only a part is needed has its whole shape, and undefined values elsewhere. reader: makes the Reader for a list of
+    pieces.
     """
 
     def __init__(
@@ -95,6 +117,7 @@ class Pipeline:
         regions: Mapping[str, Region | None] | None = None,
         once: Container[str] = (),
         dtype: torch.dtype = torch.bfloat16,
+        only: Container[int] | None = None,
         sink: Sink | None = None,
         watcher: Watcher | None = None,
     ) -> None:
@@ -102,14 +125,18 @@ class Pipeline:
         self._device = device
         self._make_reader = reader
         self._dtype = dtype
-        self._sink = sink
+        self.sink = sink
         self._watcher = watcher
         self._emitted: dict[int, list[Emitted]] = {}
         for one in virtual.emitted():
             self._emitted.setdefault(one.unit, []).append(one)
         self._regions = regions
         self._once = once
-        self._plans = [plan for index, unit in enumerate(virtual.units) if (plan := self._plan(index, unit)) is not None]
+        self._plans = [
+            plan
+            for index, unit in enumerate(virtual.units)
+            if (only is None or index in only) and (plan := self._plan(index, unit)) is not None
+        ]
         self.bytes_total = sum(plan.nbytes for plan in self._plans)
         self.units_total = len(self._plans)
         self.bytes_read = 0
@@ -136,6 +163,46 @@ class Pipeline:
             self.direct = reader.stats.direct
             self.fallback_reason = reader.stats.fallback_reason
 
+    def handed(self) -> dict[str, Handed]:
+        """Everything that a sink is given, before anything is read."""
+        found: dict[str, Handed] = {}
+        for plan in self._plans:
+            if plan.rows is not None:
+                (one,) = self._emitted[plan.index]
+                first, rows = plan.rows
+                shape = (rows, *one.shape[1:]) if one.shape else ()
+                found[one.name] = Handed(one.dtype, shape, one.shape, (first, *(0 for _ in one.shape[1:])) if one.shape else (), plain=True)
+            for number, need, *_ in plan.weights:
+                weight = plan.unit.weights[number]
+                parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
+                for one in self._emitted[plan.index]:
+                    if one.weight == number:
+                        shape = one.shape if one.suffix == SHAPE else tuple(parts[one.suffix][1])
+                        found[one.name] = Handed(
+                            one.dtype, shape, one.shape, _place(one, weight, need) if shape != one.shape else (0, 0), plain=False
+                        )
+        return found
+
+    def again(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of the unit that emits `name` once more, made on the CPU: the device belongs to the engine by then. From any
+        thread."""
+        plan = next(plan for plan in self._plans if any(one.name == name for one in self._emitted[plan.index]))
+        made: dict[str, torch.Tensor] = {}
+
+        class Keep:
+            def add(self, name: str, tensor: torch.Tensor) -> None:
+                made[name] = tensor.clone()
+
+            def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+                raise RuntimeError(f"{name} is not streamed here")
+
+        alone = Pipeline(
+            self._virtual, torch.device("cpu"), self._make_reader, regions=self._regions, dtype=self._dtype, sink=Keep(), only={plan.index}
+        )
+        for _ in alone.tensors():
+            pass
+        return made
+
     def _plan(self, index: int, unit: Unit) -> _Plan | None:
         plan = _Plan(index, unit)
         if unit.plain is not None:
@@ -158,7 +225,9 @@ class Pipeline:
             scale = None
             if weight.scale is not None:
                 scale = len(plan.inputs)
-                plan.inputs.append(_Input((Piece(index, weight.scale.path, weight.scale.offset, weight.scale.nbytes),), weight.scale.nbytes))
+                plan.inputs.append(
+                    _Input((Piece(index, weight.scale.path, weight.scale.offset, weight.scale.nbytes),), weight.scale.nbytes)
+                )
             plan.weights.append((number, need, box, slot, scale))
         return plan if plan.weights else None
 
@@ -180,7 +249,7 @@ class Pipeline:
         (emitted,) = self._emitted[plan.index]
         first, rows = plan.rows or (0, 1)
         if plan.nbytes > STREAMED_BYTES and emitted.name in self._once:
-            stream = _Stream(emitted, first, plan.inputs[0], feed, self._sink)
+            stream = _Stream(emitted, first, plan.inputs[0], feed, self.sink)
             yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, stream.copy)
             stream.drain()
             return
@@ -222,8 +291,8 @@ class Pipeline:
 
     def _hand_on(self, made: Sequence[tuple[Emitted, torch.Tensor, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for emitted, whole, part in made:
-            if self._sink is not None:
-                self._sink.add(emitted.name, whole if emitted.suffix == SHAPE else part)
+            if self.sink is not None:
+                self.sink.add(emitted.name, whole if emitted.suffix == SHAPE else part)
             if emitted.suffix != SHAPE:
                 yield emitted.name, whole
 
@@ -244,12 +313,16 @@ def _placed(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> tor
         return torch.tensor(weight.stored.shape, dtype=part.dtype)
     if tuple(part.shape) == one.shape or math.prod(one.shape) <= 1 or need.is_whole(weight.stored.shape):
         return part.view(one.shape)
-    n, k = weight.stored.shape
-    row = need.row_start // -(-n // one.shape[0])
-    col = need.col_start // -(-k // one.shape[1])
+    row, col = _place(one, weight, need)
     whole = torch.empty(one.shape, dtype=part.dtype, device=part.device)
     whole[row : row + part.shape[0], col : col + part.shape[1]] = part
     return whole
+
+
+def _place(one: Emitted, weight: Weight, need: Need) -> tuple[int, int]:
+    """Row and column of a part of a weight at which what is needed of it begins."""
+    n, k = weight.stored.shape
+    return need.row_start // -(-n // one.shape[0]), need.col_start // -(-k // one.shape[1])
 
 
 class _Stream:
@@ -277,7 +350,9 @@ class _Stream:
         rows = self._source.nbytes // self._row_bytes()
         whole = self._feed.take(self._source, keep=True).view(self._emitted.dtype).view(rows, *shape[1:])
         first = self._first_byte // self._row_bytes()
-        box = tuple(slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region))
+        box = tuple(
+            slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region)
+        )
         part = whole[box]
         left = [dim for dim in phantom.dims if dim is not None]
         target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))

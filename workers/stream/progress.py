@@ -1,4 +1,5 @@
-"""How far a load is, in a small file that the rank's agent reads. Never fails a load: a file that cannot be written costs the progress only."""
+"""How far a load is, in a small file that the rank's agent reads. Never fails a load: a file that cannot be written costs the progress
+only."""
 
 from __future__ import annotations
 

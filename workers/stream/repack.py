@@ -1,7 +1,10 @@
-"""Kernel repacking without a second copy of a layer's experts: vLLM's own repack functions, called for one expert at a time, written back in place. Never computes a layout.
+"""Kernel repacking without a second copy of a layer's experts: vLLM's own repack functions, called for one expert at a time, written
+back in place. Never computes a layout.
 
-Stock vLLM (0.26 to 0.33) repacks a layer's experts for Marlin into a new tensor of the same size, so one layer's experts are resident twice. The packed bytes are as many
-before and after when nothing is padded (marlin_utils_fp4.py, marlin_utils.py), so each expert's result fits where it came from. Where it does not, or where a release
+Stock vLLM (0.26 to 0.33) repacks a layer's experts for Marlin into a new tensor of the same size, so one layer's experts are resident
+twice. The packed bytes are as many
+before and after when nothing is padded (marlin_utils_fp4.py, marlin_utils.py), so each expert's result fits where it came from. Where
+it does not, or where a release
 has another function, stock behaviour stays and the log says so.
 """
 
@@ -44,7 +47,8 @@ def repack_in_place() -> list[str]:
 def one_at_a_time(stock: Callable[..., torch.Tensor], by_expert: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     """`stock`, a function from [experts, ...] to [experts, ...], run expert by expert into the memory of its first argument.
 
-    by_expert: positions of the arguments that have one entry for each expert. Falls back to `stock` where the result has another number of bytes.
+    by_expert: positions of the arguments that have one entry for each expert. Falls back to `stock` where the result has another number
+    of bytes.
     """
 
     @functools.wraps(stock)
@@ -58,7 +62,10 @@ def one_at_a_time(stock: Callable[..., torch.Tensor], by_expert: tuple[int, ...]
             return stock(*args, **kwargs)
 
         def one(index: int) -> torch.Tensor:
-            return stock(*(arg[index : index + 1] if at in by_expert and isinstance(arg, torch.Tensor) else arg for at, arg in enumerate(args)), **kwargs)
+            return stock(
+                *(arg[index : index + 1] if at in by_expert and isinstance(arg, torch.Tensor) else arg for at, arg in enumerate(args)),
+                **kwargs,
+            )
 
         first = one(0)
         size = first.numel() * first.element_size()

@@ -18,7 +18,8 @@ RING_BYTES = 64 * 2**20
 class Settings:
     """The loader's own settings.
 
-    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads in flight.
+    cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads
+    in flight.
     direct: False forbids O_DIRECT, True demands it, None uses it where the file system has it.
     """
 
@@ -48,7 +49,9 @@ class Settings:
             ("direct", bool, "true or false"),
         ):
             if key in given and (not isinstance(given[key], kind) or (kind is int and (isinstance(given[key], bool) or given[key] <= 0))):
-                raise CheckpointError(f"the setting {key!r} of spark_stream must be {what}, not {given[key]!r}", cure="Mend --model-loader-extra-config")
+                raise CheckpointError(
+                    f"the setting {key!r} of spark_stream must be {what}, not {given[key]!r}", cure="Mend --model-loader-extra-config"
+                )
         made = cls(recipe=recipe, **given)
         if made.block_bytes % 4096 or made.ring_bytes < 2 * made.block_bytes:
             raise CheckpointError(

@@ -1,8 +1,12 @@
-"""Which part of every tensor this rank's model really takes: it is asked once, with tensors that hold nothing. Never reads a checkpoint, never changes a parameter.
+"""Which part of every tensor this rank's model really takes: it is asked once, with tensors that hold nothing. Never reads a
+checkpoint, never changes a parameter.
 
-vLLM's own weight loaders decide what a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts that live elsewhere and skip layers
-of another pipeline stage. `trace` hands the model `PhantomTensor`s under the checkpoint's names and notes which region of each is copied into a parameter. What a
-loader does that is not a plain view (arithmetic, concatenation, `.item()`) makes that tensor needed as a whole, so the answer is never too small.
+vLLM's own weight loaders decide what a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts that
+live elsewhere and skip layers
+of another pipeline stage. `trace` hands the model `PhantomTensor`s under the checkpoint's names and notes which region of each is
+copied into a parameter. What a
+loader does that is not a plain view (arithmetic, concatenation, `.item()`) makes that tensor needed as a whole, so the answer is never
+too small.
 """
 
 from __future__ import annotations
@@ -254,7 +258,9 @@ class Trace:
         return self.taken[name].once
 
 
-def phantoms(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device, trace: Trace) -> Iterator[tuple[str, torch.Tensor]]:
+def phantoms(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device, trace: Trace
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every named tensor as a phantom, noted in `trace` as the model's weight loaders take from it."""
     for name, shape, dtype in tensors:
         taken = trace.taken[name] = Taken(tuple(shape))
@@ -270,5 +276,3 @@ def streamed(
     """
     whole = tuple((0, size) for size in taken.shape)
     return PhantomTensor(Phantom(taken, whole, tuple(range(len(taken.shape))), on_copy), dtype, device)
-
-

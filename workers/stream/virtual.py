@@ -1,6 +1,8 @@
-"""The virtual quantized checkpoint: which tensors vLLM will be handed, and which bytes of the real one each is made from. Never reads weights, never touches a device.
+"""The virtual quantized checkpoint: which tensors vLLM will be handed, and which bytes of the real one each is made from. Never reads
+weights, never touches a device.
 
-A checkpoint is cut into units. A unit is the least that must be known at once: one tensor that passes through, one weight to quantize, or several weights that
+A checkpoint is cut into units. A unit is the least that must be known at once: one tensor that passes through, one weight to quantize,
+or several weights that
 share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units come in the order of their bytes on disk.
 """
 
@@ -58,7 +60,8 @@ _PACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<which>gate_up_proj|dow
 class Stored:
     """Where a 2-D weight lies: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
 
-    transposed: the file holds [K, N] where vLLM's format wants [N, K]. row_start, row_step choose rows of the result (gate and up of one packed block).
+    transposed: the file holds [K, N] where vLLM's format wants [N, K]. row_start, row_step choose rows of the result (gate and up of
+    one packed block).
     """
 
     ref: TensorRef
@@ -105,7 +108,8 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """One tensor vLLM is handed. For a part of a weight: `rows` and `cols` say how many elements of the weight one element of this tensor stands for."""
+    """One tensor vLLM is handed. For a part of a weight: `rows` and `cols` say how many elements of the weight one element of this
+    tensor stands for."""
 
     name: str
     shape: tuple[int, ...]
@@ -150,7 +154,9 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
     """Raises CheckpointError for a dtype that this torch does not have."""
     dtype = DTYPES.get(ref.dtype)
     if dtype is None:
-        raise CheckpointError(f"its dtype {ref.dtype} is not one that can be loaded", file=ref.path, tensor=ref.name, cure="Convert it first")
+        raise CheckpointError(
+            f"its dtype {ref.dtype} is not one that can be loaded", file=ref.path, tensor=ref.name, cure="Convert it first"
+        )
     return dtype
 
 
@@ -187,7 +193,9 @@ def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Nee
     row_step, col_step = granularity(weight.format)
     r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
     c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
-    return Need(r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step))
+    return Need(
+        r0 // row_step * row_step, min(n, -(-r1 // row_step) * row_step), c0 // col_step * col_step, min(k, -(-c1 // col_step) * col_step)
+    )
 
 
 def granularity(form: Format) -> tuple[int, int]:
@@ -207,7 +215,8 @@ def plain_pieces(key: object, ref: TensorRef, region: Region | None) -> tuple[li
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrower only where the runs are long enough."""
+    """What is read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrower only where the runs are
+    long enough."""
 
     row_start: int
     rows: int
@@ -256,12 +265,12 @@ def _units(checkpoint: Checkpoint, formats: Mapping[str, Format], keep: Callable
             plain.append(Unit(plain=ref))
         for weight in weights:
             groups.setdefault(_group(weight), []).append(weight)
-    dropped = {name for name in used}
-    return [Unit(weights=tuple(group)) for group in groups.values()] + [unit for unit in plain if unit.name not in dropped]
+    return [Unit(weights=tuple(group)) for group in groups.values()] + [unit for unit in plain if unit.name not in used]
 
 
 def _group(weight: Weight) -> str:
-    """Weights of one group are one unit: NVFP4 has a scale that fused modules share, and the halves of one packed block are read together."""
+    """Weights of one group are one unit: NVFP4 has a scale that fused modules share, and the halves of one packed block are read
+    together."""
     if weight.format.name != "nvfp4" and weight.stored.row_count is None:
         return weight.module
     parent, _, last = weight.module.rpartition(".")
@@ -298,7 +307,10 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
         used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
     elif ref.dtype == "F8_E4M3":
         raise CheckpointError(
-            "an FP8 weight has no scale beside it", file=ref.path, tensor=ref.name, cure=f"{module}.weight_scale_inv or .weight_scale is expected"
+            "an FP8 weight has no scale beside it",
+            file=ref.path,
+            tensor=ref.name,
+            cure=f"{module}.weight_scale_inv or .weight_scale is expected",
         )
     return [Weight(module, form, Stored(ref, ref.offset, *ref.shape), scale)]
 
@@ -315,7 +327,8 @@ def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
 def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format], checkpoint: Checkpoint) -> list[Weight]:
     """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, under the names of single experts.
 
-    The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I] and [I, H] its transpose.
+    The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
+    and [I, H] its transpose.
     """
     experts, which = found["experts"], found["which"]
     form = formats.get(f"{experts}.{which}") or formats.get(experts)

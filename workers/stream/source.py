@@ -1,0 +1,109 @@
+"""Where one load takes its tensors from: the checkpoint, with a cache written beside it, or a quantized cache. Never decides which;
+never knows vLLM."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.stream.cache import CachedCheckpoint
+from workers.stream.cache_writer import CacheWriter
+from workers.stream.pipeline import SHAPE, Handed, Pipeline
+from workers.stream.progress import ProgressFile
+from workers.stream.reader import Piece, Reader
+from workers.stream.trace import Trace
+from workers.stream.virtual import VirtualCheckpoint
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+
+@dataclass(slots=True)
+class Source:
+    """One load's pipeline and what belongs to it. cut: the cache holds one rank's part of each tensor, which stands where `cut` says."""
+
+    pipeline: Pipeline
+    device: torch.device
+    reader: Callable[[Sequence[Piece]], Reader]
+    trace: Trace | None
+    dtype: torch.dtype
+    progress: ProgressFile
+    cached: CachedCheckpoint | None = None
+    cut: Mapping[str, Handed] | None = None
+    writer: CacheWriter | None = None
+
+    @classmethod
+    def of(
+        cls,
+        virtual: VirtualCheckpoint,
+        device: torch.device,
+        reader: Callable[[Sequence[Piece]], Reader],
+        trace: Trace | None,
+        dtype: torch.dtype,
+        progress: ProgressFile,
+    ) -> Source:
+        """trace: what the model takes, None where it could not be asked."""
+        return cls(_pipeline(virtual, device, reader, trace, dtype, progress), device, reader, trace, dtype, progress)
+
+    def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> Source | None:
+        """The same tensors out of a quantized cache, which is closed with it; None where the cache lacks one that this model takes."""
+        stored = cached.checkpoint.tensors
+        needed = {name: one for name, one in handed.items() if not name.endswith(f".{SHAPE}")}
+        if missing := next((name for name in needed if name not in stored), None):
+            logger.info("sparkd: the quantized cache %s has no %s, which this model takes: the checkpoint is read.", cached.folder, missing)
+            return None
+        whole = all(stored[name].shape == one.whole for name, one in needed.items())
+        if not whole and (odd := next((name for name, one in needed.items() if stored[name].shape != one.shape), None)):
+            logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
+            return None
+        virtual = VirtualCheckpoint(cached.checkpoint, {}, keep=needed.__contains__)
+        trace = self.trace if whole else None
+        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress)
+        return Source(pipeline, self.device, self.reader, trace, self.dtype, self.progress, cached, None if whole else needed)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises CheckpointError."""
+        for name, tensor in self.pipeline.tensors():
+            one = None if self.cut is None else self.cut[name]
+            if one is None or one.is_whole:
+                yield name, tensor
+                continue
+            made = torch.empty(one.whole, dtype=one.dtype, device=tensor.device)
+            made[tuple(slice(at, at + size) for at, size in zip(one.at, one.shape, strict=True))] = tensor
+            yield name, made
+
+    def finish(self) -> None:
+        """After the load: the cache becomes whole in a thread of its own while the model already answers."""
+        if self.writer is not None:
+            threading.Thread(target=self.writer.finish, args=(self.pipeline.again,), name="quantized-cache", daemon=True).start()
+
+    def abandon(self, reason: str) -> None:
+        if self.writer is not None:
+            self.writer.abandon(reason)
+
+    def close(self) -> None:
+        if self.cached is not None:
+            self.cached.close()
+
+
+def _pipeline(
+    virtual: VirtualCheckpoint,
+    device: torch.device,
+    reader: Callable[[Sequence[Piece]], Reader],
+    trace: Trace | None,
+    dtype: torch.dtype,
+    progress: ProgressFile,
+) -> Pipeline:
+    taken = {} if trace is None else trace.taken
+    return Pipeline(
+        virtual,
+        device,
+        reader,
+        regions=None if trace is None else {name: one.region for name, one in taken.items()},
+        once=frozenset(name for name, one in taken.items() if one.once),
+        dtype=dtype,
+        watcher=progress,
+    )
