@@ -21,7 +21,8 @@ class Ring:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: memoryview | None = memoryview(memory)
         self._tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
-        self.unpinned_reason = _register(self._tensor) if pin else "it was not asked for"
+        self._device = torch.cuda.current_device() if pin and torch.cuda.is_available() else None
+        self.unpinned_reason = _register(self._tensor, self._device) if pin else "it was not asked for"
 
     @property
     def pinned(self) -> bool:
@@ -42,22 +43,27 @@ class Ring:
     def close(self) -> None:
         """Twice is once."""
         tensor, self._tensor, self._bytes = self._tensor, None, None
-        if tensor is not None and self.pinned:
-            _unregister(tensor)
+        if tensor is not None and self._device is not None and self.pinned:
+            _unregister(tensor, self._device)
 
 
-def _register(tensor: torch.Tensor) -> str | None:
-    """Pins the memory for every CUDA device; returns why it could not be."""
-    if not torch.cuda.is_available():
+def _register(tensor: torch.Tensor, device: int | None) -> str | None:
+    """Pins the memory; returns why it could not be."""
+    if device is None:
         return "there is no CUDA device"
     runtime = torch.cuda.cudart()
     result = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
-    return None if int(result) == 0 else f"cudaHostRegister failed: {runtime.cudaGetErrorString(result)}"
+    if int(result) == 0:
+        return None
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error and would report it for the next kernel of anybody: this one takes it
+        torch.zeros(1, device=f"cuda:{device}")
+    return f"cudaHostRegister failed: {runtime.cudaGetErrorString(result)}"
 
 
-def _unregister(tensor: torch.Tensor) -> None:
-    """Waits for the copies that still read this memory."""
-    try:
-        torch.cuda.synchronize()
-    finally:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+def _unregister(tensor: torch.Tensor, device: int) -> None:
+    """Waits for the copies that still read this memory. A thread has a current device of its own, and this may be another thread."""
+    with torch.cuda.device(device):
+        try:
+            torch.cuda.synchronize()
+        finally:
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

@@ -1,0 +1,201 @@
+"""Files as they are found: past the page cache, through it where there is no other way, missing, too short or unreadable."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from sparkd.errors import CheckpointError
+from tests.stream.shards import (
+    KIB,
+    cached_pages,
+    contents,
+    drain,
+    expected,
+    make_reader,
+    nothing_left,
+    released,
+    shard_of,
+    write_shard,
+    write_shards,
+)
+from workers.stream import direct
+from workers.stream.reader import Piece
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+def test_a_missing_file_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: the file is missing\. Download it again\.$") as raised:
+        make_reader([Piece(0, str(tmp_path / "gone.safetensors"), 0, 1)])
+    assert raised.value.file == str(tmp_path / "gone.safetensors")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        make_reader([Piece(0, str(tmp_path), 0, 1)])
+
+
+def test_a_file_that_ends_too_early_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"shard\.bin: the file ends at byte 5000, before byte 5001\. Download it again\."):
+        make_reader([Piece(0, write_shard(tmp_path, 5000), 4000, 1001)])
+
+
+@pytest.mark.parametrize("past_cache", [None, False])
+@pytest.mark.parametrize("left", [0, 1, 4096, 9000, 61440])
+def test_a_file_that_is_cut_later_fails_where_its_bytes_are_due(tmp_path: Path, past_cache: bool | None, left: int) -> None:
+    path = write_shard(tmp_path, 100_000)
+    reader = make_reader([Piece(n, path, n * 20_000, 20_000) for n in range(5)], block_bytes=20_480 + 4096, direct=past_cache)
+    os.truncate(path, left)
+    whole = 0
+    with reader, pytest.raises(CheckpointError, match=rf"shard\.bin: the file ends at byte {left}, before byte [0-9]+\."):
+        for chunk in released(reader):
+            whole += chunk.last
+    assert whole == left // 20_000
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path, 4096)
+    real = os.open
+
+    def denied(name: str, flags: int) -> int:
+        if name == path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(name, flags)
+
+    reader = make_reader([Piece(0, path, 0, 1)])
+    monkeypatch.setattr(os, "open", denied)
+    with reader, pytest.raises(CheckpointError, match=r"permission denied\. Make it readable"):
+        next(reader)
+
+
+def test_nothing_stays_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_shard(tmp_path, (5 << 20) + 123)
+    pieces = [Piece(n, path, n * 700_000 + 1, 650_000) for n in range(7)]
+    before = cached_pages(path)
+    reader = make_reader(pieces, block_bytes=256 * KIB)
+    drain(reader)
+    assert cached_pages(path) <= before
+    forced = make_reader(pieces, block_bytes=256 * KIB, direct=False)
+    drain(forced)
+    assert cached_pages(path) <= before
+    assert not forced.stats.direct
+    assert forced.stats.fallback_reason is not None
+    assert forced.stats.fallback_reason.startswith(f"{path} is read through the page cache")
+
+
+@pytest.mark.parametrize("where", ["open", "first read", "second read"])
+def test_a_file_system_without_o_direct(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Only the file that needs it is read through the page cache."""
+    stubborn, other = shard_of(shards, 300_007), shard_of(shards, 3 * 65536)
+    _refuse_direct(monkeypatch, stubborn, where)
+    pieces = [Piece(0, other, 0, 150_000), Piece(1, stubborn, 7, 250_000), Piece(2, other, 150_000, 10)]
+    reader = make_reader(pieces, block_bytes=32 * KIB)
+    assert contents(reader) == expected(shards, pieces)
+    assert not reader.stats.direct
+    assert reader.stats.fallback_reason is not None
+    assert stubborn in reader.stats.fallback_reason
+    assert other not in reader.stats.fallback_reason
+
+
+@pytest.mark.parametrize("where", ["open", "first read"])
+def test_direct_reads_that_were_demanded(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    path = shard_of(shards, 300_007)
+    _refuse_direct(monkeypatch, path, where)
+    with (
+        make_reader([Piece(0, path, 0, 9)], direct=True) as reader,
+        pytest.raises(CheckpointError, match=r"O_DIRECT was asked for, but .*\. Put the checkpoint on a local ext4 or xfs"),
+    ):
+        next(reader)
+
+
+def test_several_fallbacks_are_one_sentence_each(shards: dict[str, bytes]) -> None:
+    paths = [path for path, data in shards.items() if data]
+    reader = make_reader([Piece(0, path, 0, 1) for path in paths], direct=False)
+    drain(reader)
+    assert reader.stats.fallback_reason == (
+        f"{paths[0]} is read through the page cache, which is dropped behind every block: it was asked for."
+        f" So are {len(paths) - 1} more files."
+    )
+
+
+def test_memory_file_systems(shards: dict[str, bytes]) -> None:
+    """tmpfs has no O_DIRECT before Linux 6.6, and reads through its own memory since."""
+    path = Path("/dev/shm") / f"sparkd-test-{os.getpid()}"
+    data = shards[shard_of(shards, 300_007)]
+    try:
+        path.write_bytes(data)
+        assert contents(make_reader([Piece(0, str(path), 3, 300_000)], block_bytes=8 * KIB)) == [data[3:300_003]]
+    finally:
+        path.unlink()
+
+
+ALIGNMENTS = [
+    # what statx says of (memory, offset and length); block bytes; alignment, or why it is read through the page cache
+    (None, 4096, 4096),
+    ((4, 512), 4096, 4096),
+    ((512, 4096), 64 * KIB, 4096),
+    ((4096, 65536), 128 * KIB, 65536),
+    ((0, 0), 4096, "the file system has no O_DIRECT for it"),
+    ((512, 65536), 96 * KIB, "O_DIRECT needs an alignment of 65536 bytes, 512 in memory, which blocks of 98304 bytes do not have"),
+    ((8192, 4096), 64 * KIB, "O_DIRECT needs an alignment of 4096 bytes, 8192 in memory, which blocks of 65536 bytes do not have"),
+]
+
+
+@pytest.mark.parametrize(("says", "block_bytes", "outcome"), ALIGNMENTS)
+def test_the_file_system_names_the_alignment(
+    shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, says: tuple[int, int] | None, block_bytes: int, outcome: int | str
+) -> None:
+    monkeypatch.setattr(direct, "_direct_alignment", lambda _: says)
+    path = shard_of(shards, 300_007)
+    file = direct.SourceFile(path, direct=None, block_bytes=block_bytes)
+    assert (file.alignment, file.direct) == ((outcome, True) if isinstance(outcome, int) else (4096, False))
+    assert file.direct or str(outcome) in str(file.fallback_reason)
+    pieces = [Piece(0, path, 150_000, 100_000), Piece(1, path, 10, 9), Piece(2, path, 70_000, 1)]
+    assert contents(make_reader(pieces, block_bytes=block_bytes)) == expected(shards, pieces)
+
+
+def test_what_this_kernel_says_of_a_file(shards: dict[str, bytes], tmp_path: Path) -> None:
+    said = direct._direct_alignment(shard_of(shards, 4096))
+    assert said is None or all(size & (size - 1) == 0 for size in said)
+    assert direct._direct_alignment(str(tmp_path / "gone")) is None
+
+
+def _refuse_direct(patch: pytest.MonkeyPatch, path: str, where: str) -> None:
+    """A file system that says EINVAL to O_DIRECT for this file when it is opened, or at one of its reads."""
+    real_open, real_preadv = os.open, os.preadv
+    fds: set[int] = set()
+    reads = 0
+
+    def open_file(name: str, flags: int) -> int:
+        if name == path and flags & os.O_DIRECT and where == "open":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real_open(name, flags)
+        if name == path and flags & os.O_DIRECT:
+            fds.add(fd)
+        return fd
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal reads
+        if fd in fds and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            reads += 1
+            if where == "first read" or reads > 1:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return real_preadv(fd, buffers, offset)
+
+    patch.setattr(os, "open", open_file)
+    patch.setattr(os, "preadv", preadv)
