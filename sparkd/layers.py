@@ -122,7 +122,9 @@ def _named(
         config = load_config(path, environ=environ)
         found = next((each for each in config.models.values() if model in each.served_names()), None)
         if found is not None:
-            return found.model, found.revision, found.quantize, {**environ, **found.environment(config.engine)}
+            # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
+            recipe = "bf16" if found.quantize is None else found.quantize
+            return found.model, found.revision, recipe, {**environ, **found.environment(config.engine)}
     if "/" in model:
         return model, None, None, environ
     where = f"in {path}" if path is not None else "and there is no sparkd.yaml"

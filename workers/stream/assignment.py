@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
+from sparkd.errors import CheckpointError
 from workers.stream.format import Format
 from workers.stream.fusion import group_of
 
@@ -64,7 +65,8 @@ class _Group:
 def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assignment:
     """choose: (module path, tensor_class) -> Choice. It is asked once for all experts of a layer, with number 0.
 
-    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own.
+    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. Raises CheckpointError for packed FP8
+    experts.
     """
     groups: dict[str, _Group] = {}
     known: dict[str, tuple[str, Choice, str]] = {}
@@ -82,6 +84,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
         group_name, choice, kind = known[key]
         if not _can_be_quantized(module, tensor):
             if kind == "expert" and len(tensor.shape) == 3:
+                _refuse_fp8(tensor)
                 strange.setdefault(_NUMBERS.sub("*", module))
             choice = BARRED
         group = groups.get(group_name)
@@ -121,7 +124,13 @@ def _module(name: str, tensor: TensorRef) -> str | None:
 def _can_be_quantized(module: str, tensor: TensorRef) -> bool:
     if min(tensor.shape[-2:]) < MIN_DIMENSION or tensor.dtype not in _DTYPES:
         return False
-    return len(tensor.shape) == 2 or module.endswith(_PACKED)
+    return len(tensor.shape) == 2 or (module.endswith(_PACKED) and tensor.dtype != "F8_E4M3")
+
+
+def _refuse_fp8(tensor: TensorRef) -> None:
+    if tensor.dtype == "F8_E4M3":
+        reason = "packed experts in FP8 cannot be dequantized here"
+        raise CheckpointError(reason, file=tensor.path, tensor=tensor.name, cure="Leave out `quantize`, and vLLM serves them as they are")
 
 
 def _told(group: _Group, chosen: Format) -> str:

@@ -78,6 +78,7 @@ class Recipe:
         """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
 
         A checkpoint that is quantized in a way that cannot be undone here (four bits, or an unknown method) passes through unchanged.
+        Raises CheckpointError for packed experts in FP8.
         """
         if not self.quantizes:
             return Assignment((), self.notes)

@@ -109,7 +109,9 @@ def _compiled(match: str, source: str) -> re.Pattern[str]:
             raise refused(f"{source}: {match!r} is no regular expression: {error}") from None
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
-        raise refused(f"{source}: {match!r} has an empty component; `o_proj`, `layers.0.*` and `all` are patterns")
+        raise refused(
+            f"{source}: {match!r} has an empty component or one that cannot be printed; `o_proj`, `layers.0.*` and `all` are patterns"
+        )
     for before, part in pairwise(parts):
         if before == "experts" and part != "*" and part != "**" and not part.isidentifier():
             raise refused(f"{source}: {match!r} picks among experts, and all experts of a layer have one format; write experts.*")

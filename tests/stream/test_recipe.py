@@ -1,0 +1,776 @@
+"""Which weight gets which format: spellings, rules and their order, defaults, fused weights, the fork's variables, architectures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.checkpoint import SourceQuantization
+from sparkd.errors import CheckpointError, ConfigError
+from tests.shards import Shape, checkpoint_of, layered
+from workers.stream import recipe
+from workers.stream.format import SPELLINGS
+from workers.stream.recipe import Format, Recipe
+
+W = (128, 128)
+LLAMA = {
+    "model.embed_tokens.weight": ("BF16", (512, 128)),
+    **layered(
+        3,
+        {
+            "input_layernorm.weight": (128,),
+            "self_attn.q_proj.weight": W,
+            "self_attn.q_proj.bias": (128,),
+            "self_attn.k_proj.weight": (64, 128),
+            "self_attn.v_proj.weight": (64, 128),
+            "self_attn.o_proj.weight": W,
+            "mlp.gate_proj.weight": (256, 128),
+            "mlp.up_proj.weight": (256, 128),
+            "mlp.down_proj.weight": (128, 256),
+        },
+    ),
+    "model.norm.weight": ("BF16", (128,)),
+    "lm_head.weight": ("BF16", (512, 128)),
+}
+EXPERTS = {f"mlp.experts.{e}.{name}_proj.weight": W for e in range(4) for name in ("gate", "up", "down")}
+MOE = {**LLAMA, **layered(2, {"mlp.gate.weight": W, **EXPERTS}, "model.layers.7")}
+
+
+def chosen(value: Any, tensors: Mapping[str, tuple[str, Shape]] = LLAMA, **given: Any) -> dict[str, str]:
+    """Module -> spelling, the layers' prefix cut off."""
+    made = Recipe.parse(value).assign(checkpoint_of(tensors, **given))
+    return {module.removeprefix("model.layers."): form.spelling for module, form in made.items()}
+
+
+def of(formats: Mapping[str, str], pattern: str) -> set[str]:
+    """The formats of the modules that match; `-` for one that has none is not told."""
+    return {spelling for module, spelling in formats.items() if re.search(pattern, module)}
+
+
+# Formats
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_spelling_is_read_back(spelling: str) -> None:
+    assert Format.parse(spelling).spelling == spelling
+    assert Format.parse(f" {spelling.upper().replace('-', '_')} ").spelling == spelling
+
+
+@pytest.mark.parametrize(
+    ("value", "form"),
+    [
+        ("int4", Format("int4", 128)),
+        ("int4-g32", Format("int4", 32)),
+        ("fp8_block", Format("fp8_block")),
+        ({"format": "int4", "group_size": 64}, Format("int4", 64)),
+        ({"format": "int4-g64", "group_size": 64}, Format("int4", 64)),
+        ({"format": "nvfp4", "group_size": 16}, Format("nvfp4")),
+        ({"format": "mxfp4", "group_size": None}, Format("mxfp4")),
+    ],
+)
+def test_what_a_format_may_be(value: Any, form: Format) -> None:
+    assert Format.parse(value) == form
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("nf4", "nf4 is not built yet; nvfp4"),
+        ("NF4-g64", "nf4 is not built yet"),
+        ("nvfp", "did you mean nvfp4?"),
+        ("int8", "is not known"),
+        ("", "is not known"),
+        ("int4-g16", "group size 16 is not built"),
+        ("int4-g999999999999", "is not known"),
+        ("nvfp4-g16", "is not known"),
+        (4, "4 is no format"),
+        (None, "None is no format"),
+        ({}, "`format` is missing"),
+        ({"format": "int4", "group_size": "64"}, "'64' is no whole number"),
+        ({"format": "int4", "group_size": True}, "True is no whole number"),
+        ({"format": "int4-g32", "group_size": 64}, "64 contradicts the format's own 32"),
+        ({"format": "nvfp4", "group_size": 32}, "nvfp4 has no group size to choose"),
+        ({"format": "fp8-block", "group_size": 128}, "fp8-block has no group size"),
+        ({"format": "int4", "gruop_size": 64}, "the key 'gruop_size' is not known"),
+    ],
+)
+def test_what_is_no_format(value: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Format.parse(value)
+
+    assert told in caught.value.message and caught.value.param == "quantize"
+
+
+def test_precision_is_ordered_by_the_error_of_each_format() -> None:
+    formats = [Format.parse(spelling) for spelling in SPELLINGS]
+    ordered = sorted(formats, key=lambda form: form.precision)
+
+    assert [form.spelling for form in ordered] == ["mxfp4", "int4-g128", "int4-g64", "int4-g32", "nvfp4", "fp8-block", "fp8", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "nbytes"),
+    [
+        ("nvfp4", 256 * 384 // 2 + 256 * 384 // 16 + 4),
+        ("mxfp4", 256 * 384 // 2 + 256 * 384 // 32),
+        ("int4-g128", 256 * 384 // 2 + 2 * 256 * 3 + 16),
+        ("int4-g32", 256 * 384 // 2 + 2 * 256 * 12 + 16),
+        ("fp8", 256 * 384 + 4 * 256),
+        ("fp8-block", 256 * 384 + 4 * 2 * 3),
+        ("bf16", 2 * 256 * 384),
+    ],
+)
+def test_the_bytes_of_a_weight(spelling: str, nbytes: int) -> None:
+    assert Format.parse(spelling).nbytes(256, 384) == nbytes
+
+
+# Defaults
+
+
+def test_a_format_is_for_every_projection_and_nothing_else() -> None:
+    formats = chosen("nvfp4")
+
+    assert set(formats.values()) == {"nvfp4"}
+    assert {re.sub(r"^\d+", "*", module) for module in formats} == {
+        *(f"*.self_attn.{name}_proj" for name in "qkvo"),
+        *(f"*.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    }
+    assert len(formats) == 3 * 7
+
+
+def test_modules_come_in_the_order_of_the_checkpoint() -> None:
+    made = list(Recipe.parse("nvfp4").assign(checkpoint_of(LLAMA)))
+
+    assert made == [name.removesuffix(".weight") for name in LLAMA if name.removesuffix(".weight") in made]
+
+
+@pytest.mark.parametrize("value", ["bf16", {"format": "bf16"}, None, "", {}, {"keep": ["q_proj"]}, {"layers": {"o_proj": "bf16"}}])
+def test_plain_loading_quantizes_nothing(value: Any) -> None:
+    read = Recipe.parse(value)
+
+    assert not read.quantizes
+    assert read.assign(checkpoint_of(LLAMA)) == {}
+    assert read.assign(checkpoint_of({"a.0.b.weight": ("F8_E4M3", W)}, quantization=SourceQuantization("fp8_block"))) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "quantized"),
+    [
+        ((64, 64), "BF16", True),
+        ((64, 64), "F16", True),
+        ((64, 64), "F32", True),
+        ((64, 64), "F8_E4M3", True),
+        ((63, 4096), "BF16", False),
+        ((4096, 48), "BF16", False),
+        ((64,), "BF16", False),
+        ((64, 64), "I8", False),
+        ((64, 64), "U8", False),
+        ((64, 64, 1, 1), "BF16", False),
+        ((4, 64, 64), "BF16", False),
+    ],
+)
+def test_what_can_be_quantized_at_all(shape: Shape, dtype: str, quantized: bool) -> None:
+    assert bool(chosen("nvfp4", {"model.layers.0.self_attn.o_proj.weight": (dtype, shape)})) == quantized
+
+
+# Rules
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hit"),
+    [
+        ("o_proj", r"o_proj$"),
+        ("self_attn.o_proj", r"o_proj$"),
+        ("*.o_proj", r"o_proj$"),
+        ("?_proj", r"\.[qkvo]_proj$"),
+        ("[qkv]_proj", r"\.[qkv]_proj$"),
+        ("[!o]_proj", r"\.[qkv]_proj$"),
+        ("layers.0", r"^0\."),
+        ("layers.0.*", r"^0\."),
+        ("layers.[12]", r"^[12]\."),
+        ("layers.[1-2].mlp", r"^[12]\.mlp"),
+        ("*.mlp.*", r"\.mlp\."),
+        ("layers.**.down_proj", r"down_proj$"),
+        ("model.**.down_proj", r"down_proj$"),
+        ("model.layers.1.mlp.**", r"^1\.mlp"),
+        ("**", r""),
+        ("all", r""),
+        ("class:attention", r"self_attn"),
+        ("class:mlp", r"\.mlp\."),
+        (r"re:layers\.\d+\.mlp", r"\.mlp\."),
+        (r"re:^model\.layers\.2.*(up|gate)_proj$", r"^2.*(up|gate)_proj"),
+        ("mlp.*_proj", r"\.mlp\."),
+    ],
+)
+def test_what_a_pattern_matches(pattern: str, hit: str) -> None:
+    every = chosen("mxfp4")
+    formats = chosen({"format": "mxfp4", "layers": {pattern: "nvfp4"}})
+
+    assert {module for module, spelling in formats.items() if spelling == "nvfp4"} == {module for module in every if re.search(hit, module)}
+
+
+@pytest.mark.parametrize(
+    "pattern", ["proj", "o_pro", "_proj", "layers.*.o_proj", "layers.00", "mlp.self_attn", "class:expert", "moe", r"re:^q_proj"]
+)
+def test_whole_components_only_and_what_matches_nothing_is_told(pattern: str) -> None:
+    made = Recipe.parse({"format": "mxfp4", "layers": {pattern: "nvfp4"}}).assign(checkpoint_of(LLAMA))
+
+    assert {form.name for form in made.values()} == {"mxfp4"}
+    assert made.adjustments == (f"quantize.layers[0].match: {pattern!r} matches no weight of this checkpoint.",)
+
+
+def test_a_rule_that_is_left_out_by_keep_is_told_too() -> None:
+    made = Recipe.parse({"format": "nvfp4", "keep": ["nope"]}).assign(checkpoint_of(LLAMA))
+
+    assert made.adjustments == ("quantize.keep: 'nope' matches no weight of this checkpoint.",)
+
+
+@pytest.mark.parametrize(
+    ("layers", "format_of_o_proj_0"),
+    [
+        ({"o_proj": "fp8", "layers.0": "mxfp4"}, "mxfp4"),  # more components
+        ({"o_proj": "fp8", "layers.0.*": "mxfp4"}, "mxfp4"),
+        ({"self_attn": "mxfp4", "o_proj": "fp8"}, "mxfp4"),  # more characters
+        ({"layers.0.self_attn": "int4", "self_attn.o_proj": "fp8"}, "int4-g128"),
+        ({"self_attn.o_proj": "fp8", "layers.*.self_attn.o_proj": "mxfp4"}, "mxfp4"),
+        ({"*.o_proj": "fp8", "o_proj": "mxfp4"}, "mxfp4"),  # the same weight; the later
+        ({"o_proj": "mxfp4", "*.o_proj": "fp8"}, "fp8"),
+        ({"o_proj": "fp8", "all": "mxfp4"}, "fp8"),
+        ({"class:attention": "fp8", "all": "mxfp4"}, "mxfp4"),
+        ({"all": "mxfp4", "class:attention": "fp8"}, "fp8"),
+        ({"re:o_proj": "fp8", "all": "mxfp4"}, "fp8"),
+        ([{"match": "all", "format": "mxfp4", "priority": 1}, {"match": "layers.0.self_attn.o_proj", "format": "fp8"}], "mxfp4"),
+        ([{"match": "all", "format": "mxfp4"}, {"match": "o_proj", "format": "fp8", "priority": -1}], "mxfp4"),
+        ([{"match": ["o_proj", "q_proj"], "format": "fp8"}], "fp8"),
+        ({"o_proj": {"format": "int4", "group_size": 64}}, "int4-g64"),
+        ({"o_proj": {"format": "fp8", "priority": 3}, "layers.0.self_attn": "int4"}, "fp8"),
+    ],
+)
+def test_which_of_two_rules_holds(layers: Any, format_of_o_proj_0: str) -> None:
+    assert chosen({"format": "nvfp4", "layers": layers})["0.self_attn.o_proj"] == format_of_o_proj_0
+
+
+def test_keep_is_a_rule_that_comes_last() -> None:
+    formats = chosen({"format": "nvfp4", "layers": [{"match": "o_proj", "format": "fp8"}], "keep": ["o_proj", "layers.1"]})
+
+    assert of(formats, "o_proj") == set() and of(formats, r"^1\.") == set() and len(formats) == 2 * 6
+    assert of(chosen({"format": "nvfp4", "layers": [{"match": "o_proj", "format": "fp8", "priority": 1}], "keep": "o_proj"}), "o_proj") == {
+        "fp8"
+    }
+
+
+def test_the_group_size_of_the_mapping_is_for_every_int4_without_its_own() -> None:
+    formats = chosen({"format": "int4", "group_size": 64, "layers": {"o_proj": "int4", "down_proj": "int4-g32", "gate_proj": "fp8"}})
+
+    assert {of(formats, name).pop() for name in ("q_proj", "o_proj")} == {"int4-g64"}
+    assert of(formats, "down_proj") == {"int4-g32"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "hit"),
+    [
+        ("lm_head", True),
+        ("class:lm_head", True),
+        ("re:lm_head$", True),
+        ("re:^lm_head", True),
+        ("all", False),
+        ("**", False),
+        ("*", False),
+        ("re:.*", False),
+        ("lm_*", False),
+    ],
+)
+def test_what_is_kept_is_touched_only_by_a_rule_that_names_it(rule: str, hit: bool) -> None:
+    assert ("lm_head" in chosen({"format": "nvfp4", "layers": {rule: "fp8"}})) == hit
+
+
+KEPT = {
+    "model.visual.blocks.0.attn.qkv.weight": "visual",
+    "vision_tower.encoder.layers.0.self_attn.q_proj.weight": "vision_tower",
+    "multi_modal_projector.linear_1.weight": "multi_modal_projector",
+    "model.layers.0.linear_attn.in_proj_ba.weight": "in_proj_ba",
+    "model.layers.0.mixer.x_proj.weight": "x_proj",
+    "model.layers.0.self_attn.kv_b_proj.weight": "kv_b_proj",
+    "model.layers.0.self_attn.indexer.wq_b.weight": "indexer",
+    "model.layers.61.eh_proj.weight": "eh_proj",
+    "mtp.fc.weight": "fc",
+    "model.altup_projections.weight": "altup_projections",
+    "mlp1.1.weight": "mlp1",
+}
+
+
+@pytest.mark.parametrize(("name", "part"), KEPT.items())
+def test_what_keeps_its_precision_by_default(name: str, part: str) -> None:
+    module = name.removesuffix(".weight")
+    tensors = {name: ("BF16", W)}
+    leaf = module.rpartition(".")[2]
+
+    assert Recipe.parse("nvfp4").assign(checkpoint_of(tensors)) == {}
+    assert Recipe.parse({"layers": {"all": "nvfp4"}}).assign(checkpoint_of(tensors)) == {}
+    assert list(Recipe.parse({"layers": {part: "fp8"}}).assign(checkpoint_of(tensors))) == [module]
+    if part not in (leaf, "indexer"):
+        assert Recipe.parse({"layers": {leaf: "fp8"}}).assign(checkpoint_of(tensors)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "kind"),
+    [
+        ("model.embed_tokens.weight", "embed_tokens", "embedding"),
+        ("model.layers.0.mlp.gate.weight", "mlp.gate", "router"),
+        ("model.layers.0.mlp.router.weight", "class:router", "router"),
+    ],
+)
+def test_what_vllm_cannot_quantize_stays_and_is_told(name: str, rule: str, kind: str) -> None:
+    made = Recipe.parse({"layers": {rule: "fp8"}}).assign(checkpoint_of({name: ("BF16", W)}))
+
+    assert made == {}
+    assert made.adjustments[0].startswith(f"quantize.layers[0].match: {rule!r} names a weight of class {kind}, which")
+
+
+# What vLLM fuses
+
+
+def test_fused_weights_get_the_format_of_the_rule_with_the_highest_priority() -> None:
+    layers = [{"match": "q_proj", "format": "mxfp4", "priority": 5}, {"match": "k_proj", "format": "fp8"}]
+    made = Recipe.parse({"format": "nvfp4", "layers": layers}).assign(checkpoint_of(LLAMA))
+
+    assert {form.name for module, form in made.items() if re.search("[qkv]_proj", module)} == {"mxfp4"}
+    assert {form.name for module, form in made.items() if "o_proj" in module} == {"nvfp4"}
+    assert made.adjustments == (
+        "model.layers.*.self_attn.q_proj would be mxfp4; model.layers.*.self_attn.k_proj would be fp8; "
+        "model.layers.*.self_attn.v_proj would be nvfp4; vLLM runs them as one, so all of them get mxfp4 (in 3 places).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "held"),
+    [
+        ({"q_proj": "mxfp4", "k_proj": "fp8"}, {"fp8"}),  # the more precise
+        ({"q_proj": "mxfp4"}, {"mxfp4"}),  # a rule against the default
+        ({"q_proj": "mxfp4", "v_proj": "bf16"}, set()),  # kept
+    ],
+)
+def test_fused_weights_of_one_priority(layers: dict[str, str], held: set[str]) -> None:
+    assert of(chosen({"format": "nvfp4", "layers": layers}), "[qkv]_proj") == held
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        ("feed_forward.w1", "feed_forward.w3"),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        ("mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"),
+        ("block_sparse_moe.experts.1.w2", "block_sparse_moe.experts.0.w1"),
+        ("mixer.experts.0.up_proj", "mixer.experts.1.down_proj"),
+        ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ],
+)
+def test_what_is_fused(names: tuple[str, str]) -> None:
+    packed = names[0].endswith("experts.gate_up_proj")
+    tensors = {f"model.layers.0.{n}{'' if packed else '.weight'}": ("BF16", (2, *W) if packed else W) for n in names}
+    first, second = (re.sub(r"experts\.\d+", "experts.*", name) for name in names)
+    for rules in ({first: "fp8", second: "int4"}, {second: "fp8"}):
+        made = Recipe.parse({"format": "nvfp4", "layers": rules}).assign(checkpoint_of(tensors))
+        assert [form.name for form in made.values()] == ["fp8", "fp8"]
+        assert len(made.adjustments) == 1
+
+
+def test_one_that_cannot_be_quantized_keeps_its_siblings_back() -> None:
+    tensors = {**LLAMA, **layered(3, {"self_attn.k_proj.weight": (32, 128), "self_attn.v_proj.weight": (32, 128)})}
+    made = Recipe.parse({"format": "nvfp4", "layers": {"q_proj": "fp8"}}).assign(checkpoint_of(tensors))
+
+    assert not [module for module in made if re.search("[qkv]_proj", module)] and len(made) == 3 * 4
+    assert made.adjustments == (
+        "model.layers.*.self_attn.q_proj would be fp8; model.layers.*.self_attn.k_proj cannot be quantized; "
+        "vLLM runs them as one, so all of them keep their precision (in 3 places).",
+    )
+
+
+def test_a_layer_is_by_itself() -> None:
+    formats = chosen({"format": "nvfp4", "layers": {"layers.0.self_attn.q_proj": "fp8"}})
+
+    assert of(formats, r"^0.*[qkv]_proj") == {"fp8"} and of(formats, r"^[12].*[qkv]_proj") == {"nvfp4"}
+
+
+def test_all_experts_of_a_layer_have_one_format() -> None:
+    formats = chosen({"format": "nvfp4", "layers": {"experts.*.down_proj": "fp8", "layers.1.mlp.experts": "mxfp4"}}, MOE)
+
+    assert of(formats, r"^7\.0.*experts") == {"fp8"}
+    assert of(chosen({"layers": {"moe": "mxfp4"}}, MOE), r"experts") == {"mxfp4"}
+    assert of(chosen({"layers": {"moe": "mxfp4"}}, MOE), r"self_attn|mlp\.(up|down)") == set()
+
+
+@pytest.mark.parametrize("pattern", ["experts.3.down_proj", "mlp.experts.[0-7]", "layers.0.mlp.experts.0?"])
+def test_a_rule_for_some_experts_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="all experts of a layer have one format"):
+        Recipe.parse({"layers": {pattern: "fp8"}})
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"formt": "nvfp4"}, "quantize: the key 'formt' is not known; did you mean format; known are"),
+        ({"format": "nf4"}, "quantize.format: nf4 is not built yet"),
+        ({"format": 3}, "quantize.format: 3 is no format"),
+        ({"format": "nvfp4", "group_size": 64}, "quantize.group_size: only int4 has a group size"),
+        ({"format": "int4", "group_size": 48}, "group size 48 is not built"),
+        ({"layers": "o_proj"}, "quantize.layers: a list of"),
+        ({"layers": 3}, "quantize.layers: a list of"),
+        ({"layers": ["o_proj"]}, "quantize.layers[0]: {match: PATTERN"),
+        ({"layers": [{"match": "o_proj"}]}, "quantize.layers[0]: `format` is missing"),
+        ({"layers": [{"format": "fp8"}]}, "quantize.layers[0].match: a pattern or a list"),
+        ({"layers": [{"match": "", "format": "fp8"}]}, "quantize.layers[0].match: '' is no pattern"),
+        ({"layers": [{"match": [3], "format": "fp8"}]}, "quantize.layers[0].match: 3 is no pattern"),
+        (
+            {"layers": [{"match": "a", "format": "fp8", "prio": 1}]},
+            "the key 'prio' is not known; did you mean priority",
+        ),
+        ({"layers": [{"match": "a", "format": "fp8", "priority": "1"}]}, "quantize.layers[0].priority: '1' is no whole number"),
+        ({"layers": [{"match": "a", "format": "fp8", "priority": True}]}, "quantize.layers[0].priority: True is no whole number"),
+        ({"layers": {"a": "fp9"}}, "quantize.layers[0]: the format 'fp9' is not known; did you mean fp8?"),
+        ({"layers": {"class:experts": "fp8"}}, "quantize.layers[0].match: 'class:experts' names no class; the classes are"),
+        ({"layers": {"re:(": "fp8"}}, "quantize.layers[0].match: 're:(' is no regular expression"),
+        ({"layers": {"a..b": "fp8"}}, "'a..b' has an empty component"),
+        ({"layers": {".a": "fp8"}}, "'.a' has an empty component"),
+        ({"layers": {"a\nb": "fp8"}}, "has an empty component or one that cannot be printed"),
+        ({"layers": {"[qk_proj": "fp8"}}, "has a `[` without its `]`"),
+        ({"layers": {"[]_proj": "fp8"}}, "has a `[` without its `]`"),
+        ({"layers": {"[z-a]": "fp8"}}, "has a set that cannot be read"),
+        ({"layers": {3: "fp8"}}, "quantize.layers[0].match: a pattern or a list"),
+        ({"keep": 3}, "quantize.keep: a pattern or a list"),
+        ({"keep": {"a": 1}}, "quantize.keep: a pattern or a list"),
+        ({"keep": [None]}, "quantize.keep: None is no pattern"),
+        (["nvfp4"], "['nvfp4'] is no format"),
+        (True, "True is no format"),
+        (4, "4 is no format"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_one_sentence(value: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe.parse(value)
+
+    assert told in caught.value.message and "\n" not in caught.value.message
+    assert caught.value.message.startswith("quantize") and caught.value.param == "quantize"
+
+
+words = st.sampled_from(
+    ["format", "group_size", "layers", "keep", "match", "priority", "nvfp4", "int4", "o_proj", "all", "re:(", "class:mlp", "[a", "*"]
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.text(max_size=3), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(anything)
+def test_any_value_is_a_recipe_or_a_config_error(value: Any) -> None:
+    try:
+        read = Recipe.parse(value)
+    except ConfigError as error:
+        assert error.message
+        return
+    assert Recipe.parse(read.canonical()) == read
+
+
+patterns = st.sampled_from(
+    ["all", "moe", "o_proj", "q_proj", "layers.0.*", "*.mlp.*", "class:mlp", "re:down", "lm_head", "experts.*.up_proj", "**"]
+)
+rules = st.lists(
+    st.fixed_dictionaries({"match": patterns, "format": st.sampled_from(SPELLINGS)}, optional={"priority": st.integers(-3, 3)}), max_size=5
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SPELLINGS), rules, st.lists(patterns, max_size=2))
+def test_fused_weights_always_agree(form: str, layers: list[dict[str, Any]], keep: list[str]) -> None:
+    read = Recipe.parse({"format": form, "layers": layers, "keep": keep})
+    made = read.assign(checkpoint_of(MOE))
+    again = Recipe.parse(json.loads(json.dumps(read.canonical())))
+
+    assert again == read and again.canonical() == read.canonical() and again.assign(checkpoint_of(MOE)) == made
+    groups: dict[str, set[Format | None]] = {}
+    for name in MOE:
+        module = name.removesuffix(".weight")
+        if re.search(r"experts|[qkv]_proj$|(gate|up)_proj$", module):
+            groups.setdefault(re.sub(r"experts\..*|[qkv]_proj$|(gate|up)_proj$", "", module), set()).add(made.get(module))
+            assert read.format_of(module, W) == made.get(module)
+    assert all(len(group) == 1 for group in groups.values())
+    assert not any(found.keeps for found in made.values())
+
+
+def test_the_canonical_form_is_fixed() -> None:
+    """It is part of cache keys and compile hashes: a change makes every kept model be quantized again."""
+    assert Recipe.parse("int4").canonical() == {"format": "int4-g128", "layers": []}
+    value = {"format": "nvfp4", "layers": [{"match": ["o_proj", "q_proj"], "format": "FP8_block", "priority": 2}], "keep": "layers.0"}
+    assert Recipe.parse(value).canonical() == {
+        "format": "nvfp4",
+        "layers": [
+            {"match": "o_proj", "format": "fp8-block", "priority": 2},
+            {"match": "q_proj", "format": "fp8-block", "priority": 2},
+            {"match": "layers.0", "format": "bf16", "priority": 0},
+        ],
+    }
+
+
+# One path
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "spelling"),
+    [
+        ("model.layers.0.self_attn.q_proj", W, "fp8"),
+        ("model.layers.0.self_attn.qkv_proj", (384, 128), "fp8"),
+        ("model.layers.0.self_attn.o_proj", W, "nvfp4"),
+        ("model.layers.0.mlp.gate_up_proj", W, "int4-g128"),
+        ("model.layers.0.mlp.experts", (8, 128, 128), "mxfp4"),
+        ("model.layers.0.mlp.experts.5.down_proj", W, "mxfp4"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (8, 128, 128), "mxfp4"),
+        ("model.layers.0.mlp.gate", W, None),
+        ("model.layers.0.self_attn.o_proj", (32, 128), None),
+        ("model.layers.0.self_attn.o_proj", (128,), None),
+        ("model.layers.0.conv", (8, 128, 128), None),
+        ("lm_head", W, None),
+        ("model.embed_tokens", W, None),
+        ("model.layers.0.mixer.in_proj", W, "nvfp4"),
+        ("o_proj", W, "nvfp4"),
+    ],
+)
+def test_the_format_of_one_path(module: str, shape: Shape, spelling: str | None) -> None:
+    value = {"format": "nvfp4", "layers": {"k_proj": "fp8", "mlp.up_proj": "int4", "moe": "mxfp4"}}
+    found = Recipe.parse(value).format_of(module, tuple(shape))
+
+    assert (found.spelling if found else None) == spelling
+
+
+# Sources that are quantized already
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "nvfp4", "modelopt_mixed", "compressed-tensors", "awq", "gptq", "other"])
+def test_a_quantized_checkpoint_passes_through(method: str) -> None:
+    made = Recipe.parse("nvfp4").assign(checkpoint_of(LLAMA, quantization=SourceQuantization(method)))
+
+    assert made == {}
+    assert made.adjustments == (f"The checkpoint is quantized already ({method}) and is served unchanged.",)
+
+
+@pytest.mark.parametrize(("method", "own"), [("fp8_tensor", "fp8"), ("fp8_channel", "fp8"), ("fp8_block", "fp8-block")])
+def test_an_fp8_weight_that_is_kept_stays_fp8(method: str, own: str) -> None:
+    tensors = {name: ("F8_E4M3" if "_proj.weight" in name else dtype, shape) for name, (dtype, shape) in LLAMA.items()}
+    tensors["model.layers.0.self_attn.indexer.wk.weight"] = ("F8_E4M3", W)
+    tensors["model.visual.blocks.0.attn.proj.weight"] = ("F8_E4M3", W)
+    formats = chosen({"format": "nvfp4", "keep": ["o_proj"]}, tensors, quantization=SourceQuantization(method))
+
+    assert of(formats, "o_proj") == {own} and of(formats, "q_proj|down_proj") == {"nvfp4"}
+    assert of(formats, "indexer|visual|lm_head") == set()
+
+
+def test_packed_experts_in_fp8_are_refused() -> None:
+    tensors = {"model.layers.0.mlp.experts.gate_up_proj": ("F8_E4M3", (4, *W))}
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj: packed experts in FP8 cannot be dequantized"):
+        Recipe.parse("nvfp4").assign(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")))
+
+
+def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
+    made = Recipe.parse("nvfp4").assign(checkpoint_of(layered(2, {"block_sparse_moe.input_linear.weight": (4, *W)})))
+
+    assert made == {}
+    assert made.adjustments == (
+        "model.layers.*.block_sparse_moe.input_linear holds experts in a layout that is not known here: they keep their precision.",
+    )
+
+
+def test_transposed_weights_are_not_touched() -> None:
+    made = Recipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": "gpt2"}))
+
+    assert made == {} and "stores its weights transposed" in made.adjustments[0]
+
+
+# The earlier fork's variables
+
+
+def test_the_variables_are_rules_with_their_priority() -> None:
+    environ = {"VLLM_FP8_LAYERS": "o_proj, lm_head", "VLLM_MXFP4_LAYERS": "all", "VLLM_NF4_LAYERS": "", "VLLM_NF4_GROUP_SIZE": "64"}
+    read = Recipe.parse(None, environ)
+    made = read.assign(checkpoint_of(LLAMA))
+
+    assert {form.name for module, form in made.items() if module.endswith("o_proj") or module == "lm_head"} == {"fp8"}
+    assert {form.name for module, form in made.items() if "q_proj" in module or "mlp" in module} == {"mxfp4"}
+    assert Recipe.parse(read.canonical()) == read
+    assert Recipe.parse(None, {"VLLM_FP8_LAYERS": "all", "VLLM_MXFP4_LAYERS": "q_proj"}).assign(checkpoint_of(LLAMA)) == Recipe.parse(
+        "fp8"
+    ).assign(checkpoint_of(LLAMA))
+
+
+@pytest.mark.parametrize("value", ["moe", "moe,o_proj", " moe , "])
+def test_moe_in_a_variable_is_the_experts(value: str) -> None:
+    made = Recipe.parse("", {"VLLM_MXFP4_LAYERS": value}).assign(checkpoint_of(MOE))
+
+    assert sum("experts" in module for module in made) == 2 * len(EXPERTS)
+    assert not any("mlp.up_proj" in module for module in made)
+
+
+@pytest.mark.parametrize("value", ["all", "moe, q_proj"])
+def test_nf4_is_refused_by_its_variable(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"VLLM_NF4_LAYERS=.*: nf4 is not built yet"):
+        Recipe.parse(None, {"VLLM_NF4_LAYERS": value})
+
+
+def test_a_bad_word_in_a_variable_is_blamed_on_it() -> None:
+    with pytest.raises(ConfigError, match=r"VLLM_FP8_LAYERS: 'a\.\.b' has an empty component"):
+        Recipe.parse(None, {"VLLM_FP8_LAYERS": "a..b"})
+    made = Recipe.parse(None, {"VLLM_FP8_LAYERS": "o_porj"}).assign(checkpoint_of(LLAMA))
+    assert made.adjustments == ("VLLM_FP8_LAYERS: 'o_porj' matches no weight of this checkpoint.",)
+
+
+def test_quantize_leaves_the_variables_out_and_says_so() -> None:
+    read = Recipe.parse("nvfp4", {"VLLM_FP8_LAYERS": "o_proj", "VLLM_NF4_LAYERS": "all", "PATH": "/bin"})
+
+    assert read == Recipe.parse("nvfp4")
+    assert read.notes == ("VLLM_FP8_LAYERS, VLLM_NF4_LAYERS: not used, because `quantize` says what is quantized.",)
+    assert read.assign(checkpoint_of(LLAMA)).adjustments == read.notes
+    assert Recipe.parse({}, {"VLLM_FP8_LAYERS": "o_proj"}).quantizes and not Recipe.parse({}, {}).quantizes
+
+
+# Architectures: what is quantized of each, by published names
+
+
+ATTENTION = {f"self_attn.{name}_proj.weight": W for name in "qkvo"}
+MLP = {f"{name}_proj.weight": W for name in ("gate", "up", "down")}
+ARCHITECTURES: dict[str, tuple[dict[str, tuple[str, Shape]], set[str], set[str]]] = {
+    "Qwen3-Next": (
+        layered(
+            2,
+            {
+                "linear_attn.in_proj_qkvz.weight": W,
+                "linear_attn.in_proj_ba.weight": W,
+                "linear_attn.conv1d.weight": (128, 1, 4),
+                "linear_attn.A_log": (32,),
+                "linear_attn.out_proj.weight": W,
+                "mlp.gate.weight": W,
+                "mlp.shared_expert_gate.weight": (1, 128),
+                **{f"mlp.shared_expert.{name}": shape for name, shape in MLP.items()},
+                **EXPERTS,
+            },
+        )
+        | layered(1, {**ATTENTION, **EXPERTS}, "mtp.layers")
+        | {"mtp.fc.weight": ("BF16", W), "lm_head.weight": ("BF16", W)},
+        {"in_proj_qkvz", "out_proj", "gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"},
+        {"in_proj_ba", "conv1d", "A_log", "gate", "shared_expert_gate", "fc", "lm_head"},
+    ),
+    "Qwen3.5": (
+        layered(
+            2,
+            {
+                **{f"linear_attn.in_proj_{part}.weight": W for part in ("qkv", "z", "a", "b")},
+                "mlp.experts.gate_up_proj": (4, 256, 128),
+                "mlp.experts.down_proj": (4, 128, 128),
+                "mlp.gate.weight": W,
+            },
+            "model.language_model.layers",
+        )
+        | {"model.visual.blocks.0.attn.qkv.weight": ("BF16", W), "model.visual.merger.linear_fc1.weight": ("BF16", W)},
+        {"in_proj_qkv", "in_proj_z", "gate_up_proj", "down_proj"},
+        {"in_proj_a", "in_proj_b", "gate", "qkv", "linear_fc1"},
+    ),
+    "gpt-oss in BF16": (
+        layered(
+            2,
+            {
+                **ATTENTION,
+                "self_attn.sinks": (64,),
+                "mlp.router.weight": W,
+                "mlp.experts.gate_up_proj": (4, 128, 256),
+                "mlp.experts.gate_up_proj_bias": (4, 256),
+                "mlp.experts.down_proj": (4, 128, 128),
+                "mlp.experts.down_proj_bias": (128, 128),
+            },
+        ),
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"},
+        {"sinks", "router", "gate_up_proj_bias", "down_proj_bias"},
+    ),
+    "Nemotron-H": (
+        layered(
+            2,
+            {
+                "mixer.in_proj.weight": W,
+                "mixer.out_proj.weight": W,
+                "mixer.conv1d.weight": (128, 1, 4),
+                "mixer.D": (64,),
+                "mixer.gate.weight": W,
+                "mixer.experts.0.up_proj.weight": W,
+                "mixer.experts.0.down_proj.weight": W,
+                "mixer.shared_experts.up_proj.weight": W,
+                "mixer.fc1_latent_proj.weight": W,
+            },
+            "backbone.layers",
+        )
+        | {"backbone.embeddings.weight": ("BF16", W)},
+        {"in_proj", "out_proj", "up_proj", "down_proj", "fc1_latent_proj"},
+        {"conv1d", "D", "gate", "embeddings"},
+    ),
+    "DeepSeek": (
+        layered(
+            2,
+            {
+                **{f"self_attn.{name}.weight": W for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
+                "self_attn.indexer.wk.weight": W,
+                "mlp.gate.weight": W,
+                "mlp.gate.e_score_correction_bias": (64,),
+                **{f"mlp.shared_experts.{name}": shape for name, shape in MLP.items()},
+                **EXPERTS,
+            },
+        )
+        | {
+            "model.layers.2.eh_proj.weight": ("BF16", W),
+            "model.layers.2.shared_head.head.weight": ("BF16", W),
+            "model.layers.2.embed_tokens.weight": ("BF16", W),
+        },
+        {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {"kv_b_proj", "wk", "gate", "e_score_correction_bias", "eh_proj", "head", "embed_tokens"},
+    ),
+    "Gemma with pictures": (
+        layered(2, {**ATTENTION, **{f"mlp.{name}": shape for name, shape in MLP.items()}}, "language_model.model.layers")
+        | layered(2, {f"self_attn.{name}.weight": W for name in ("out_proj", "fused")}, "vision_tower.vision_model.encoder.layers")
+        | {"multi_modal_projector.mm_input_projection_weight": ("BF16", W), "language_model.model.embed_tokens.weight": ("BF16", W)},
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {"out_proj", "fused", "mm_input_projection_weight", "embed_tokens"},
+    ),
+    "Mixtral": (
+        layered(2, {**ATTENTION, "block_sparse_moe.gate.weight": W, **{f"block_sparse_moe.experts.1.w{i}.weight": W for i in (1, 2, 3)}}),
+        {"q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3"},
+        {"gate"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("form", ["nvfp4", "int4-g64"])
+def test_what_is_quantized_of_an_architecture(name: str, form: str) -> None:
+    tensors, quantized, kept = ARCHITECTURES[name]
+    made = Recipe.parse(form).assign(checkpoint_of(tensors))
+    leaves = {each.removesuffix(".weight").rpartition(".")[2] for each in tensors}
+
+    assert quantized | kept == leaves
+    assert {module.rpartition(".")[2] for module in made} == quantized
+    assert {each.spelling for each in made.values()} == {form}
+    assert made.adjustments == ()
+    assert {f"{module}.weight" if f"{module}.weight" in tensors else module for module in made} <= set(tensors)
+
+
+def test_every_name_of_the_module_is_there() -> None:
+    assert all(hasattr(recipe, name) for name in recipe.__all__)

@@ -1,0 +1,234 @@
+"""`sparkd ls --layers`: the list of a checkpoint's layers, what a recipe makes of it, and where MODEL may lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sparkd import layers, show
+from sparkd.__main__ import exit_code
+from sparkd.checkpoint import SourceQuantization
+from sparkd.errors import ConfigError, Unavailable
+from sparkd.layers import listing, listing_of
+from sparkd.source import snapshot_of
+from tests.daemon_process import free_port
+from tests.shards import checkpoint_of, layered, write_folder
+from workers.stream.recipe import Recipe
+
+W = (256, 384)
+DENSE = {
+    "model.embed_tokens.weight": ("BF16", (512, 384)),
+    **layered(2, {"self_attn.o_proj.weight": W, "input_layernorm.weight": (384,), "mlp.down_proj.weight": (384, 256)}),
+}
+COLUMNS = ("name", "class", "count", "shape", "dtype", "bytes", "format", "result_bytes")
+
+
+def rows(found: layers.Listing) -> list[tuple[Any, ...]]:
+    return [tuple(layer[column] for column in COLUMNS) for layer in found.to_json()["layers"]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SPARKD_CONFIG", raising=False)
+    monkeypatch.setattr(layers, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
+
+
+def test_alike_tensors_are_one_row() -> None:
+    found = listing(checkpoint_of(DENSE), Recipe.parse({"format": "nvfp4", "layers": {"layers.1.mlp": "fp8"}}))
+
+    count, norm, half = 256 * 384, 384 * 2, 256 * 384 * 2
+    assert rows(found) == [
+        ("model.embed_tokens.weight", "embedding", 1, (512, 384), "BF16", 512 * 768, None, 512 * 768),
+        ("model.layers.*.self_attn.o_proj.weight", "attention", 2, W, "BF16", 2 * half, "nvfp4", 2 * (count // 2 + count // 16 + 4)),
+        ("model.layers.*.input_layernorm.weight", "norm", 2, (384,), "BF16", 2 * norm, None, 2 * norm),
+        ("model.layers.*.mlp.down_proj.weight", "mlp", 1, (384, 256), "BF16", half, "nvfp4", count // 2 + count // 16 + 4),
+        ("model.layers.*.mlp.down_proj.weight", "mlp", 1, (384, 256), "BF16", half, "fp8", count + 4 * 384),
+    ]
+    assert found.bytes == checkpoint_of(DENSE).total_bytes
+    assert found.result_bytes == sum(row[-1] for row in rows(found))
+    assert found.recipe == {"format": "nvfp4", "layers": [{"match": "layers.1.mlp", "format": "fp8", "priority": 0}]}
+
+
+def test_experts_are_one_row_and_packed_ones_count_as_many() -> None:
+    single = layered(2, {f"mlp.experts.{e}.{name}_proj.weight": W for e in range(3) for name in ("gate", "up")})
+    assert [row[:3] for row in rows(listing(checkpoint_of(single), Recipe.parse("mxfp4")))] == [
+        ("model.layers.*.mlp.experts.*.gate_proj.weight", "expert", 6),
+        ("model.layers.*.mlp.experts.*.up_proj.weight", "expert", 6),
+    ]
+    # The model's width tells which way round the blocks stand: rows, and so the scales of a row, are 2 x 256 and 384.
+    gate, down = 2 * 3 * (256 * 384 + 4 * 256), 3 * (384 * 256 + 4 * 384)
+    for config in ({"hidden_size": 384}, {"text_config": {"hidden_size": 384}}):
+        for shapes in (((3, 512, 384), (3, 384, 256)), ((3, 384, 512), (3, 256, 384))):
+            packed = layered(1, dict(zip(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), shapes, strict=True)))
+            assert [row[-1] for row in rows(listing(checkpoint_of(packed, config), Recipe.parse("fp8")))] == [gate, down]
+
+
+def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
+    tensors = layered(2, {"self_attn.o_proj.weight": W}, dtype="F8_E4M3") | layered(
+        2, {"self_attn.o_proj.weight_scale_inv": (2, 3)}, dtype="F32"
+    )
+    source = checkpoint_of(tensors, quantization=SourceQuantization("fp8_block"))
+    found, plain = listing(source, Recipe.parse("int4")), listing(source, Recipe.parse("bf16"))
+
+    assert [(row[0].rpartition(".")[2], row[-2], row[-1]) for row in rows(found)] == [
+        ("weight", "int4-g128", 2 * (256 * 192 + 2 * 256 * 3 + 16)),
+        ("weight_scale_inv", "int4-g128", 0),
+    ]
+    assert found.quantization == "fp8_block"
+    assert plain.result_bytes == plain.bytes == source.total_bytes
+
+
+def test_columns_that_do_not_divide_are_told() -> None:
+    found = listing(checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576)})), Recipe.parse("int4"))
+
+    told = "int4-g128 needs a multiple of 128 columns, and there are 576 in 3 weights: "
+    assert found.notes == (f"{told}loading them would fail, so keep them or choose another format.",)
+
+
+def test_the_table() -> None:
+    console = Console(width=200, force_terminal=False, highlight=False)
+    made = checkpoint_of({**DENSE, "scale": ("F32", ())}, quantization=SourceQuantization("awq"))
+    with console.capture() as captured:
+        show.layers(listing(made, Recipe.parse("nvfp4")).to_json(), console)
+    lines = [line.split() for line in captured.get().splitlines()]
+
+    assert lines[0] == ["NAME", "CLASS", "COUNT", "SHAPE", "DTYPE", "BYTES", "FORMAT", "RESULT"]
+    size = ["384", "KiB"]
+    assert lines[2] == ["model.layers.*.self_attn.o_proj.weight", "attention", "2", "256x384", "BF16", *size, "-", *size]
+    assert lines[5][:4] == ["scale", "scale", "1", "1"]
+    assert lines[6][0] == "all" and "100%" in lines[6]
+    assert "The checkpoint is quantized already: awq." in captured.get()
+    assert "is served unchanged" in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1 << 20, "1.0 MiB"), (3 << 29, "1.50 GiB"), (1234 << 30, "1,234.00 GiB")],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert show.size(count) == text
+
+
+# Where MODEL lies
+
+
+def nobody() -> list[dict[str, Any]]:
+    raise Unavailable("No sparkd answers.")
+
+
+def asked(*views: dict[str, Any]) -> Any:
+    return lambda: list(views)
+
+
+def find(
+    model: str, quantize: str | None = None, config: Path | None = None, environ: dict[str, str] | None = None, ask: Any = nobody
+) -> layers.Listing:
+    return listing_of(model, quantize, config, environ or {}, ask)
+
+
+def formats(found: layers.Listing) -> set[str | None]:
+    return {layer.format for layer in found.layers if layer.kind in ("attention", "mlp")}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model", {"model.safetensors": DENSE})
+
+
+def test_a_folder_needs_nothing_else(model: Path) -> None:
+    assert find(str(model)).folder == str(model)
+    assert formats(find(str(model))) == {None}
+    assert formats(find(str(model), "nvfp4")) == {"nvfp4"}
+    assert formats(find(str(model), "{format: int4, group_size: 64, layers: {o_proj: fp8}}")) == {"int4-g64", "fp8"}
+    assert formats(find(str(model), '{"layers": [{"match": "o_proj", "format": "fp8"}]}')) == {"fp8", None}
+
+
+def test_the_variables_of_the_environment_count_where_nothing_is_said(model: Path) -> None:
+    environ = {"VLLM_FP8_LAYERS": "o_proj"}
+
+    assert formats(find(str(model), environ=environ)) == {"fp8", None}
+    assert formats(find(str(model), "nvfp4", environ=environ)) == {"nvfp4"}
+
+
+def test_a_configured_name_brings_its_recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "sparkd.yaml"
+    text = f"models:\n  small:\n    model: {model}\n    aliases: [tiny]\n    quantize: {{format: nvfp4, layers: {{o_proj: fp8}}}}\n"
+    config.write_text(text + f"  plain:\n    model: {model}\n    env: {{VLLM_MXFP4_LAYERS: all}}\n")
+
+    assert formats(find("small", config=config)) == formats(find("tiny", config=config)) == {"nvfp4", "fp8"}
+    assert formats(find("small", "int4", config=config)) == {"int4-g128"}
+    assert formats(find("plain", config=config)) == {None}
+    assert formats(find("plain", "", config=config)) == {"mxfp4"}
+    assert formats(find("small", environ={"SPARKD_CONFIG": str(config)})) == {"nvfp4", "fp8"}
+    monkeypatch.setattr(layers, "CONFIG_PATH", config)
+    assert formats(find("small")) == {"nvfp4", "fp8"}
+    with pytest.raises(ConfigError, match=rf"No model is called other in {config}, and no sparkd answers"):
+        find("other")
+
+
+def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
+    view = {"name": "brought", "aliases": ["b"], "source": str(model)}
+
+    assert find("b", ask=asked(view)).folder == str(model)
+    with pytest.raises(ConfigError, match="No model is called c: give"):
+        find("c", ask=asked(view))
+
+
+def test_a_hub_id_is_looked_for_in_the_local_cache(tmp_path: Path) -> None:
+    home = tmp_path / "hub" / "models--owner--name"
+    folder = write_folder(home / "snapshots" / "abc", {"model.safetensors": DENSE})
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+
+    assert find("owner/name", environ={"HF_HUB_CACHE": str(tmp_path / "hub")}).folder == str(folder)
+    assert snapshot_of("owner/name", None, {"HF_HOME": str(tmp_path)}) == folder
+    assert snapshot_of("owner/name", "abc", {"HF_HUB_CACHE": str(tmp_path / "hub")}) == folder
+    assert snapshot_of("owner/name", "v2", {"HF_HUB_CACHE": str(tmp_path / "hub")}) is None
+    assert snapshot_of("owner/other", None, {"XDG_CACHE_HOME": str(tmp_path)}) is None
+
+
+# The command line
+
+
+def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
+    code = exit_code(["ls", "--url", f"127.0.0.1:{free_port()}", *arguments])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, ["--layers", str(model), "--quantize", "nvfp4", "--json"])
+
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert told["quantize"] == {"format": "nvfp4", "layers": []}
+    assert set(told["layers"][0]) == set(COLUMNS) and told["count"] == 7
+    assert run(capsys, ["--layers", str(model)])[1].startswith("NAME")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--layers", "/none"], "/none: the folder is not there. Download"),
+        (["--layers", "none"], "No model is called none and there is no sparkd.yaml, and no sparkd answers"),
+        (["--layers", "owner/none"], "owner/none is not in this machine's hub cache"),
+        (["--layers", "MODEL", "--quantize", "nf4"], "nf4 is not built yet"),
+        (["--layers", "MODEL", "--quantize", "[a]"], "--quantize [a]: a format such as nvfp4"),
+        (["--layers", "MODEL", "--quantize", "{a"], "a format such as nvfp4, or a mapping"),
+        (["--layers", "MODEL", "--quantize", "{formt: nvfp4}"], "did you mean format"),
+        (["--quantize", "nvfp4"], "belong to --layers MODEL"),
+        (["--layers", "MODEL", "--config", "/none.yaml"], None),
+        (["--layers", "name", "--config", "/none.yaml"], "/none.yaml"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence(model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str | None) -> None:
+    code, out, err = run(capsys, [str(model) if argument == "MODEL" else argument for argument in arguments])
+
+    assert code == (2 if told else 0)
+    assert (told or "") in err and err.count("\n") == (1 if told else 0)
+    assert bool(out) == (told is None)
