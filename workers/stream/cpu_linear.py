@@ -262,10 +262,10 @@ def _packed_linear_shape(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tens
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_LIBRARY = torch.library.Library("sparkd", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor scale, Tensor? divisor, Tensor? bias, str form) -> Tensor")
-_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
-torch.library.register_fake("sparkd::packed_linear", _packed_linear_shape, lib=_LIBRARY)
+LIBRARY = torch.library.Library("sparkd", "FRAGMENT")
+LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor scale, Tensor? divisor, Tensor? bias, str form) -> Tensor")
+LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("sparkd::packed_linear", _packed_linear_shape, lib=LIBRARY)
 
 
 def _rows_at_a_time(n: int, k: int) -> int:

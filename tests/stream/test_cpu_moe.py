@@ -1,0 +1,333 @@
+"""Quantized experts on vLLM's CPU backend: its own RoutedExperts and weight loaders around our method, against a plain loop over tokens."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from sparkd.errors import CheckpointError
+from workers.stream.format import SPELLINGS, Format
+from workers.stream.formats import quantizer
+
+with warnings.catch_warnings():
+    # What vLLM and torch deprecate among themselves is not ours.
+    warnings.simplefilter("ignore")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.layers import activation as stock
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    from workers.stream import cpu_moe
+
+FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16"]
+each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spelling)
+EXPERTS, HIDDEN, TOP_K = 6, 256, 2
+LAYER = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A world of one, which vLLM's layers want, inside a configuration."""
+    with warnings.catch_warnings(), set_current_vllm_config(VllmConfig()):
+        warnings.simplefilter("ignore")
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        yield
+        cleanup_dist_env_and_memory()
+
+
+class OnCpu(QuantizationConfig):
+    """Gives every layer of experts our method."""
+
+    def __init__(self, form: Format) -> None:
+        super().__init__()
+        self.form = form
+
+    def get_name(self) -> Any:
+        return "spark"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        return cls(Format.parse(config["format"]))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        return cpu_moe.cpu_moe_method(self.form, layer)
+
+
+def made(form: Format, *, width: int = 128, activation: str = "silu", dtype: torch.dtype = torch.bfloat16, **options: Any) -> RoutedExperts:
+    names = ("up_proj", "down_proj", None) if activation.endswith("_no_mul") else ("gate_proj", "down_proj", "up_proj")
+    runner = FusedMoEFactory(
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        intermediate_size=width,
+        params_dtype=dtype,
+        quant_config=OnCpu(form),
+        activation=activation,
+        ckpt_names=names,
+        prefix=f"layers.{next(LAYER)}.mlp.experts",
+        **options,
+    )
+    return runner.routed_experts
+
+
+Weights = list[dict[str, Tensor]]
+Act = Callable[[Tensor], Tensor]
+
+
+def filled(layer: RoutedExperts, form: Format, width: int = 128, factor: float = 0.1) -> Weights:
+    """Random experts, loaded under a checkpoint's names, and what they mean. Gate and up differ in magnitude, so NVFP4's divisors do."""
+    generator = torch.Generator().manual_seed(1)
+    kind = quantizer(form)
+    meant: Weights = [{} for _ in range(EXPERTS)]
+    emitted = []
+    gate = [("gate_proj", (width, HIDDEN), 8 * factor)] if layer.moe_config.is_act_and_mul else []
+    for name, shape, scale in [*gate, ("up_proj", (width, HIDDEN), factor), ("down_proj", (HIDDEN, width), factor)]:
+        parts = kind.quantize(torch.randn((EXPERTS, *shape), generator=generator) * scale)
+        for expert, values in enumerate(kind.dequantize(parts, torch.float32)):
+            meant[expert][name] = values
+            emitted += [(f"{expert}.{name}.{key}", part[expert]) for key, part in parts.items()]
+    loaded = list(layer.load_weights(emitted))
+    assert len(loaded) == len(emitted)
+    layer.quant_method.process_weights_after_loading(layer)
+    return meant
+
+
+def routed(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn((tokens, HIDDEN), generator=generator).to(dtype)
+    scores = torch.rand((tokens, EXPERTS), generator=generator)
+    weights, ids = scores.topk(TOP_K)
+    return x, weights, ids.int()
+
+
+def plain(
+    x: Tensor, weights: Tensor, ids: Tensor, meant: Weights, act: Callable[[Tensor], Tensor], local: range = range(EXPERTS)
+) -> Tensor:
+    """Token by token; act: from gate and up side by side, or up alone."""
+    out = torch.zeros_like(x)
+    for token, slot in itertools.product(range(x.shape[0]), range(ids.shape[1])):
+        expert = int(ids[token, slot])
+        if expert in local:
+            up = torch.cat([meant[expert][name] for name in ("gate_proj", "up_proj") if name in meant[expert]])
+            out[token] += weights[token, slot] * linear(act(linear(x[token], up)), meant[expert]["down_proj"])
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def run(layer: RoutedExperts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    return layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
+
+
+@each_format
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_vllm_loads_and_serves_experts(form: Format, tokens: int) -> None:
+    layer = made(form)
+    meant = filled(layer, form)
+    x, weights, ids = routed(tokens)
+    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_answer_has_the_activations_precision(dtype: torch.dtype) -> None:
+    layer = made(Format("nvfp4"), dtype=dtype)
+    meant = filled(layer, Format("nvfp4"))
+    x, weights, ids = routed(3, dtype)
+    got = run(layer, x, weights, ids)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, plain(x.float(), weights, ids, meant, silu_and_mul).to(dtype), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("width", [192, 320])
+def test_fp8_blocks_that_end_short_in_gate_stay_gates(width: int) -> None:
+    form = Format("fp8_block")
+    layer = made(form, width=width)
+    meant = filled(layer, form, width)
+    x, weights, ids = routed(3)
+    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul), rtol=1e-4, atol=1e-4)
+
+
+ACTIVATIONS: dict[str, Callable[[], Act]] = {
+    "silu": lambda: stock.SiluAndMul().forward_native,
+    "gelu": lambda: stock.GeluAndMul().forward_native,
+    "gelu_tanh": lambda: stock.GeluAndMul(approximate="tanh").forward_native,
+    "swigluoai": lambda: stock.SwigluOAIAndMul().forward_native,
+    "swigluoai_uninterleave": lambda: stock.SiluAndMulWithClamp(2.0, 1.5, 0.5).forward_native,
+    "swiglustep": lambda: stock.SwigluStepAndMul().forward_native,
+    "silu_no_mul": lambda: silu,
+    "gelu_no_mul": lambda: stock.GELU().forward_native,
+    "gelu_tanh_no_mul": lambda: stock.GELUTanh().forward_native,
+    "relu2_no_mul": lambda: stock.ReLUSquaredActivation().forward_native,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Format("mxfp4")
+    options = {"swiglu_limit": 2.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5} if name == "swigluoai_uninterleave" else {}
+    if name.endswith("_no_mul"):
+        # vLLM 0.32 builds experts without a gate on a GPU only, whatever their format.
+        monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    layer = made(form, activation=name, **options)
+    meant = filled(layer, form, factor=0.3)
+    x, weights, ids = routed(5)
+    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, ACTIVATIONS[name]()), rtol=1e-3, atol=1e-3)
+
+
+def test_a_limit_clamps_silu_too() -> None:
+    layer = made(Format("fp8"), swiglu_limit=0.5)
+    meant = filled(layer, Format("fp8"))
+    x, weights, ids = routed(5)
+    clamped = stock.SiluAndMulWithClamp(0.5).forward_native
+    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, clamped), rtol=1e-3, atol=1e-3)
+
+
+def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
+    missing = {one.value for one in MoEActivation} - set(ACTIVATIONS)
+    assert missing == {"situ", "relu2"}
+    for name in missing:
+        with pytest.raises(CheckpointError, match=rf"layers\.\d+\.mlp\.experts: experts with the activation {name} .*bf16"):
+            made(Format("nvfp4"), activation=name)
+
+
+def test_the_routers_weight_may_scale_the_input() -> None:
+    layer = made(Format("int4", 64), apply_router_weight_on_input=True)
+    meant = filled(layer, Format("int4", 64))
+    x, weights, ids = routed(4)
+    weights, ids = weights[:, :1], ids[:, :1]
+    expected = plain(x * weights, torch.ones_like(weights), ids, meant, silu_and_mul)
+    torch.testing.assert_close(run(layer, x, weights, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+@each_format
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_add_up(form: Format, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.get_tensor_model_parallel_rank", lambda: rank)
+    layer = made(form, width=256, tp_size=2)
+    meant = filled(layer, form, 256)
+    mine = slice(rank * 128, rank * 128 + 128)
+    share = [
+        {"gate_proj": one["gate_proj"][mine], "up_proj": one["up_proj"][mine], "down_proj": one["down_proj"][:, mine]} for one in meant
+    ]
+    x, weights, ids = routed(4)
+    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, share, silu_and_mul), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_own_experts_only(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = VllmConfig()
+    config.parallel_config.enable_expert_parallel = True
+    monkeypatch.setattr("vllm.model_executor.layers.fused_moe.config.get_tensor_model_parallel_rank", lambda: rank)
+    with set_current_vllm_config(config):
+        layer = made(Format("nvfp4"), tp_size=2)
+    assert layer.w13_weight_packed.shape[0] == EXPERTS // 2
+    meant = whole_checkpoint(layer)
+    x, weights, ids = routed(9)
+    local = range(rank * 3, rank * 3 + 3)
+    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul, local), rtol=1e-4, atol=1e-4)
+
+
+def whole_checkpoint(layer: RoutedExperts) -> Weights:
+    """As `filled`, where a rank leaves out what is another's."""
+    taken = made(Format("nvfp4"))
+    meant = filled(taken, Format("nvfp4"))
+    for name, parameter in layer.named_parameters():
+        local = [expert for expert in range(EXPERTS) if int(layer.expert_map[expert]) >= 0]
+        parameter.data.copy_(getattr(taken, name).data[local])
+    return meant
+
+
+def test_gpt_oss_gate_and_up_are_interleaved_with_biases() -> None:
+    form = Format("mxfp4")
+    layer = made(form, activation="swigluoai", has_bias=True, routed_experts_cls=GptOssRoutedExperts)
+    generator = torch.Generator().manual_seed(3)
+    kind = quantizer(form)
+    meant = []
+    for expert in range(EXPERTS):
+        one = {}
+        for name, shape in (("w13", (256, HIDDEN)), ("w2", (HIDDEN, 128))):
+            parts = kind.quantize(torch.randn(shape, generator=generator))
+            bias = torch.randn(shape[0], generator=generator).bfloat16()
+            for suffix, tensor in ({f"{name}_{key}": part for key, part in parts.items()} | {f"{name}_bias": bias}).items():
+                parameter = getattr(layer, suffix)
+                assert parameter.weight_loader(parameter, tensor, f"experts.{suffix}", f"gpt_oss_{name}", expert, True)
+            one[name], one[f"{name}_bias"] = kind.dequantize(parts, torch.float32), bias.float()
+        meant.append(one)
+    x, weights, ids = routed(4)
+    expected = torch.zeros_like(x)
+    act = stock.SwigluOAIAndMul().forward_native
+    for token, slot in itertools.product(range(4), range(TOP_K)):
+        one = meant[int(ids[token, slot])]
+        inner = act(linear(x[token], one["w13"], one["w13_bias"]))
+        expected[token] += weights[token, slot] * linear(inner, one["w2"], one["w2_bias"])
+    torch.testing.assert_close(run(layer, x, weights, ids), expected, rtol=1e-4, atol=1e-2)
+
+
+def test_experts_that_nobody_asked_for_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = made(Format("nvfp4"))
+    filled(layer, Format("nvfp4"))
+    seen: list[int] = []
+    stock_matmul = cpu_moe.matmul
+    monkeypatch.setattr(cpu_moe, "matmul", lambda x, weight, *more: seen.append(weight.data_ptr()) or stock_matmul(x, weight, *more))
+    x, weights, _ids = routed(5)
+    run(layer, x, weights, torch.tensor([[2, 4]] * 5, dtype=torch.int32))
+    asked = {layer.w13_weight_packed[expert].data_ptr() for expert in (2, 4)} | {
+        layer.w2_weight_packed[expert].data_ptr() for expert in (2, 4)
+    }
+    assert sorted(seen) == sorted(asked)
+
+
+def test_torch_compile_sees_one_operator() -> None:
+    layer = made(Format("nvfp4"))
+    meant = filled(layer, Format("nvfp4"))
+    compiled = torch.compile(lambda x, w, i: layer.quant_method.apply(layer, x, w, i, None, None) + 0, backend="eager", fullgraph=True)
+    for tokens in (1, 4):
+        x, weights, ids = routed(tokens)
+        torch.testing.assert_close(compiled(x, weights, ids), plain(x, weights, ids, meant, silu_and_mul), rtol=1e-4, atol=1e-4)
+
+
+def test_a_share_that_groups_do_not_fit_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"layers\.\d+\.mlp\.experts: 192 columns .* 128, as int4-g128 .*expert parallelism"):
+        made(Format("int4", 128), width=384, tp_size=2)
+    with pytest.raises(CheckpointError, match=r"192 columns .* 128, as fp8-block"):
+        made(Format("fp8_block"), width=384, tp_size=2)
+
+
+def test_bf16_is_left_to_vllm() -> None:
+    assert cpu_moe.cpu_moe_method(Format("bf16"), torch.nn.Module()) is None
+
+
+@pytest.mark.parametrize(("group", "bias", "left"), [(128, False, True), (64, False, True), (32, False, False), (128, True, False)])
+def test_int4_is_left_to_vllms_amx_experts_where_they_take_it(group: int, bias: bool, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = made(Format("nvfp4"), has_bias=bias)
+    assert cpu_moe.cpu_moe_method(Format("int4", group), layer) is not None or torch.cpu._is_amx_tile_supported()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
+    assert (cpu_moe.cpu_moe_method(Format("int4", group), layer) is None) == left
