@@ -184,6 +184,32 @@ def layers(found: Mapping[str, Any], console: Console) -> None:
         _say(console, note, "yellow")
 
 
+def cached(found: Mapping[str, Any], console: Console, now_s: float | None = None) -> None:
+    """`sparkd ls --cached`: the entries, below them why some would not be used, and the sum."""
+    now_s = time.time() if now_s is None else now_s
+    rows = found["cached"]
+    if not rows:
+        console.print(f"No quantized weights are kept in {found['folder']}.", markup=False, soft_wrap=True)
+        return
+    table = _table(["MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE"], right={"SIZE", "MADE", "USED"})
+    for row in rows:
+        slice_of = "" if row["tensor_parallel"] is None else f" {row['tensor_parallel'][0] + 1}/{row['tensor_parallel'][1]}"
+        table.add_row(
+            escape(row["model"] or row["name"]),
+            f"{row['format'] or '-'}{slice_of}",
+            size(row["size_bytes"]),
+            _or_dash(row["created_s"], lambda at: duration(now_s - at)),
+            duration(now_s - row["used_s"]),
+            Text("yes", style="green") if row["valid"] else Text("no", style="red"),
+            escape(printable(row["source"] or "-")),
+        )
+    console.print(table)
+    for row in (row for row in rows if not row["valid"]):
+        _say(console, f"{row['name']}: {row['fault']}", "yellow")
+    limit = "" if found["limit_bytes"] is None else f" of {size(found['limit_bytes'])}"
+    console.print(f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {found['folder']}", markup=False, soft_wrap=True)
+
+
 def size(count: int) -> str:
     """`1.50 GiB`, `213.4 MiB`, `12 KiB`, `96 B`."""
     for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (1 << 10, "KiB", 0)):

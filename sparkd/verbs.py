@@ -152,8 +152,23 @@ def cancel(session: Session, operation: Annotated[str, argument(metavar="OPERATI
         session.out.print(f"The {ended['kind']} of {ended['model']}: {ended['state'].lower()}. {ended['message']}", markup=False)
 
 
-def rm(session: Session, model: Model, no_wait: NoWait = False, timeout: Timeout = None) -> None:
-    """Unload and forget a model that `run` brought in."""
+def rm(
+    session: Session,
+    model: Model,
+    no_wait: NoWait = False,
+    timeout: Timeout = None,
+    cached: Annotated[bool, option("--cached", help="Its quantized weights on this node instead.")] = False,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --cached: the sparkd.yaml.")] = None,
+) -> None:
+    """Unload and forget a model that `run` brought in.
+
+    --cached removes what was kept of its quantized weights, and needs no daemon; MODEL may be a folder or a hub id then.
+    """
+    if cached:
+        _remove_cached(session, model, config)
+        return
+    if config is not None:
+        raise ConfigError("--config belongs to --cached.")
     _finish(session, [session.client.delete(model_path(model))], no_wait, timeout)
 
 
@@ -170,17 +185,24 @@ def ls(
     session: Session,
     of: Annotated[str | None, option("--layers", metavar="MODEL", help="The layers of a model (a name, a folder or a hub id).")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: a format or a recipe to try.")] = None,
-    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers: the sparkd.yaml with MODEL.")] = None,
+    cached: Annotated[bool, option("--cached", help="The quantized weights that are kept on this node.")] = False,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers or --cached: the sparkd.yaml.")] = None,
 ) -> None:
     """Every known model, resident or not.
 
-    --layers lists a model's weights and what `quantize` makes of them, and needs no daemon where MODEL is a folder or configured.
+    --layers lists a model's weights and what `quantize` makes of them, and needs no daemon where MODEL is a folder or configured;
+    --cached needs none.
     """
+    if cached:
+        if of is not None or quantize is not None:
+            raise ConfigError("--cached stands alone: --layers and --quantize are about a model's own weights.")
+        _list_cached(session, config)
+        return
     if of is not None:
         _list_layers(session, of, quantize, config)
         return
     if quantize is not None or config is not None:
-        raise ConfigError("--quantize and --config belong to --layers MODEL.")
+        raise ConfigError("--quantize and --config belong to --layers MODEL, --config to --cached too.")
     models = session.client.models()
     if session.json:
         show.say_json({"models": models})
@@ -246,6 +268,27 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
         show.say_json(found.to_json())
     else:
         show.layers(found.to_json(), session.out)
+
+
+def _list_cached(session: Session, config: Path | None) -> None:
+    from sparkd.cached import config_of, listing
+
+    found = listing(config_of(config, os.environ))
+    if session.json:
+        show.say_json(found)
+    else:
+        show.cached(found, session.out)
+
+
+def _remove_cached(session: Session, model: str, config: Path | None) -> None:
+    from sparkd.cached import config_of, remove
+
+    removed = remove(model, config_of(config, os.environ))
+    if session.json:
+        show.say_json({"removed": removed})
+        return
+    for row in removed:
+        session.out.print(f"{row['name']}: removed, {show.size(row['size_bytes'])} freed.", markup=False)
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:

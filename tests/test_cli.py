@@ -27,7 +27,7 @@ from sparkd.source import name_of, source_of
 from tests.daemon_process import ROOT, free_port
 
 KEY = "correct-horse-battery-staple"
-VERBS = ("serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "check", "ray-node", "version")
+VERBS = ("serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "export", "check", "ray-node", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -433,11 +433,11 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_a_curl_survives_the_shell() -> None:
-    command = show.curl("http://h:1", "m", "What's \"up\"? $HOME", needs_key=True)
+    command = show.curl("http://h:1", "m", 'What\'s "up"? $HOME', needs_key=True)
     script = f"printf '%s\\n' {command.removeprefix('curl')}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
 
-    assert json.loads(done.stdout.splitlines()[-1])["messages"][0]["content"] == "What's \"up\"? $HOME"
+    assert json.loads(done.stdout.splitlines()[-1])["messages"][0]["content"] == 'What\'s "up"? $HOME'
     assert "Bearer $SPARKD_API_KEY" in command
 
 

@@ -30,7 +30,6 @@ from workers.stream.cache_writer import CUDA_BLOCK_BYTES, CUDA_STAGING_BYTES, MA
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.ct_config import linear_modules, quantization_config
 from workers.stream.layout import lay_out
-from workers.stream.manifest import MANIFEST
 from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Piece, Reader
 from workers.stream.recipe import Recipe
@@ -94,11 +93,8 @@ def export(request: Request, tell: Tell) -> tuple[str, int]:
     writing = os.path.join(parent, f".{name}.writing-{os.getpid()}")
     os.mkdir(writing)
     try:
-        cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
-        if cached is not None:
-            with cached:
-                done = "cache", _copy(cached, writing, tell)
-        else:
+        done = _copied(request, checkpoint, recipe, writing, tell)
+        if done is None:
             done = "checkpoint", _quantize(checkpoint, recipe, writing, _device(request.device), tell)
         sync_folder(writing)
         os.rename(writing, request.target)
@@ -109,9 +105,21 @@ def export(request: Request, tell: Tell) -> tuple[str, int]:
     return done
 
 
+def _copied(request: Request, checkpoint: Checkpoint, recipe: Recipe, folder: str, tell: Tell) -> tuple[str, int] | None:
+    """From the cache; None where it has nothing of this, or not all: an engine keeps only what it takes itself."""
+    cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
+    if cached is None:
+        return None
+    with cached:
+        needed = layout_of(VirtualCheckpoint(checkpoint, recipe.assign(checkpoint)))[0]
+        if not needed.keys() <= cached.checkpoint.tensors.keys():
+            return None
+        return "cache", _copy(cached, folder, tell)
+
+
 def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
-    """The entry's files without those that only a cache needs."""
-    files = [file for file in cached.manifest.files if file.name != MANIFEST]
+    """The entry's files, without those that only a cache needs."""
+    files = cached.manifest.files
     total = sum(file.size_bytes for file in files)
     _check_room(folder, total)
     done = 0

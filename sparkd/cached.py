@@ -1,0 +1,147 @@
+"""Owns what the command line does with this node's quantized weights: list, remove, find what to export. Never asks a daemon."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkd.errors import CheckpointError, ConfigError, Conflict
+from sparkd.source import CONFIG_PATH, name_of, snapshot_of, source_of
+from workers.stream import cache
+from workers.stream.manifest import model_name
+from workers.stream.recipe import Recipe
+
+if TYPE_CHECKING:
+    from sparkd.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint and what is to be made of it. runtime: the Python that has torch, "" for ours; cache_dir: where it may be already."""
+
+    folder: str
+    recipe: Recipe
+    runtime: str
+    cache_dir: str
+
+
+def listing(config: Config) -> dict[str, Any]:
+    """What `ls --cached` tells: the folder and its entries. Raises ConfigError where the folder cannot be read."""
+    limit_gib = config.quantized_cache.limit_gib
+    return {
+        "folder": str(config.quantized_path()),
+        "limit_bytes": None if limit_gib is None else int(limit_gib * cache.GIB),
+        "cached": [_row(entry) for entry in _entries(config)],
+    }
+
+
+def remove(model: str, config: Config) -> list[dict[str, Any]]:
+    """Removes every entry of a model: a name, a folder, a hub id, or the name of one entry. Returns what it removed.
+
+    Raises ConfigError where there is none, Conflict where an engine reads one; the others are removed all the same.
+    """
+    found = [entry for entry in _entries(config) if _is_of(entry, model, config)]
+    if not found:
+        raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there.")
+    removed: list[dict[str, Any]] = []
+    in_use: list[dict[str, Any]] = []
+    for entry in found:
+        row = {"name": entry.name, "folder": entry.folder, "size_bytes": entry.size_bytes}
+        try:
+            (removed if cache.remove(entry.folder) else in_use).append(row)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or entry.folder}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+    if in_use:
+        done = f" Removed: {', '.join(row['name'] for row in removed)}." if removed else ""
+        raise Conflict(
+            f"{', '.join(row['name'] for row in in_use)}: being read by an engine that starts; try again when it is READY.{done}"
+        )
+    return removed
+
+
+def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[str, str]) -> Chosen:
+    """What `export` makes: a folder, a configured name, or a hub id in the local cache. Raises ConfigError, CheckpointError.
+
+    quantize: a recipe as YAML, in place of the configured one.
+    """
+    configured = config.lookup(model)
+    source = source_of(configured.model if configured else model)
+    runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
+    env = {**environ, **(configured.environment(config.engine) if configured else {})}
+    if not source.startswith("/"):
+        if configured is None and "/" not in source:
+            raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
+        snapshot = snapshot_of(source, configured.revision if configured else None, env)
+        if snapshot is None:
+            raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
+        source = str(snapshot)
+    value = _value(quantize) if quantize is not None else configured.quantize if configured else None
+    recipe = Recipe.parse(value, env)
+    if not recipe.quantizes:
+        raise ConfigError(f"{model} has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4.")
+    return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path()))
+
+
+def config_of(given: Path | None, environ: Mapping[str, str]) -> Config:
+    """--config, else SPARKD_CONFIG, else the system's file where it is there, else the defaults. Raises ConfigError."""
+    from sparkd.config import load_config
+
+    named = Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else None
+    return load_config(given or named or (CONFIG_PATH if CONFIG_PATH.exists() else None), environ=environ)
+
+
+def _entries(config: Config) -> list[cache.Entry]:
+    folder = str(config.quantized_path())
+    try:
+        return cache.entries(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}. Run this as the user that sparkd runs as, or set quantized_cache.dir.") from None
+
+
+def _row(entry: cache.Entry) -> dict[str, Any]:
+    manifest, fault = entry.manifest, cache.fault_of(entry)
+    return {
+        "name": entry.name,
+        "model": model_name(manifest.source.folder) if manifest else None,
+        "format": manifest.format if manifest else None,
+        "quantize": dict(manifest.recipe) if manifest else None,
+        "tensor_parallel": list(manifest.tp_slice) if manifest and manifest.tp_slice else None,
+        "size_bytes": entry.size_bytes,
+        "source": manifest.source.folder if manifest else None,
+        "created_s": manifest.created_s if manifest else None,
+        "used_s": entry.used_s,
+        "valid": fault is None,
+        "fault": fault,
+        "folder": entry.folder,
+    }
+
+
+def _is_of(entry: cache.Entry, model: str, config: Config) -> bool:
+    """Whether an entry is what a user means by `model`."""
+    if entry.name == model or entry.manifest is None:
+        return entry.name == model
+    folder = entry.manifest.source.folder
+    configured = config.lookup(model)
+    for source in {source_of(model), source_of(configured.model) if configured else source_of(model)}:
+        if source.startswith("/"):
+            same = os.path.realpath(source) in (folder, entry.folder)
+        elif "/" in source:
+            same = f"/models--{source.replace('/', '--')}/" in folder
+        else:
+            same = model_name(folder) == name_of(source)
+        if same:
+            return True
+    return False
+
+
+def _value(text: str) -> Any:
+    """`nvfp4`, or a mapping as YAML or JSON has it."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--quantize: {getattr(error, 'problem', None) or 'it is no YAML'}; a format or a mapping is expected.") from None

@@ -1,0 +1,152 @@
+"""`sparkd export`: runs the program that writes a quantized checkpoint, in the Python environment that has torch. Never imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from sparkd import show
+from sparkd.errors import CheckpointError, ConfigError, SparkdError
+from sparkd.verbs import Session, argument, option, verb
+
+if TYPE_CHECKING:
+    from sparkd.cached import Chosen
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a program that was interrupted gets to remove what it has written.
+REMOVE_S = 60.0
+# A rate over less than this says nothing about the rest.
+HONEST_AFTER_S = 5.0
+
+
+def register(app: typer.Typer) -> None:
+    app.command("export")(verb(export))
+
+
+def export(
+    session: Session,
+    model: Annotated[str, argument(metavar="MODEL", help="A configured name, a folder or a hub id.")],
+    folder: Annotated[Path, argument(metavar="DIR", help="The folder to make.")],
+    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe.")] = None,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml with MODEL.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("--device", help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Write a model's quantized checkpoint into a folder.
+
+    Any vLLM can serve it by itself. Copied where it is cached; needs no daemon.
+    """
+    from sparkd.cached import chosen, config_of
+
+    wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
+    began_s = time.monotonic()
+    with show.progress(session.err) as line:
+
+        def shown(event: Mapping[str, Any]) -> None:
+            if not session.json:
+                line(f"{model}: {how_far(event, time.monotonic() - began_s)}", event["from"])
+
+        ended = run(wanted, os.path.abspath(folder), device, shown)
+    if session.json:
+        show.say_json({"folder": os.path.abspath(folder), "bytes": ended["bytes"], "from": ended["from"]})
+    else:
+        told = "copied from the cache" if ended["from"] == "cache" else "quantized"
+        session.out.print(f"{folder}: {show.size(ended['bytes'])} of weights, {told}.", markup=False, soft_wrap=True)
+
+
+def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """The program's last event. Raises CheckpointError with what it says, SparkdError where it ends without a word.
+
+    When this is interrupted the program is too, and is waited for, so that nothing is left.
+    """
+    request = {
+        "source": wanted.folder,
+        "quantize": wanted.recipe.canonical(),
+        "target": target,
+        "cache_dir": wanted.cache_dir,
+        "device": device,
+    }
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [wanted.runtime or sys.executable, "-m", "workers.stream.export"]
+    with tempfile.TemporaryFile() as errors:
+        try:
+            program = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"{command[0]} cannot be started: {error.strerror}. Set engine.runtime to a Python that has torch.") from None
+        try:
+            last = _follow(program, request, tell)
+        except BaseException:
+            program.terminate()
+            raise
+        finally:
+            _end(program)
+        if last.get("event") == "error":
+            raise CheckpointError(str(last["message"]))
+        if last.get("event") != "done":
+            raise SparkdError(_unsaid(command[0], program.returncode, errors))
+        return last
+
+
+def how_far(event: Mapping[str, Any], seconds: float) -> str:
+    """`quantizing 37 %, 12.30 GiB of 33.10 GiB, 0.21 GB/s, about 90 s left`."""
+    done, total = int(event["bytes_done"]), int(event["bytes_total"])
+    words = f"{'copying' if event['from'] == 'cache' else 'quantizing'} {done / max(1, total):.0%}, {show.size(done)} of {show.size(total)}"
+    if seconds < HONEST_AFTER_S or not done:
+        return words
+    return f"{words}, {done / seconds / 1e9:.2f} GB/s, about {(total - done) * seconds / done:.0f} s left"
+
+
+def _follow(program: subprocess.Popen[bytes], request: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+    if program.stdin is None or program.stdout is None:
+        return last
+    try:
+        program.stdin.write(json.dumps(request).encode())
+        program.stdin.close()
+    except BrokenPipeError:
+        return last
+    for raw in program.stdout:
+        last = json.loads(raw)
+        if last["event"] == "progress":
+            tell(last)
+    return last
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """Waits for a program that ends, and removes what it has written if it was told to."""
+    for pipe in (program.stdin, program.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+    try:
+        program.wait(REMOVE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        program.kill()
+        program.wait()
+
+
+def _unsaid(python: str, code: int, errors: IO[bytes]) -> str:
+    """Why a program ended without a word, as well as its last line tells."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else f"it ended with code {code}"
+    if "No module named" in last:
+        return f"{python} has no torch ({show.printable(last)}): set engine.runtime to a Python that has it."
+    return f"The export failed: {show.printable(last)[:300]}."

@@ -1,0 +1,228 @@
+"""The export of a quantized checkpoint: the same from the cache and from the source, whole or not there. Real files, a real program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError
+from tests.checkpoints import Entry, normal, write_checkpoint
+from workers.stream import export as program
+from workers.stream.cache_writer import CacheWriter, layout_of
+from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.export import Request, export
+from workers.stream.formats import quantizer
+from workers.stream.recipe import Recipe
+from workers.stream.virtual import VirtualCheckpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = Recipe.parse("int4-g32").canonical()
+CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256, "torch_dtype": "bfloat16"}
+MODULES = [f"model.layers.{layer}.mlp.{name}_proj" for layer in range(4) for name in ("gate", "up", "down")]
+
+
+def unheard(_source: str, _done: int, _total: int) -> None:
+    pass
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Checkpoint:
+    entries = [Entry("model.embed_tokens.weight", (256, 64), draw=normal(1.0)), Entry("model.norm.weight", (64,))]
+    entries += [Entry(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
+    return read_checkpoint(write_checkpoint(tmp_path / "tiny", CONFIG, entries, shard_bytes=40_000))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cached(source: Checkpoint, cache_dir: Path, leave_out: str | None = None) -> None:
+    """What a load leaves in the cache."""
+    recipe = Recipe.parse(RECIPE)
+    formats = recipe.assign(source)
+    virtual = VirtualCheckpoint(source, formats)
+    layout, plain = layout_of(virtual)
+    layout = {name: one for name, one in layout.items() if name != leave_out}
+    described = quantization_config(formats, linear_modules(source))
+    made = CacheWriter(str(cache_dir), source, RECIPE, None, described, layout, plain=plain)
+    stored = {name: tensor_of(source, name) for name in source.tensors}
+
+    def refill(name: str) -> dict[str, torch.Tensor]:
+        module = name.rpartition(".")[0]
+        return {f"{module}.{suffix}": part for suffix, part in quantizer(formats[module]).quantize(stored[f"{module}.weight"]).items()}
+
+    assert made.finish(refill) == "written", made.reason
+
+
+def tensor_of(source: Checkpoint, name: str) -> torch.Tensor:
+    ref = source.tensors[name]
+    raw = bytearray(Path(ref.path).read_bytes()[ref.offset : ref.offset + ref.nbytes])
+    return torch.frombuffer(raw, dtype=torch.bfloat16).view(ref.shape)
+
+
+def test_the_cache_and_the_source_give_the_same(source: Checkpoint, tmp_path: Path) -> None:
+    cached(source, tmp_path / "cache")
+    told: list[tuple[str, int, int]] = []
+
+    straight = export(Request(source.folder, RECIPE, str(tmp_path / "straight"), device="cpu"), lambda *said: told.append(said))
+    copied = export(Request(source.folder, RECIPE, str(tmp_path / "copied"), str(tmp_path / "cache")), lambda *said: told.append(said))
+
+    assert [straight[0], copied[0]] == ["checkpoint", "cache"]
+    assert straight[1] == copied[1]
+    assert files(tmp_path / "straight") == files(tmp_path / "copied")
+    for where in ("checkpoint", "cache"):
+        steps = [said for said in told if said[0] == where]
+        assert [done for _, done, _ in steps] == sorted(done for _, done, _ in steps)
+        assert steps[-1][1] == steps[-1][2] > 0
+
+
+def test_what_is_handed_out_is_a_checkpoint_and_nothing_of_a_cache(source: Checkpoint, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+
+    export(Request(source.folder, RECIPE, str(target), device="cpu"), unheard)
+
+    found = read_checkpoint(target)
+    assert found.quantization is not None
+    assert found.quantization.method == "compressed-tensors"
+    assert found.config["quantization_config"]["format"] == "pack-quantized"
+    expected = quantizer(Recipe.parse(RECIPE).assign(source)[MODULES[5]]).quantize(tensor_of(source, f"{MODULES[5]}.weight"))
+    for suffix, part in expected.items():
+        ref = found.tensors[f"{MODULES[5]}.{suffix}"]
+        assert Path(ref.path).read_bytes()[ref.offset : ref.offset + ref.nbytes] == part.contiguous().view(torch.uint8).numpy().tobytes()
+    assert sorted(files(target)) == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", *tokenizer(source)]
+    assert os.listdir(target.parent) == ["out"]
+
+
+def tokenizer(source: Checkpoint) -> list[str]:
+    return sorted(name for name in os.listdir(source.folder) if "token" in name)
+
+
+def test_a_cache_that_lacks_what_the_engine_does_not_take_is_not_copied(source: Checkpoint, tmp_path: Path) -> None:
+    cached(source, tmp_path / "cache", leave_out="model.norm.weight")
+
+    done = export(Request(source.folder, RECIPE, str(tmp_path / "out"), str(tmp_path / "cache"), "cpu"), unheard)
+
+    assert done[0] == "checkpoint"
+    assert "model.norm.weight" in read_checkpoint(tmp_path / "out").tensors
+
+
+def test_an_empty_folder_is_taken_and_any_other_is_left_alone(source: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+
+    export(Request(source.folder, RECIPE, str(tmp_path / "empty"), device="cpu"), unheard)
+    with pytest.raises(CheckpointError, match=r"full: it is there already\. Give a folder that is not there yet, or an empty one\.$"):
+        export(Request(source.folder, RECIPE, str(tmp_path / "full"), device="cpu"), unheard)
+
+    assert files(tmp_path / "full") == {"file": b"mine"}
+
+
+def test_a_recipe_that_quantizes_nothing_of_it_is_refused(source: Checkpoint, tmp_path: Path) -> None:
+    export(Request(source.folder, RECIPE, str(tmp_path / "once"), device="cpu"), unheard)
+
+    with pytest.raises(CheckpointError, match=r"tiny: this checkpoint has nothing that it quantizes\. Copy it as it is"):
+        export(Request(source.folder, {"format": "bf16"}, str(tmp_path / "out")), unheard)
+    with pytest.raises(CheckpointError, match=r"once: this checkpoint is quantized already \(compressed-tensors\)"):
+        export(Request(str(tmp_path / "once"), RECIPE, str(tmp_path / "out")), unheard)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_disk_without_room_is_said_first(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program.shutil, "disk_usage", lambda _path: program.shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+
+    with pytest.raises(CheckpointError, match=r"it needs 0\.0 GiB and its disk has 0\.0 GiB free\. Free some"):
+        export(Request(source.folder, RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
+
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_an_interruption_leaves_nothing(source: Checkpoint, tmp_path: Path) -> None:
+    def enough(_source: str, _done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    cached(source, tmp_path / "cache")
+    for cache_dir in (None, str(tmp_path / "cache")):
+        with pytest.raises(KeyboardInterrupt):
+            export(Request(source.folder, RECIPE, str(tmp_path / "out"), cache_dir, "cpu"), enough)
+
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_cuda_that_is_not_there_is_refused(source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(CheckpointError, match=r"this Python's torch sees no CUDA device\. Leave --device out"):
+        export(Request(source.folder, RECIPE, str(tmp_path / "out"), device="cuda"), unheard)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "torch.float32"}, torch.float32),
+        ({"text_config": {"dtype": "float16"}}, torch.float16),
+        ({"torch_dtype": "auto"}, torch.bfloat16),
+    ],
+)
+def test_the_dtype_of_the_model(config: dict[str, Any], dtype: torch.dtype) -> None:
+    assert program._dtype(config) is dtype
+
+
+# The program
+
+SLOW = """
+import sys, workers.stream.export as program
+say = program._say
+def slowly(**line):
+    say(**line)
+    if line["event"] == "progress":
+        import signal; signal.pause()
+program._say = slowly
+sys.exit(program.main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_program_that_is_ended_or_not_listened_to_leaves_nothing(source: Checkpoint, tmp_path: Path, how: signal.Signals | None) -> None:
+    """None: whoever read its output has gone."""
+    code = SLOW if how is not None else "import sys, workers.stream.export as program; program.EVERY_S = 0; sys.exit(program.main())"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        if how is None:
+            child.stdout.close()
+        child.stdin.write(
+            json.dumps({"source": source.folder, "quantize": RECIPE, "target": str(tmp_path / "out"), "device": "cpu"}).encode()
+        )
+        child.stdin.close()
+        if how is not None:
+            assert json.loads(child.stdout.readline())["event"] == "progress"
+            assert list(tmp_path.glob(".out.writing-*"))
+            child.send_signal(how)
+        assert child.wait(120) == (1 if how is None else program.INTERRUPTED)
+
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_the_program_says_what_is_wrong(tmp_path: Path) -> None:
+    request = {"source": str(tmp_path / "none"), "quantize": RECIPE, "target": str(tmp_path / "out")}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.stream.export"], cwd=ROOT, input=json.dumps(request), capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert told == {"event": "error", "message": f"{tmp_path}/none: the folder is not there. Download the model, or correct the path."}

@@ -1,0 +1,290 @@
+"""`ls --cached`, `rm --cached` and `export` as they are typed, on real entries and without a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkd.__main__ import exit_code
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from tests.checkpoints import Entry, normal, write_checkpoint
+from workers.stream import cache
+from workers.stream.cache_writer import CacheWriter
+from workers.stream.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 256}
+NVFP4 = Recipe.parse("nvfp4").canonical()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration of its own, no daemon, and a disk with room."""
+    for name in [name for name in os.environ if name.startswith(("SPARKD_", "HF_", "VLLM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1 << 40, 1 << 39, 1 << 39))
+    configure(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), **more}))
+    monkeypatch.setenv("SPARKD_CONFIG", str(file))
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    entries = [Entry("model.embed_tokens.weight", (256, 64), draw=normal(1.0))]
+    entries += [Entry(f"model.layers.{layer}.mlp.up_proj.weight", (64, 64), draw=normal(0.1)) for layer in range(40)]
+    return read_checkpoint(write_checkpoint(folder, CONFIG, entries))
+
+
+def kept(tmp_path: Path, source: Checkpoint, recipe: Any = NVFP4, tp_slice: tuple[int, int] | None = None) -> str:
+    made = CacheWriter(str(tmp_path / "state" / "quantized"), source, recipe, tp_slice, {}, {"t": ("U8", (2 << 20,))})
+    made.add("t", torch.zeros(2 << 20, dtype=torch.uint8))
+    assert made.finish() == "written", made.reason
+    return os.path.basename(made.folder)
+
+
+def there(tmp_path: Path) -> list[str]:
+    folder = tmp_path / "state" / "quantized"
+    return sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.is_dir() else []
+
+
+# ls --cached
+
+
+def test_nothing_is_kept_yet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["ls", "--cached"]) == 0
+    assert capsys.readouterr().out == f"No quantized weights are kept in {here}/state/quantized.\n"
+
+
+def test_what_is_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(here, monkeypatch, quantized_cache={"limit_gib": 3})
+    first = kept(here, checkpoint(here / "Tiny-A"))
+    second = kept(here, checkpoint(here / "Tiny-B"), Recipe.parse("mxfp4").canonical(), (1, 2))
+    shutil.rmtree(here / "Tiny-B")
+
+    assert exit_code(["ls", "--cached"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+
+    assert shown[0].split() == ["MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE"]
+    assert re.fullmatch(rf"tiny-a +nvfp4 +2\.0 MiB +\ds +\ds +yes +{re.escape(str(here))}/Tiny-A *", shown[1])
+    assert re.fullmatch(rf"tiny-b +mxfp4 2/2 +2\.0 MiB +\ds +\ds +no +{re.escape(str(here))}/Tiny-B *", shown[2])
+    assert shown[3] == f"{second}: {here}/Tiny-B: the folder is not there. Download the model, or correct the path."
+    assert shown[4] == f"4.0 MiB of 3.00 GiB in {here}/state/quantized"
+    assert first.startswith("tiny-a-nvfp4-")
+
+
+def test_what_is_kept_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = kept(here, checkpoint(here / "Tiny-A"))
+
+    assert exit_code(["ls", "--cached", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    assert (told["folder"], told["limit_bytes"]) == (f"{here}/state/quantized", None)
+    (row,) = told["cached"]
+    assert row["created_s"] > 0
+    assert row["used_s"] > 0
+    assert row["size_bytes"] > 2 << 20
+    assert {key: row[key] for key in ("name", "model", "format", "quantize", "tensor_parallel", "source", "valid", "fault", "folder")} == {
+        "name": name,
+        "model": "tiny-a",
+        "format": "nvfp4",
+        "quantize": NVFP4,
+        "tensor_parallel": None,
+        "source": f"{here}/Tiny-A",
+        "valid": True,
+        "fault": None,
+        "folder": f"{here}/state/quantized/{name}",
+    }
+
+
+def test_an_entry_without_a_readable_manifest_is_listed_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = kept(here, checkpoint(here / "Tiny-A"))
+    (here / "state" / "quantized" / name / "sparkd-manifest.json").write_text("{}")
+
+    assert exit_code(["ls", "--cached"]) == 0
+
+    assert f"{name}: {here}/state/quantized/{name}/sparkd-manifest.json: it is no manifest of a quantized cache." in capsys.readouterr().out
+    assert exit_code(["rm", "--cached", name]) == 0
+    assert there(here) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["ls", "--cached", "--layers", "x"], "--cached stands alone"),
+        (["ls", "--config", "x"], "--config to --cached too"),
+        (["rm", "x", "--config", "x"], "--config belongs to --cached."),
+        (["ls", "--cached", "--config", "/none.yaml"], "/none.yaml"),
+    ],
+)
+def test_options_that_do_not_go_together(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+# rm --cached
+
+
+@pytest.mark.parametrize("spelling", ["name", "folder", "entry", "configured", "relative"])
+def test_a_models_entries_are_removed_whatever_it_is_called(
+    here: Path, spelling: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(here, monkeypatch, models={"mine": {"model": f"{here}/Tiny-A", "aliases": ["gpt"]}})
+    monkeypatch.chdir(here)
+    one = kept(here, checkpoint(here / "Tiny-A"))
+    other = kept(here, checkpoint(here / "Tiny-AB"))
+    asked = {"name": "tiny-a", "folder": f"{here}/Tiny-A", "entry": one, "configured": "gpt", "relative": "./Tiny-A"}[spelling]
+
+    assert exit_code(["rm", "--cached", asked]) == 0
+
+    assert there(here) == [other]
+    assert re.fullmatch(rf"{one}: removed, 2\.0 MiB freed\.\n", capsys.readouterr().out)
+
+
+def test_a_hub_ids_entries_are_its_owners_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, yours = (kept(here, checkpoint(here / "hub" / f"models--{owner}--Tiny" / "snapshots" / "0a1b")) for owner in ("me", "you"))
+    both = [mine, yours]
+    assert all(name.startswith("tiny-nvfp4-") for name in both)
+
+    assert exit_code(["rm", "--cached", "--json", "you/Tiny"]) == 0
+
+    assert there(here) == [mine]
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["removed"]] == [yours]
+
+
+def test_every_format_of_a_model_goes(here: Path) -> None:
+    source = checkpoint(here / "Tiny-A")
+    kept(here, source)
+    kept(here, source, Recipe.parse("int4-g32").canonical())
+
+    assert exit_code(["rm", "--cached", "tiny-a"]) == 0
+    assert there(here) == []
+
+
+def test_what_an_engine_reads_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint(here / "Tiny-A")
+    read, other = kept(here, source), kept(here, source, Recipe.parse("fp8").canonical())
+    found = cache.find(str(here / "state" / "quantized"), source, NVFP4)
+    assert found is not None
+
+    with found:
+        assert exit_code(["rm", "--cached", "tiny-a"]) == 5
+
+    assert there(here) == [read]
+    assert capsys.readouterr().err == (
+        f"error: {read}: being read by an engine that starts; try again when it is READY. Removed: {other}.\n"
+    )
+    assert exit_code(["rm", "--cached", "tiny-a"]) == 0
+
+
+def test_nothing_of_a_model_is_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept(here, checkpoint(here / "Tiny-A"))
+
+    assert exit_code(["rm", "--cached", "tiny"]) == 2
+
+    assert len(there(here)) == 1
+    assert capsys.readouterr().err == (f"error: Nothing of tiny is in {here}/state/quantized. `sparkd ls --cached` lists what is there.\n")
+
+
+# export
+
+
+def test_a_configured_model_is_exported_and_can_be_listed(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(here / "Tiny-A")
+    configure(here, monkeypatch, models={"mine": {"model": f"{here}/Tiny-A", "quantize": "int4-g32"}})
+
+    assert exit_code(["export", "mine", str(here / "out"), "--device", "cpu", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    found = read_checkpoint(here / "out")
+    assert told == {"folder": f"{here}/out", "bytes": sum(shard.size_bytes for shard in found.shards), "from": "checkpoint"}
+    assert found.config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 32
+
+
+def test_a_folder_is_exported_with_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(here / "Tiny-A")
+
+    assert exit_code(["export", str(here / "Tiny-A"), str(here / "out"), "--quantize", "{format: fp8}"]) == 0
+
+    shown = capsys.readouterr()
+    assert re.fullmatch(rf"{re.escape(str(here))}/out: [\d.]+ KiB of weights, quantized\.\n", shown.out)
+    assert "quantizing" in shown.err
+    assert read_checkpoint(here / "out").config["quantization_config"]["format"] == "float-quantized"
+    assert exit_code(["export", str(here / "Tiny-A"), str(here / "out"), "--quantize", "fp8"]) == 2
+    assert f"{here}/out: it is there already." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["unknown", "out"], "No model is called unknown: give a configured name, a folder, or a hub id (owner/name)."),
+        (["me/Tiny", "out"], "me/Tiny is not in this machine's hub cache. Load it once, or give a folder."),
+        (["plain", "out"], "plain has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4."),
+        (["plain", "out", "--quantize", "nf4"], "nf4"),
+        (["plain", "out", "--quantize", "{"], "--quantize: "),
+        (["plain", "out", "--quantize", "nvfp4"], "/none: the folder is not there"),
+        (["bare", "out", "--quantize", "nvfp4"], "/none/python cannot be started: No such file or directory. Set engine.runtime"),
+        (
+            ["empty", "out", "--quantize", "nvfp4"],
+            "/python has no torch (ModuleNotFoundError: No module named 'torch'): set engine.runtime to a Python that has it.",
+        ),
+    ],
+)
+def test_what_cannot_be_exported(
+    here: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {
+        "plain": {"model": f"{here}/none"},
+        "bare": {"model": f"{here}/none", "runtime": "/none/python"},
+        "empty": {"model": f"{here}/none", "runtime": str(here / "python")},
+    }
+    (here / "python").write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
+    (here / "python").chmod(0o755)
+    configure(here, monkeypatch, models=models)
+
+    assert exit_code(["export", *argv]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:
+    source = checkpoint(here / "Tiny-A")
+    slow = here / "python"
+    code = (
+        "import signal, sys, workers.stream.export as e; say = e._say; e._say = lambda **l: (say(**l), signal.pause()); sys.exit(e.main())"
+    )
+    slow.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
+    slow.chmod(0o755)
+    (here / "sparkd.yaml").write_text(json.dumps({"state_dir": str(here / "state"), "engine": {"runtime": str(slow)}}))
+
+    child = subprocess.Popen(
+        [sys.executable, "-m", "sparkd", "export", source.folder, str(here / "out"), "--quantize", "fp8", "--device", "cpu"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+    assert child.stderr is not None
+    with child:
+        assert "quantizing" in child.stderr.readline()
+        assert list(here.glob(".out.writing-*"))
+        child.send_signal(signal.SIGINT)
+        assert child.wait(120) == 130
+
+    assert not list(here.glob("*out*"))
