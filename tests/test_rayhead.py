@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from sparkd import rayhead
+from sparkd.cluster import rank_folders
+from sparkd.config import load_config
 from sparkd.errors import RayUnavailable
 from sparkd.rayhead import MARK, RayHead, make_token, node_environment, process_cost
 from tests.daemon_process import alive, until
@@ -98,6 +100,14 @@ def test_the_environment_is_ours_and_no_other_clusters(head: RayHead, folder: Pa
     assert (environment["RAY_worker_niceness"], environment["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
     assert environment[MARK] == f"{folder}/ray"
     assert MARK not in node_environment(folder / "ray.token", "127.0.0.1"), "who only joins is not of this head"
+
+
+def test_ray_carries_the_folders_of_its_node(folder: Path) -> None:
+    config = load_config(None, flags={"state_dir": "/s", "runtime_dir": "/r", "quantized_cache.dir": "/q"}, environ={})
+    environment = head_of(folder, rank_folders=rank_folders(config, "10.0.0.2")).environment({})
+
+    told = {name: value for name, value in environment.items() if name.startswith("SPARKD_RAY_") and name != MARK}
+    assert told == {"SPARKD_RAY_RUN_DIR": "/r/ranks/10.0.0.2", "SPARKD_RAY_LOG_DIR": "/s/logs", "SPARKD_RAY_CACHE_DIR": "/q"}
 
 
 @pytest.mark.parametrize(("node_ip", "single"), [("127.0.0.1", "0"), ("10.0.0.1", None)])

@@ -5,7 +5,7 @@
 Flags it does not know are recorded and ignored. Its own behaviour comes from the environment, because flags belong to vLLM:
 
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
-    SPARKD_STUB_LOAD_BYTES        weights that it pretends to load in half of that time, told in the load file that the loader's settings name
+    SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, told in the loader's file of progress
     SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub_engine.Behaviour
     SPARKD_STUB_HANG_AT           none, start (never listens), request, health or metrics
     SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)

@@ -1,4 +1,4 @@
-"""How a stub engine loads weights that it does not have: at an even pace, told in the load file as the streaming loader tells it. Never reads."""
+"""How a stub engine loads weights that it does not have: at an even pace, told as the streaming loader tells it. Never reads a file."""
 
 from __future__ import annotations
 
