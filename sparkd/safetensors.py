@@ -115,6 +115,10 @@ def open_regular(path: str) -> io.FileIO:
         raise CheckpointError(f"it cannot be opened: {error.strerror}", file=path, cure="Check its owner and mode") from None
 
 
+class _NoJson(ValueError):
+    """Something that Python's reader would let pass."""
+
+
 def loads(raw: bytes, path: str, cure: str = AGAIN) -> Any:
     """JSON as a foreign file has it. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key twice."""
     try:
@@ -123,8 +127,11 @@ def loads(raw: bytes, path: str, cure: str = AGAIN) -> Any:
         reason = f"it is not UTF-8 at byte {error.start}"
     except RecursionError:
         reason = "it is nested too deeply"
-    except ValueError as error:
+    except (json.JSONDecodeError, _NoJson) as error:
         reason = str(error)
+    except ValueError:
+        # Python reads no number of more than 4300 digits (sys.set_int_max_str_digits).
+        reason = "a number in it is too long"
     raise CheckpointError(f"the JSON in it cannot be read: {reason}", file=path, cure=cure)
 
 
@@ -161,12 +168,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shown(twice)} stands twice in one object")
+        raise _NoJson(f"the key {shown(twice)} stands twice in one object")
     return made
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise _NoJson(f"{name} is no JSON")
 
 
 def _kind(value: object) -> str:
