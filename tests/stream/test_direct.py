@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -110,6 +111,23 @@ def test_a_file_system_without_o_direct(shards: dict[str, bytes], monkeypatch: p
     assert reader.stats.fallback_reason is not None
     assert stubborn in reader.stats.fallback_reason
     assert other not in reader.stats.fallback_reason
+
+
+def test_several_threads_are_refused_at_once(shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shard_of(shards, 300_007)
+    real, both = os.preadv, threading.Barrier(2)
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            both.wait()
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    pieces = [Piece(0, path, 0, 300_007)]
+    reader = make_reader(pieces, block_bytes=152 * KIB, threads=2)
+    assert contents(reader) == expected(shards, pieces)
+    assert not reader.stats.direct
 
 
 @pytest.mark.parametrize("where", ["open", "first read"])

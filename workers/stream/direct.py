@@ -65,15 +65,16 @@ class SourceFile:
         fd = self._opened()
         done = 0
         while done < wanted:
+            direct = self.direct  # as it was for this read: another thread may be turning it off
             try:
                 count = os.preadv(fd, [buffer[done:]], offset + done)
             except OSError as error:
-                if self.direct and error.errno in _NOT_DIRECT:
+                if direct and error.errno in _NOT_DIRECT:
                     self._turn_buffered(fd, error)
                     continue
                 raise _unreadable(self.path, f"{len(buffer)} bytes at {offset} cannot be read", error) from error
             before, done = done, done + count
-            if done < wanted and self.direct:
+            if done < wanted and direct:
                 # O_DIRECT can only go on at an aligned offset; the end of a file is the only place where it stops at another.
                 done -= done % self.alignment
             if done <= before:
