@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workers.stream.formats.base import Quantizer, amax, nonfinite
 from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
 from workers.stream.formats.int4 import Int4Quantizer
 from workers.stream.formats.mxfp4 import Mxfp4Quantizer
 from workers.stream.formats.nvfp4 import Nvfp4Quantizer, global_scale
-from workers.stream.formats.quantizer import Quantizer, amax, nonfinite
 
 if TYPE_CHECKING:
     from workers.stream.recipe import Format

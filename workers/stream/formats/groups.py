@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.stream.formats.quantizer import Quantizer, chunk_elements, windows
+from workers.stream.formats.base import Quantizer, chunk_elements, windows
 
 
 class Groups(NamedTuple):
@@ -45,10 +45,10 @@ class GroupQuantizer(Quantizer):
                 groups.value.mul_(divisor)
             codes, chosen = self._encode(groups)
             scale[rows, columns.start // size : columns.stop // size] = chosen.view(height, -1)
-            words[rows, columns.start // 8 : columns.stop // 8] = _pack(codes).view(height, -1)
+            words[rows, columns.start // 8 : columns.stop // 8] = pack(codes).view(height, -1)
 
 
-def _pack(codes: Tensor) -> Tensor:
+def pack(codes: Tensor) -> Tensor:
     """Codes (int32 [G, B]) -> int32 [B, G/8]: eight codes a word, the first in the lowest nibble. Overwrites the codes."""
     size, blocks = codes.shape
     octets = codes.view(size // 8, 8, blocks)

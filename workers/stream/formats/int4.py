@@ -8,9 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from workers.stream.formats.base import Parts
 from workers.stream.formats.e2m1 import squared_distance
 from workers.stream.formats.groups import GroupQuantizer, Groups
-from workers.stream.formats.quantizer import Parts
 
 # Scales tried: amax divided by these; the winner is then refined once by least squares. There is one code more below zero than above, so
 # the sign of a scale is chosen to let the largest magnitude fall on the side of -8. On Gaussian weights in groups of 32 this leaves a

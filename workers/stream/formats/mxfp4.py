@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.stream.formats import e2m1
+from workers.stream.formats.base import Parts
 from workers.stream.formats.groups import GroupQuantizer, Groups
-from workers.stream.formats.quantizer import Parts
 
 # Exponents tried, beside floor(log2(amax)) - 2, which puts the largest magnitude into [4, 8) (OCP Microscaling Formats v1.0, section 6.3).
 # On a tie the first one stays.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
-from workers.stream.formats.quantizer import windows
+from workers.stream.formats.base import windows
 
 BLOCK = 128
 

@@ -18,7 +18,8 @@ from workers.stream.formats import nvfp4 as nvfp4_format
 
 # Elements of a program: 16 for each of 128 threads, so that a thread loads 16 bytes twice.
 _TILE = 2048
-_RUNTIME = ["groups", "per_row", "stride_b", "stride_n", "stride_k"]
+# An argument that would only make Triton compile once more, for its being 1 or divisible by 16.
+_PLAIN = ["groups"]
 
 
 def amax(weight: Tensor) -> Tensor:
@@ -69,10 +70,12 @@ def _launch(kernel: triton.JITFunction, weight: Tensor, size: int, *results: Ten
     matrices, rows, columns = weight.shape
     groups = rows * columns // size
     held = max(1, tile // size)
-    arguments = (weight, *results, groups, columns // size, *weight.stride())
-    shape = {"SIZE": size, "HELD": held, "CONTIGUOUS": weight.is_contiguous()}
+    contiguous = weight.is_contiguous()
+    strides = (0, 0, 0, 0) if contiguous else (columns // size, *weight.stride())
+    shape = {"SIZE": size, "HELD": held, "CONTIGUOUS": contiguous}
     with torch.cuda.device_of(weight):
-        kernel[(triton.cdiv(groups, held), matrices)](*arguments, **shape, **constants, num_warps=4, enable_fp_fusion=False)
+        programs = (triton.cdiv(groups, held), matrices)
+        kernel[programs](weight, *results, groups, *strides, **shape, **constants, num_warps=4, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -141,14 +144,14 @@ def _squared_error(magnitude, SATURATE: tl.constexpr):
     return tl.sum(distance * distance, axis=1)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=_PLAIN)
 def _amax(weight, result, groups, per_row, stride_b, stride_n, stride_k, SIZE: tl.constexpr, HELD: tl.constexpr, CONTIGUOUS: tl.constexpr):
     value, _, _, _ = _tile_of(weight, groups, per_row, stride_b, stride_n, stride_k, SIZE, HELD, CONTIGUOUS)
     # The bits of magnitudes order as integers do, NaN above infinity.
     tl.atomic_max(result + tl.program_id(1), tl.max(tl.max(_bits(tl.abs(value)), axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=_PLAIN)
 def _nvfp4(
     weight, words, scales, divisors, groups, per_row, stride_b, stride_n, stride_k,
     SIZE: tl.constexpr, HELD: tl.constexpr, CONTIGUOUS: tl.constexpr,
@@ -179,7 +182,7 @@ def _try_mxfp4(magnitude, base, best, smallest, STEP: tl.constexpr):
     return tl.where(error < smallest, biased, best), tl.minimum(error, smallest)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=_PLAIN)
 def _mxfp4(
     weight, words, scales, groups, per_row, stride_b, stride_n, stride_k,
     SIZE: tl.constexpr, HELD: tl.constexpr, CONTIGUOUS: tl.constexpr,
@@ -224,7 +227,7 @@ def _try_int4(value, amax, sign, best, smallest, INVERSE: tl.constexpr, SMALLEST
     return tl.where(error < smallest, scale, best), tl.minimum(error, smallest)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=_PLAIN)
 def _int4(
     weight, words, scales, groups, per_row, stride_b, stride_n, stride_k,
     SIZE: tl.constexpr, HELD: tl.constexpr, CONTIGUOUS: tl.constexpr,
@@ -265,7 +268,7 @@ def _e4m3(value):
     return (code | ((_bits(value) >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride_b", "stride_n"])
+@triton.jit(do_not_specialize=["rows"])
 def _fp8(
     weight, values, scales, rows, columns, stride_b, stride_n, stride_k,
     INVERSE: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
@@ -288,7 +291,7 @@ def _fp8(
         tl.store(target + column, _e4m3(tl.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * scale)), mask=column < columns)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride_b", "stride_n"])
+@triton.jit(do_not_specialize=["rows"])
 def _fp8_block(
     weight, values, scales, rows, columns, stride_b, stride_n, stride_k,
     INVERSE: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,

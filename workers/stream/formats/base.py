@@ -29,7 +29,7 @@ class Quantizer(ABC):
         """What `quantize` emits for one weight [n, k]: suffix -> (dtype, shape)."""
 
     def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
-        """Quantizes [..., N, K] (bfloat16, float16 or float32, finite, any strides) on the device it is on.
+        """Quantizes [..., N, K] (bfloat16, float16 or float32; below 2**126; any strides) on the device it is on.
 
         global_scale: nvfp4 only, the divisor (float32; one element, or one for each matrix) where several weights share one; a power of
         two keeps every product exact. out: contiguous tensors to write into, shaped as `parts` says behind the leading dimensions; else

@@ -1,0 +1,77 @@
+"""How much a format loses: the bars on two distributions, and that no scale would have been better than the one that was chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.stream import reference, weights
+from workers.stream.formats import quantizer
+from workers.stream.recipe import Format
+
+BARS = [
+    ("mxfp4", "gauss", 0.112),
+    ("mxfp4", "t5", 0.123),
+    ("nvfp4", "gauss", 0.082),
+    ("nvfp4", "t5", 0.083),
+    ("int4-g32", "gauss", 0.083),
+    ("int4-g32", "t5", 0.105),
+    ("int4-g128", "gauss", 0.098),
+    ("int4-g128", "t5", 0.142),
+    ("fp8", "gauss", 0.027),
+    ("fp8-block", "t5", 0.027),
+]
+
+
+def squared_error(spelling: str, weight: torch.Tensor, size: int) -> np.ndarray:
+    """Of each group, float64."""
+    form = quantizer(Format.parse(spelling))
+    made = form.dequantize(form.quantize(weight), torch.float32).double()
+    return (made - weight.double()).square().view(-1, size).sum(1).numpy()
+
+
+@pytest.mark.parametrize(("spelling", "distribution", "bar"), BARS)
+def test_bars(spelling: str, distribution: str, bar: float) -> None:
+    weight = weights.distribution(distribution)
+    error = squared_error(spelling, weight, weight.numel())[0]
+    assert (error / float(weight.double().square().sum())) ** 0.5 <= bar
+
+
+@pytest.mark.parametrize("distribution", weights.DISTRIBUTIONS)
+def test_nvfp4_has_the_best_of_all_normal_scales(distribution: str) -> None:
+    weight = weights.distribution(distribution, 32, 1024)
+    divisor = float(quantizer(Format("nvfp4")).quantize(weight)["weight_global_scale"])
+    groups = weight.double().view(-1, 16).numpy()
+    best = reference.least_error(groups, reference.E4M3[8:0x7F] / divisor, reference.encode_e2m1, reference.E2M1)
+    found = squared_error("nvfp4", weight, 16)
+    assert np.all(found >= best * (1 - 1e-9))
+    assert found.sum() <= best.sum() * (1 + 5e-4)
+
+
+@pytest.mark.parametrize("distribution", weights.DISTRIBUTIONS)
+def test_mxfp4_has_the_best_power_of_two(distribution: str) -> None:
+    weight = weights.distribution(distribution, 32, 1024)
+    groups = weight.double().view(-1, 32).numpy()
+    best = reference.least_error(groups, 2.0 ** np.arange(-24, 4), reference.encode_e2m1, reference.E2M1)
+    assert np.allclose(squared_error("mxfp4", weight, 32), best, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("distribution", weights.DISTRIBUTIONS)
+def test_int4_is_near_the_best_of_160_scales(distribution: str, group: int) -> None:
+    weight = weights.distribution(distribution, 32, 1024)
+    groups = weight.double().view(-1, group)
+    tried = [sign * groups.abs().amax(1) / divisor for divisor in np.arange(6.8, 14.8, 0.1) for sign in (1, -1)]
+    scales = torch.stack(tried).bfloat16().double().numpy()
+    best = reference.least_error(groups.numpy(), scales, reference.encode_int4, np.arange(-8.0, 8.0))
+    assert squared_error(f"int4-g{group}", weight, group).sum() <= best.sum() * 1.015
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_mxfp4_takes_the_exponent_below_where_clipping_one_value_saves_the_others(clipped: bool) -> None:
+    weight = torch.full((1, 32), 0.25 if clipped else 0.5)
+    weight[0, 0] = 4.0
+    parts = quantizer(Format("mxfp4")).quantize(weight)
+    # 4 is 4 * 2**0; with 2**-1 it is clipped to 3, and each 0.25 is met.
+    assert int(parts["weight_scale"]) - 127 == (-1 if clipped else 0)

@@ -1,0 +1,108 @@
+"""Every format bit for bit against the reference in numpy: what the parts stand for, and which codes a weight gets under its scales."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.stream import reference, weights
+from workers.stream.formats import quantizer
+from workers.stream.recipe import Format
+
+SPELLINGS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+HARD = tuple(weights.adversarial(torch.float32))
+
+
+def check(spelling: str, weight: Tensor) -> None:
+    """One weight [N, K]."""
+    parsed = Format.parse(spelling)
+    form = quantizer(parsed)
+    kept = weight.clone()
+    parts = form.quantize(weight)
+    assert torch.equal(weight.view(torch.uint8), kept.view(torch.uint8)), "a weight is only read"
+    assert {suffix: (part.dtype, tuple(part.shape)) for suffix, part in parts.items()} == form.parts(*weight.shape)
+    bits = weights.bits(parts)
+    group = parsed.group_size or 0
+    expected = reference.dequantize(parsed.name, bits, group)
+    made = form.dequantize(parts, torch.float32).numpy()
+    assert np.isfinite(made).all()
+    assert np.array_equal(made.view(np.uint32), expected.view(np.uint32))
+    assert np.array_equal(reference.stored_codes(parsed.name, bits), reference.codes(parsed.name, weight.float().numpy(), bits, group))
+    half = form.dequantize(parts, torch.bfloat16)
+    assert torch.equal(half, torch.from_numpy(expected).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_what_is_hard(spelling: str, name: str, dtype: torch.dtype) -> None:
+    check(spelling, weights.adversarial(dtype)[name])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_weight(spelling: str, data: st.DataObject) -> None:
+    size = Format.parse(spelling).group or 1
+    n = data.draw(st.integers(1, 200), label="N")
+    k = size * data.draw(st.integers(1, 300 // size), label="groups")
+    dtype = data.draw(st.sampled_from(TYPES))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    exponents = data.draw(st.sampled_from([(0, 0), (-3, 3), (-14, 4), (-30, 12)]), label="powers of two over the rows")
+    random = np.random.default_rng(seed)
+    weight = random.standard_normal((n, k)) * 2.0 ** random.uniform(*exponents, size=(n, 1))
+    if data.draw(st.booleans(), label="few values, many ties"):
+        weight = np.rint(weight * 4) / 4
+    if data.draw(st.booleans(), label="holes"):
+        weight[random.random((n, k)) < 0.5] = 0
+    check(spelling, torch.from_numpy(np.clip(weight, -60000, 60000)).to(dtype))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_batch_is_its_matrices(spelling: str) -> None:
+    form = quantizer(Format.parse(spelling))
+    batch = torch.stack([weights.distribution("gauss", 40, 256), weights.distribution("t5", 40, 256) * 8, torch.zeros(40, 256)])
+    parts = form.quantize(batch.bfloat16().view(3, 1, 40, 256))
+    for index in range(3):
+        alone = form.quantize(batch[index].bfloat16())
+        for suffix, part in alone.items():
+            assert torch.equal(parts[suffix][index, 0].view(torch.uint8), part.view(torch.uint8))
+    whole = form.dequantize(parts, torch.float32)
+    assert whole.shape == (3, 1, 40, 256)
+    assert torch.equal(whole[1, 0], form.dequantize(form.quantize(batch[1].bfloat16()), torch.float32))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_strides_and_given_results(spelling: str) -> None:
+    form = quantizer(Format.parse(spelling))
+    stored = weights.distribution("laplace", 384, 512)
+    for view in (stored.t(), stored[::3, 128:384], stored.view(2, 192, 512).transpose(0, 1)[7:9]):
+        out = form.empty(view)
+        made = form.quantize(view, out=out)
+        expected = form.quantize(view.contiguous())
+        for suffix, part in expected.items():
+            assert made[suffix].data_ptr() == out[suffix].data_ptr()
+            assert torch.equal(made[suffix].view(torch.uint8), part.view(torch.uint8))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_weight_of_many_chunks_is_as_one(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = quantizer(Format.parse(spelling))
+    weight = weights.distribution("gauss", 140, 1408)
+    whole = form.quantize(weight)
+    for elements in (1408 * 7, 1000, 128):
+        monkeypatch.setattr("workers.stream.formats.base.CHUNK_ELEMENTS", elements)
+        for suffix, part in form.quantize(weight).items():
+            assert torch.equal(part.view(torch.uint8), whole[suffix].view(torch.uint8))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_weight_without_rows_has_parts_without_rows(spelling: str) -> None:
+    form = quantizer(Format.parse(spelling))
+    parts = form.quantize(torch.empty(0, 256, dtype=torch.bfloat16))
+    assert {suffix: tuple(part.shape) for suffix, part in parts.items()} == {key: shape for key, (_, shape) in form.parts(0, 256).items()}

@@ -1,0 +1,44 @@
+"""What vLLM's own library, compressed-tensors, reads out of our codes, and what it packs from the same ones."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.stream.weights import distribution
+from workers.stream.formats import quantizer
+from workers.stream.recipe import Format
+
+with warnings.catch_warnings():
+    # What it and torch deprecate among themselves is not ours.
+    warnings.simplefilter("ignore")
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+N, K = 37, 384
+
+
+@pytest.mark.parametrize("spelling", ["nvfp4", "mxfp4"])
+def test_e2m1(spelling: str) -> None:
+    form = quantizer(Format.parse(spelling))
+    parts = form.quantize(distribution("gauss", N, K))
+    value = unpack_fp4_from_uint8(parts["weight_packed"], N, K, torch.float32)
+    if spelling == "nvfp4":
+        scale = parts["weight_scale"].float() / parts["weight_global_scale"]
+    else:
+        scale = torch.exp2(parts["weight_scale"].float() - 127)
+    assert torch.equal(form.dequantize(parts, torch.float32), value * scale.repeat_interleave(form.group_size or 1, 1))
+    assert torch.equal(parts["weight_packed"], pack_fp4_to_uint8(value))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4(group: int) -> None:
+    form = quantizer(Format("int4", group))
+    parts = form.quantize(distribution("t5", N, K))
+    assert parts["weight_shape"].tolist() == [N, K]
+    code = unpack_from_int32(parts["weight_packed"], 4, torch.Size(parts["weight_shape"].tolist()))
+    value = code.float() * parts["weight_scale"].float().repeat_interleave(group, 1)
+    assert torch.equal(form.dequantize(parts, torch.float32), value)
+    assert torch.equal(parts["weight_packed"], pack_to_int32(code.to(torch.int8), 4))
