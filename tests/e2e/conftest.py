@@ -44,7 +44,7 @@ def served(chat_model: Path, foreign_python: Path, tmp_path_factory: pytest.Temp
         "models": {
             NAME: engine | {"aliases": ["gpt-4o", "claude-sonnet"], "preload": True},
             "foreign": engine | {"runtime": str(foreign_python)},
-            "quantized": engine | {"runtime": str(foreign_python), "quantize": "int4-g64", "quantized_cache": False},
+            "quantized": engine | {"runtime": str(foreign_python), "quantize": "int4-g64"},
         },
     }
     with daemon(tmp_path_factory.mktemp("e2e"), settings) as made:
