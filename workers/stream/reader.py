@@ -33,8 +33,8 @@ class RingExhausted(RuntimeError):
 class ReaderStats:
     """bytes_read: what came off the files so far, aligned; bytes_planned: what it will be at the end; bytes_wanted: the pieces' own.
 
-    direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why the ring is
-    not pinned.
+    direct: every file so far was read with O_DIRECT; fallback_reason: a sentence for the log, where not. unpinned_reason: why a ring that
+    was to be pinned is not.
     seconds: from the start to the last block, or until now; waited_s: of these, how long the consumer waited for a block.
     """
 
