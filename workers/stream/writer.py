@@ -33,7 +33,7 @@ class _Block:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     filled: int = 0
     event: torch.cuda.Event | None = None
-    on_device: bool = False
+    stream: torch.cuda.Stream | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +65,7 @@ class ShardWriter:
         hold_bytes: int = 0,
         pin: bool = False,
         direct: bool = True,
+        threads: int = 1,
     ) -> None:
         self.slots = {slot.name: slot for shard in shards for slot in shard.slots}
         self.bytes_total = sum(shard.size_bytes for shard in shards)
@@ -83,14 +84,20 @@ class ShardWriter:
         self._free = list(range(1, staging_bytes // block_bytes + 1))
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._left: dict[tuple[int, int], int] = {}
-        self._jobs: deque[_Block | _Held | None] = deque()
+        self._jobs: deque[_Block] = deque()
+        self._large: deque[_Held] = deque()
         self._busy = 0
         self._held = 0
         self._taken: dict[str, list[tuple[int, int]]] = {}
         self._error: BaseException | None = None
         self._files: list[TargetFile] = []
-        self._thread = threading.Thread(target=self._work, name="stream-write", daemon=True)
-        self._thread.start()
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._work, name="stream-write-0", daemon=True)]
+        # The others wait for the first to make the files: several writes in flight keep the disk busy, as several reads do.
+        self._ready = False
+        self._threads += [threading.Thread(target=self._help, name=f"stream-write-{n}", daemon=True) for n in range(1, threads)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def error(self) -> BaseException | None:
@@ -114,7 +121,8 @@ class ShardWriter:
             base = block.at * self._block_bytes - at
             self._copy(base + low, view[low - begin : high - begin])
             with self._changed:
-                block.on_device |= view.is_cuda
+                if view.is_cuda:
+                    block.stream = torch.cuda.current_stream(view.device)
                 self._fill(block, low - at, high - at)
         self._take(slot, start, size)
         return True
@@ -148,6 +156,7 @@ class ShardWriter:
         with self._changed:
             self._error = self._error or RuntimeError("The writer is closed.")
             self._jobs.clear()
+            self._large.clear()
             self._blocks.clear()
             self._changed.notify_all()
         self._stop()
@@ -208,9 +217,8 @@ class ShardWriter:
         key = (block.shard, block.number)
         self._blocks.pop(key)
         self._left[key] = self._left_of(*key) - block.filled
-        if block.on_device:
-            block.event = torch.cuda.Event()
-            block.event.record()
+        if block.stream is not None:
+            block.event = block.stream.record_event()
         self._busy += 1
         self._jobs.append(block)
         self._changed.notify_all()
@@ -235,10 +243,9 @@ class ShardWriter:
         event = None
         copy = view.clone()
         if view.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+            event = torch.cuda.current_stream(view.device).record_event()
         with self._changed:
-            self._jobs.append(_Held(slot, start, copy, event))
+            self._large.append(_Held(slot, start, copy, event))
             self._changed.notify_all()
         self._take(slot, start, size)
         return True
@@ -261,11 +268,12 @@ class ShardWriter:
 
     def _stop(self) -> None:
         with self._changed:
-            self._jobs.append(None)
+            self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    # The thread
+    # The threads
 
     def _work(self) -> None:
         try:
@@ -275,25 +283,54 @@ class ShardWriter:
                 self._files.append(file)
                 file.write(0, memoryview(shard.header))
                 self.bytes_written += len(shard.header)
-            while (job := self._next()) is not None:
-                self._write_held(job) if isinstance(job, _Held) else self._write_block(job)
-                with self._changed:
-                    self._busy -= 1
-                    self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
             with self._changed:
-                self._error = error
-                self._jobs.clear()
-                self._blocks.clear()
+                self._ready = True
                 self._changed.notify_all()
-            for file in self._files:
-                file.close()
-            self._ended(error)
+            while (job := self._next(large=True)) is not None:
+                self._write_held(job) if isinstance(job, _Held) else self._write_block(job)
+                self._finished()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            self._failed(error)
 
-    def _next(self) -> _Block | _Held | None:
+    def _help(self) -> None:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._stopping or self._error is not None)
+            while isinstance(job := self._next(large=False), _Block):
+                self._write_block(job)
+                self._finished()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            self._failed(error)
+
+    def _next(self, *, large: bool) -> _Block | _Held | None:
+        """The next job; None at the end. large: also those that need the thread's own block, which only the first thread has."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs)
-            return self._jobs.popleft()
+            self._changed.wait_for(lambda: self._jobs or (large and self._large) or self._stopping or self._error is not None)
+            if large and self._large:
+                return self._large.popleft()
+            return self._jobs.popleft() if self._jobs else None
+
+    def _finished(self) -> None:
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def _failed(self, error: BaseException) -> None:
+        """The first failure ends the writing, for every thread."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            self._jobs.clear()
+            self._large.clear()
+            self._blocks.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for file in self._files:
+            file.close()
+        self._ended(error)
 
     def _write_block(self, block: _Block) -> None:
         if block.event is not None:
@@ -308,12 +345,15 @@ class ShardWriter:
         if held.event is not None:
             held.event.synchronize()
         begin, shard = held.slot.offset + held.start, held.slot.shard
+        # A stream of its own: what else is queued on the device need not be waited for.
+        stream = torch.cuda.Stream(held.copy.device) if held.event is not None else None
         memory = self._ring.memory(0)
         for number, low, high in self._spans(begin, held.copy.numel()):
             at = low - number * self._block_bytes
-            self._copy(at, held.copy[low - begin : high - begin])
-            if held.event is not None:
-                torch.cuda.current_stream().synchronize()
+            with torch.cuda.stream(stream):
+                self._copy(at, held.copy[low - begin : high - begin])
+            if stream is not None:
+                stream.synchronize()
             self._write(shard, low, memory[at : at + high - low])
             with self._changed:
                 self._left[(shard, number)] = self._left_of(shard, number) - (high - low)
