@@ -2,10 +2,11 @@
 
     python -m tests.bench.architectures [--quantize nvfp4] [--only REGEX] [--jobs N] [--logs FOLDER]
 
-For every architecture of tests/architectures.py three engines start in processes of their own: stock vLLM on the checkpoint, ours with
---quantize, and stock vLLM on a BF16 checkpoint of the values that the formats can hold (dequantized.py). All of them see the same random
-prompt and generate 8 tokens. PASS: ours serves, and its distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not
-serve this model here either; its reason follows. FAIL: anything else. Exit status 1: there was a FAIL.
+For every architecture of tests/architectures.py engines start in processes of their own: ours with --quantize, stock vLLM on a BF16
+checkpoint of the values that the formats can hold (dequantized.py), and stock vLLM on the checkpoint itself where that tells something
+more, or always with three --jobs. All of them see the same random prompt and generate 8 tokens. PASS: ours serves, and its
+distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not serve this model here either; its reason follows.
+FAIL: anything else. Exit status 1: there was a FAIL.
 A checkpoint that is quantized already passes through, so there stock vLLM on the same files is what ours is compared with.
 """
 
@@ -48,9 +49,7 @@ def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, p
     if "kv_lora_rank" in model.config:
         arguments.pop("attention_backend", None)  # latent attention has backends of its own
     ours = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": quantize}}
-    runs: dict[str, tuple[Path, dict[str, Any]]] = {"stock": (source, {}), "ours": (source, ours)}
-    if quantized:
-        runs["reference"] = (reference, {})
+    runs: dict[str, tuple[Path, dict[str, Any]]] = {"ours": (source, ours), "reference": (reference, {}), "stock": (source, {})}
 
     def run(which: str) -> Mapping[str, Any] | str:
         path, more = runs[which]
@@ -61,26 +60,29 @@ def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, p
         except child.ChildFailed as failed:
             return str(failed)
 
+    needed = ["ours", *(["reference"] if quantized else []), *(["stock"] if jobs > 2 or not quantized else [])]
     with ThreadPoolExecutor(jobs) as pool:
-        found = dict(zip(runs, pool.map(run, runs), strict=True))
+        found = dict(zip(needed, pool.map(run, needed), strict=True))
+    if "stock" not in found and any(isinstance(said, str) for said in found.values()):
+        found["stock"] = run("stock")
     return verdict(found, quantized, *_TOLERANCE.get(quantize.replace("_", "-"), _PLAIN_TOLERANCE))
 
 
 def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_kl: float, most_gap: float) -> tuple[str, str]:
-    """found: for stock, ours and reference what the engine said, or why it did not."""
-    stock, ours = found["stock"], found["ours"]
+    """found: for ours, reference and stock, where they were started, what the engine said, or why it did not."""
+    stock, ours = found.get("stock"), found["ours"]
     reference = found.get("reference", stock)
-    if isinstance(ours, str):
+    if isinstance(ours, str) or reference is None:
         if isinstance(stock, str) and isinstance(reference, str):
             return "NAMED", f"stock vLLM does not serve it here: {stock}"
-        return "FAIL", ours
+        return "FAIL", str(ours)
     if isinstance(reference, str):
         return "NAMED", f"ours serves it, stock vLLM does not serve what it is compared with: {reference}"
     mine, theirs = ours["prompts"][0], reference["prompts"][0]
     kl, gap = mean_kl(theirs["likely"], mine["likely"], 10**6), median_gap(theirs["likely"], mine["likely"], TOP)
     told = f"{quantized} weights quantized, " if quantized else "passed through, "
     told += f"KL {kl:.5f}, gap {gap:.3f} from {'the dequantized model' if quantized else 'stock'}"
-    if quantized and not isinstance(stock, str):
+    if quantized and isinstance(stock, Mapping):
         other = stock["prompts"][0]
         told += f"; KL {mean_kl(other['likely'], mine['likely'], 10**6):.4f} from the source"
     told += f"; tokens {'equal' if mine['tokens'] == theirs['tokens'] else 'differ'}; {ours['seconds']:.0f} s"

@@ -168,7 +168,12 @@ def main() -> None:
     pid = sys.argv[1]
     print(flush=True)
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     peaks: dict[str, int] = {}
     while not ended.wait(INTERVAL_S):
         now = resident(pid)

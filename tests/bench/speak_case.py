@@ -24,9 +24,8 @@ def main() -> None:
     tokenized = question.get("chat") is None and not any(isinstance(prompt, str) for prompt in question["prompts"])
     engine = LLM(question["model"], skip_tokenizer_init=tokenized, max_logprobs=logprobs, **question["arguments"])
     answer: dict[str, Any] = {"prompts": []}
-    params = SamplingParams(
-        temperature=0, max_tokens=question["max_tokens"], ignore_eos=True, prompt_logprobs=logprobs, detokenize=not tokenized
-    )
+    # Without detokenize=False every one of the log-probabilities is spelled out, which takes longer than the model.
+    params = SamplingParams(temperature=0, max_tokens=question["max_tokens"], ignore_eos=True, prompt_logprobs=logprobs, detokenize=False)
     for prompt in question["prompts"]:
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         (made,) = engine.generate([given], params, use_tqdm=False)
