@@ -76,14 +76,15 @@ LAYOUTS = st.dictionaries(
     shard_bytes=st.sampled_from([3 * BLOCK, 1 << 30]),
     direct=st.booleans(),
     hold=st.sampled_from([0, 8 * BLOCK]),
+    threads=st.sampled_from([1, 3]),
 )
 def test_the_files_are_what_was_put(
-    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, hold: int
+    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, data: st.DataObject, shard_bytes: int, direct: bool, hold: int, threads: int
 ) -> None:
     folder = tmp_path_factory.mktemp("writer")
     shards = lay_out(tensors, shard_bytes)
     values = content(shards)
-    made = writer(folder, shards, direct=direct, hold_bytes=hold)
+    made = writer(folder, shards, direct=direct, hold_bytes=hold, threads=threads)
     order = data.draw(st.permutations(sorted(values)))
     for name in order:
         slot, value = made.slots[name], values[name].clone()
@@ -189,6 +190,17 @@ def test_a_disk_that_fails_ends_it_and_nothing_waits(tmp_path: Path, monkeypatch
 
     assert refused[-1] is False
     assert [error.errno for error in told if isinstance(error, OSError)] == [errno.ENOSPC]
+
+
+def test_a_disk_that_fails_while_a_tensor_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = lay_out({"t": ("U8", (3 * BLOCK,))})
+    made = writer(tmp_path, shards, threads=3)
+    monkeypatch.setattr(made, "_copy", lambda _at, _view: made._failed(OSError(errno.EIO, "Input/output error")))
+
+    assert not made.put(made.slots["t"], 0, content(shards)["t"])
+    with pytest.raises(OSError, match="Input/output error"):
+        made.flush()
+    made.close()
 
 
 def test_closing_before_the_end_leaves_what_was_not_written(tmp_path: Path) -> None:

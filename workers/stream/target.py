@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import threading
 
 # Offset and length of an O_DIRECT write: 4096 suits every file system and disk that does not name its own (open(2), "O_DIRECT").
 ALIGNMENT = 4096
@@ -17,6 +18,8 @@ _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 class TargetFile:
     """A new file. All of its room is taken at once, so that a full disk shows before the first byte. Every method raises OSError.
 
+    `write` is safe for several threads.
+
     fallback_reason: why it is written through the page cache, where O_DIRECT is not possible.
     """
 
@@ -24,7 +27,9 @@ class TargetFile:
         self.path = path
         self.fallback_reason: str | None = None if direct else "it was asked for"
         self._direct_fd: int | None = None
+        self._direct = direct
         self._unwritten = 0
+        self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             _allocate(self._fd, size_bytes)
@@ -34,25 +39,29 @@ class TargetFile:
             if error.errno not in _NOT_DIRECT:
                 self.close()
                 raise
+            self._direct = False
             self.fallback_reason = f"the file system has no O_DIRECT ({error.strerror})"
 
     def write(self, offset: int, data: memoryview) -> None:
         """All of `data`. Past the page cache where offset and length are multiples of ALIGNMENT; then the memory must be aligned too."""
-        if self._direct_fd is not None and offset % ALIGNMENT == 0 and len(data) % ALIGNMENT == 0:
+        if self._direct and self._direct_fd is not None and offset % ALIGNMENT == 0 and len(data) % ALIGNMENT == 0:
             try:
                 _write_all(self._direct_fd, offset, data)
                 return
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
                     raise
-                os.close(self._direct_fd)
-                self._direct_fd = None
+                # The descriptor stays open until the end: another thread may be writing through it.
+                self._direct = False
                 self.fallback_reason = f"the file system refused an O_DIRECT write ({error.strerror})"
         _write_all(self._fd, offset, data)
-        self._unwritten += len(data)
-        if self._unwritten >= FLUSH_BYTES:
-            os.fdatasync(self._fd)
-            self._forget()
+        with self._lock:
+            self._unwritten += len(data)
+            if self._unwritten < FLUSH_BYTES:
+                return
+            self._unwritten = 0
+        os.fdatasync(self._fd)
+        self._forget()
 
     def settle(self) -> None:
         """On the disk for good, and out of the page cache; closes the file."""
@@ -68,7 +77,6 @@ class TargetFile:
         self._direct_fd, self._fd = None, -1
 
     def _forget(self) -> None:
-        self._unwritten = 0
         with contextlib.suppress(OSError):  # advice
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

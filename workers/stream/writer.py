@@ -121,6 +121,8 @@ class ShardWriter:
             base = block.at * self._block_bytes - at
             self._copy(base + low, view[low - begin : high - begin])
             with self._changed:
+                if self._error is not None:
+                    return False
                 if view.is_cuda:
                     block.stream = torch.cuda.current_stream(view.device)
                 self._fill(block, low - at, high - at)
@@ -215,7 +217,8 @@ class ShardWriter:
     def _submit(self, block: _Block) -> None:
         """Hands a block over to the thread."""
         key = (block.shard, block.number)
-        self._blocks.pop(key)
+        if self._blocks.pop(key, None) is None:  # the writing ended meanwhile
+            return
         self._left[key] = self._left_of(*key) - block.filled
         if block.stream is not None:
             block.event = block.stream.record_event()
@@ -366,5 +369,6 @@ class ShardWriter:
     def _write(self, shard: int, offset: int, data: memoryview) -> None:
         file = self._files[shard]
         file.write(offset, data)
-        self.bytes_written += len(data)
-        self.fallback_reason = self.fallback_reason or file.fallback_reason
+        with self._changed:
+            self.bytes_written += len(data)
+            self.fallback_reason = self.fallback_reason or file.fallback_reason
