@@ -20,10 +20,11 @@ logger = logging.getLogger("vllm.sparkd")
 
 
 def register() -> None:
-    """The entry point in group `vllm.general_plugins`. Raises RuntimeError naming the symbol where this vLLM lacks one."""
+    """The entry point in group `vllm.general_plugins`. Where this vLLM lacks a symbol, only a load in our format fails, and says which."""
     global _registered
     if _registered:
         return
+    _registered = True
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.layers.quantization import register_quantization_config
@@ -31,15 +32,35 @@ def register() -> None:
 
         from workers.stream.loader import SparkStreamLoader
         from workers.stream.method import NAME, SparkConfig
-    except ImportError as error:
-        raise RuntimeError(
+    except (ImportError, AttributeError) as error:
+        _refuse(
             f"The sparkd plugin does not work with this vLLM: {error}. It was tried with 0.26.0 and 0.32.0; "
             "serve without `quantize`, or install one of those."
-        ) from error
+        )
+        return
     register_quantization_config(NAME)(SparkConfig)
     register_model_loader(LOAD_FORMAT)(SparkStreamLoader)
     EngineArgs.create_model_config = _describing(EngineArgs.create_model_config)
-    _registered = True
+
+
+def _refuse(sentence: str) -> None:
+    """Every model that does not ask for our format is served as before; one that does is told why it cannot be."""
+    logger.warning("sparkd: %s", sentence)
+    try:
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    except ImportError:
+        return  # then vLLM itself says that it does not know the format
+
+    class Refusing(BaseModelLoader):  # type: ignore[misc]
+        def __init__(self, load_config: Any) -> None:
+            raise RuntimeError(sentence)
+
+        def download_model(self, model_config: Any) -> None: ...
+
+        def load_weights(self, model: Any, model_config: Any) -> None: ...
+
+    register_model_loader(LOAD_FORMAT)(Refusing)
 
 
 def _describing(create_model_config: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def cached(source: Checkpoint, cache_dir: Path, leave_out: str | None = None) ->
     made = CacheWriter(str(cache_dir), source, RECIPE, None, described, layout, plain=plain)
     stored = {name: tensor_of(source, name) for name in source.tensors}
 
-    def refill(name: str) -> dict[str, torch.Tensor]:
-        module = name.rpartition(".")[0]
-        return {f"{module}.{suffix}": part for suffix, part in quantizer(formats[module]).quantize(stored[f"{module}.weight"]).items()}
+    def refill(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in list(names):
+            module, _, suffix = name.rpartition(".")
+            yield name, quantizer(formats[module]).quantize(stored[f"{module}.weight"])[suffix]
 
     assert made.finish(refill) == "written", made.reason
 

@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ from workers.stream.writer import MIB, ShardWriter
 
 # CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
 CPU_STAGING_BYTES, CPU_BLOCK_BYTES, CPU_HOLD_BYTES = 16 * MIB, MIB, 64 * MIB
-CUDA_STAGING_BYTES, CUDA_BLOCK_BYTES, CUDA_HOLD_BYTES = 64 * MIB, 4 * MIB, 256 * MIB
+CUDA_STAGING_BYTES, CUDA_BLOCK_BYTES, CUDA_HOLD_BYTES = 256 * MIB, 4 * MIB, 32 * MIB
+CPU_THREADS, CUDA_THREADS = 1, 4
 # For the manifest and the file system's own records.
 MARGIN_BYTES = 16 * MIB
 
-Refill = Callable[[str], Mapping[str, torch.Tensor]]
+Refill = Callable[[Collection[str]], Iterable[tuple[str, torch.Tensor]]]
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -105,6 +106,7 @@ class CacheWriter:
                 block_bytes=CUDA_BLOCK_BYTES if on_gpu else CPU_BLOCK_BYTES,
                 hold_bytes=CUDA_HOLD_BYTES if on_gpu else CPU_HOLD_BYTES,
                 pin=on_gpu,
+                threads=CUDA_THREADS if on_gpu else CPU_THREADS,
             )
         except (CheckpointError, OSError, RuntimeError) as error:
             self._end(error)
@@ -147,7 +149,7 @@ class CacheWriter:
     def finish(self, refill: Refill | None = None) -> str:
         """Completes the entry and returns the state; for a thread of its own once the model is placed, and it may take as long as a load.
 
-        refill: makes the quantized tensors of the unit that a name belongs to once more.
+        refill: makes the tensors of these names once more, in any order.
         """
         try:
             if self._writer is not None and self.state == "writing":
@@ -197,13 +199,11 @@ class CacheWriter:
         missing = {slot.name: slot for slot, _, _ in gaps if slot.name not in self._plain}
         if missing and refill is not None:
             logger.info("sparkd: %d tensors are quantized once more for the cache: the disk was slower than the load.", len(missing))
-        while missing and refill is not None:
-            name = next(iter(missing))
-            for made, tensor in refill(name).items():
-                slot = missing.pop(made, None)
-                if slot is not None and (slot.dtype, slot.nbytes) == (CODES.get(tensor.dtype), tensor.numel() * tensor.element_size()):
-                    writer.put(slot, 0, bytes_of(tensor), wait=True)
-            if name in missing:
+        for name, tensor in refill(missing.keys()) if missing and refill is not None else ():
+            slot = missing[name]
+            if (slot.dtype, slot.nbytes) != (CODES.get(tensor.dtype), tensor.numel() * tensor.element_size()):
+                break
+            if not writer.put(slot, 0, bytes_of(tensor), wait=True):
                 break
         writer.flush()
         left = next(writer.gaps(), None)

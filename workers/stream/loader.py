@@ -6,9 +6,11 @@ Importing this module imports vLLM. See pipeline.py for the pass over the checkp
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,7 +24,8 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.cache import find
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.ct_config import quantization_config
-from workers.stream.method import NAME
+from workers.stream.formats import amax, global_scale, quantizer
+from workers.stream.method import NAME, formats_of
 from workers.stream.progress import ProgressFile
 from workers.stream.ranks import experts_are_spread, first_expert, one_expert_of_each, rank_of_world, ranks, tensor_parallel_rank, whole_of
 from workers.stream.reader import Reader
@@ -50,7 +53,11 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         VirtualCheckpoint(checkpoint, formats)
         described = quantization_config(formats, linear_modules(checkpoint))
     except SparkdError as error:
+        if isinstance(path := (engine_args.model_loader_extra_config or {}).get("progress"), str):
+            ProgressFile(path).failed(error.message)
         raise ValueError(error.message) from None
+    for sentence in (*settings.recipe.notes, *formats.adjustments):
+        logger.info("sparkd: %s", sentence)
     if not described:
         return
     if engine_args.quantization not in (None, NAME):
@@ -76,7 +83,7 @@ def linear_modules(checkpoint: Checkpoint) -> list[str]:
     return [
         name.removesuffix(".weight")
         for name, ref in checkpoint.tensors.items()
-        if len(ref.shape) >= 2 and (name.endswith(".weight") or name.endswith(("experts.gate_up_proj", "experts.down_proj")))
+        if len(ref.shape) >= 2 and name.endswith((".weight", "experts.gate_up_proj", "experts.down_proj"))
     ]
 
 
@@ -104,6 +111,19 @@ def local_folder(model: str, revision: str | None, download_dir: str | None) -> 
         ) from error
 
 
+def compile_kernels(described: Mapping[str, Any], device: torch.device) -> None:
+    """Runs each format's quantizer of a `quantization_config` once, in a thread of its own. A failure shows again at the first unit."""
+
+    def run() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), contextlib.suppress(RuntimeError):
+            weight = torch.zeros(128, 2048, dtype=torch.bfloat16, device=device)
+            for form in formats_of(described):
+                shared = {"global_scale": global_scale(amax(weight))} if form.name == "nvfp4" else {}
+                quantizer(form).quantize(weight, **shared)
+
+    threading.Thread(target=run, name="stream-compile", daemon=True).start()
+
+
 class SparkStreamLoader(DefaultModelLoader):
     """Load format `spark_stream`: hands vLLM the tensors of a virtual quantized checkpoint, each as soon as its bytes are there."""
 
@@ -114,6 +134,13 @@ class SparkStreamLoader(DefaultModelLoader):
         plain.model_loader_extra_config = {}
         plain.load_format = "safetensors"
         super().__init__(plain)
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """As the base class does; on a GPU the kernels are compiled meanwhile, so that the first unit does not wait for them."""
+        if model_config.quantization == NAME and torch.cuda.is_available():
+            described = getattr(model_config.hf_config, "quantization_config", None) or {}
+            compile_kernels(described, torch.device("cuda", torch.cuda.current_device()))
+        return super().load_model(vllm_config, model_config, *args, **kwargs)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not
@@ -235,13 +262,14 @@ class SparkStreamLoader(DefaultModelLoader):
         if pipeline.fallback_reason:
             logger.warning("sparkd: %s", pipeline.fallback_reason)
         logger.info(
-            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s.",
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
             pipeline.units_total,
             pipeline.bytes_read / 2**30,
             "checkpoint" if source.cached is None else "quantized cache",
             seconds,
             pipeline.bytes_read / seconds / 1e9,
             " past the page cache" if pipeline.direct else "",
+            pipeline.waited_s,
         )
         source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
         source.finish()

@@ -8,6 +8,7 @@ while streaming and what an exported checkpoint says are one description.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ class SparkConfig(CompressedTensorsConfig):
                 layer.scheme = made
                 return CompressedTensorsLinearMethod(self)
         return None
+
+
+def formats_of(described: Mapping[str, Any]) -> list[Format]:
+    """The weight formats that a `quantization_config` names."""
+    schemes = (CompressedTensorsConfig._quantization_scheme_map_from_config(dict(described)) or {}).values()
+    return list(dict.fromkeys(format_of(scheme) for scheme in schemes))
 
 
 def format_of(scheme: Any) -> Format:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 
 from sparkd.errors import CheckpointError
 from workers.stream.feed import Feed
-from workers.stream.formats import global_scale, nonfinite, quantizer
+from workers.stream.formats import amax, global_scale, quantizer
 from workers.stream.reader import Piece, Reader
 from workers.stream.trace import NotAView, Phantom, Region, Taken, streamed
 from workers.stream.virtual import (
@@ -140,9 +140,10 @@ class Pipeline:
         self.bytes_total = sum(plan.nbytes for plan in self._plans)
         self.units_total = len(self._plans)
         self.bytes_read = 0
+        self.waited_s = 0.0
         self.direct: bool | None = None
         self.fallback_reason: str | None = None
-        self._flags: list[tuple[str, str, torch.Tensor]] = []
+        self._largest: list[tuple[str, str, torch.Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises CheckpointError for a truncated file or weights that are not finite; the message names file and tensor."""
@@ -155,13 +156,15 @@ class Pipeline:
                 done += plan.nbytes
                 if self._watcher is not None:
                     self._watcher.advance(done, number + 1)
-                if len(self._flags) >= CHECKED_UNITS:
+                if len(self._largest) >= CHECKED_UNITS:
                     self._check_finite()
             feed.finish()
             self._check_finite()
-            self.bytes_read = reader.stats.bytes_read
-            self.direct = reader.stats.direct
-            self.fallback_reason = reader.stats.fallback_reason
+            stats = reader.stats
+            self.bytes_read = stats.bytes_read
+            self.waited_s = stats.waited_s
+            self.direct = stats.direct
+            self.fallback_reason = stats.fallback_reason
 
     def handed(self) -> dict[str, Handed]:
         """Everything that a sink is given, before anything is read."""
@@ -183,25 +186,23 @@ class Pipeline:
                         )
         return found
 
-    def again(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of the unit that emits `name` once more, made on the CPU: the device belongs to the engine by then. From any
-        thread."""
-        plan = next(plan for plan in self._plans if any(one.name == name for one in self._emitted[plan.index]))
-        made: dict[str, torch.Tensor] = {}
+    def again(self, names: Collection[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a sink gets of the units that emit `names`, made once more on `device` in one pass; from any thread, without the model."""
+        wanted = {index for index, emitted in self._emitted.items() if any(one.name in names for one in emitted)}
+        made: list[tuple[str, torch.Tensor]] = []
 
         class Keep:
             def add(self, name: str, tensor: torch.Tensor) -> None:
-                made[name] = tensor.clone()
+                made.append((name, tensor))
 
             def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
                 raise RuntimeError(f"{name} is not streamed here")
 
-        alone = Pipeline(
-            self._virtual, torch.device("cpu"), self._make_reader, regions=self._regions, dtype=self._dtype, sink=Keep(), only={plan.index}
-        )
+        alone = Pipeline(self._virtual, device, self._make_reader, regions=self._regions, dtype=self._dtype, sink=Keep(), only=wanted)
         for _ in alone.tensors():
-            pass
-        return made
+            yield from ((name, tensor) for name, tensor in made if name in names)
+            made.clear()
+        yield from ((name, tensor) for name, tensor in made if name in names)
 
     def _plan(self, index: int, unit: Unit) -> _Plan | None:
         plan = _Plan(index, unit)
@@ -274,20 +275,17 @@ class Pipeline:
 
                 part = dequantize_fp8(part, scales, weight.stored.shape, (need.row_start, need.col_start), dtype=self._dtype)
             needed.append((weight, number, need, part))
-        shared = self._shared_scale([part for *_, part in needed]) if needed[0][0].format.name == "nvfp4" else None
-        for weight, number, need, part in needed:
-            self._flags.append((weight.stored.ref.path, weight.stored.ref.name, nonfinite(part)))
+        largest = [amax(part) for *_, part in needed]
+        shared = None
+        if needed[0][0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one
+            shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
+        for (weight, number, need, part), most in zip(needed, largest, strict=True):
+            self._largest.append((weight.stored.ref.path, weight.stored.ref.name, most))
             form = quantizer(weight.format)
             parts = form.quantize(part, global_scale=shared) if shared is not None else form.quantize(part)
             made = [(one, parts[one.suffix]) for one in self._emitted[plan.index] if one.weight == number]
             yield from self._hand_on([(one, _placed(one, weight, need, tensor), tensor) for one, tensor in made])
         feed.release()
-
-    @staticmethod
-    def _shared_scale(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """NVFP4's second-level scale for weights that vLLM multiplies as one: from the largest absolute value of all of them."""
-        largest = [part.abs().amax().float() for part in parts]
-        return global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
 
     def _hand_on(self, made: Sequence[tuple[Emitted, torch.Tensor, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for emitted, whole, part in made:
@@ -297,12 +295,12 @@ class Pipeline:
                 yield emitted.name, whole
 
     def _check_finite(self) -> None:
-        flags, self._flags = self._flags, []
-        if not flags:
+        seen, self._largest = self._largest, []
+        if not seen:
             return
-        bad = torch.stack([flag.reshape(()) for *_, flag in flags]).nonzero().flatten().tolist()
+        bad = torch.stack([most.reshape(()) for *_, most in seen]).isfinite().logical_not().nonzero().flatten().tolist()
         if bad:
-            path, name, _ = flags[bad[0]]
+            path, name, _ = seen[bad[0]]
             more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
             raise CheckpointError(f"the weights hold NaN or Inf{more}", file=path, tensor=name, cure="The file is damaged: fetch it again")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -24,6 +25,8 @@ class ProgressFile:
     def __init__(self, path: str | None, tp_rank: int = 0) -> None:
         self._path = f"{path}.tp{tp_rank}" if path and tp_rank else path
         self._written_s = 0.0
+        self._began_s = time.monotonic()
+        self._lock = threading.Lock()  # the cache's thread tells of itself while the load goes on
         self._points: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
         self._said: dict[str, Any] = {
             "v": 1,
@@ -46,7 +49,8 @@ class ProgressFile:
 
     def begin(self, bytes_total: int, units_total: int, form: str, source: str) -> None:
         self._said |= {"bytes_total": bytes_total, "units_total": units_total, "format": form, "source": source}
-        self._points.append((time.monotonic(), 0))
+        self._began_s = time.monotonic()
+        self._points.append((self._began_s, 0))
         self._write(always=True)
 
     def advance(self, bytes_done: int, units_done: int) -> None:
@@ -68,7 +72,8 @@ class ProgressFile:
         self._write(always=True)
 
     def done(self, read_bytes: int, direct: bool) -> None:
-        self._said |= {"phase": "done", "eta_s": 0.0, "read_bytes": read_bytes, "direct": direct}
+        rate = self._said["bytes_done"] / max(time.monotonic() - self._began_s, 1e-9)
+        self._said |= {"phase": "done", "eta_s": None, "bytes_per_s": rate, "read_bytes": read_bytes, "direct": direct}
         self._write(always=True)
 
     def failed(self, message: str) -> None:
@@ -80,7 +85,7 @@ class ProgressFile:
             return
         self._written_s = time.monotonic()
         temporary = f"{self._path}.{os.getpid()}"
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             with open(temporary, "w", encoding="utf-8") as file:
                 json.dump(self._said | {"at": time.time()}, file)
             os.replace(temporary, self._path)

@@ -3,9 +3,10 @@ never knows vLLM."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from workers.stream.trace import Trace
 from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
+
+ENDING_S = 10.0
 
 
 @dataclass(slots=True)
@@ -76,9 +79,25 @@ class Source:
             yield name, made
 
     def finish(self) -> None:
-        """After the load: the cache becomes whole in a thread of its own while the model already answers."""
-        if self.writer is not None:
-            threading.Thread(target=self.writer.finish, args=(self.pipeline.again,), name="quantized-cache", daemon=True).start()
+        """After the load: the cache becomes whole in a thread of its own while the model already answers.
+
+        The device belongs to the engine by then, so what is missing is made on the CPU.
+        """
+        if self.writer is None:
+            return
+
+        def again(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+            return self.pipeline.again(names, torch.device("cpu"))
+
+        thread = threading.Thread(target=self.writer.finish, args=(again,), name="quantized-cache", daemon=True)
+        thread.start()
+        atexit.register(self._end, thread)
+
+    def _end(self, thread: threading.Thread) -> None:
+        """An engine that ends does not wait for its cache, but no thread of ours may be inside torch when the interpreter goes."""
+        if thread.is_alive():
+            self.abandon("the engine ended before it was whole")
+            thread.join(ENDING_S)
 
     def abandon(self, reason: str) -> None:
         if self.writer is not None:

@@ -18,6 +18,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.formats import Quantizer, quantizer
+from workers.stream.fusion import FUSED
 from workers.stream.reader import Piece
 from workers.stream.recipe import Format
 from workers.stream.trace import Region
@@ -43,15 +44,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 RUN_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
 
-# Modules that vLLM multiplies as one matrix: their NVFP4 global scale must be one (compressed-tensors takes the maximum and warns otherwise).
-FUSED: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
 _LEADER = {name: group[0] for group in FUSED for name in group}
 _PACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<which>gate_up_proj|down_proj)(?:\.weight)?$")
 
@@ -285,7 +277,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
     module = ref.name.removesuffix(".weight")
     form = formats.get(module)
     if form is None or form.name == "bf16":
-        if ref.dtype == "F8_E4M3" and (scale := _scale(checkpoint, module)) is not None and checkpoint_dequantizes(checkpoint):
+        if formats and ref.dtype == "F8_E4M3" and (scale := _scale(checkpoint, module)) is not None and checkpoint_dequantizes(checkpoint):
             raise CheckpointError(
                 "it is FP8 and the recipe keeps it in its own precision, which the other layers' format cannot express",
                 file=ref.path,
