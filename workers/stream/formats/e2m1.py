@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.stream.formats.sums import squared_distance
+
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
 _EXPONENT = 0x7F800000
@@ -44,12 +46,6 @@ def squared_error(magnitude: Tensor, a: Tensor, b: Tensor, *, saturate: bool) ->
     if saturate:
         b.clamp_(max=LARGEST)
     return squared_distance(b, magnitude)
-
-
-def squared_distance(value: Tensor, other: Tensor) -> Tensor:
-    """Sum over dim 0 of (value - other)**2; overwrites value."""
-    # One pass instead of two: the element-wise loss is the fused difference and square.
-    return torch.ops.aten.mse_loss.out(value, other, 0, out=value).sum(0)
 
 
 def decode(packed: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from workers.stream.formats.base import Parts
-from workers.stream.formats.e2m1 import squared_distance
 from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.sums import columns, squared_distance
 
 # Scales tried: amax divided by these; the winner is then refined once by least squares. There is one code more below zero than above, so
 # the sign of a scale is chosen to let the largest magnitude fall on the side of -8. On Gaussian weights in groups of 32 this leaves a
@@ -81,5 +81,5 @@ class Int4Quantizer(GroupQuantizer):
         scale = stored.float()
         torch.mul(value, scale.reciprocal(), out=scaled)
         torch.round(scaled, out=rounded).clamp_(-8, 7)
-        above, below = scaled.mul_(rounded).sum(0), rounded.square_().sum(0)
+        above, below = columns(scaled.mul_(rounded)), columns(rounded.square_())
         return torch.where(above > 0, scale * (above / below), scale).to(torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.stream.formats import e2m1
-from workers.stream.formats.base import Parts
+from workers.stream.formats.base import Parts, amax
 from workers.stream.formats.groups import GroupQuantizer, Groups
 
 # Codes of positive E4M3 numbers count upwards; 0x7E is 448. Marlin flushes what lies below 2**-6, the subnormals, to zero
@@ -57,8 +57,7 @@ class Nvfp4Quantizer(GroupQuantizer):
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
         divisor = out["weight_global_scale"].view(-1)
         if global_scale is None:
-            low, high = torch.aminmax(weight.flatten(1), dim=1)
-            global_scale = _global_scale(torch.maximum(high, -low))
+            global_scale = _global_scale(torch.stack([amax(matrix) for matrix in weight]))
         divisor.copy_(global_scale.view(-1))
         for index, matrix in enumerate(weight):
             words = out["weight_packed"][index].view(torch.int32)

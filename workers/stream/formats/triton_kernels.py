@@ -1,8 +1,8 @@
 """The quantizers as CUDA kernels: each reads a weight once and searches the scale in registers. It never runs without a GPU (or Triton's
 interpreter), and decides nothing that the torch quantizers beside it do not.
 
-Every operation is the same float32 operation as there, in the same order, without fused multiply-adds; only sums over a group add in
-another order, so two scales whose errors agree to seven digits may be told apart differently. Strides are free, nothing is synchronised.
+Every operation is the same float32 operation as there, in the same order, without fused multiply-adds; the order in which a warp adds
+is not promised by Triton, so of two scales with the same error another one may be taken. Strides are free, nothing is synchronised.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -125,6 +125,15 @@ def _store_words(words, code, group, before, inside, SIZE: tl.constexpr, HELD: t
 
 
 @triton.jit
+def _sum(value, SIZE: tl.constexpr, HELD: tl.constexpr):
+    """sums.columns, over dim 1: [HELD, SIZE] -> [HELD]."""
+    even, odd = tl.split(tl.reshape(value, (HELD, SIZE // 2, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (HELD, SIZE // 4, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (HELD, SIZE // 8, 2)))
+    return tl.sum(even + odd, axis=1)
+
+
+@triton.jit
 def _e2m1(value):
     """e2m1.encode."""
     magnitude = tl.minimum(tl.abs(value), 6.0)
@@ -134,14 +143,14 @@ def _e2m1(value):
 
 
 @triton.jit
-def _squared_error(magnitude, SATURATE: tl.constexpr):
+def _squared_error(magnitude, SATURATE: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
     """e2m1.squared_error, over dim 1."""
     shift = tl.maximum(magnitude, 1.0) * 4194304.0
     rounded = (magnitude + shift) - shift
     if SATURATE:
         rounded = tl.minimum(rounded, 6.0)
     distance = rounded - magnitude
-    return tl.sum(distance * distance, axis=1)
+    return _sum(distance * distance, SIZE, HELD)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -166,7 +175,7 @@ def _nvfp4(
     for step in tl.static_range(SCALES):
         code = tl.minimum(first + step, LAST)
         scale = _float((code + BIAS) << 20)
-        error = _squared_error(magnitude * _inverse(scale)[:, None], False) * (scale * scale)
+        error = _squared_error(magnitude * _inverse(scale)[:, None], False, SIZE, HELD) * (scale * scale)
         best = tl.where(error < smallest, code, best)
         smallest = tl.minimum(error, smallest)
     chosen = _float((best + BIAS) << 20)
@@ -175,10 +184,10 @@ def _nvfp4(
 
 
 @triton.jit
-def _try_mxfp4(magnitude, base, best, smallest, STEP: tl.constexpr):
+def _try_mxfp4(magnitude, base, best, smallest, STEP: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
     biased = tl.maximum(base + STEP, 1)
     unit = _float((127 + 2 * tl.minimum(biased - base, 1)) << 23)
-    error = _squared_error(magnitude * _float((254 - biased) << 23)[:, None], STEP < 1) * unit
+    error = _squared_error(magnitude * _float((254 - biased) << 23)[:, None], STEP < 1, SIZE, HELD) * unit
     return tl.where(error < smallest, biased, best), tl.minimum(error, smallest)
 
 
@@ -192,9 +201,9 @@ def _mxfp4(
     base = (_bits(tl.max(magnitude, axis=1)) >> 23) - 2
     best = base
     smallest = tl.full((HELD,), float("inf"), tl.float32)
-    best, smallest = _try_mxfp4(magnitude, base, best, smallest, 0)
-    best, smallest = _try_mxfp4(magnitude, base, best, smallest, 1)
-    best, smallest = _try_mxfp4(magnitude, base, best, smallest, -1)
+    best, smallest = _try_mxfp4(magnitude, base, best, smallest, 0, SIZE, HELD)
+    best, smallest = _try_mxfp4(magnitude, base, best, smallest, 1, SIZE, HELD)
+    best, smallest = _try_mxfp4(magnitude, base, best, smallest, -1, SIZE, HELD)
     _store_words(words, _e2m1(value * _float((254 - best) << 23)[:, None]), group, before, inside, SIZE, HELD)
     tl.store(scales + before + group, best.to(tl.uint8), mask=inside)
 
@@ -206,11 +215,11 @@ def _to_int4(scaled):
 
 
 @triton.jit
-def _int4_error(value, scale, amax):
+def _int4_error(value, scale, amax, SIZE: tl.constexpr, HELD: tl.constexpr):
     scaled = value * _inverse(scale)[:, None]
     distance = _to_int4(scaled) - scaled
     ratio = tl.div_rn(scale, amax)
-    return tl.sum(distance * distance, axis=1) * (ratio * ratio)
+    return _sum(distance * distance, SIZE, HELD) * (ratio * ratio)
 
 
 @triton.jit
@@ -221,9 +230,9 @@ def _as_bf16(value):
 
 
 @triton.jit
-def _try_int4(value, amax, sign, best, smallest, INVERSE: tl.constexpr, SMALLEST: tl.constexpr):
+def _try_int4(value, amax, sign, best, smallest, INVERSE: tl.constexpr, SMALLEST: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
     scale = _as_bf16(tl.maximum(amax * INVERSE, SMALLEST) * sign)
-    error = _int4_error(value, scale, amax)
+    error = _int4_error(value, scale, amax, SIZE, HELD)
     return tl.where(error < smallest, scale, best), tl.minimum(error, smallest)
 
 
@@ -240,17 +249,17 @@ def _int4(
     sign = tl.where(high > low, -1.0, 1.0)
     best = amax
     smallest = tl.full((HELD,), float("inf"), tl.float32)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, A, SMALLEST)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, B, SMALLEST)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, C, SMALLEST)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, D, SMALLEST)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, E, SMALLEST)
+    best, smallest = _try_int4(value, amax, sign, best, smallest, A, SMALLEST, SIZE, HELD)
+    best, smallest = _try_int4(value, amax, sign, best, smallest, B, SMALLEST, SIZE, HELD)
+    best, smallest = _try_int4(value, amax, sign, best, smallest, C, SMALLEST, SIZE, HELD)
+    best, smallest = _try_int4(value, amax, sign, best, smallest, D, SMALLEST, SIZE, HELD)
+    best, smallest = _try_int4(value, amax, sign, best, smallest, E, SMALLEST, SIZE, HELD)
     scaled = value * _inverse(best)[:, None]
     rounded = _to_int4(scaled)
-    above = tl.sum(scaled * rounded, axis=1)
-    below = tl.sum(rounded * rounded, axis=1)
+    above = _sum(scaled * rounded, SIZE, HELD)
+    below = _sum(rounded * rounded, SIZE, HELD)
     refined = tl.where(above > 0, _as_bf16(best * tl.div_rn(above, tl.where(above > 0, below, 1.0))), best)
-    best = tl.where(_int4_error(value, refined, amax) < smallest, refined, best)
+    best = tl.where(_int4_error(value, refined, amax, SIZE, HELD) < smallest, refined, best)
     code = _to_int4(tl.div_rn(value, tl.broadcast_to(best[:, None], (HELD, SIZE)))).to(tl.int32) + 8
     _store_words(words, code, group, before, inside, SIZE, HELD)
     tl.store(scales + before + group, best.to(tl.bfloat16), mask=inside)

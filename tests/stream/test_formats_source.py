@@ -1,0 +1,73 @@
+"""FP8 weights of a checkpoint, brought back: every kind of scale, any window of the weight, against the reference in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.errors import CheckpointError
+from tests.stream import reference
+from workers.stream.formats.source import dequantize_fp8
+
+
+def every_code(n: int, k: int) -> torch.Tensor:
+    """float8_e4m3fn [n, k] of all codes but the two NaN."""
+    code = torch.arange(n * k, dtype=torch.int64) * 37 % 254
+    return (code + (code >= 0x7F)).to(torch.uint8).view(torch.float8_e4m3fn).view(n, k)
+
+
+def expected(weight: torch.Tensor, factor: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    value = reference.E4M3[weight.view(torch.uint8).numpy()].astype(np.float32) * factor.astype(np.float32)
+    return torch.from_numpy(value).to(dtype)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_window(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 300), label="N")
+    k = data.draw(st.integers(2, 300), label="K")
+    kind = data.draw(st.sampled_from(["tensor", "scalar", "channel", "column", "block"]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    top, left = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))
+    bottom, right = data.draw(st.integers(top + 1, n)), data.draw(st.integers(left + 1, k))
+    blocks = (-(-n // 128), -(-k // 128))
+    shape = {"tensor": (1,), "scalar": (), "channel": (n,), "column": (n, 1), "block": blocks}[kind]
+    scale = torch.from_numpy(np.random.default_rng(n * 1000 + k).uniform(1e-3, 2, size=shape)).to(
+        data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    )
+    spread = scale.float().numpy()
+    if kind == "block":
+        spread = np.repeat(np.repeat(spread, 128, 0)[:n], 128, 1)[:, :k]
+    elif kind != "scalar" and kind != "tensor":
+        spread = spread.reshape(n, 1)
+    weight = every_code(n, k)
+    whole = expected(weight, np.broadcast_to(spread, (n, k)), dtype)
+    made = dequantize_fp8(weight[top:bottom, left:right], scale, (n, k), (top, left), dtype=dtype)
+    assert torch.equal(made, whole[top:bottom, left:right])
+    assert made.dtype == dtype
+
+
+def test_powers_of_two_as_scales() -> None:
+    weight = every_code(130, 256)
+    exponents = torch.tensor([[120, 127], [130, 110]], dtype=torch.uint8)
+    factor = np.repeat(np.repeat(reference.E8M0[exponents.numpy()], 128, 0)[:130], 128, 1)
+    made = dequantize_fp8(weight, exponents.view(torch.float8_e8m0fnu), (130, 256))
+    assert torch.equal(made, expected(weight, factor, torch.bfloat16))
+
+
+def test_chunks_and_a_given_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scale = every_code(300, 200), torch.rand(3, 2)
+    whole = dequantize_fp8(weight, scale, (300, 200))
+    monkeypatch.setattr("workers.stream.formats.base.CHUNK_ELEMENTS", 333)
+    out = torch.empty(300, 200, dtype=torch.bfloat16)
+    assert dequantize_fp8(weight, scale, (300, 200), out=out) is out
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (2, 3), (300, 200), (0,)])
+def test_a_scale_that_fits_nothing_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CheckpointError, match=r"an FP8 weight 300x200 has a scale of shape .*\[300, 1\], nor \[3, 2\]\. Fetch"):
+        dequantize_fp8(every_code(300, 200), torch.ones(shape), (300, 200))
