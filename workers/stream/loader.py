@@ -24,15 +24,16 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.cache import find
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.ct_config import quantization_config
+from workers.stream.experts import answered, families
 from workers.stream.formats import amax, global_scale, quantizer
 from workers.stream.method import NAME, formats_of
 from workers.stream.progress import ProgressFile
-from workers.stream.ranks import experts_are_spread, first_expert, one_expert_of_each, rank_of_world, ranks, tensor_parallel_rank, whole_of
+from workers.stream.ranks import experts_are_spread, rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.reader import Reader
 from workers.stream.repack import repack_in_place
 from workers.stream.settings import Settings
 from workers.stream.source import Source
-from workers.stream.trace import Taken, Trace, phantoms
+from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -217,8 +218,9 @@ class SparkStreamLoader(DefaultModelLoader):
         read."""
         trace = Trace()
         emitted = virtual.emitted()
-        asked = emitted if experts_are_spread() else one_expert_of_each(emitted)
-        started = time.perf_counter()
+        alike = [] if experts_are_spread() else families(emitted)
+        skipped = {name for family in alike for number, name in family.names.items() if number not in family.asked}
+        asked = [one for one in emitted if one.name not in skipped]
         try:
             with torch.no_grad():
                 model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
@@ -237,9 +239,7 @@ class SparkStreamLoader(DefaultModelLoader):
             return None
         if any(one.name not in trace.taken for one in asked):
             return None
-        for one in emitted:
-            trace.taken.setdefault(one.name, trace.taken.get(first_expert(one.name), Taken(one.shape, whole_of(one.shape))))
-        logger.debug("sparkd: asked for %d tensors in %.2f s", len(asked), time.perf_counter() - started)
+        trace.straight = answered(alike, trace.taken)
         return trace
 
     def _streamed(self, source: Source, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

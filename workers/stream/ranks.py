@@ -2,29 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
-from workers.stream.trace import Region
-from workers.stream.virtual import Emitted
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def first_expert(name: str) -> str:
-    """The name of the same tensor of expert 0."""
-    return _EXPERT.sub(".experts.0.", name, count=1)
-
-
-def one_expert_of_each(emitted: Sequence[Emitted]) -> list[Emitted]:
-    """One expert stands for all of its layer: where experts are not spread over ranks, a rank takes the same part of each."""
-    shapes = {one.name: one.shape for one in emitted}
-    return [one for one in emitted if (first := first_expert(one.name)) == one.name or shapes.get(first) != one.shape]
-
-
-def whole_of(shape: tuple[int, ...]) -> Region:
-    return tuple((0, size) for size in shape)
-
 
 def experts_are_spread() -> bool:
     """Whether each rank has experts of its own (expert parallelism)."""

@@ -13,6 +13,7 @@ import torch
 
 from workers.stream.cache import CachedCheckpoint
 from workers.stream.cache_writer import CacheWriter
+from workers.stream.experts import place
 from workers.stream.pipeline import SHAPE, Handed, Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Piece, Reader
@@ -63,20 +64,23 @@ class Source:
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
             return None
         virtual = VirtualCheckpoint(cached.checkpoint, {}, keep=needed.__contains__)
-        trace = self.trace if whole else None
-        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress)
-        return Source(pipeline, self.device, self.reader, trace, self.dtype, self.progress, cached, None if whole else needed)
+        pipeline = _pipeline(virtual, self.device, self.reader, self.trace if whole else None, self.dtype, self.progress)
+        return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, cached, None if whole else needed)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises CheckpointError."""
+        """What the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
+        straight = {} if self.trace is None else self.trace.straight
         for name, tensor in self.pipeline.tensors():
             one = None if self.cut is None else self.cut[name]
-            if one is None or one.is_whole:
+            if one is not None and not one.is_whole:
+                made = torch.empty(one.whole, dtype=one.dtype, device=tensor.device)
+                made[tuple(slice(at, at + size) for at, size in zip(one.at, one.shape, strict=True))] = tensor
+                tensor = made
+            target = straight.get(name)
+            if target is None:
                 yield name, tensor
-                continue
-            made = torch.empty(one.whole, dtype=one.dtype, device=tensor.device)
-            made[tuple(slice(at, at + size) for at, size in zip(one.at, one.shape, strict=True))] = tensor
-            yield name, made
+            else:
+                place(target, tensor)
 
     def finish(self) -> None:
         """After the load: the cache becomes whole in a thread of its own while the model already answers.

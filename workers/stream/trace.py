@@ -26,16 +26,26 @@ SMALL_BYTES = 16 * 2**20  # a larger stand-in has one element in memory: asking 
 _aten = torch.ops.aten
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a copy went: the parameter's own memory, and the part of the tensor that went there with its dimensions in this order."""
+
+    memory: torch.Tensor
+    region: Region
+    dims: tuple[int | None, ...]
+
+
 @dataclass(slots=True)
 class Taken:
     """What was taken of one tensor: `region` is the smallest box that holds every copy, None while there was none.
 
-    once: it was copied exactly once and nothing else was done with it, so its bytes may go where they belong as they come.
+    once: it was copied exactly once and nothing else was done with it, so its bytes may go where they belong as they come: to `target`.
     """
 
     shape: tuple[int, ...]
     region: Region | None = None
     copies: int = 0
+    target: Target | None = None
 
     @property
     def once(self) -> bool:
@@ -126,6 +136,7 @@ def _copied(target: torch.Tensor, phantom: Phantom) -> torch.Tensor:
         phantom.taken.whole()
     else:
         phantom.taken.add(phantom.region)
+        phantom.taken.target = Target(target.detach(), phantom.region, phantom.dims)
     if phantom.on_copy is not None:
         phantom.on_copy(target, phantom)
     return target
@@ -247,9 +258,13 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(slots=True)
 class Trace:
-    """The answer: a region for every tensor that was asked about. A tensor that was never copied is not needed (region None)."""
+    """The answer: a region for every tensor that was asked about. A tensor that was never copied is not needed (region None).
+
+    straight: where those go that need not be handed to the model at all (experts.py).
+    """
 
     taken: dict[str, Taken] = field(default_factory=dict)
+    straight: dict[str, Target] = field(default_factory=dict)
 
     def region(self, name: str) -> Region | None:
         return self.taken[name].region

@@ -1,0 +1,104 @@
+"""Experts that go straight into their parameter, without vLLM's weight loader in between. Never guesses: what three experts do not
+agree on is left to vLLM.
+
+A layer's experts lie one behind the other in one parameter, and vLLM's loader looks for the right one among all of them for every
+tensor: about 100 us each, 18,000
+tensors for 128 experts in 48 layers, three scales for each. So the first, the second and the last expert are asked (trace.py) where
+they go; where the three lie on
+a line and are taken in the same way, the others lie on it too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.stream.trace import Region, Taken, Target
+from workers.stream.virtual import Emitted
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(slots=True)
+class Family:
+    """The same tensor of every expert of one layer: names by the expert's number."""
+
+    shape: tuple[int, ...]
+    names: dict[int, str]
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        numbers = sorted(self.names)
+        return tuple(dict.fromkeys((numbers[0], numbers[min(1, len(numbers) - 1)], numbers[-1])))
+
+
+def families(emitted: Sequence[Emitted]) -> list[Family]:
+    """The families among the emitted tensors; a tensor whose shape is not its siblings' has a family of its own."""
+    found: dict[tuple[str, tuple[int, ...]], Family] = {}
+    for one in emitted:
+        if (expert := _EXPERT.search(one.name)) is None:
+            continue
+        key = (one.name[: expert.start(1)] + one.name[expert.end(1) :], one.shape)
+        found.setdefault(key, Family(one.shape, {})).names[int(expert[1])] = one.name
+    return list(found.values())
+
+
+def answered(found: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Target]:
+    """Completes `taken` for the experts that were not asked, and says where those go whose place follows; the rest vLLM places."""
+    straight: dict[str, Target] = {}
+    for family in found:
+        asked = {number: taken[family.names[number]] for number in family.asked}
+        first = next(iter(asked.values()))
+        line = _line({number: one.target for number, one in asked.items() if one.once})
+        for number, name in family.names.items():
+            if number in asked:
+                continue
+            taken[name] = Taken(family.shape, first.region, first.copies)
+            if line is not None and first.target is not None:
+                straight[name] = _on(line, first.target, number)
+    return straight
+
+
+def place(target: Target, tensor: torch.Tensor) -> None:
+    """What vLLM's loader would do with a tensor: its part, in the target's order of dimensions, copied into the parameter."""
+    part = tensor[tuple(slice(start, stop) for start, stop in target.region)] if _cuts(target.region, tensor) else tensor
+    dims = [dim for dim in target.dims if dim is not None]
+    if dims != sorted(dims):
+        part = part.permute([*dims, *(dim for dim in range(part.dim()) if dim not in dims)])
+    memory = target.memory
+    memory.copy_(part if part.shape == memory.shape else part.reshape(memory.shape), non_blocking=True)
+
+
+def _cuts(region: Region, tensor: torch.Tensor) -> bool:
+    return any((start, stop) != (0, size) for (start, stop), size in zip(region, tensor.shape, strict=True))
+
+
+def _line(targets: Mapping[int, Target | None]) -> tuple[int, int] | None:
+    """(offset of expert 0, step) in elements of the parameter's memory, where the targets of three experts lie on one line."""
+    known = [(number, target) for number, target in targets.items() if target is not None]
+    if len(known) < 3:
+        return None
+    (a, first), (b, second), *_ = known
+    step, rest = divmod(second.memory.storage_offset() - first.memory.storage_offset(), b - a)
+    origin = first.memory.storage_offset() - a * step
+    if rest or not all(_alike(first, other) and other.memory.storage_offset() == origin + number * step for number, other in known):
+        return None
+    return origin, step
+
+
+def _alike(one: Target, other: Target) -> bool:
+    a, b = one.memory, other.memory
+    return (
+        (one.region, one.dims) == (other.region, other.dims)
+        and (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
+
+
+def _on(line: tuple[int, int], like: Target, number: int) -> Target:
+    origin, step = line
+    memory = like.memory
+    return Target(memory.as_strided(memory.shape, memory.stride(), origin + number * step), like.region, like.dims)
