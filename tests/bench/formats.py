@@ -1,0 +1,217 @@
+"""What the weight formats cost: their errors beside the bars, and how fast they are made. Never asserts; a miss is exit status 1.
+
+    python -m tests.bench.formats [--bounds] [--only REGEX]
+
+Errors are ||W - W'|| / ||W|| of 1024x2048 weights of five distributions (tests/stream/weights.py). --bounds adds the least error that any
+scale gives, by trying all of them. Speed is bytes of BF16 read per second, best of several runs. With a GPU the kernels are also
+compared with the torch quantizers on the CPU, over many shapes, types and strides: a group counts as different where its scale or a code
+does, and as worse where its error is also larger by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.stream import reference, weights
+from workers.stream.formats import Quantizer, amax, quantizer
+from workers.stream.recipe import Format
+
+FORMATS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
+# Issue 3's bars: Gaussian, Student t with 5 degrees of freedom.
+BARS = {"mxfp4": (0.112, 0.123), "nvfp4": (0.082, 0.083), "int4-g32": (0.083, 0.105), "int4-g128": (0.098, 0.142)}
+BARRED = ("gauss", "t5")
+GPU_BAR = 200e9  # bytes of BF16 a second
+# (experts, N, K): an expert's projections alone and batched, odd sizes, and large dense layers.
+GPU_SHAPES = ((1, 768, 2048), (128, 768, 2048), (1, 2048, 768), (1, 4096, 4096), (1, 28672, 8192))
+CHECKED = ((1, 1, 128), (1, 7, 384), (3, 65, 256), (1, 1000, 640), (2, 129, 1152), (5, 768, 2048), (1, 33, 16384))
+
+
+@dataclass(slots=True)
+class Tally:
+    missed: int = 0
+
+    def verdict(self, good: bool) -> str:
+        self.missed += not good
+        return "ok" if good else "MISSED"
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(prog="tests.bench.formats", description=__doc__.splitlines()[0])
+    arguments.add_argument("--bounds", action="store_true", help="also the least error that any scale gives (minutes)")
+    arguments.add_argument("--only", default="", metavar="REGEX", help="formats whose spelling it matches")
+    options = arguments.parse_args()
+    formats = [spelling for spelling in FORMATS if re.search(options.only, spelling)]
+    tally = Tally()
+    errors(formats, options.bounds, tally)
+    cpu_speed(formats)
+    if torch.cuda.is_available():
+        gpu_check(formats, tally)
+        gpu_speed(formats, tally)
+    return 1 if tally.missed else 0
+
+
+def errors(formats: list[str], bounds: bool, tally: Tally) -> None:
+    print("relative Frobenius error, 1024x2048 BF16\n")
+    print("| format | " + " | ".join(weights.DISTRIBUTIONS) + " | bars |\n|" + "---|" * (len(weights.DISTRIBUTIONS) + 2))
+    for spelling in formats:
+        form = quantizer(Format.parse(spelling))
+        row = {name: relative_error(form, weights.distribution(name)) for name in weights.DISTRIBUTIONS}
+        bars = dict(zip(BARRED, BARS.get(spelling, ()), strict=False))
+        told = ", ".join(f"{name} {bar} {tally.verdict(row[name] <= bar)}" for name, bar in bars.items())
+        print(f"| {spelling} | " + " | ".join(f"{error:.5f}" for error in row.values()) + f" | {told} |", flush=True)
+        for label, bound in _bounds(spelling) if bounds else ():
+            least = [_least(weights.distribution(name), *bound(weights.distribution(name))) for name in weights.DISTRIBUTIONS]
+            print(f"| - {label} | " + " | ".join(f"{error:.5f}" for error in least) + " | |", flush=True)
+    print()
+
+
+def relative_error(form: Quantizer, weight: Tensor) -> float:
+    made = form.dequantize(form.quantize(weight), torch.float32)
+    return float((made - weight.float()).norm() / weight.float().norm())
+
+
+# Group size, scales to try [S] or [S, B], and the code and value of each quotient.
+Trial = tuple[int, np.ndarray, Callable[[np.ndarray], np.ndarray], np.ndarray]
+
+
+def _bounds(spelling: str) -> Iterator[tuple[str, Callable[[Tensor], Trial]]]:
+    if spelling == "nvfp4":
+        normal = reference.E4M3[8:0x7F]
+        yield "every normal E4M3 scale", lambda weight: (16, normal / float(_divisor(weight)), reference.encode_e2m1, reference.E2M1)
+    if spelling == "mxfp4":
+        yield "every power of two", lambda _: (32, 2.0 ** np.arange(-20, 4), reference.encode_e2m1, reference.E2M1)
+    if spelling.startswith("int4"):
+        size = int(spelling.rpartition("g")[2])
+        yield "80 scales of either sign", lambda weight: _int4_trial(weight, size, (1, -1))
+        yield "80 positive scales", lambda weight: _int4_trial(weight, size, (1,))
+
+
+def _divisor(weight: Tensor) -> Tensor:
+    return quantizer(Format("nvfp4")).quantize(weight)["weight_global_scale"]
+
+
+def _int4_trial(weight: Tensor, size: int, signs: tuple[int, ...]) -> Trial:
+    largest = weight.double().view(-1, size).abs().amax(1)
+    tried = [sign * largest / divisor for divisor in np.arange(6.8, 14.8, 0.1) for sign in signs]
+    return size, torch.stack(tried).bfloat16().double().numpy(), reference.encode_int4, np.arange(-8.0, 8.0)
+
+
+def _least(weight: Tensor, size: int, scales: np.ndarray, encode: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> float:
+    groups = weight.double().view(-1, size).numpy()
+    return float(np.sqrt(reference.least_error(groups, scales, encode, values).sum() / (groups**2).sum()))
+
+
+def cpu_speed(formats: list[str]) -> None:
+    print(f"CPU, {torch.get_num_threads()} threads, one expert's projection 768x2048 and 4096x4096; MB/s of BF16\n")
+    print("| format | 768x2048 | 4096x4096 |\n|---|---|---|")
+    for spelling in formats:
+        form = quantizer(Format.parse(spelling))
+        rates = [_cpu_rate(form, n, k) for n, k in ((768, 2048), (4096, 4096))]
+        print(f"| {spelling} | " + " | ".join(f"{rate / 1e6:.0f}" for rate in rates) + " |", flush=True)
+    print()
+
+
+def _cpu_rate(form: Quantizer, n: int, k: int) -> float:
+    weight = weights.distribution("gauss", n, k)
+    out = form.empty(weight)
+    return weight.nbytes / _best_s(lambda: form.quantize(weight, out=out))
+
+
+def _best_s(work: Callable[[], object], times: int = 7) -> float:
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def gpu_check(formats: list[str], tally: Tally) -> None:
+    print(f"{torch.cuda.get_device_name()}: kernels against torch on the CPU\n")
+    print("| format | weights | groups | different | worse | |\n|---|---|---|---|---|---|")
+    for spelling in formats:
+        form = quantizer(Format.parse(spelling))
+        seen = groups = different = worse = 0
+        for weight in _checked(form):
+            seen += 1
+            here = [int(count) for count in _compare(form, weight)]
+            groups, different, worse = groups + here[0], different + here[1], worse + here[2]
+        good = worse == 0 and different <= 1e-4 * groups
+        print(f"| {spelling} | {seen} | {groups} | {different} | {worse} | {tally.verdict(good)} |", flush=True)
+    print()
+
+
+def _checked(form: Quantizer) -> Iterator[Tensor]:
+    random = torch.Generator().manual_seed(3)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in CHECKED:
+            yield (torch.randn(shape, generator=random) * 0.02).to(dtype)
+        yield (torch.randn(2, 256, 96, generator=random) * 0.02).to(dtype).transpose(1, 2)
+        yield (torch.randn(3, 64, 512, generator=random) * 0.02).to(dtype)[:, ::2, 128:384]
+        for weight in weights.adversarial(dtype).values():
+            yield weight.unsqueeze(0)
+    if form.group_size is None:
+        yield torch.randn(1, 131, 77, generator=random).bfloat16()
+
+
+def _compare(form: Quantizer, weight: Tensor) -> tuple[int, int, int]:
+    """(groups, groups that differ, groups that are worse by the kernel)."""
+    ours = form.quantize(weight)
+    theirs = {suffix: part.cpu() for suffix, part in form.quantize(weight.cuda() if weight.is_contiguous() else _on_gpu(weight)).items()}
+    size = form.group_size or weight.shape[-1]
+    value = weight.float()
+    a, b = (form.dequantize(parts, torch.float32) for parts in (ours, theirs))
+    # A scale of another value that stands for the same weights is a difference too.
+    scales = [parts["weight_scale"].float().flatten(1) for parts in (ours, theirs)]
+    unequal_scales = int((scales[0] != scales[1]).sum())
+    unequal = (a != b).unflatten(-1, (-1, size)).any(-1)
+    first, second = (
+        ((made - value) / value.abs().max().clamp(min=1e-30)).double().square().unflatten(-1, (-1, size)).sum(-1) for made in (a, b)
+    )
+    return unequal.numel(), max(int(unequal.sum()), unequal_scales), int((second > first * (1 + 1e-5) + 1e-30).sum())
+
+
+def _on_gpu(weight: Tensor) -> Tensor:
+    """The same strides on the GPU."""
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="cuda").copy_(weight)
+
+
+def gpu_speed(formats: list[str], tally: Tally) -> None:
+    print(f"GB/s of BF16 on the GPU, launches included; bar {GPU_BAR / 1e9:.0f} for 128x768x2048\n")
+    print("| format | " + " | ".join("x".join(map(str, shape)) for shape in GPU_SHAPES) + " | |\n|" + "---|" * (len(GPU_SHAPES) + 2))
+    for spelling in [*formats, "amax"]:
+        rates = {shape: _gpu_rate(spelling, shape) for shape in GPU_SHAPES}
+        told = tally.verdict(rates[GPU_SHAPES[1]] >= GPU_BAR)
+        print(f"| {spelling} | " + " | ".join(f"{rate / 1e9:.0f}" for rate in rates.values()) + f" | {told} |", flush=True)
+    print()
+
+
+def _gpu_rate(spelling: str, shape: tuple[int, ...]) -> float:
+    weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
+    if spelling == "amax":
+        work: Callable[[], object] = lambda: amax(weight)  # noqa: E731
+    else:
+        form = quantizer(Format.parse(spelling))
+        out = form.empty(weight)
+        work = lambda: form.quantize(weight, out=out)  # noqa: E731
+    work()
+    times = 20
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize()
+    return weight.nbytes * times / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
