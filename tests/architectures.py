@@ -36,7 +36,13 @@ def llama() -> Model:
 
 def qwen3() -> Model:
     """Qwen/Qwen3-0.6B: dense, norms of query and key, tied embeddings."""
-    more = {"intermediate_size": 512, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "attention_bias": False, "hidden_act": "silu"}
+    more: dict[str, Any] = {
+        "intermediate_size": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
     config = _config("Qwen3ForCausalLM", "qwen3", 2, **_attention(), **more, tie_word_embeddings=True)
     return Model(config, tuple(_dense(2, intermediate=512, qk_norm=True, tied=True)))
 
@@ -61,23 +67,16 @@ def qwen3_moe(source: str = "bf16", packed: bool = False) -> Model:
 def qwen3_next() -> Model:
     """Qwen/Qwen3-Next-80B-A3B: gated delta nets, every fourth layer full attention with an output gate, routed and shared experts."""
     key_heads, value_heads, head, conv = 2, 4, 128, 4
-    config = _config(
-        "Qwen3NextForCausalLM",
-        "qwen3_next",
-        4,
-        **_attention(),
-        **_qwen_moe(),
-        shared_expert_intermediate_size=256,
-        intermediate_size=512,
-        full_attention_interval=4,
-        partial_rotary_factor=0.25,
-        linear_conv_kernel_dim=conv,
-        linear_key_head_dim=head,
-        linear_value_head_dim=head,
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=value_heads,
-        attention_bias=False,
-    )
+    mixers: dict[str, Any] = {
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": conv,
+    }
+    mixers |= {"linear_key_head_dim": head, "linear_num_key_heads": key_heads}
+    mixers |= {"linear_value_head_dim": head, "linear_num_value_heads": value_heads}
+    more: dict[str, Any] = {"shared_expert_intermediate_size": 256, "intermediate_size": 512}
+    config = _config("Qwen3NextForCausalLM", "qwen3_next", 4, **_attention(), **_qwen_moe(), **mixers, **more)
     keys, values = key_heads * head, value_heads * head
     entries = _ends(norm=_ZERO_NORM)
     for layer in range(4):
@@ -105,34 +104,19 @@ def qwen3_next() -> Model:
 def gpt_oss() -> Model:
     """openai/gpt-oss-20b: experts in MXFP4 with biases, attention sinks, sliding windows in every other layer."""
     inner = 256
-    config = _config(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        2,
-        **_attention(),
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        intermediate_size=inner,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=128,
-        swiglu_limit=7.0,
-        attention_bias=True,
-        rms_norm_eps=1e-5,
-        rope_theta=150000.0,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        max_position_embeddings=131072,
-        quantization_config={
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
-        },
-    )
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    more: dict[str, Any] = {
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "intermediate_size": inner,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+    }
+    more |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0}
+    more |= {"rope_scaling": {**yarn, "original_max_position_embeddings": 4096}, "max_position_embeddings": 131072}
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    config = _config("GptOssForCausalLM", "gpt_oss", 2, **_attention(), **more, quantization_config=quantization)
     entries = _ends()
     # E2M1 codes drawn evenly have a mean square of 8.6, so the exponent -7 gives a deviation of 0.023 (OCP MX v1.0: bias 127).
     scales = Draw("integers", 119, 121)
@@ -158,40 +142,20 @@ def nemotron_h() -> Model:
     """nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: Mamba-2 layers, attention, routed experts without a gate projection."""
     heads, head, groups, state, conv, inner = 64, 64, 8, 128, 4, 256
     pattern = "MEM*E"
-    config = _config(
-        "NemotronHForCausalLM",
-        "nemotron_h",
-        len(pattern),
-        **_attention(),
-        hybrid_override_pattern=pattern,
-        intermediate_size=inner,
-        mamba_num_heads=heads,
-        mamba_head_dim=head,
-        n_groups=groups,
-        ssm_state_size=state,
-        conv_kernel=conv,
-        chunk_size=128,
-        expand=2,
-        mamba_hidden_act="silu",
-        mamba_proj_bias=False,
-        use_conv_bias=True,
-        use_bias=False,
-        mlp_bias=False,
-        attention_bias=False,
-        mlp_hidden_act="relu2",
-        layer_norm_epsilon=1e-5,
-        n_routed_experts=EXPERTS,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=inner,
-        moe_shared_expert_intermediate_size=inner,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        residual_in_fp32=False,
-        time_step_limit=[0.0, 1e9],
-    )
+    mamba: dict[str, Any] = {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head,
+        "n_groups": groups,
+        "ssm_state_size": state,
+        "conv_kernel": conv,
+    }
+    mamba |= {"chunk_size": 128, "expand": 2, "mamba_hidden_act": "silu", "use_conv_bias": True, "time_step_limit": [0.0, 1e9]}
+    moe: dict[str, Any] = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    moe |= {"moe_intermediate_size": inner, "moe_shared_expert_intermediate_size": inner, "routed_scaling_factor": 2.5}
+    more: dict[str, Any] = {"intermediate_size": inner, "mlp_hidden_act": "relu2", "norm_topk_prob": True, "layer_norm_epsilon": 1e-5}
+    more |= dict.fromkeys(("mamba_proj_bias", "use_bias", "mlp_bias", "attention_bias", "residual_in_fp32"), False)
+    parts = {**_attention(), **mamba, **moe, **more}
+    config = _config("NemotronHForCausalLM", "nemotron_h", len(pattern), hybrid_override_pattern=pattern, **parts)
     width = heads * head
     entries = [
         Entry("backbone.embeddings.weight", (VOCAB, HIDDEN), "BF16", normal(0.05)),
@@ -226,7 +190,7 @@ def nemotron_h() -> Model:
 
 def gemma3() -> Model:
     """google/gemma-3-1b-it: tied embeddings, four norms a layer, a sliding window in most layers, heads of 256."""
-    more = {
+    more: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "intermediate_size": 512,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -253,35 +217,13 @@ def gemma3() -> Model:
 def deepseek_v3() -> Model:
     """deepseek-ai/DeepSeek-V3: multi-head latent attention, one dense layer, then routed experts in groups and a shared one."""
     heads, queries, latent, nope, rope, value, inner = 4, 256, 512, 128, 64, 128, 256
-    config = _config(
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        2,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        q_lora_rank=queries,
-        kv_lora_rank=latent,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
-        intermediate_size=512,
-        moe_intermediate_size=inner,
-        n_routed_experts=EXPERTS,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        n_group=2,
-        topk_group=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        hidden_act="silu",
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        attention_bias=False,
-    )
+    attends: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": queries, "kv_lora_rank": latent}
+    attends |= {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value, "attention_bias": False, "rope_theta": 10000.0}
+    moe: dict[str, Any] = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    moe |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    moe |= {"moe_intermediate_size": inner, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    more: dict[str, Any] = {"intermediate_size": 512, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    config = _config("DeepseekV3ForCausalLM", "deepseek_v3", 2, **attends, **moe, **more)
     entries = _ends()
     for layer in range(2):
         base = f"model.layers.{layer}"

@@ -139,18 +139,21 @@ def main() -> None:
         (_, short_s), (_, long_s) = generated(1), generated(1 + _TIMED_TOKENS)
         answer = {"tokens": tokens, "tokens_per_s": _TIMED_TOKENS / max(long_s - short_s, 1e-9)}
     started = time.perf_counter()
-    cache = _cache_state(question.get("progress"))
-    while cache["state"] == "writing" and time.perf_counter() - started < CACHE_LIMIT_S:
+    while (cache := _cache_state(question.get("progress")))["state"] == "writing" and time.perf_counter() - started < CACHE_LIMIT_S:
         time.sleep(0.1)
-        cache = _cache_state(question.get("progress"))
     child.say({**answer, "cache": cache, "cache_wait_s": time.perf_counter() - started})
 
 
 def _cache_state(progress: str | None) -> dict[str, Any]:
+    """The first rank's, or that of a rank that still writes; `bytes` is the sum over the ranks."""
     if progress is None or not os.path.exists(progress):
         return {"state": "none"}
-    said = json.loads(Path(progress).read_text(encoding="utf-8"))
-    return {**said.get("cache", {"state": "none"}), "source": said.get("source"), "direct": said.get("direct")}
+    files = [Path(progress), *sorted(Path(progress).parent.glob(f"{Path(progress).name}.tp*"))]
+    said = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.suffix[3:].isdigit() or path == files[0]]
+    caches = [one.get("cache") or {"state": "none"} for one in said]
+    shown = next((one for one in caches if one["state"] == "writing"), caches[0])
+    total = sum(one.get("bytes") or 0 for one in caches)
+    return {**shown, "bytes": total, "source": said[0].get("source"), "direct": said[0].get("direct")}
 
 
 if __name__ == "__main__":
