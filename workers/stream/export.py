@@ -26,7 +26,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from workers.stream.cache import CachedCheckpoint, find
-from workers.stream.cache_writer import CUDA_BLOCK_BYTES, CUDA_STAGING_BYTES, MARGIN_BYTES, bytes_of, layout_of, sync_folder
+from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of, sync_folder
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.ct_config import linear_modules, quantization_config
 from workers.stream.layout import lay_out
@@ -35,10 +35,12 @@ from workers.stream.reader import Piece, Reader
 from workers.stream.recipe import Recipe
 from workers.stream.target import TargetFile
 from workers.stream.virtual import VirtualCheckpoint
-from workers.stream.writer import ShardWriter
+from workers.stream.writer import MIB, ShardWriter
 
 GIB = 1 << 30
 EVERY_S = 0.25
+# Little is enough: here the disk is waited for.
+STAGING_BYTES, BLOCK_BYTES = 16 * MIB, 2 * MIB
 INTERRUPTED = 130
 _DTYPES: Mapping[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -150,7 +152,7 @@ def _quantize(checkpoint: Checkpoint, recipe: Recipe, folder: str, device: torch
     shards = lay_out(layout_of(virtual)[0])
     _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
     on_gpu = device.type == "cuda"
-    writer = ShardWriter(shards, lambda: folder, staging_bytes=CUDA_STAGING_BYTES, block_bytes=CUDA_BLOCK_BYTES, pin=on_gpu)
+    writer = ShardWriter(shards, lambda: folder, staging_bytes=STAGING_BYTES, block_bytes=BLOCK_BYTES, pin=on_gpu, threads=2)
     into = _Into(writer, tell)
     pipeline = Pipeline(virtual, device, partial(Reader, pin=on_gpu), dtype=_dtype(checkpoint.config), sink=into, watcher=into)
     into.total = pipeline.bytes_total
