@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workers.stream.formats.base import Parts
 from workers.stream.formats.groups import GroupQuantizer, Groups
-from workers.stream.formats.sums import columns, squared_distance
+from workers.stream.formats.sums import columns, least, squared_distance
 
 # Scales tried: amax divided by these; the winner is then refined once by least squares. There is one code more below zero than above, so
 # the sign of a scale is chosen to let the largest magnitude fall on the side of -8. On Gaussian weights in groups of 32 this leaves a
@@ -56,30 +56,29 @@ class Int4Quantizer(GroupQuantizer):
         high, low = value.amax(0), value.amin(0).neg_()
         amax = torch.maximum(high, low).clamp_(min=SMALLEST_SCALE)
         sign = torch.where(high > low, -1.0, 1.0)
-
-        def error(stored: Tensor) -> Tensor:
-            """Squared error in units of amax, where it neither overflows nor vanishes; leaves value / scale in scaled."""
-            scale = stored.float()
-            torch.mul(value, scale.reciprocal(), out=scaled)
-            torch.round(scaled, out=rounded).clamp_(-8, 7)
-            return squared_distance(rounded, scaled) * (scale / amax).square_()
-
-        best, smallest = torch.empty_like(amax, dtype=torch.bfloat16), torch.full_like(amax, torch.inf)
-        for divisor in DIVISORS:
-            stored = (amax * (1 / divisor)).clamp_(min=SMALLEST_SCALE).mul_(sign).to(torch.bfloat16)
-            found = error(stored)
-            best = torch.where(found < smallest, stored, best)
-            smallest = torch.minimum(found, smallest)
-        refined = self._least_squares(groups, best)
-        best = torch.where(error(refined) < smallest, refined, best)
-        return torch.div(value, best.float(), out=scaled).round_().clamp_(-8, 7).add_(8).to(torch.int32), best
+        inverses = torch.tensor([1 / divisor for divisor in DIVISORS], device=value.device).unsqueeze(1)
+        tried = torch.empty((len(DIVISORS) + 1, amax.shape[0]), device=value.device)
+        tried[:-1] = (amax * inverses).clamp_(min=SMALLEST_SCALE).mul_(sign).bfloat16()
+        errors = torch.empty_like(tried)
+        # In units of amax the squares of scales neither overflow nor vanish.
+        for scale, error in zip(tried[:-1], errors, strict=False):
+            self._round(groups, scale)
+            torch.mul(squared_distance(rounded, scaled), (scale / amax).square_(), out=error)
+        best = least(errors[:-1].clone())
+        tried[-1] = self._least_squares(groups, tried.gather(0, best.long().unsqueeze(0))[0])
+        self._round(groups, tried[-1])
+        torch.mul(squared_distance(rounded, scaled), (tried[-1] / amax).square_(), out=errors[-1])
+        chosen = tried.gather(0, least(errors).long().unsqueeze(0))[0]
+        return torch.div(value, chosen, out=scaled).round_().clamp_(-8, 7).add_(8).to(torch.int32), chosen.bfloat16()
 
     @staticmethod
-    def _least_squares(groups: Groups, stored: Tensor) -> Tensor:
-        """The scale that fits the codes of this one best: sum(w q) / sum(q q); this one where all codes are 0."""
-        value, scaled, rounded, _, _ = groups
-        scale = stored.float()
-        torch.mul(value, scale.reciprocal(), out=scaled)
-        torch.round(scaled, out=rounded).clamp_(-8, 7)
-        above, below = columns(scaled.mul_(rounded)), columns(rounded.square_())
-        return torch.where(above > 0, scale * (above / below), scale).to(torch.bfloat16)
+    def _round(groups: Groups, scale: Tensor) -> None:
+        """value / scale in a, its codes (-8 to 7) in b."""
+        torch.mul(groups.value, scale.reciprocal(), out=groups.a)
+        torch.round(groups.a, out=groups.b).clamp_(-8, 7)
+
+    def _least_squares(self, groups: Groups, scale: Tensor) -> Tensor:
+        """The bfloat16 that fits the codes of this scale best: sum(w q) / sum(q q); this one where all codes are 0."""
+        self._round(groups, scale)
+        above, below = columns(groups.a.mul_(groups.b)), columns(groups.b.square_())
+        return torch.where(above > 0, scale * (above / below), scale).bfloat16()

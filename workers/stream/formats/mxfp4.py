@@ -11,6 +11,7 @@ from torch import Tensor
 from workers.stream.formats import e2m1
 from workers.stream.formats.base import Parts
 from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.sums import least
 
 # Exponents tried, beside floor(log2(amax)) - 2, which puts the largest magnitude into [4, 8) (OCP Microscaling Formats v1.0, section 6.3).
 # On a tie the first one stays.
@@ -39,16 +40,16 @@ class Mxfp4Quantizer(GroupQuantizer):
         value, magnitude, scaled, a, b = groups
         torch.abs(value, out=magnitude)
         base = magnitude.amax(0).view(torch.int32).bitwise_right_shift(23).sub_(2)
-        best, smallest = base, torch.full_like(base, torch.inf, dtype=torch.float32)
-        for step in NEIGHBOURS:
-            # 2**-126 at least: below it a scale is a subnormal, which kernels that move the exponent into a bfloat16 take for zero.
-            biased = (base + step).clamp_(min=1)
-            torch.mul(magnitude, power(254 - biased), out=scaled)
-            # Errors are compared in units of the base scale, where they neither overflow nor vanish.
-            error = e2m1.squared_error(scaled, a, b, saturate=step < 1) * power(127 + 2 * (biased - base).clamp_(max=1))
-            best = torch.where(error < smallest, biased, best)
-            smallest = torch.minimum(error, smallest)
-        return e2m1.encode(value.mul_(power(254 - best)), a, b), best.to(torch.uint8)
+        # 2**-126 at least: below it a scale is a subnormal, which kernels that move the exponent into a bfloat16 take for zero.
+        tried = torch.stack([(base + step).clamp_(min=1) for step in NEIGHBOURS])
+        errors = torch.empty_like(tried, dtype=torch.float32)
+        for error, inverse, step in zip(errors, power(254 - tried), NEIGHBOURS, strict=True):
+            torch.mul(magnitude, inverse, out=scaled)
+            error.copy_(e2m1.squared_error(scaled, a, b, saturate=step < 1))
+        # Errors are compared in units of the base scale, where they neither overflow nor vanish.
+        best = least(errors.mul_(power(127 + 2 * (tried - base).clamp_(max=1))))
+        chosen = tried.gather(0, best.long().unsqueeze(0))[0]
+        return e2m1.encode(value.mul_(power(254 - chosen)), a, b), chosen.to(torch.uint8)
 
 
 def power(biased: Tensor) -> Tensor:

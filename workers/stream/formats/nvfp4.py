@@ -11,6 +11,7 @@ from torch import Tensor
 from workers.stream.formats import e2m1
 from workers.stream.formats.base import Parts, amax
 from workers.stream.formats.groups import GroupQuantizer, Groups
+from workers.stream.formats.sums import least
 
 # Codes of positive E4M3 numbers count upwards; 0x7E is 448. Marlin flushes what lies below 2**-6, the subnormals, to zero
 # (nvfp4_marlin_process_scales in vLLM's marlin_utils_fp4.py), so scales keep to the values that every kernel reads alike.
@@ -72,16 +73,16 @@ class Nvfp4Quantizer(GroupQuantizer):
         value, magnitude, scaled, a, b = groups
         torch.abs(value, out=magnitude)
         first = (magnitude.amax(0) * (1 / 7)).view(torch.int32).bitwise_right_shift(20).sub_(SCALE_BIAS - 1)
-        first.clamp_(SMALLEST_SCALE, LARGEST_SCALE)
-        best, smallest = first, torch.full_like(first, torch.inf, dtype=torch.float32)
-        for step in range(SCALES):
-            code = (first + step).clamp_(max=LARGEST_SCALE)
-            scale = _scale(code)
-            torch.mul(magnitude, scale.reciprocal(), out=scaled)
-            error = e2m1.squared_error(scaled, a, b, saturate=False) * (scale * scale)
-            best = torch.where(error < smallest, code, best)
-            smallest = torch.minimum(error, smallest)
-        return e2m1.encode(value.div_(_scale(best)), a, b), best.to(torch.uint8).view(torch.float8_e4m3fn)
+        steps = torch.arange(SCALES, dtype=torch.int32, device=value.device).unsqueeze(1)
+        codes = (first.clamp_(SMALLEST_SCALE, LARGEST_SCALE) + steps).clamp_(max=LARGEST_SCALE)
+        scales = _scale(codes)
+        errors = torch.empty_like(scales)
+        for error, inverse in zip(errors, scales.reciprocal(), strict=True):
+            torch.mul(magnitude, inverse, out=scaled)
+            error.copy_(e2m1.squared_error(scaled, a, b, saturate=False))
+        best = least(errors.mul_(scales.square_()))
+        chosen = best.add_(first).clamp_(max=LARGEST_SCALE)
+        return e2m1.encode(value.div_(_scale(chosen)), a, b), chosen.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def _scale(code: Tensor) -> Tensor:

@@ -134,6 +134,12 @@ def _sum(value, SIZE: tl.constexpr, HELD: tl.constexpr):
 
 
 @triton.jit
+def _least(error, NUMBER: tl.constexpr, smallest):
+    """sums.least, one error after the other: the smallest so far, with its number in the low bits."""
+    return tl.minimum(smallest, (_bits(error) & -8) | NUMBER)
+
+
+@triton.jit
 def _e2m1(value):
     """e2m1.encode."""
     magnitude = tl.minimum(tl.abs(value), 6.0)
@@ -170,25 +176,23 @@ def _nvfp4(
     value = value * tl.load(divisors + tl.program_id(1))
     magnitude = tl.abs(value)
     first = _clamp((_bits(tl.max(magnitude, axis=1) * (1 / 7)) >> 20) - (BIAS - 1), FIRST, LAST)
-    best = first
-    smallest = tl.full((HELD,), float("inf"), tl.float32)
+    smallest = tl.full((HELD,), 0x7FFFFFFF, tl.int32)
     for step in tl.static_range(SCALES):
-        code = tl.minimum(first + step, LAST)
-        scale = _float((code + BIAS) << 20)
+        scale = _float((tl.minimum(first + step, LAST) + BIAS) << 20)
         error = _squared_error(magnitude * _inverse(scale)[:, None], False, SIZE, HELD) * (scale * scale)
-        best = tl.where(error < smallest, code, best)
-        smallest = tl.minimum(error, smallest)
+        smallest = _least(error, step, smallest)
+    best = tl.minimum(first + (smallest & 7), LAST)
     chosen = _float((best + BIAS) << 20)
     _store_words(words, _e2m1(tl.div_rn(value, tl.broadcast_to(chosen[:, None], (HELD, SIZE)))), group, before, inside, SIZE, HELD)
     tl.store(scales + before + group, best.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _try_mxfp4(magnitude, base, best, smallest, STEP: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
+def _try_mxfp4(magnitude, base, smallest, NUMBER: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
     biased = tl.maximum(base + STEP, 1)
     unit = _float((127 + 2 * tl.minimum(biased - base, 1)) << 23)
     error = _squared_error(magnitude * _float((254 - biased) << 23)[:, None], STEP < 1, SIZE, HELD) * unit
-    return tl.where(error < smallest, biased, best), tl.minimum(error, smallest)
+    return _least(error, NUMBER, smallest)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -199,11 +203,12 @@ def _mxfp4(
     value, group, inside, before = _tile_of(weight, groups, per_row, stride_b, stride_n, stride_k, SIZE, HELD, CONTIGUOUS)
     magnitude = tl.abs(value)
     base = (_bits(tl.max(magnitude, axis=1)) >> 23) - 2
-    best = base
-    smallest = tl.full((HELD,), float("inf"), tl.float32)
-    best, smallest = _try_mxfp4(magnitude, base, best, smallest, 0, SIZE, HELD)
-    best, smallest = _try_mxfp4(magnitude, base, best, smallest, 1, SIZE, HELD)
-    best, smallest = _try_mxfp4(magnitude, base, best, smallest, -1, SIZE, HELD)
+    smallest = tl.full((HELD,), 0x7FFFFFFF, tl.int32)
+    smallest = _try_mxfp4(magnitude, base, smallest, 0, 0, SIZE, HELD)
+    smallest = _try_mxfp4(magnitude, base, smallest, 1, 1, SIZE, HELD)
+    smallest = _try_mxfp4(magnitude, base, smallest, 2, -1, SIZE, HELD)
+    number = smallest & 7
+    best = tl.maximum(base + tl.where(number == 2, -1, number), 1)
     _store_words(words, _e2m1(value * _float((254 - best) << 23)[:, None]), group, before, inside, SIZE, HELD)
     tl.store(scales + before + group, best.to(tl.uint8), mask=inside)
 
@@ -230,10 +235,8 @@ def _as_bf16(value):
 
 
 @triton.jit
-def _try_int4(value, amax, sign, best, smallest, INVERSE: tl.constexpr, SMALLEST: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr):
-    scale = _as_bf16(tl.maximum(amax * INVERSE, SMALLEST) * sign)
-    error = _int4_error(value, scale, amax, SIZE, HELD)
-    return tl.where(error < smallest, scale, best), tl.minimum(error, smallest)
+def _scale_int4(amax, sign, INVERSE: tl.constexpr, SMALLEST: tl.constexpr):
+    return _as_bf16(tl.maximum(amax * INVERSE, SMALLEST) * sign)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -247,19 +250,26 @@ def _int4(
     low = -tl.min(value, axis=1)
     amax = tl.maximum(tl.maximum(high, low), SMALLEST)
     sign = tl.where(high > low, -1.0, 1.0)
-    best = amax
-    smallest = tl.full((HELD,), float("inf"), tl.float32)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, A, SMALLEST, SIZE, HELD)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, B, SMALLEST, SIZE, HELD)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, C, SMALLEST, SIZE, HELD)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, D, SMALLEST, SIZE, HELD)
-    best, smallest = _try_int4(value, amax, sign, best, smallest, E, SMALLEST, SIZE, HELD)
+    a = _scale_int4(amax, sign, A, SMALLEST)
+    b = _scale_int4(amax, sign, B, SMALLEST)
+    c = _scale_int4(amax, sign, C, SMALLEST)
+    d = _scale_int4(amax, sign, D, SMALLEST)
+    e = _scale_int4(amax, sign, E, SMALLEST)
+    smallest = tl.full((HELD,), 0x7FFFFFFF, tl.int32)
+    smallest = _least(_int4_error(value, a, amax, SIZE, HELD), 0, smallest)
+    smallest = _least(_int4_error(value, b, amax, SIZE, HELD), 1, smallest)
+    smallest = _least(_int4_error(value, c, amax, SIZE, HELD), 2, smallest)
+    smallest = _least(_int4_error(value, d, amax, SIZE, HELD), 3, smallest)
+    smallest = _least(_int4_error(value, e, amax, SIZE, HELD), 4, smallest)
+    number = smallest & 7
+    best = tl.where(number == 0, a, tl.where(number == 1, b, tl.where(number == 2, c, tl.where(number == 3, d, e))))
     scaled = value * _inverse(best)[:, None]
     rounded = _to_int4(scaled)
     above = _sum(scaled * rounded, SIZE, HELD)
     below = _sum(rounded * rounded, SIZE, HELD)
     refined = tl.where(above > 0, _as_bf16(best * tl.div_rn(above, tl.where(above > 0, below, 1.0))), best)
-    best = tl.where(_int4_error(value, refined, amax, SIZE, HELD) < smallest, refined, best)
+    smallest = _least(_int4_error(value, refined, amax, SIZE, HELD), 5, smallest)
+    best = tl.where((smallest & 7) == 5, refined, best)
     code = _to_int4(tl.div_rn(value, tl.broadcast_to(best[:, None], (HELD, SIZE)))).to(tl.int32) + 8
     _store_words(words, code, group, before, inside, SIZE, HELD)
     tl.store(scales + before + group, best.to(tl.bfloat16), mask=inside)
