@@ -23,7 +23,7 @@ class Layer:
         self.odd = odd
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        expert = int(name.split(".experts.")[1].split(".")[0])
+        expert = int(name.split(".")[5])
         if self.odd and expert == EXPERTS - 1:
             expert = 2
         if name.endswith("scale"):

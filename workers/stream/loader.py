@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.cache import find
 from workers.stream.cache_writer import CODES, CacheWriter
+from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import quantization_config
 from workers.stream.experts import answered, families
 from workers.stream.formats import amax, global_scale, quantizer
@@ -135,6 +137,8 @@ class SparkStreamLoader(DefaultModelLoader):
         plain.model_loader_extra_config = {}
         plain.load_format = "safetensors"
         super().__init__(plain)
+        if current_platform.is_cpu():
+            register_cpu_linear_kernels()
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """As the base class does; on a GPU the kernels are compiled meanwhile, so that the first unit does not wait for them."""
@@ -259,8 +263,9 @@ class SparkStreamLoader(DefaultModelLoader):
             yield from self._get_weights_iterator(more)
         seconds = max(time.perf_counter() - started, 1e-9)
         pipeline = source.pipeline
-        if pipeline.fallback_reason:
-            logger.warning("sparkd: %s", pipeline.fallback_reason)
+        for reason in (pipeline.fallback_reason, pipeline.unpinned_reason):
+            if reason:
+                logger.warning("sparkd: %s", reason)
         logger.info(
             "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
             pipeline.units_total,

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from workers.stream.recipe import Format
@@ -57,7 +58,7 @@ class SparkConfig(CompressedTensorsConfig):
             self._add_fused_moe_to_target_scheme_map()
             scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
             return None if scheme is None else cpu_moe_method(format_of(scheme), layer)
-        if isinstance(layer, LinearBase) and (said := self.get_scheme_dict(layer, prefix)) is not None:
+        if isinstance(layer, LinearBase | ParallelLMHead) and (said := self.get_scheme_dict(layer, prefix)) is not None:
             made = cpu_scheme(format_of(said))
             if made is not None:
                 layer.scheme = made

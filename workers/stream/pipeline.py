@@ -143,6 +143,7 @@ class Pipeline:
         self.waited_s = 0.0
         self.direct: bool | None = None
         self.fallback_reason: str | None = None
+        self.unpinned_reason: str | None = None
         self._largest: list[tuple[str, str, torch.Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -165,6 +166,7 @@ class Pipeline:
             self.waited_s = stats.waited_s
             self.direct = stats.direct
             self.fallback_reason = stats.fallback_reason
+            self.unpinned_reason = stats.unpinned_reason
 
     def handed(self) -> dict[str, Handed]:
         """Everything that a sink is given, before anything is read."""
