@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
@@ -187,6 +187,7 @@ NAMES = sorted(
 )
 
 
+@settings(deadline=None)
 @given(st.sets(st.sampled_from(NAMES)), st.booleans())
 def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers: bool) -> None:
     found = patterns(sorted(wanted), NAMES, towers=towers)

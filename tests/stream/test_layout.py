@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
@@ -30,6 +30,7 @@ def write(folder: Path, shards: list[ShardLayout]) -> None:
         (folder / shard.name).write_bytes(shard.header + bytes(shard.size_bytes - len(shard.header)))
 
 
+@settings(deadline=None)
 @given(TENSORS, st.integers(1, 400))
 def test_every_layout_is_a_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[str, tuple[int, ...]]], limit: int
