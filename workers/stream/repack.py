@@ -24,7 +24,7 @@ import torch
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
-AT_ONCE_BYTES = 8 * 2**20  # packed bytes of the experts that are worked on together; their scales in wider types are several times as many
+AT_ONCE_BYTES = 16 * 2**20  # packed bytes of the experts that are worked on together; their scales in wider types are several times as many
 
 _FP4 = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
 # (module, function, positions of the arguments that have one entry for each expert, position of the layer that says how many there are)
