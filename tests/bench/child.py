@@ -23,7 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ANSWER = "SPARKD_BENCH_ANSWER "
 _REASON = re.compile(r"(?:^|\s)((?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)|AssertionError)): (.+)")
 # Errors that only report that another process, or another part of this one, has failed.
-_SECOND_HAND = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed", "cancelled", "EngineCore")
+_SECOND_HAND = (
+    "Tokenizer not available",
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "Executor failed",
+    "cancelled",
+    "EngineCore",
+)
 
 
 class ChildFailed(RuntimeError):

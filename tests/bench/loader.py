@@ -32,7 +32,7 @@ from tests.bench import child, sampling
 from tests.bench.child import ChildFailed
 
 MIB, GIB = 2**20, 2**30
-LIMIT_S = 420.0
+LIMIT_S = 900.0
 _STOCK = {"cpu": ("bf16", "int8_per_channel_weight_only"), "h200": ("bf16", "fp8_per_tensor", "int8_per_channel_weight_only")}
 _OURS = {"cpu": ("mxfp4", "int4"), "h200": ("nvfp4", "mxfp4", "int4", "fp8", "bf16")}
 # Issue 3's bars. Peaks above final are MiB: on the CPU the sum of anonymous and mapped memory, on a GPU the device's.
