@@ -75,8 +75,8 @@ def errors(formats: list[str], bounds: bool, tally: Tally) -> None:
 
 
 def relative_error(form: Quantizer, weight: Tensor) -> float:
-    made = form.dequantize(form.quantize(weight), torch.float32)
-    return float((made - weight.float()).norm() / weight.float().norm())
+    made = form.dequantize(form.quantize(weight), torch.float32).double()
+    return float((made - weight.double()).norm() / weight.double().norm())
 
 
 # Group size, scales to try [S] or [S, B], and the code and value of each quotient.
