@@ -52,7 +52,7 @@ def _refuse(sentence: str) -> None:
     except ImportError:
         return  # then vLLM itself says that it does not know the format
 
-    class Refusing(BaseModelLoader):  # type: ignore[misc]
+    class Refusing(BaseModelLoader):
         def __init__(self, load_config: Any) -> None:
             raise RuntimeError(sentence)
 

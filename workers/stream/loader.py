@@ -25,7 +25,7 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.cache import find
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
-from workers.stream.ct_config import quantization_config
+from workers.stream.ct_config import linear_modules, quantization_config
 from workers.stream.experts import answered, families
 from workers.stream.formats import amax, global_scale, quantizer
 from workers.stream.method import NAME, formats_of
@@ -79,15 +79,6 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         engine_args.hf_overrides = both
         return
     engine_args.hf_overrides = {**(given or {}), "quantization_config": described}
-
-
-def linear_modules(checkpoint: Checkpoint) -> list[str]:
-    """Every module of the checkpoint that may be a linear layer or a set of experts to vLLM."""
-    return [
-        name.removesuffix(".weight")
-        for name, ref in checkpoint.tensors.items()
-        if len(ref.shape) >= 2 and name.endswith((".weight", "experts.gate_up_proj", "experts.down_proj"))
-    ]
 
 
 def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
@@ -191,7 +182,7 @@ class SparkStreamLoader(DefaultModelLoader):
         cache_dir = str(self._settings.cache_dir)
         handed = source.pipeline.handed()
         recipe, tp_slice = self._settings.recipe.canonical(), None
-        candidates = [(recipe, None)]
+        candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = [(recipe, None)]
         if not all(one.is_whole for one in handed.values()):
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
             candidates.insert(0, (recipe, tp_slice))

@@ -31,7 +31,7 @@ class SparkConfig(CompressedTensorsConfig):
     ours."""
 
     @classmethod
-    def get_name(cls) -> str:  # type: ignore[override]
+    def get_name(cls) -> str:
         return NAME
 
     @classmethod

@@ -110,11 +110,11 @@ class PhantomTensor(torch.Tensor):
     def __new__(cls, phantom: Phantom, dtype: torch.dtype, device: torch.device) -> PhantomTensor:
         sizes = phantom.sizes()
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        made = torch.Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device, requires_grad=False)  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device, requires_grad=False)
         made.phantom = phantom
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_kwargs: Any) -> str:
         return f"PhantomTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod

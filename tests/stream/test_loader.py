@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from workers import plugin
+from workers.stream.ct_config import quantization_config
+from workers.stream.format import Format
+
+with warnings.catch_warnings():
+    # vLLM's own warnings are not ours.
+    warnings.simplefilter("ignore")
+    from vllm.config.load import LoadConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from workers.stream import loader
+    from workers.stream.method import SparkConfig, formats_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(
+        {
+            "model.embed_tokens.weight": torch.zeros(128, 128, dtype=torch.bfloat16),
+            "model.layers.0.mlp.up_proj.weight": torch.zeros(128, 128, dtype=torch.bfloat16),
+            "model.layers.0.mlp.gate_proj.weight": torch.zeros(128, 128, dtype=torch.bfloat16),
+        },
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128}))
+    return tmp_path
+
+
+def arguments(folder: Path, quantize: Any = "nvfp4", **more: Any) -> SimpleNamespace:
+    extra = {"quantize": quantize} if quantize is not None else {}
+    given = {
+        "model": str(folder),
+        "hf_overrides": {},
+        "quantization": None,
+        "model_loader_extra_config": extra,
+        "load_format": "spark_stream",
+    }
+    return SimpleNamespace(**(given | more))
+
+
+def test_the_models_configuration_says_what_the_loader_makes(folder):
+    args = arguments(folder, hf_overrides={"rope_theta": 1.0})
+    loader.describe(args, {})
+    described = args.hf_overrides["quantization_config"]
+    assert args.hf_overrides["rope_theta"] == 1.0
+    assert described["quant_method"] == "spark"
+    assert formats_of(described) == [Format("nvfp4")]
+
+
+def test_overrides_that_are_a_function_are_kept(folder):
+    args = arguments(folder, hf_overrides=lambda config: SimpleNamespace(**vars(config), seen=True))
+    loader.describe(args, {})
+    made = args.hf_overrides(SimpleNamespace(hidden_size=128))
+    assert made.seen
+    assert made.quantization_config["quant_method"] == "spark"
+
+
+def test_plain_loading_describes_nothing(folder):
+    args = arguments(folder, "bf16")
+    loader.describe(args, {})
+    assert args.hf_overrides == {}
+
+
+def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
+    args = arguments(folder, None)
+    loader.describe(args, {"VLLM_FP8_LAYERS": "all"})
+    assert formats_of(args.hf_overrides["quantization_config"]) == [Format("fp8")]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"quantize": "nf4"}, "nf4.*not built yet"),
+        ({"quantize": "int3"}, "int3"),
+        ({"quantization": "fp8"}, "--quantization fp8 and the loader's `quantize` contradict each other"),
+        ({"model": "/no/such/folder/at/all"}, "neither a folder nor a model"),
+        ({"model_loader_extra_config": {"quantise": "nvfp4"}}, "no setting 'quantise'"),
+        ({"model_loader_extra_config": {"ring_bytes": True}}, "ring_bytes.*number of bytes"),
+        ({"model_loader_extra_config": {"block_bytes": 5000}}, "multiple of 4096"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_in_one_sentence(folder, args, sentence, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=sentence) as caught:
+        loader.describe(arguments(folder, **args), {})
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
+    (folder / "model.safetensors").write_bytes(b"\x08")
+    path = tmp_path / "progress"
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}), {})
+    said = json.loads(path.read_text())
+    assert said["phase"] == "failed"
+    assert "model.safetensors" in said["error"]["message"]
+
+
+def test_registering_twice_is_registering_once():
+    plugin.register()
+    described = EngineArgs.create_model_config
+    plugin.register()
+    assert EngineArgs.create_model_config is described
+
+
+def test_the_loader_does_not_give_its_settings_to_vllms_own():
+    made = loader.SparkStreamLoader(LoadConfig(load_format="spark_stream", model_loader_extra_config={"quantize": "int4-g64"}))
+    assert made.load_config.load_format == "safetensors"
+    assert made.load_config.model_loader_extra_config == {}
+
+
+@pytest.mark.parametrize(
+    "form", [Format("nvfp4"), Format("mxfp4"), Format("int4", 32), Format("int4", 128), Format("fp8"), Format("fp8_block")]
+)
+def test_a_description_is_read_back_as_the_format_it_was_made_from(form):
+    described = quantization_config({"model.layers.0.mlp.up_proj": form}, ["model.layers.0.mlp.up_proj", "lm_head"])
+    assert formats_of(described) == [form]
+    config = SparkConfig.from_config({**described, "quant_method": "spark"})
+    assert config.get_name() == "spark"
+    assert SparkConfig.override_quantization_method({"quant_method": "spark"}, None) == "spark"
+    assert SparkConfig.override_quantization_method({"quant_method": "fp8"}, None) is None
+
+
+def test_settings_are_frozen(folder):
+    settings = loader.Settings.parse({"quantize": "nvfp4"}, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.cache_dir = "x"  # type: ignore[misc]
+    assert settings.blocks * settings.block_bytes == settings.ring_bytes
