@@ -70,7 +70,14 @@ def test_an_assignment_into_one_expert_is_a_copy():
 
 @pytest.mark.parametrize(
     "calculate",
-    [lambda w: w + 1, lambda w: torch.cat([w[:1], w[1:2]]), lambda w: w[:2].float().sum().item(), lambda w: w.view(6, 8), lambda w: w[::2], lambda w: w.view(torch.uint8)],
+    [
+        lambda w: w + 1,
+        lambda w: torch.cat([w[:1], w[1:2]]),
+        lambda w: w[:2].float().sum().item(),
+        lambda w: w.view(6, 8),
+        lambda w: w[::2],
+        lambda w: w.view(torch.uint8),
+    ],
     ids=["arithmetic", "concatenation", "a value", "another shape", "a step", "another dtype"],
 )
 def test_what_is_no_plain_view_is_needed_whole(calculate):
