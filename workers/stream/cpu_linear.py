@@ -297,7 +297,7 @@ def _scale_blocks(values: Tensor, scale: Tensor) -> Tensor:
 @functools.cache
 def _pairs(integer: bool) -> Tensor:
     """What the two codes of each byte mean, low nibble first: two float32 as one int64, [1, 256]."""
-    table = torch.arange(-8, 8, dtype=torch.float32) if integer else torch.tensor([*E2M1, *(-value for value in E2M1)])
+    table = torch.arange(-8, 8, dtype=torch.float32) if integer else torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32)
     byte = torch.arange(256)
     return torch.stack([table[byte & 15], table[byte >> 4]], dim=1).view(torch.int64).view(1, 256)
 

@@ -51,5 +51,5 @@ def squared_error(magnitude: Tensor, a: Tensor, b: Tensor, *, saturate: bool) ->
 def decode(packed: Tensor) -> Tensor:
     """Values (float32 [..., K]) of packed codes (uint8 [..., K/2])."""
     signed = (*VALUES, *(-value for value in VALUES))
-    table = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], device=packed.device)
+    table = torch.tensor([(signed[byte & 15], signed[byte >> 4]) for byte in range(256)], dtype=torch.float32, device=packed.device)
     return torch.nn.functional.embedding(packed.int(), table).flatten(-2)

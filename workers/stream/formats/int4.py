@@ -56,8 +56,8 @@ class Int4Quantizer(GroupQuantizer):
         high, low = value.amax(0), value.amin(0).neg_()
         amax = torch.maximum(high, low).clamp_(min=SMALLEST_SCALE)
         sign = torch.where(high > low, -1.0, 1.0)
-        inverses = torch.tensor([1 / divisor for divisor in DIVISORS], device=value.device).unsqueeze(1)
-        tried = torch.empty((len(DIVISORS) + 1, amax.shape[0]), device=value.device)
+        inverses = torch.tensor([1 / divisor for divisor in DIVISORS], dtype=torch.float32, device=value.device).unsqueeze(1)
+        tried = torch.empty((len(DIVISORS) + 1, amax.shape[0]), dtype=torch.float32, device=value.device)
         tried[:-1] = (amax * inverses).clamp_(min=SMALLEST_SCALE).mul_(sign).bfloat16()
         errors = torch.empty_like(tried)
         # In units of amax the squares of scales neither overflow nor vanish.
