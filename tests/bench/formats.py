@@ -111,28 +111,28 @@ def _least(weight: Tensor, size: int, scales: np.ndarray, encode: Callable[[np.n
 
 
 def cpu_speed(formats: list[str]) -> None:
-    print(f"CPU, {torch.get_num_threads()} threads, one expert's projection 768x2048 and 4096x4096; MB/s of BF16\n")
-    print("| format | 768x2048 | 4096x4096 |\n|---|---|---|")
+    threads = torch.get_num_threads()
+    print("CPU, MB of BF16: per second of one thread's own time, which a busy machine hardly changes, and per second on the clock\n")
+    print(f"| format | 768x2048, 1 thread, own time | 768x2048, {threads} threads | 4096x4096, {threads} threads |\n|---|---|---|---|")
     for spelling in formats:
         form = quantizer(Format.parse(spelling))
-        rates = [_cpu_rate(form, n, k) for n, k in ((768, 2048), (4096, 4096))]
+        torch.set_num_threads(1)
+        alone = _cpu_rate(form, 768, 2048, time.thread_time)
+        torch.set_num_threads(threads)
+        rates = [alone, *(_cpu_rate(form, n, k, time.perf_counter) for n, k in ((768, 2048), (4096, 4096)))]
         print(f"| {spelling} | " + " | ".join(f"{rate / 1e6:.0f}" for rate in rates) + " |", flush=True)
     print()
 
 
-def _cpu_rate(form: Quantizer, n: int, k: int) -> float:
+def _cpu_rate(form: Quantizer, n: int, k: int, clock: Callable[[], float]) -> float:
     weight = weights.distribution("gauss", n, k)
     out = form.empty(weight)
-    return weight.nbytes / _best_s(lambda: form.quantize(weight, out=out))
-
-
-def _best_s(work: Callable[[], object], times: int = 7) -> float:
     best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
+    for _ in range(7):
+        start = clock()
+        form.quantize(weight, out=out)
+        best = min(best, clock() - start)
+    return weight.nbytes / best
 
 
 def gpu_check(formats: list[str], tally: Tally) -> None:
