@@ -49,8 +49,8 @@ def qwen3() -> Model:
 
 def qwen3_moe(source: str = "bf16", packed: bool = False) -> Model:
     """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts. `packed`: as fine-tuned copies of it are saved by newer transformers."""
-    # Narrower than the hidden size where they are packed: only then a block's shape says which way round it stands.
-    inner = 128 if packed else 256
+    # Packed, no block may be square: its shape says which way round it stands.
+    inner = 384 if packed else 256
     config = _config("Qwen3MoeForCausalLM", "qwen3_moe", 2, **_attention(), **_qwen_moe(inner), intermediate_size=512, attention_bias=False)
     if source != "bf16":
         from tests.checkpoints import fp8_config

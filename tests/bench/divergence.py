@@ -10,19 +10,21 @@ Likely = Sequence[Mapping[str, float]]  # one {token id: log-probability} for ea
 
 
 def mean_kl(reference: Likely, other: Likely, top: int) -> float:
-    """Mean over positions of KL(reference || other), nats.
+    """Mean over positions of `divergences`."""
+    return statistics.fmean(divergences(reference, other, top))
+
+
+def divergences(reference: Likely, other: Likely, top: int) -> list[float]:
+    """KL(reference || other) at each position, nats.
 
     Taken over the reference's `top` tokens, each looked up in all that `other` said; one that it did not say counts with the smallest it
     said, which is too much for it. All other tokens are one event. Both make the value smaller, unless whole vocabularies are given.
     """
-    return statistics.fmean(_kl(mine, theirs, top) for mine, theirs in zip(reference, other, strict=True))
+    return [_kl(mine, theirs, top) for mine, theirs in zip(reference, other, strict=True)]
 
 
 def median_gap(reference: Likely, other: Likely, top: int) -> float:
-    """Median over positions of the largest difference of log-probability among the reference's `top` tokens.
-
-    The median, because a router whose two best experts are close may choose another one for a position.
-    """
+    """Median over positions of the largest difference of log-probability among the reference's `top` tokens."""
     gaps: list[float] = []
     for mine, theirs in zip(reference, other, strict=True):
         floor = min(theirs.values())
