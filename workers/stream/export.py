@@ -60,6 +60,8 @@ class Request:
 
 def main() -> int:
     """Exit code: 0 done, 1 refused or failed and said why, 130 interrupted."""
+    # Explicitly for SIGINT too: what a shell starts in the background has it ignored (POSIX sh, 2.11), and Python keeps that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         request = Request(**json.load(sys.stdin))
