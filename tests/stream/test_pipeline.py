@@ -23,7 +23,7 @@ HIDDEN, INTER, EXPERTS = 128, 256, 4
 READER = partial(Reader, block_bytes=64 * 1024, blocks=4, threads=2, pin=False)
 
 
-def random_weights(*, packed: bool = False) -> dict[str, torch.Tensor]:
+def random_weights(*, packed: bool = False, inter: int = INTER) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     made: dict[str, torch.Tensor] = {"model.embed_tokens.weight": torch.randn(512, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
     for layer in range(2):
@@ -33,7 +33,7 @@ def random_weights(*, packed: bool = False) -> dict[str, torch.Tensor]:
         made[f"{at}.self_attn.o_proj.weight"] = torch.randn(HIDDEN, 256)
         made[f"{at}.mlp.gate.weight"] = torch.randn(EXPERTS, HIDDEN)
         for expert in range(EXPERTS):
-            for name, shape in (("gate_proj", (INTER, HIDDEN)), ("up_proj", (INTER, HIDDEN)), ("down_proj", (HIDDEN, INTER))):
+            for name, shape in (("gate_proj", (inter, HIDDEN)), ("up_proj", (inter, HIDDEN)), ("down_proj", (HIDDEN, inter))):
                 made[f"{at}.mlp.experts.{expert}.{name}.weight"] = torch.randn(*shape) * (1 + expert)
         if packed:
             parts = [
@@ -113,6 +113,18 @@ def test_packed_experts_come_one_by_one(tmp_path, quantize, transposed):
     got = loaded(written(tmp_path / "b", packed), quantize)
     assert got.keys() == one_by_one.keys()
     assert all(torch.equal(got[name].view(torch.uint8), one_by_one[name].view(torch.uint8)) for name in got)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_square_block_stands_as_its_sibling_does(tmp_path, transposed):
+    one_by_one = loaded(written(tmp_path / "a", random_weights(inter=HIDDEN // 2)), "mxfp4")
+    packed = random_weights(packed=True, inter=HIDDEN // 2)
+    if transposed:
+        packed = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in packed.items()}
+    assert packed["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, HIDDEN, HIDDEN)
+    got = loaded(written(tmp_path / "b", packed), "mxfp4")
+    assert got.keys() == one_by_one.keys()
+    assert all(torch.equal(got[name], one_by_one[name]) for name in got)
 
 
 def fp8_source(weights: dict[str, torch.Tensor], kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
-from workers.stream.formats import Quantizer, quantizer
+from workers.stream.formats import quantizer
 from workers.stream.fusion import FUSED
 from workers.stream.reader import Piece
 from workers.stream.recipe import Format
@@ -326,7 +326,7 @@ def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format],
     """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, under the names of single experts.
 
     The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
-    and [I, H] its transpose.
+    and [I, H] its transpose. A square block stands as its sibling does.
     """
     experts, which = found["experts"], found["which"]
     form = formats.get(f"{experts}.{which}") or formats.get(experts)
@@ -341,14 +341,18 @@ def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format],
             tensor=ref.name,
             cure="Keep them as they are: add 'experts' to `keep`",
         )
-    if rows == cols:
+    transposed = _stands_transposed(ref, which, hidden)
+    if transposed is None:  # square: gate_up_proj and down_proj of one layer stand the same way, and only one of them can be square
+        other = "down_proj" if which == "gate_up_proj" else "gate_up_proj"
+        sibling = checkpoint.tensors.get(ref.name.replace(which, other))
+        transposed = None if sibling is None or len(sibling.shape) != 3 else _stands_transposed(sibling, other, hidden)
+    if transposed is None:
         raise CheckpointError(
             "packed experts whose blocks are square do not say which way round they stand",
             file=ref.path,
             tensor=ref.name,
             cure="Keep them as they are: add 'experts' to `keep`",
         )
-    transposed = (cols if which == "gate_up_proj" else rows) != hidden
     block = rows * cols * DTYPES[ref.dtype].itemsize
     made: list[Weight] = []
     for expert in range(count):
@@ -362,6 +366,12 @@ def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format],
     for weight in made[:2]:
         quantizer(form).check(weight.module, *weight.stored.shape)
     return made
+
+
+def _stands_transposed(ref: TensorRef, which: str, hidden: int) -> bool | None:
+    """Whether a packed block is the transpose of torch's linear layout; None where it is square."""
+    _, rows, cols = ref.shape
+    return None if rows == cols else (cols if which == "gate_up_proj" else rows) != hidden
 
 
 def _hidden_size(checkpoint: Checkpoint) -> int:
@@ -379,13 +389,3 @@ def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:
         return min((shard[one.stored.ref.path], one.stored.offset) for one in unit.weights)
 
     return sorted(units, key=place)
-
-
-def quantizer_of(weight: Weight) -> Quantizer:
-    return quantizer(weight.format)
-
-
-def modules(units: Iterable[Unit]) -> Iterator[tuple[str, Format]]:
-    for unit in units:
-        for weight in unit.weights:
-            yield weight.module, weight.format
