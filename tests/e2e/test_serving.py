@@ -185,7 +185,7 @@ def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> Non
     rank = served.pid_of(NAME)
     core = int(subprocess.run(["pgrep", "-s", str(rank), "-f", "EngineCore"], capture_output=True, text=True, check=True).stdout.split()[0])
     os.kill(core, signal.SIGKILL)
-    until(lambda: served.model(NAME)["failures"] == 1, 20, "the failure is seen")
+    until(lambda: served.model(NAME)["failures"] == 1, 60, "the failure is seen")
     served.wait_for(NAME, "READY", START_S)
 
     assert served.pid_of(NAME) != rank
