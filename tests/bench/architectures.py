@@ -104,6 +104,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1, help="engines at a time")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
     given = parser.parse_args()
+    child.end_with_children()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         folder = Path(temporary)

@@ -116,6 +116,11 @@ def ask(
     raise ChildFailed(f"no answer within {limit_s:.0f} s" if timed_out else reason(lines, process.returncode))
 
 
+def end_with_children() -> None:
+    """SIGTERM leaves by the way of an exception, so that `ask` ends what it has started."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
 def say(value: Mapping[str, Any]) -> None:
     """A child's answer. vLLM writes to both streams, so it has a line and a mark of its own."""
     print(f"\n{ANSWER}{json.dumps(value)}", flush=True)

@@ -144,9 +144,11 @@ class Bench:
         self.rows.append(row)
         files = _files(folder)
         sampling.forget([*files, *_files(cache)])
-        # Two ranks on one NUMA node: vLLM binds them to nodes unless it is told not to.
-        unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if case.ranks > 1 and not self._cuda else {}
-        env = child.environment(self._plugins, ours=case.ours, more={"SPARKD_BENCH_LOADS": str(loads), **unbound})
+        more = {"SPARKD_BENCH_LOADS": str(loads)}
+        if case.ranks > 1 and not self._cuda:
+            # vLLM binds each rank to a NUMA node of its own unless it is told not to; ranks that share the cores must not spin on them.
+            more |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // case.ranks))}
+        env = child.environment(self._plugins, ours=case.ours, more=more)
         question = {"model": str(folder), "arguments": arguments, "progress": progress}
         try:
             row.answer = dict(child.ask("tests.bench.loader_case", question, env, limit_s=LIMIT_S, log=stem.with_suffix(".log")).value)
@@ -302,6 +304,7 @@ def main() -> int:
     parser.add_argument("--quality", action="store_true", help="answers, perplexity and divergence of each format on --model")
     parser.add_argument("--model")
     given = parser.parse_args()
+    child.end_with_children()
     if given.quality:
         from tests.bench import quality
 
