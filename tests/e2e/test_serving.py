@@ -14,6 +14,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.daemon_process import DaemonProcess, alive, until
@@ -183,7 +184,7 @@ def test_the_raylet_is_killed_and_the_engine_goes_on(served: DaemonProcess) -> N
 
 def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> None:
     rank = served.pid_of(NAME)
-    core = int(subprocess.run(["pgrep", "-s", str(rank), "-f", "EngineCore"], capture_output=True, text=True, check=True).stdout.split()[0])
+    core = max(psutil.Process(rank).children(recursive=True), key=lambda process: process.memory_info().rss).pid  # it holds the weights
     os.kill(core, signal.SIGKILL)
     until(lambda: served.model(NAME)["failures"] == 1, 60, "the failure is seen")
     served.wait_for(NAME, "READY", START_S)
