@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -26,11 +27,14 @@ logger = logging.getLogger("vllm.sparkd.stream")
 
 AT_ONCE_BYTES = 16 * 2**20  # packed bytes of the experts that are worked on together; their scales in wider types are several times as many
 
+SCALES_AT_ONCE_BYTES = 2 * 2**20  # the same for scales alone, one byte each, of which Marlin's functions make about ten
+
 _FP4 = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
+_NVFP4 = "prepare_nvfp4_moe_layer_for_marlin"
 # (module, function, positions of the arguments that have one entry for each expert, position of the layer that says how many there are)
 _BY_EXPERT: tuple[tuple[str, str, tuple[int, ...], int | None], ...] = (
     (_FP4, "_repack_marlin_experts", (0,), None),
-    (_FP4, "prepare_nvfp4_moe_layer_for_marlin", (1, 2, 3, 4, 5, 6), 0),
+    (_FP4, _NVFP4, (1, 2, 3, 4, 5, 6), 0),
     ("vllm._custom_ops", "gptq_marlin_moe_repack", (0, 1), None),
 )
 
@@ -45,7 +49,8 @@ def repack_in_place() -> list[str]:
             missing.append(f"{module_name}.{name}")
             continue
         if not hasattr(stock, "sparkd_stock"):
-            _replace(stock, name, few_at_a_time(stock, by_expert, layer))
+            ours = few_at_a_time(stock, by_expert, layer)
+            _replace(stock, name, scales_as_one(stock, ours) if name == _NVFP4 else ours)
     if missing:
         logger.warning("sparkd: this vLLM has no %s; its experts are repacked with a second copy of one layer.", ", ".join(missing))
     return missing
@@ -55,19 +60,25 @@ class FewExperts:
     """A layer as it would be with fewer experts; everything else is the layer's own."""
 
     def __init__(self, layer: Any, num_experts: int) -> None:
-        self._layer = layer
-        self.num_experts = num_experts
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "num_experts", num_experts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._layer, name, value)
 
-def few_at_a_time(stock: Callable[..., Any], by_expert: tuple[int, ...], layer: int | None = None) -> Callable[..., Any]:
+
+def few_at_a_time(
+    stock: Callable[..., Any], by_expert: tuple[int, ...], layer: int | None = None, at_once_bytes: int | None = None
+) -> Callable[..., Any]:
     """`stock`, a function of tensors [experts, ...] to one such tensor or a tuple of them, run for few experts at a time.
 
     Each result goes into the memory of the argument with as many bytes for each expert, where there is one; its argument must not be
     used afterwards.
     by_expert: positions of the arguments with one entry for each expert. layer: position of the one whose `num_experts` says how many.
+    at_once_bytes: of the first such argument; AT_ONCE_BYTES where it is not said.
     """
 
     @functools.wraps(stock)
@@ -75,7 +86,7 @@ def few_at_a_time(stock: Callable[..., Any], by_expert: tuple[int, ...], layer: 
         args = _positional(stock, args, kwargs)
         given = [args[at] for at in by_expert if isinstance(args[at], torch.Tensor)]
         experts = given[0].shape[0]
-        step = max(1, AT_ONCE_BYTES // max(1, _bytes(given[0]) // max(1, experts)))
+        step = max(1, (at_once_bytes or AT_ONCE_BYTES) // max(1, _bytes(given[0]) // max(1, experts)))
         if experts <= step or any(one.shape[0] != experts for one in given):
             return stock(*args, **kwargs)
 
@@ -104,6 +115,87 @@ def few_at_a_time(stock: Callable[..., Any], by_expert: tuple[int, ...], layer: 
 
     in_place.sparkd_stock = stock  # type: ignore[attr-defined]
     return in_place
+
+
+def scales_as_one(stock: Callable[..., Any], careful: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's `prepare_nvfp4_moe_layer_for_marlin` without a wait for the device at every expert; `careful` where it cannot be.
+
+    Stock permutes the scales expert by expert, with lists as indices and values read back: three waits for each. Its functions work along
+    rows, so the experts' scales can stand below each other as one matrix. Stock is asked about the first two experts; where the same functions
+    called so do not give its very bits (a padded layer, another release), `careful` does all of it.
+    """
+    module = sys.modules[stock.__module__]
+    agreed: dict[Any, bool] = {}
+
+    @functools.wraps(stock)
+    def in_place(*args: Any, **kwargs: Any) -> Any:
+        args = _positional(stock, args, kwargs)
+        try:
+            layer, given = args[0], list(args[1:7])
+            key = (layer.params_dtype, *((one.dtype, one.shape[1:]) for one in given))
+            if key not in agreed:
+                two = [one[:2] for one in given]
+                stocks = stock(FewExperts(layer, two[0].shape[0]), *two, *args[7:], **kwargs)
+                ours = _as_one(module, layer.params_dtype, [one.clone() for one in two], _bytes(two[1]))
+                agreed[key] = all(_same(a, b) for a, b in zip(stocks, ours, strict=True))
+            if agreed[key]:
+                return _as_one(module, layer.params_dtype, given, SCALES_AT_ONCE_BYTES)
+        except _NotAlike as reason:
+            logger.info("sparkd: NVFP4 scales are repacked expert by expert: %s.", reason)
+        return careful(*args, **kwargs)
+
+    in_place.sparkd_stock = stock  # type: ignore[attr-defined]
+    return in_place
+
+
+class _NotAlike(Exception):
+    """A layer or a release for which the short way is not known to be right."""
+
+
+def _as_one(module: Any, dtype: torch.dtype, given: list[torch.Tensor], at_once_bytes: int) -> tuple[torch.Tensor, ...]:
+    """(w13, its scales, its second-level scales, w2, ..) in Marlin's layout, in the memory of `given`. Raises _NotAlike."""
+    try:
+        permute, process = module.marlin_permute_scales, module.nvfp4_marlin_process_scales
+        factor_of, process_global, repack = (
+            module._nvfp4_compute_scale_factor,
+            module.nvfp4_marlin_process_global_scale,
+            module._repack_marlin_experts,
+        )
+    except AttributeError as error:
+        raise _NotAlike(str(error)) from None
+    made: list[torch.Tensor] = []
+    for packed, scales, second in (given[:3], given[3:]):
+        size_n, size_k = packed.shape[1], packed.shape[2] * 2
+        if scales.dtype != torch.float8_e4m3fn or scales.shape[1:] != (size_n, size_k // 16):
+            raise _NotAlike(f"scales of {scales.dtype} and shape {list(scales.shape)}")
+        largest = scales.view(torch.uint8).amax().reshape(1)
+        if int(largest) >= 0x7F:
+            raise _NotAlike("a scale is negative or not a number")
+        factor = factor_of(largest.view(torch.float8_e4m3fn).to(dtype), dtype)
+
+        def rows(part: torch.Tensor, n: int = size_n, k: int = size_k, factor: float = factor) -> torch.Tensor:
+            below = part.to(dtype).transpose(1, 2).reshape(-1, n)
+            turned = permute(s=below, size_k=k, size_n=n, group_size=16, is_a_8bit=False)
+            return process(turned, scale_factor=factor, a_dtype=dtype)[0].view(part.shape[0], k // 16, n)
+
+        made.append(_repacked(repack, packed, size_n, size_k))
+        made.append(few_at_a_time(rows, (0,), at_once_bytes=at_once_bytes)(scales))
+        made.append(process_global(second, dtype) / factor)
+    return tuple(made)
+
+
+def _repacked(repack: Callable[..., Any], packed: torch.Tensor, size_n: int, size_k: int) -> torch.Tensor:
+    """By name, for later releases have no permutation. Raises _NotAlike."""
+    known = {"weight": packed, "size_n": size_n, "size_k": size_k, "is_a_8bit": False}
+    known["perm"] = torch.empty(0, dtype=torch.int, device=packed.device)
+    names = inspect.signature(repack).parameters
+    if not names.keys() <= known.keys():
+        raise _NotAlike(f"{repack.__name__} takes {', '.join(names)}")
+    return repack(**{name: known[name] for name in names})
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _home(part: torch.Tensor, experts: int, step: int, homes: list[torch.Tensor]) -> torch.Tensor:
