@@ -121,7 +121,7 @@ def scales_as_one(stock: Callable[..., Any], careful: Callable[..., Any]) -> Cal
     """vLLM's `prepare_nvfp4_moe_layer_for_marlin` without a wait for the device at every expert; `careful` where it cannot be.
 
     Stock permutes the scales expert by expert, with lists as indices and values read back: three waits for each. Its functions work along
-    rows, so the experts' scales can stand below each other as one matrix. Stock is asked about the first two experts; where the same functions
+    rows, so the experts' scales can stand below each other as one matrix. Stock is asked about two experts; where the same functions
     called so do not give its very bits (a padded layer, another release), `careful` does all of it.
     """
     module = sys.modules[stock.__module__]
@@ -135,7 +135,7 @@ def scales_as_one(stock: Callable[..., Any], careful: Callable[..., Any]) -> Cal
             key = (layer.params_dtype, *((one.dtype, one.shape[1:]) for one in given))
             if key not in agreed:
                 two = [one[:2] for one in given]
-                stocks = stock(FewExperts(layer, two[0].shape[0]), *two, *args[7:], **kwargs)
+                stocks = stock(FewExperts(layer, two[0].shape[0]), *(one.clone() for one in two), *args[7:], **kwargs)
                 ours = _as_one(module, layer.params_dtype, [one.clone() for one in two], _bytes(two[1]))
                 agreed[key] = all(_same(a, b) for a, b in zip(stocks, ours, strict=True))
             if agreed[key]:
