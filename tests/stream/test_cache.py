@@ -554,6 +554,28 @@ def test_a_cache_folder_that_cannot_be_made(source: Checkpoint, tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("odd", [False, True])
+def test_experts_that_come_together_are_one_part_of_the_file(cache_dir: str, source: Checkpoint, odd: bool) -> None:
+    names = [f"l.experts.{expert}.{matrix}.weight_scale" for expert in range(4) for matrix in ("gate_proj", "up_proj")]
+    stacked = torch.randint(0, 255, (8, 6, 16), dtype=torch.uint8)
+    made = CacheWriter(cache_dir, source, RECIPE, None, DESCRIBED, dict.fromkeys(reversed(names), ("U8", (6, 16))))
+    made.add_stacked([*names[:5], "stranger"] if odd else names[:6], stacked[:6])
+    made.add_stacked(names[6:], stacked[6:])
+    made.finish()
+
+    if odd:
+        assert made.state == "failed"
+        assert "stranger came as U8" in str(made.reason)
+        return
+    with found(cache_dir, source)[0] as cached:  # type: ignore[union-attr]
+        assert list(cached.checkpoint.tensors) == names
+        for name, value in zip(names, stacked, strict=True):
+            ref = cached.checkpoint.tensors[name]
+            with open(ref.path, "rb") as file:
+                file.seek(ref.offset)
+                assert file.read(ref.nbytes) == value.numpy().tobytes()
+
+
 def test_a_source_that_is_gone_fails_the_cache_only(cache_dir: str, source: Checkpoint) -> None:
     tensors = quantized(source)
     shutil.rmtree(source.folder)

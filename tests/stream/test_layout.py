@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.layout import ITEM_BYTES, ShardLayout, index_json, lay_out
+from workers.stream.layout import ITEM_BYTES, ShardLayout, index_json, lay_out, neighbours
 
 TENSORS = st.dictionaries(
     st.text('abc.äß"\\', min_size=1, max_size=12).filter(str.isprintable),
@@ -97,3 +97,42 @@ def test_sizes_are_those_of_the_elements() -> None:
     assert shard.slots[0].nbytes == 2 * math.prod((5, 3))
     assert shard.size_bytes == len(shard.header) + 30
     assert len(shard.header) % 8 == 0
+
+
+def _of_expert(layer: int, expert: int, *matrices: str) -> list[str]:
+    return [f"l{layer}.mlp.experts.{expert}.{matrix}.{part}" for matrix in matrices for part in ("weight_packed", "weight_scale")]
+
+
+@pytest.mark.parametrize("matrices", [("down_proj", "gate_proj", "up_proj"), ("w1", "w2", "w3")])
+def test_experts_stand_as_their_parameter_holds_them(matrices: tuple[str, ...]) -> None:
+    down, gate, up = sorted(matrices, key=lambda name: ("down" not in name and name != "w2", name))
+    names = [
+        "embed",
+        *(name for expert in (0, 1, 10, 2) for name in _of_expert(0, expert, *matrices)),
+        "norm",
+        *_of_expert(1, 0, *matrices),
+    ]
+
+    found = list(neighbours(dict.fromkeys(names, ("U8", (8,)))))
+
+    assert sorted(found) == sorted(names)
+    assert (found[0], found[25]) == ("embed", "norm")
+    at = found.index(f"l0.mlp.experts.0.{gate}.weight_scale")
+    assert found[at : at + 8] == [f"l0.mlp.experts.{expert}.{matrix}.weight_scale" for expert in (0, 1, 2, 10) for matrix in (gate, up)]
+    at = found.index(f"l0.mlp.experts.0.{down}.weight_packed")
+    assert found[at : at + 4] == [f"l0.mlp.experts.{expert}.{down}.weight_packed" for expert in (0, 1, 2, 10)]
+
+
+def test_experts_of_many_layers_at_once_are_not_waited_for() -> None:
+    """Shuffled shards: what arrives far apart stays apart, or the writer would have to hold all of it."""
+    names = [name for expert in range(4) for layer in range(30) for name in _of_expert(layer, expert, "down_proj")]
+
+    found = list(neighbours(dict.fromkeys(names, ("U8", (8,)))))
+
+    assert sorted(found) == sorted(names)
+    assert max(abs(found.index(name) - at) for at, name in enumerate(names)) < 16
+
+
+def test_what_is_no_expert_keeps_its_order() -> None:
+    names = ["b.experts_norm", "a.mlp.gate.weight", "a.experts.weight", "z"]
+    assert list(neighbours(dict.fromkeys(names, ("U8", (1,))))) == names

@@ -11,8 +11,12 @@ from safetensors.torch import save_file
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
+from workers.stream.cache_writer import CODES
+from workers.stream.experts import answered, families
 from workers.stream.formats import global_scale, quantizer
+from workers.stream.layout import lay_out, neighbours
 from workers.stream.pipeline import Pipeline
+from workers.stream.plan import Run, steps
 from workers.stream.reader import Reader
 from workers.stream.recipe import Recipe
 from workers.stream.trace import Trace, phantoms
@@ -72,13 +76,17 @@ def expected(weights: dict[str, torch.Tensor], name: str, form, fused: Iterable[
     return quantizer(form).quantize(weight, global_scale=global_scale(torch.tensor(largest)))
 
 
+BATCHES = pytest.mark.parametrize("batch_bytes", [0, 200_000, 2**30], ids=["alone", "few together", "all together"])
+
+
+@BATCHES
 @pytest.mark.parametrize("quantize", ["nvfp4", "mxfp4", "int4-g32", "int4-g128", "fp8", "fp8-block"])
 @pytest.mark.parametrize(
     "order", [sorted, lambda names: sorted(names, key=lambda name: hash(name[::-1]) % 97)], ids=["ordered", "shuffled"]
 )
-def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, order):
+def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, order, batch_bytes):
     weights = random_weights()
-    got = loaded(written(tmp_path / "m", weights, order=order), quantize)
+    got = loaded(written(tmp_path / "m", weights, order=order), quantize, batch_bytes=batch_bytes)
     form = Recipe.parse(quantize).default
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"):
         assert torch.equal(got[name], weights[name])
@@ -103,14 +111,15 @@ def test_plain_loading_is_the_checkpoint_itself(tmp_path):
     assert all(torch.equal(got[name], weights[name]) for name in weights)
 
 
+@BATCHES
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g64"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_packed_experts_come_one_by_one(tmp_path, quantize, transposed):
+def test_packed_experts_come_one_by_one(tmp_path, quantize, transposed, batch_bytes):
     one_by_one = loaded(written(tmp_path / "a", random_weights()), quantize)
     packed = random_weights(packed=True)
     if transposed:
         packed = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor for name, tensor in packed.items()}
-    got = loaded(written(tmp_path / "b", packed), quantize)
+    got = loaded(written(tmp_path / "b", packed), quantize, batch_bytes=batch_bytes)
     assert got.keys() == one_by_one.keys()
     assert all(torch.equal(got[name].view(torch.uint8), one_by_one[name].view(torch.uint8)) for name in got)
 
@@ -199,16 +208,18 @@ class Rank:
             self.taken[name].copy_(part)
 
 
+@BATCHES
 @pytest.mark.parametrize("quantize", ["mxfp4", "int4-g32", "fp8", "bf16"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank):
+def test_a_rank_gets_its_part_and_reads_less(tmp_path, quantize, rank, batch_bytes):
     weights = random_weights()
     folder = written(tmp_path / "m", weights)
     checkpoint = read_checkpoint(str(folder))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
     trace = Trace()
     Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
-    sliced = Pipeline(virtual, CPU, READER, regions={name: taken.region for name, taken in trace.taken.items()})
+    regions = {name: taken.region for name, taken in trace.taken.items()}
+    sliced = Pipeline(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes)
     everything = Pipeline(virtual, CPU, READER)
     one, whole = Rank(rank), Rank(rank)
     one.load_weights(sliced.tensors())
@@ -261,12 +272,13 @@ def test_a_large_tensor_that_nobody_copies_is_read_past(tmp_path, monkeypatch):
     assert sorted(names) == sorted(weights)
 
 
+@BATCHES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_named(tmp_path, bad):
+def test_weights_that_are_not_finite_are_named(tmp_path, bad, batch_bytes):
     weights = random_weights()
     weights["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = bad
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight.*NaN or Inf"):
-        loaded(written(tmp_path / "m", weights), "nvfp4")
+        loaded(written(tmp_path / "m", weights), "nvfp4", batch_bytes=batch_bytes)
 
 
 def test_a_group_that_does_not_divide_is_named_before_anything_is_read(tmp_path):
@@ -275,7 +287,8 @@ def test_a_group_that_does_not_divide_is_named_before_anything_is_read(tmp_path)
         loaded(written(tmp_path / "m", weights, shards=1), "int4-g128")
 
 
-def test_progress_is_told_unit_by_unit(tmp_path):
+@BATCHES
+def test_progress_is_told_unit_by_unit(tmp_path, batch_bytes):
     seen: list[tuple[int, int]] = []
 
     class Watch:
@@ -284,9 +297,108 @@ def test_progress_is_told_unit_by_unit(tmp_path):
 
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
-    pipeline = Pipeline(virtual, CPU, READER, watcher=Watch())
+    pipeline = Pipeline(virtual, CPU, READER, watcher=Watch(), batch_bytes=batch_bytes)
     for _ in pipeline.tensors():
         pass
     assert seen == sorted(seen)
     assert seen[-1] == (pipeline.bytes_total, pipeline.units_total)
     assert pipeline.bytes_total == checkpoint.total_bytes
+
+
+class Fused:
+    """A layer's experts as vLLM holds them, for one of `ranks`: gate and up behind each other in one parameter, half of the rows each."""
+
+    def __init__(self, ranks: int = 1, rank: int = 0) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.memory: dict[str, torch.Tensor] = {}
+        self.handed: list[str] = []
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name.endswith(".weight_shape"):
+                continue  # which no kernel reads
+            self.handed.append(name)
+            layer, found, rest = name.partition(".experts.")
+            if not found:
+                self._into(name, tensor.shape, tensor.dtype).copy_(tensor)
+                continue
+            number, matrix, part = rest.split(".")
+            scalar = tensor.numel() <= 2
+            axis = 1 if matrix == "down_proj" else 0
+            mine = tensor if scalar or tensor.shape[axis] == 1 else tensor.chunk(self.ranks, dim=axis)[self.rank]
+            if matrix == "down_proj":
+                self._into(f"{layer}.w2.{part}", (EXPERTS, *mine.shape), mine.dtype)[int(number)].copy_(mine)
+            else:
+                whole = self._into(f"{layer}.w13.{part}", (EXPERTS, 2, *mine.shape), mine.dtype)
+                whole[int(number), int(matrix == "up_proj")].copy_(mine)
+
+    def _into(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.memory.setdefault(name, torch.zeros(shape, dtype=dtype))
+
+    def load(self, pipeline: Pipeline) -> Fused:
+        self.handed.clear()
+        self.load_weights(pipeline.tensors())
+        return self
+
+    def asked(self, virtual: VirtualCheckpoint) -> dict:
+        """A Pipeline's arguments for this model, as the loader finds them."""
+        trace = Trace()
+        found = families(virtual.emitted())
+        skipped = {name for family in found for number, name in family.names.items() if number not in family.asked}
+        self.load_weights(phantoms(((o.name, o.shape, o.dtype) for o in virtual.emitted() if o.name not in skipped), CPU, trace))
+        straight = answered(found, trace.taken)
+        return {"regions": {name: one.region for name, one in trace.taken.items()}, "straight": straight}
+
+
+def same_memory(got: Fused, want: Fused) -> None:
+    assert got.memory.keys() == want.memory.keys()
+    for name, tensor in want.memory.items():
+        assert torch.equal(got.memory[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@BATCHES
+@pytest.mark.parametrize("quantize", ["nvfp4", "mxfp4", "int4-g32", "fp8", "bf16"])
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkeypatch, quantize, ranks, rank, batch_bytes):
+    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights())))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    arguments = Fused(ranks, rank).asked(virtual)
+    want = Fused(ranks, rank).load(Pipeline(virtual, CPU, READER, regions=arguments["regions"]))
+    got = Fused(ranks, rank)
+    arguments = got.asked(virtual)
+    reached: list[str] = []
+    got.load(Pipeline(virtual, CPU, READER, **arguments, placed=reached.extend, batch_bytes=batch_bytes))
+    same_memory(got, want)
+    assert not set(got.handed) & arguments["straight"].keys()
+    assert sorted(reached) == sorted({*got.handed, *arguments["straight"]})
+
+
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
+def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monkeypatch, quantize):
+    """A quantized cache read by the model for which its tensors stand in order: the second start."""
+    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    first = {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER).tensors()}
+    order = neighbours({name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in first.items()})
+    (shard,) = lay_out(order)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with open(cache / "model.safetensors", "wb") as file:
+        file.write(shard.header)
+        for slot in shard.slots:
+            file.write(first[slot.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    (cache / "config.json").write_text((tmp_path / "m" / "config.json").read_text())
+    stored = VirtualCheckpoint(read_checkpoint(str(cache)), {})
+    got, want = Fused(), Fused().load(Pipeline(virtual, CPU, READER))
+    arguments = got.asked(stored)
+    pipeline = Pipeline(stored, CPU, READER, **arguments)
+    runs = [step for step in steps(pipeline._plans, 0, arguments["straight"]) if isinstance(step, Run)]
+    got.load(pipeline)
+    same_memory(got, want)
+    parts = len(arguments["straight"]) // (2 * 3 * (EXPERTS - 3))
+    # For each layer: down, and gate with up, in every part; the first, second and last expert are handed to the model.
+    assert len(runs) == 2 * 2 * parts
+    assert sum(len(run.plans) for run in runs) == len(arguments["straight"])

@@ -105,6 +105,27 @@ def test_the_files_are_what_was_put(
     assert made.bytes_written == made.bytes_total
 
 
+@pytest.mark.parametrize("hold", [0, 1 << 20])
+@pytest.mark.parametrize("size", [100, BLOCK, 7 * BLOCK])
+def test_neighbours_are_put_as_one_or_not_at_all(tmp_path: Path, size: int, hold: int) -> None:
+    shards = lay_out({f"t{number}": ("U8", (size,)) for number in range(12)})
+    values = content(shards)
+    made = writer(tmp_path, shards, hold_bytes=hold)
+    slots = list(made.slots.values())
+    together = torch.cat([values[slot.name] for slot in slots[2:7]])
+
+    taken = made.put(slots[2], 0, together, behind=slots[3:7])
+    together.zero_()
+
+    missing = {slot.name for slot, _, _ in made.gaps()}
+    assert missing == {slot.name for slot in slots} - ({slot.name for slot in slots[2:7]} if taken else set())
+    assert taken or (size > 100 and not hold)
+    fill_gaps(made, values)
+    made.settle()
+    made.close()
+    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
+
+
 def test_a_full_ring_refuses_and_remembers(tmp_path: Path, direct: bool) -> None:
     shards = lay_out({f"t{number}": ("U8", (BLOCK,)) for number in range(12)})
     values = content(shards)

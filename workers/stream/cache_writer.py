@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
 from workers.stream.cache import GIB, WRITING, find, locked, make_room, remove, sweep, turn
 from workers.stream.companions import companions_bytes, write_companions
-from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out
+from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
 from workers.stream.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
 from workers.stream.reader import Piece, Reader
 from workers.stream.virtual import DTYPES, VirtualCheckpoint
@@ -52,9 +52,10 @@ class _Skipped(Exception):
 class CacheWriter:
     """One entry in the making. state: writing, then written, failed or skipped; reason: why, of the latter two, in a sentence.
 
-    layout: name -> (safetensors dtype code, shape) of everything that will be handed over, in that order. plain: the names that are in the
-    source byte for byte. quantization_config: for config.json. limit_bytes: of the whole cache folder. notes: JSON values for the manifest.
-    device: where the tensors are. told: is called with (state, bytes written, reason) at the beginning and when the state changes.
+    layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order. plain: the names that are
+    in the source byte for byte. quantization_config: for config.json. limit_bytes: of the whole cache folder. notes: JSON values for the
+    manifest. device: where the tensors are. told: is called with (state, bytes written, reason) at the beginning and when the state
+    changes.
     Construct it as soon as the layout is known: it makes room and takes the files' space from its own thread, while nothing is read yet.
     Nothing here raises for a disk, a folder or a tensor that is not as expected.
     """
@@ -97,7 +98,7 @@ class CacheWriter:
         on_gpu = device is not None and device.type == "cuda"
         try:
             self._source = Source.of(checkpoint)
-            self._shards: list[ShardLayout] = lay_out(layout, shard_bytes)
+            self._shards: list[ShardLayout] = lay_out(neighbours(layout), shard_bytes)
             self._writer = ShardWriter(
                 self._shards,
                 self._prepare,
@@ -124,10 +125,8 @@ class CacheWriter:
         """Takes a copy of a tensor, or leaves it out where there is no room at once. Returns without waiting for a disk or a device."""
         if self._writer is None or self.state != "writing":
             return
-        slot = self._writer.slots.get(name)
-        code = CODES.get(tensor.dtype)
-        if slot is None or slot.dtype != code or slot.nbytes != tensor.numel() * tensor.element_size():
-            self._refuse(f"{name} came as {code} of shape {list(tensor.shape)}, which is not what was laid out")
+        slot = self._slot(name, tensor)
+        if slot is None:
             return
         view = bytes_of(tensor)
         if name not in self._plain:
@@ -135,6 +134,21 @@ class CacheWriter:
             return
         for start in range(0, slot.nbytes, CPU_BLOCK_BYTES):
             self._writer.put(slot, start, view[start : start + CPU_BLOCK_BYTES])
+
+    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        """The same for quantized tensors [names, ..] of one shape; those that lie one behind the other in the file are taken as one."""
+        if self._writer is None or self.state != "writing":
+            return
+        slots = [slot for name in names if (slot := self._slot(name, stacked[0])) is not None]
+        if len(slots) != len(names):
+            return
+        start = 0
+        for at in range(1, len(slots) + 1):
+            before = slots[at - 1]
+            if at < len(slots) and (slots[at].shard, slots[at].offset) == (before.shard, before.offset + before.nbytes):
+                continue
+            self._writer.put(slots[start], 0, bytes_of(stacked[start:at]), behind=slots[start + 1 : at])
+            start = at
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
         """The same for a part of a tensor: its bytes from `start_byte` on, uint8 and 1-D."""
@@ -145,6 +159,15 @@ class CacheWriter:
             self._refuse(f"bytes {start_byte} to {start_byte + view.numel()} of {name} came, which were not laid out")
             return
         self._writer.put(slot, start_byte, view)
+
+    def _slot(self, name: str, tensor: torch.Tensor) -> Slot | None:
+        """Its place; None, and the end of the writing, for a tensor that was not laid out like this."""
+        slot = None if self._writer is None else self._writer.slots.get(name)
+        code = CODES.get(tensor.dtype)
+        if slot is None or slot.dtype != code or slot.nbytes != tensor.numel() * tensor.element_size():
+            self._refuse(f"{name} came as {code} of shape {list(tensor.shape)}, which is not what was laid out")
+            return None
+        return slot
 
     def finish(self, refill: Refill | None = None) -> str:
         """Completes the entry and returns the state; for a thread of its own once the model is placed, and it may take as long as a load.

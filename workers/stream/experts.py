@@ -11,7 +11,7 @@ a line and are taken in the same way, the others lie on it too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,12 +64,46 @@ def answered(found: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Targ
 
 def place(target: Target, tensor: torch.Tensor) -> None:
     """What vLLM's loader would do with a tensor: its part, in the target's order of dimensions, copied into the parameter."""
-    part = tensor[tuple(slice(start, stop) for start, stop in target.region)] if _cuts(target.region, tensor) else tensor
-    dims = [dim for dim in target.dims if dim is not None]
+    place_stacked([target], tensor.unsqueeze(0))
+
+
+def place_stacked(targets: Sequence[Target], stacked: torch.Tensor) -> None:
+    """The same for several tensors [targets, ..] whose places `followers` found on a line."""
+    first = targets[0]
+    box = tuple(slice(start, stop) for start, stop in first.region)
+    part = stacked[(slice(None), *box)] if _cuts(first.region, stacked[0]) else stacked
+    dims = [dim + 1 for dim in first.dims if dim is not None]
     if dims != sorted(dims):
-        part = part.permute([*dims, *(dim for dim in range(part.dim()) if dim not in dims)])
-    memory = target.memory
+        part = part.permute([0, *dims, *(dim for dim in range(1, part.dim()) if dim not in dims)])
+    memory = first.memory.unsqueeze(0)
+    if len(targets) > 1:
+        step = targets[1].memory.storage_offset() - first.memory.storage_offset()
+        memory = first.memory.as_strided((len(targets), *first.memory.shape), (step, *first.memory.stride()))
     memory.copy_(part if part.shape == memory.shape else part.reshape(memory.shape), non_blocking=True)
+
+
+def followers(targets: Sequence[Target | None]) -> Iterator[tuple[int, int]]:
+    """Cuts a sequence into (first, behind the last) of places that lie on a line and are taken alike; one that is None is by itself."""
+    start = 0
+    step: int | None = None
+    for at in range(1, len(targets) + 1):
+        before, target = targets[at - 1], targets[at] if at < len(targets) else None
+        if before is not None and target is not None and _alike(before, target):
+            ahead = target.memory.storage_offset() - before.memory.storage_offset()
+            if ahead > 0 and step in (None, ahead):
+                step = ahead
+                continue
+        yield start, at
+        start, step = at, None
+
+
+def straightened(target: Target, origin: tuple[int, ...], shape: Sequence[int]) -> Target | None:
+    """The target for the part of the tensor that begins at `origin` and has this shape; None where more than that goes there."""
+    if len(target.region) != len(origin) or len(origin) != len(shape):
+        return None
+    region = tuple((start - at, stop - at) for (start, stop), at in zip(target.region, origin, strict=True))
+    inside = all(start >= 0 and stop <= size for (start, stop), size in zip(region, shape, strict=True))
+    return Target(target.memory, region, target.dims) if inside else None
 
 
 def _cuts(region: Region, tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from workers.stream.cache import CachedCheckpoint, find
 from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of, sync_folder
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.ct_config import linear_modules, quantization_config
-from workers.stream.layout import lay_out
+from workers.stream.layout import lay_out, neighbours
 from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Piece, Reader
 from workers.stream.recipe import Recipe
@@ -151,7 +151,7 @@ def _quantize(checkpoint: Checkpoint, recipe: Recipe, folder: str, device: torch
         raise CheckpointError(f"this checkpoint {known}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")
     virtual = VirtualCheckpoint(checkpoint, formats)
     described = quantization_config(formats, linear_modules(checkpoint))
-    shards = lay_out(layout_of(virtual)[0])
+    shards = lay_out(neighbours(layout_of(virtual)[0]))
     _check_room(folder, sum(shard.size_bytes for shard in shards) + companions_bytes(checkpoint.folder) + MARGIN_BYTES)
     on_gpu = device.type == "cuda"
     writer = ShardWriter(shards, lambda: folder, staging_bytes=STAGING_BYTES, block_bytes=BLOCK_BYTES, pin=on_gpu, threads=2)
@@ -182,6 +182,10 @@ class _Into:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         self.add_chunk(name, 0, bytes_of(tensor))
+
+    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+        for name, tensor in zip(names, stacked, strict=True):
+            self.add(name, tensor)
 
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
         if not self._writer.put(self._writer.slots[name], start_byte, view, wait=True) and self._writer.error is not None:

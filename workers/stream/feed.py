@@ -3,8 +3,9 @@ decides what is read."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -46,19 +47,20 @@ class Feed:
 
     def take(self, source: Input, *, keep: bool = False) -> torch.Tensor:
         """uint8 [nbytes] on the device. keep: it must outlive `release`."""
-        made: torch.Tensor | None = None
-        at = 0
-        for chunk in self._of(source):
-            size = chunk.view.numel()
-            if made is None and size == source.nbytes and not keep and self._may_lend(chunk):
-                self._lent.append(chunk)
-                return chunk.view
-            if made is None:
-                made = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
-            made[at : at + size].copy_(chunk.view, non_blocking=True)
-            at += size
-            self._done(chunk)
-        return made if made is not None else torch.empty(0, dtype=torch.uint8, device=self._device)
+        chunks = self._of(source)
+        first = next(chunks, None)
+        if first is None:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        if first.view.numel() == source.nbytes and not keep and self._may_lend(first):
+            self._lent.append(first)
+            return first.view
+        made = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+        self._copy(itertools.chain((first,), chunks), made)
+        return made
+
+    def fill(self, source: Input, into: torch.Tensor) -> None:
+        """The input's bytes into uint8 [nbytes] on the device."""
+        self._copy(self._of(source), into)
 
     def parts(self, source: Input) -> Iterator[torch.Tensor]:
         """The input's bytes in host memory as they come; each is valid until the next is asked for, or, on a GPU, for every copy queued
@@ -79,6 +81,14 @@ class Feed:
         self._mark()
         while self._waiting:
             self._collect(wait=True)
+
+    def _copy(self, chunks: Iterable[Chunk], into: torch.Tensor) -> None:
+        at = 0
+        for chunk in chunks:
+            size = chunk.view.numel()
+            into[at : at + size].copy_(chunk.view, non_blocking=True)
+            at += size
+            self._done(chunk)
 
     def _may_lend(self, chunk: Chunk) -> bool:
         return not self._cuda and chunk.view.data_ptr() % 16 == 0 and self._reader.held_blocks <= self._most_held

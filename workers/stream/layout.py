@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sparkd.errors import CheckpointError
+from workers.stream.fusion import group_of
 
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
@@ -22,6 +24,8 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 # transformers refuses a file that does not say which framework's tensors it holds.
 _METADATA = {"format": "pt"}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+FAMILIES = 16  # two layers' experts in two matrices and four parts
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -46,6 +50,34 @@ class ShardLayout:
     header: bytes
     size_bytes: int
     slots: tuple[Slot, ...]
+
+
+def neighbours(tensors: Tensors) -> Tensors:
+    """The same tensors; those of a layer's experts stand together part by part, gate and up in turn: as vLLM's parameters hold them.
+
+    So a load copies a run of them as one. Only what arrives together is moved: where a layer's experts lie far apart in the source, one
+    block of the file would have to wait for all of it.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    waiting: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
+
+    def flush() -> None:
+        for family in waiting.values():
+            found.update((name, tensors[name]) for _, name in sorted(family))
+        waiting.clear()
+
+    for name, what in tensors.items():
+        if (expert := _EXPERT.search(name)) is None:
+            flush()
+            found[name] = what
+            continue
+        module, _, part = name[expert.end() :].rpartition(".")
+        key = (name[: expert.start()], group_of(module, ""), part)
+        if key not in waiting and len(waiting) >= FAMILIES:
+            flush()
+        waiting.setdefault(key, []).append((int(expert[1]), name))
+    flush()
+    return found
 
 
 def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> list[ShardLayout]:

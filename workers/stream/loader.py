@@ -27,7 +27,7 @@ from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import linear_modules, quantization_config
 from workers.stream.experts import answered, families
-from workers.stream.formats import amax, global_scale, quantizer
+from workers.stream.formats import amax_each, global_scale, quantizer
 from workers.stream.method import NAME, formats_of
 from workers.stream.progress import ProgressFile
 from workers.stream.ranks import experts_are_spread, rank_of_world, ranks, tensor_parallel_rank
@@ -110,9 +110,10 @@ def compile_kernels(described: Mapping[str, Any], device: torch.device) -> None:
 
     def run() -> None:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), contextlib.suppress(RuntimeError):
-            weight = torch.zeros(128, 2048, dtype=torch.bfloat16, device=device)
+            weight = torch.zeros(2, 128, 2048, dtype=torch.bfloat16, device=device)
+            largest = amax_each(weight)
             for form in formats_of(described):
-                shared = {"global_scale": global_scale(amax(weight))} if form.name == "nvfp4" else {}
+                shared = {"global_scale": global_scale(largest)} if form.name == "nvfp4" else {}
                 quantizer(form).quantize(weight, **shared)
 
     threading.Thread(target=run, name="stream-compile", daemon=True).start()

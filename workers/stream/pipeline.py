@@ -11,29 +11,27 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from sparkd.errors import CheckpointError
+from workers.stream.experts import followers, place, place_stacked, straightened
 from workers.stream.feed import Feed
-from workers.stream.formats import amax, global_scale, quantizer
+from workers.stream.formats import amax, amax_each, global_scale, quantizer
+from workers.stream.passing import Passing
+from workers.stream.plan import BATCH_BYTES, Batch, Plan, Run, matrices_of, plan_of, steps
 from workers.stream.reader import Piece, Reader
-from workers.stream.trace import NotAView, Phantom, Region, Taken, streamed
+from workers.stream.trace import Region, Taken, Target, streamed
 from workers.stream.virtual import (
     DTYPES,
-    Box,
     Emitted,
     Need,
-    Unit,
     VirtualCheckpoint,
     Weight,
     cut,
     dtype_of,
-    need_of,
-    plain_pieces,
-    stored_pieces,
 )
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -50,6 +48,8 @@ class Sink(Protocol):
 
     def add(self, name: str, tensor: torch.Tensor) -> None: ...
 
+    def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None: ...
+
     def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None: ...
 
 
@@ -57,30 +57,6 @@ class Watcher(Protocol):
     """Is told how far the pass is."""
 
     def advance(self, bytes_done: int, units_done: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """One matrix or tensor of a unit as it lies in the file: its pieces, and how many bytes they are together."""
-
-    pieces: tuple[Piece, ...]
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What is read for one unit. For a weight: (its number, what is needed of it, box that was read, which input, which input holds its
-    scales)."""
-
-    index: int
-    unit: Unit
-    inputs: list[_Input] = field(default_factory=list)
-    weights: list[tuple[int, Need, Box, int, int | None]] = field(default_factory=list)
-    rows: tuple[int, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +79,9 @@ class Pipeline:
     """`tensors()` yields (name, tensor on `device`) for everything that is needed of `virtual`, ready for a model's `load_weights`.
 
     regions: for each emitted name the part that this rank takes (trace.py), None for a name that it does not take; without `regions`
-    all is needed.
-    A tensor of which only a part is needed has its whole shape, and undefined values elsewhere. reader: makes the Reader for a list of
-    pieces.
+    all is needed. A tensor of which only a part is needed has its whole shape, and undefined values elsewhere.
+    straight: where those go that are placed here and not handed on. placed: is told the names of what has reached its parameter.
+    reader: makes the Reader for a list of pieces. batch_bytes: quantized together (plan.py); None: as the device likes it.
     """
 
     def __init__(
@@ -120,6 +96,9 @@ class Pipeline:
         only: Container[int] | None = None,
         sink: Sink | None = None,
         watcher: Watcher | None = None,
+        straight: Mapping[str, Target] | None = None,
+        placed: Callable[[Sequence[str]], None] = lambda _names: None,
+        batch_bytes: int | None = None,
     ) -> None:
         self._virtual = virtual
         self._device = device
@@ -127,6 +106,9 @@ class Pipeline:
         self._dtype = dtype
         self.sink = sink
         self._watcher = watcher
+        self._straight = straight or {}
+        self._placed = placed
+        self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
         self._emitted: dict[int, list[Emitted]] = {}
         for one in virtual.emitted():
             self._emitted.setdefault(one.unit, []).append(one)
@@ -135,7 +117,7 @@ class Pipeline:
         self._plans = [
             plan
             for index, unit in enumerate(virtual.units)
-            if (only is None or index in only) and (plan := self._plan(index, unit)) is not None
+            if (only is None or index in only) and (plan := plan_of(index, unit, regions, self._emitted[index])) is not None
         ]
         self.bytes_total = sum(plan.nbytes for plan in self._plans)
         self.units_total = len(self._plans)
@@ -144,20 +126,28 @@ class Pipeline:
         self.direct: bool | None = None
         self.fallback_reason: str | None = None
         self.unpinned_reason: str | None = None
-        self._largest: list[tuple[str, str, torch.Tensor]] = []
+        self._largest: list[tuple[Sequence[Weight], torch.Tensor]] = []
+        self._unchecked = 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises CheckpointError for a truncated file or weights that are not finite; the message names file and tensor."""
-        pieces = [piece for plan in self._plans for one in plan.inputs for piece in one.pieces]
-        done = 0
-        with self._make_reader(pieces) as reader:
+        # What is written beside the load is handed over tensor by tensor, so there nothing passes by as a run of them.
+        work = list(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
+        done_bytes = done_units = 0
+        with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
             feed = Feed(reader, self._device)
-            for number, plan in enumerate(self._plans):
-                yield from self._unit(plan, feed)
-                done += plan.nbytes
+            for step in work:
+                if isinstance(step, Plan):
+                    yield from self._unit(step, feed)
+                elif isinstance(step, Batch):
+                    yield from self._batch(step, feed)
+                else:
+                    self._run(step, feed)
+                done_bytes += step.nbytes
+                done_units += len(step.plans)
                 if self._watcher is not None:
-                    self._watcher.advance(done, number + 1)
-                if len(self._largest) >= CHECKED_UNITS:
+                    self._watcher.advance(done_bytes, done_units)
+                if self._unchecked >= CHECKED_UNITS:
                     self._check_finite()
             feed.finish()
             self._check_finite()
@@ -197,6 +187,9 @@ class Pipeline:
             def add(self, name: str, tensor: torch.Tensor) -> None:
                 made.append((name, tensor))
 
+            def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+                made.extend(zip(names, stacked, strict=True))
+
             def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
                 raise RuntimeError(f"{name} is not streamed here")
 
@@ -206,44 +199,7 @@ class Pipeline:
             made.clear()
         yield from ((name, tensor) for name, tensor in made if name in names)
 
-    def _plan(self, index: int, unit: Unit) -> _Plan | None:
-        plan = _Plan(index, unit)
-        if unit.plain is not None:
-            region = self._region(unit.plain.name)
-            if self._regions is not None and region is None:
-                return None
-            pieces, first, rows = plain_pieces(index, unit.plain, region)
-            plan.inputs.append(_Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
-            plan.rows = (first, rows)
-            return plan
-        seen: dict[tuple[int, Box], int] = {}
-        for number, weight in enumerate(unit.weights):
-            need = self._need(index, number, weight)
-            if need is None:
-                continue
-            pieces, box = stored_pieces(index, weight.stored, need)
-            if (slot := seen.get((weight.stored.offset, box))) is None:
-                slot = seen[(weight.stored.offset, box)] = len(plan.inputs)
-                plan.inputs.append(_Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
-            scale = None
-            if weight.scale is not None:
-                scale = len(plan.inputs)
-                plan.inputs.append(
-                    _Input((Piece(index, weight.scale.path, weight.scale.offset, weight.scale.nbytes),), weight.scale.nbytes)
-                )
-            plan.weights.append((number, need, box, slot, scale))
-        return plan if plan.weights else None
-
-    def _region(self, name: str) -> Region | None:
-        return None if self._regions is None else self._regions.get(name)
-
-    def _need(self, index: int, number: int, weight: Weight) -> Need | None:
-        if self._regions is None:
-            n, k = weight.stored.shape
-            return Need(0, n, 0, k)
-        return need_of(weight, ((one.suffix, self._region(one.name)) for one in self._emitted[index] if one.weight == number))
-
-    def _unit(self, plan: _Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         unit = plan.unit
         if unit.plain is None:
             yield from self._quantized(plan, feed)
@@ -252,19 +208,83 @@ class Pipeline:
         (emitted,) = self._emitted[plan.index]
         first, rows = plan.rows or (0, 1)
         if plan.nbytes > STREAMED_BYTES and emitted.name in self._once:
-            stream = _Stream(emitted, first, plan.inputs[0], feed, self.sink)
-            yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, stream.copy)
-            stream.drain()
+            passing = Passing(emitted, first, plan.inputs[0], feed, self.sink)
+            yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
+            passing.drain()
+            self._placed([emitted.name])
             return
         loaded = feed.take(plan.inputs[0], keep=True).view(dtype)
         part = loaded.view(rows, *emitted.shape[1:]) if emitted.shape else loaded.view(())
+        if self.sink is not None:
+            self.sink.add(emitted.name, part)
         made = part
         if tuple(part.shape) != emitted.shape:
             made = torch.empty(emitted.shape, dtype=dtype, device=self._device)
             made[first : first + rows] = part
-        yield from self._hand_on([(emitted, made, part)])
+        yield from self._hand_on(emitted.name, made)
 
-    def _quantized(self, plan: _Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _run(self, run: Run, feed: Feed) -> None:
+        feed.fill(run.source, run.memory)
+        self._placed([plan.unit.plain.name for plan in run.plans if plan.unit.plain is not None])
+
+    def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
+        sizes = {kind: sum(plan.nbytes for plan in plans) for kind, plans in batch.alike.items()}
+        raw = {kind: torch.empty(size, dtype=torch.uint8, device=self._device) for kind, size in sizes.items()}
+        into = {
+            id(plan): raw[kind][at : at + plan.nbytes] for kind, plans in batch.alike.items() for plan, at in _one_behind_the_other(plans)
+        }
+        for plan, source in zip(batch.plans, batch.inputs, strict=True):
+            feed.fill(source, into[id(plan)])
+        into.clear()
+        for kind, plans in batch.alike.items():
+            yield from self._alike(plans, matrices_of(plans[0], raw.pop(kind)))
+
+    def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Units of one shape and format: matrices [units * weights of one unit, N, K]."""
+        each = len(plans[0].weights)
+        weights = [plan.unit.weights[number] for plan in plans for number, *_ in plan.weights]
+        form = quantizer(weights[0].format)
+        largest = amax_each(matrices)
+        self._note(weights, largest)
+        shared = None
+        if weights[0].format.name == "nvfp4":
+            shared = global_scale(largest.view(-1, each).amax(1, keepdim=True)).expand(-1, each).reshape(-1)
+        parts = form.quantize(matrices) if shared is None else form.quantize(matrices, global_scale=shared)
+        emitted = {(plan.index, one.weight, one.suffix): one for plan in plans for one in self._emitted[plan.index]}
+        for suffix, tensor in parts.items():
+            made = [
+                (emitted[plan.index, number, suffix], plan.unit.weights[number], need)
+                for plan in plans
+                for number, need, *_ in plan.weights
+            ]
+            yield from self._stacked(made, tensor)
+
+    def _stacked(self, made: Sequence[tuple[Emitted, Weight, Need]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same part of several weights, [weights, ..]: what goes to places on a line is placed as one."""
+        if made[0][0].suffix == SHAPE:
+            if self.sink is not None:
+                for one, weight, _ in made:
+                    self.sink.add(one.name, torch.tensor(weight.stored.shape, dtype=stacked.dtype))
+            return
+        if self.sink is not None:
+            self.sink.add_stacked([one.name for one, *_ in made], stacked)
+        targets = [self._target(one, weight, need, stacked.shape[1:]) for one, weight, need in made]
+        for start, stop in followers(targets):
+            if targets[start] is not None:
+                place_stacked([one for one in targets[start:stop] if one is not None], stacked[start:stop])
+                self._placed([one.name for one, *_ in made[start:stop]])
+                continue
+            one, weight, need = made[start]
+            yield from self._hand_on(one.name, _whole(one, weight, need, stacked[start]))
+
+    def _target(self, one: Emitted, weight: Weight, need: Need, shape: Sequence[int]) -> Target | None:
+        """Where a part of a weight goes as it was made, or None."""
+        target = self._straight.get(one.name)
+        if target is None or tuple(shape) == one.shape:
+            return target
+        return straightened(target, _place(one, weight, need), shape)
+
+    def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         raw = [feed.take(one) for one in plan.inputs]
         needed: list[tuple[Weight, int, Need, torch.Tensor]] = []
         for number, need, box, slot, scale in plan.weights:
@@ -282,35 +302,48 @@ class Pipeline:
         if needed[0][0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
         for (weight, number, need, part), most in zip(needed, largest, strict=True):
-            self._largest.append((weight.stored.ref.path, weight.stored.ref.name, most))
+            self._note([weight], most.reshape(1))
             form = quantizer(weight.format)
             parts = form.quantize(part, global_scale=shared) if shared is not None else form.quantize(part)
-            made = [(one, parts[one.suffix]) for one in self._emitted[plan.index] if one.weight == number]
-            yield from self._hand_on([(one, _placed(one, weight, need, tensor), tensor) for one, tensor in made])
+            for one in self._emitted[plan.index]:
+                if one.weight == number:
+                    yield from self._stacked([(one, weight, need)], parts[one.suffix].unsqueeze(0))
         feed.release()
 
-    def _hand_on(self, made: Sequence[tuple[Emitted, torch.Tensor, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for emitted, whole, part in made:
-            if self.sink is not None:
-                self.sink.add(emitted.name, whole if emitted.suffix == SHAPE else part)
-            if emitted.suffix != SHAPE:
-                yield emitted.name, whole
+    def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        target = self._straight.get(name)
+        if target is None:
+            yield name, tensor
+        else:
+            place(target, tensor)
+        self._placed([name])
+
+    def _note(self, weights: Sequence[Weight], largest: torch.Tensor) -> None:
+        self._largest.append((weights, largest))
+        self._unchecked += len(weights)
 
     def _check_finite(self) -> None:
-        seen, self._largest = self._largest, []
+        seen, self._largest, self._unchecked = self._largest, [], 0
         if not seen:
             return
-        bad = torch.stack([most.reshape(()) for *_, most in seen]).isfinite().logical_not().nonzero().flatten().tolist()
+        bad = torch.cat([largest for _, largest in seen]).isfinite().logical_not().nonzero().flatten().tolist()
         if bad:
-            path, name, _ = seen[bad[0]]
+            ref = [weight for weights, _ in seen for weight in weights][bad[0]].stored.ref
             more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
-            raise CheckpointError(f"the weights hold NaN or Inf{more}", file=path, tensor=name, cure="The file is damaged: fetch it again")
+            raise CheckpointError(
+                f"the weights hold NaN or Inf{more}", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again"
+            )
 
 
-def _placed(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torch.Tensor:
+def _one_behind_the_other(plans: Sequence[Plan]) -> Iterator[tuple[Plan, int]]:
+    at = 0
+    for plan in plans:
+        yield plan, at
+        at += plan.nbytes
+
+
+def _whole(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torch.Tensor:
     """The part in a tensor of the whole shape, for a weight loader that narrows it to this rank by itself."""
-    if one.suffix == SHAPE:
-        return torch.tensor(weight.stored.shape, dtype=part.dtype)
     if tuple(part.shape) == one.shape or math.prod(one.shape) <= 1 or need.is_whole(weight.stored.shape):
         return part.view(one.shape)
     row, col = _place(one, weight, need)
@@ -323,54 +356,3 @@ def _place(one: Emitted, weight: Weight, need: Need) -> tuple[int, int]:
     """Row and column of a part of a weight at which what is needed of it begins."""
     n, k = weight.stored.shape
     return need.row_start // -(-n // one.shape[0]), need.col_start // -(-k // one.shape[1])
-
-
-class _Stream:
-    """A tensor that is never whole in memory: when it is copied into its parameter, its bytes go there as they come off the disk."""
-
-    def __init__(self, emitted: Emitted, first_row: int, source: _Input, feed: Feed, sink: Sink | None) -> None:
-        self._emitted = emitted
-        self._first_byte = first_row * self._row_bytes()
-        self._source = source
-        self._feed = feed
-        self._sink = sink
-        self._read = False
-
-    def copy(self, target: torch.Tensor, phantom: Phantom) -> None:
-        """Raises NotAView for a second copy: the trace saw one."""
-        if self._read:
-            raise NotAView(self._emitted.name)
-        self._read = True
-        shape = self._emitted.shape
-        straight = phantom.dims == tuple(range(len(shape))) and phantom.region[1:] == tuple((0, size) for size in shape[1:])
-        if straight and target.is_contiguous() and target.dtype == self._emitted.dtype:
-            low, high = (edge * self._row_bytes() for edge in phantom.region[0])
-            self._pass(target.detach().view(-1).view(torch.uint8), low, high)
-            return
-        rows = self._source.nbytes // self._row_bytes()
-        whole = self._feed.take(self._source, keep=True).view(self._emitted.dtype).view(rows, *shape[1:])
-        first = self._first_byte // self._row_bytes()
-        box = tuple(
-            slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region)
-        )
-        part = whole[box]
-        left = [dim for dim in phantom.dims if dim is not None]
-        target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
-
-    def drain(self) -> None:
-        """Reads past the tensor where nothing was copied after all."""
-        if not self._read:
-            self._pass(None, 0, 0)
-
-    def _pass(self, target: torch.Tensor | None, low: int, high: int) -> None:
-        at = self._first_byte
-        for part in self._feed.parts(self._source):
-            start, stop = max(low, at), min(high, at + part.numel())
-            if target is not None and start < stop:
-                target[start - low : stop - low].copy_(part[start - at : stop - at], non_blocking=True)
-            if self._sink is not None:
-                self._sink.add_chunk(self._emitted.name, at, part)
-            at += part.numel()
-
-    def _row_bytes(self) -> int:
-        return max(1, math.prod(self._emitted.shape[1:]) * self._emitted.dtype.itemsize)

@@ -13,11 +13,11 @@ import torch
 
 from workers.stream.cache import CachedCheckpoint
 from workers.stream.cache_writer import CacheWriter
-from workers.stream.experts import place
+from workers.stream.experts import straightened
 from workers.stream.pipeline import SHAPE, Handed, Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Piece, Reader
-from workers.stream.trace import Trace
+from workers.stream.trace import Target, Trace
 from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -64,23 +64,29 @@ class Source:
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
             return None
         virtual = VirtualCheckpoint(cached.checkpoint, {}, keep=needed.__contains__)
-        pipeline = _pipeline(virtual, self.device, self.reader, self.trace if whole else None, self.dtype, self.progress)
+        trace, parts = (self.trace, None) if whole else (None, self._parts(needed))
+        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, parts)
         return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, cached, None if whole else needed)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
-        straight = {} if self.trace is None else self.trace.straight
         for name, tensor in self.pipeline.tensors():
             one = None if self.cut is None else self.cut[name]
             if one is not None and not one.is_whole:
                 made = torch.empty(one.whole, dtype=one.dtype, device=tensor.device)
                 made[tuple(slice(at, at + size) for at, size in zip(one.at, one.shape, strict=True))] = tensor
                 tensor = made
-            target = straight.get(name)
-            if target is None:
-                yield name, tensor
-            else:
-                place(target, tensor)
+            yield name, tensor
+
+    def _parts(self, needed: Mapping[str, Handed]) -> dict[str, Target]:
+        """Where a rank's own parts go that lie in the cache as they are needed."""
+        found: dict[str, Target] = {}
+        for name, target in ({} if self.trace is None else self.trace.straight).items():
+            one = needed.get(name)
+            part = target if one is None or one.is_whole else straightened(target, one.at, one.shape)
+            if part is not None:
+                found[name] = part
+        return found
 
     def finish(self) -> None:
         """After the load: the cache becomes whole in a thread of its own while the model already answers.
@@ -119,7 +125,9 @@ def _pipeline(
     trace: Trace | None,
     dtype: torch.dtype,
     progress: ProgressFile,
+    parts: Mapping[str, Target] | None = None,
 ) -> Pipeline:
+    """parts: where tensors go that are stored as a part; without it they are whole."""
     taken = {} if trace is None else trace.taken
     return Pipeline(
         virtual,
@@ -129,4 +137,5 @@ def _pipeline(
         once=frozenset(name for name, one in taken.items() if one.once),
         dtype=dtype,
         watcher=progress,
+        straight=parts if trace is None else trace.straight,
     )

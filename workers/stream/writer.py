@@ -104,15 +104,16 @@ class ShardWriter:
         """What ended the writing; everything that is put afterwards is refused."""
         return self._error
 
-    def put(self, slot: Slot, start: int, view: torch.Tensor, *, wait: bool = False) -> bool:
+    def put(self, slot: Slot, start: int, view: torch.Tensor, *, wait: bool = False, behind: Sequence[Slot] = ()) -> bool:
         """Takes the bytes of a tensor from `start` on (uint8, 1-D); they may change as soon as this returns, or, on a GPU, in stream order.
 
-        False: refused, because there is no room; with `wait` only where the writing has ended. wait: for room.
+        behind: tensors that follow in the file, all of whose bytes are there too. False: refused, because there is no room; with `wait`
+        only where the writing has ended. wait: for room.
         """
         size = view.numel()
         begin = slot.offset + start
         if not wait and not self._has_room(slot, begin, size):
-            return not size or (size > self._staging_bytes // 2 and self._hold(slot, start, view))
+            return not size or (size > self._staging_bytes // 2 and self._hold(slot, start, view, behind))
         for number, low, high in self._spans(begin, size):
             block = self._open(slot.shard, number)
             if block is None:
@@ -126,7 +127,7 @@ class ShardWriter:
                 if view.is_cuda:
                     block.stream = torch.cuda.current_stream(view.device)
                 self._fill(block, low - at, high - at)
-        self._take(slot, start, size)
+        self._take(slot, start, size, behind)
         return True
 
     def flush(self) -> None:
@@ -235,7 +236,7 @@ class ShardWriter:
         low, high = number * self._block_bytes, (number + 1) * self._block_bytes
         return min(high, layout.size_bytes) - max(low, len(layout.header))
 
-    def _hold(self, slot: Slot, start: int, view: torch.Tensor) -> bool:
+    def _hold(self, slot: Slot, start: int, view: torch.Tensor, behind: Sequence[Slot]) -> bool:
         """Keeps a copy of a large tensor for the thread to write piece by piece."""
         size = view.numel()
         with self._changed:
@@ -250,7 +251,7 @@ class ShardWriter:
         with self._changed:
             self._large.append(_Held(slot, start, copy, event))
             self._changed.notify_all()
-        self._take(slot, start, size)
+        self._take(slot, start, size, behind)
         return True
 
     def _copy(self, at: int, view: torch.Tensor) -> None:
@@ -262,8 +263,10 @@ class ShardWriter:
             # torch would have every core take part, and wait for the slowest of them, though one saturates the memory of one stream.
             ctypes.memmove(target.data_ptr(), view.data_ptr(), view.numel())
 
-    def _take(self, slot: Slot, start: int, size: int) -> None:
-        self._taken.setdefault(slot.name, []).append((start, start + size))
+    def _take(self, slot: Slot, start: int, size: int, behind: Sequence[Slot]) -> None:
+        self._taken.setdefault(slot.name, []).append((start, start + size - sum(one.nbytes for one in behind)))
+        for one in behind:
+            self._taken.setdefault(one.name, []).append((0, one.nbytes))
 
     def _raise(self) -> None:
         if self._error is not None:

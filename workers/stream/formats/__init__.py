@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.stream.formats.base import Quantizer, amax, nonfinite
+from workers.stream.formats.base import Quantizer, amax, amax_each, nonfinite
 from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
 from workers.stream.formats.int4 import Int4Quantizer
 from workers.stream.formats.mxfp4 import Mxfp4Quantizer
@@ -13,7 +13,7 @@ from workers.stream.formats.nvfp4 import Nvfp4Quantizer, global_scale
 if TYPE_CHECKING:
     from workers.stream.recipe import Format
 
-__all__ = ["Quantizer", "amax", "global_scale", "nonfinite", "quantizer"]
+__all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quantizer"]
 
 
 def quantizer(format: Format) -> Quantizer:

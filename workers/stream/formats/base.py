@@ -86,6 +86,12 @@ def amax(weight: Tensor) -> Tensor:
     return torch.maximum(high, -low).float()
 
 
+def amax_each(weight: Tensor) -> Tensor:
+    """The same for each matrix of [B, N, K]: float32 [B]."""
+    kernels = triton_kernels() if weight.is_cuda and weight.shape[-1] % 16 == 0 else None
+    return torch.stack([amax(matrix) for matrix in weight]) if kernels is None else kernels.amax(weight)
+
+
 def nonfinite(weight: Tensor) -> Tensor:
     """Whether a weight, or the `amax` that stands for it, holds a NaN or an infinity: bool [] on its device."""
     return torch.isfinite(amax(weight)).logical_not_()

@@ -1,0 +1,226 @@
+"""What of a virtual checkpoint is read and worked on together: a unit, a batch of like ones, a run of neighbours. Never reads a byte.
+
+A GPU is quick with a matrix and slow to be told about it, and so is a parameter that 18,000 experts go into one by one. Units of one shape
+become one tensor [units, ..] for the quantizer, and tensors that lie one behind the other in the file and in a parameter become one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from workers.stream.reader import Piece
+from workers.stream.trace import Region, Target
+from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_pieces, stored_pieces
+
+BATCH_BYTES = 32 * 2**20  # of a checkpoint's bytes that a GPU quantizes at once; they are on the device beside what is made of them
+RUN_BYTES = 64 * 2**20  # copied as one: the load tells how far it is, and can be cancelled, after so many
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One matrix or tensor of a unit as it lies in the file: its pieces, and how many bytes they are together."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is read for one unit. For a weight: (its number, what is needed of it, box that was read, which input, which input holds its
+    scales)."""
+
+    index: int
+    unit: Unit
+    inputs: list[Input] = field(default_factory=list)
+    weights: list[tuple[int, Need, Box, int, int | None]] = field(default_factory=list)
+    rows: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.inputs)
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [self]
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        return (piece for one in self.inputs for piece in one.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Units that are quantized together. alike: those of one shape and format, in the order of `plans`."""
+
+    plans: list[Plan]
+    inputs: list[Input]  # one for each plan: its matrices one behind the other
+    alike: dict[object, list[Plan]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.inputs)
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        return (piece for one in self.inputs for piece in one.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tensors that pass through, neighbours in the file and in the memory they go to: uint8 [nbytes]."""
+
+    plans: list[Plan]
+    source: Input
+    memory: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        return iter(self.source.pieces)
+
+
+def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> Plan | None:
+    """None where nothing of the unit is needed. regions, emitted: as the pipeline has them; the latter of this unit."""
+    plan = Plan(index, unit)
+    if unit.plain is not None:
+        region = None if regions is None else regions.get(unit.plain.name)
+        if regions is not None and region is None:
+            return None
+        pieces, first, rows = plain_pieces(index, unit.plain, region)
+        plan.inputs.append(Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
+        plan.rows = (first, rows)
+        return plan
+    seen: dict[tuple[int, Box], int] = {}
+    for number, weight in enumerate(unit.weights):
+        need = _need(number, weight, regions, emitted)
+        if need is None:
+            continue
+        pieces, box = stored_pieces(index, weight.stored, need)
+        if (slot := seen.get((weight.stored.offset, box))) is None:
+            slot = seen[(weight.stored.offset, box)] = len(plan.inputs)
+            plan.inputs.append(Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
+        scale = None
+        if weight.scale is not None:
+            scale = len(plan.inputs)
+            plan.inputs.append(Input((Piece(index, weight.scale.path, weight.scale.offset, weight.scale.nbytes),), weight.scale.nbytes))
+        plan.weights.append((number, need, box, slot, scale))
+    return plan if plan.weights else None
+
+
+def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> Need | None:
+    if regions is None:
+        n, k = weight.stored.shape
+        return Need(0, n, 0, k)
+    return need_of(weight, ((one.suffix, regions.get(one.name)) for one in emitted if one.weight == number))
+
+
+def kind_of(plan: Plan) -> object | None:
+    """The same for units that can be quantized as one tensor [units, weights, N, K]; None for one that cannot be.
+
+    Such a unit has matrices of one shape and format that lie in the file as they are needed, none of them FP8.
+    """
+    if plan.unit.plain is not None or len(plan.inputs) != len(plan.weights):
+        return None
+    kinds = set()
+    for slot, (number, need, box, at, scale) in enumerate(plan.weights):
+        weight = plan.unit.weights[number]
+        stored = weight.stored
+        as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
+        if at != slot or scale is not None or stored.transposed or stored.row_step != 1 or not as_needed:
+            return None
+        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype))
+    return (len(plan.weights), *kinds) if len(kinds) == 1 else None
+
+
+def memory_of(plan: Plan, straight: Mapping[str, Target]) -> torch.Tensor | None:
+    """Where a tensor that passes through goes as it is: its parameter's memory, contiguous and of its dtype; None where it does not."""
+    ref = plan.unit.plain
+    if ref is None or plan.rows is None or (target := straight.get(ref.name)) is None:
+        return None
+    first, rows = plan.rows
+    box = ((first, first + rows), *((0, size) for size in ref.shape[1:])) if ref.shape else ()
+    order = [dim for dim in target.dims if dim is not None]
+    memory = target.memory
+    if target.region != box or order != sorted(order) or memory.dtype != dtype_of(ref) or not memory.is_contiguous():
+        return None
+    return memory if memory.numel() * memory.element_size() == plan.nbytes else None
+
+
+def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target]) -> Iterator[Plan | Batch | Run]:
+    """The same units in the same order, those together that can be. batch_bytes: 0 for no batches. straight: where tensors go."""
+    waiting: list[Plan] = []
+    kinds: list[object] = []
+    run: list[tuple[Plan, torch.Tensor]] = []
+    for plan in plans:
+        memory = memory_of(plan, straight)
+        kind = kind_of(plan) if batch_bytes else None
+        if run and (memory is None or not _follows(run, plan, memory)):
+            yield _run(run)
+            run = []
+        if waiting and (kind is None or sum(one.nbytes for one in waiting) + plan.nbytes > batch_bytes):
+            yield _batch(waiting, kinds)
+            waiting, kinds = [], []
+        if memory is not None:
+            run.append((plan, memory))
+        elif kind is not None:
+            waiting.append(plan)
+            kinds.append(kind)
+        else:
+            yield plan
+    if run:
+        yield _run(run)
+    if waiting:
+        yield _batch(waiting, kinds)
+
+
+def _follows(run: list[tuple[Plan, torch.Tensor]], plan: Plan, memory: torch.Tensor) -> bool:
+    last, before = run[-1]
+    here, there = plan.inputs[0].pieces[0], last.inputs[0].pieces[0]
+    return (
+        (here.path, here.offset) == (there.path, there.offset + there.nbytes)
+        and memory.dtype == before.dtype
+        and memory.data_ptr() == before.data_ptr() + last.nbytes
+        and memory.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        and here.offset + here.nbytes - run[0][0].inputs[0].pieces[0].offset <= RUN_BYTES
+    )
+
+
+def _run(run: list[tuple[Plan, torch.Tensor]]) -> Run:
+    first, memory = run[0]
+    piece = first.inputs[0].pieces[0]
+    nbytes = sum(plan.nbytes for plan, _ in run)
+    flat = memory.as_strided((nbytes // memory.element_size(),), (1,)).view(torch.uint8)
+    return Run([plan for plan, _ in run], Input((Piece(piece.key, piece.path, piece.offset, nbytes),), nbytes), flat)
+
+
+def _batch(plans: list[Plan], kinds: list[object]) -> Plan | Batch:
+    if len(plans) == 1:
+        return plans[0]
+    alike: dict[object, list[Plan]] = {}
+    for plan, kind in zip(plans, kinds, strict=True):
+        alike.setdefault(kind, []).append(plan)
+    return Batch(plans, [_joined(plan) for plan in plans], alike)
+
+
+def _joined(plan: Plan) -> Input:
+    """A unit's inputs as one, with pieces that touch in the file as one piece."""
+    pieces: list[Piece] = []
+    for piece in plan.pieces:
+        last = pieces[-1] if pieces else None
+        if last is not None and (last.path, last.offset + last.nbytes) == (piece.path, piece.offset):
+            pieces[-1] = Piece(last.key, last.path, last.offset, last.nbytes + piece.nbytes)
+        else:
+            pieces.append(piece)
+    return Input(tuple(pieces), plan.nbytes)
+
+
+def matrices_of(plan: Plan, raw: torch.Tensor) -> torch.Tensor:
+    """[matrices, N, K] of the joined inputs (uint8 [bytes]) of units like `plan`."""
+    number, _, box, *_ = plan.weights[0]
+    return raw.view(DTYPES[plan.unit.weights[number].stored.ref.dtype]).view(-1, box.rows, box.cols)
