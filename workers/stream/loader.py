@@ -26,9 +26,11 @@ from workers.stream.cache import find
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.early import Early
 from workers.stream.experts import answered, families
 from workers.stream.formats import amax_each, global_scale, quantizer
-from workers.stream.method import NAME, formats_of
+from workers.stream.method import NAME, formats_of, is_ours
+from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
 from workers.stream.ranks import experts_are_spread, rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.reader import Reader
@@ -166,7 +168,8 @@ class SparkStreamLoader(DefaultModelLoader):
             pin=device.type == "cuda",
             direct=self._settings.direct,
         )
-        source = Source.of(virtual, device, reader, trace, model_config.dtype, progress)
+        self._early = Early(model, trace or Trace(), is_ours, (SHAPE,))
+        source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed)
         if formats and self._settings.cache_dir is not None:
             source = self._beside_cache(source, checkpoint, formats, device)
         spellings = sorted({form.spelling for form in formats.values()}) or ["bf16"]
@@ -259,7 +262,8 @@ class SparkStreamLoader(DefaultModelLoader):
             if reason:
                 logger.warning("sparkd: %s", reason)
         logger.info(
-            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk.",
+            "sparkd: %d units, %.2f GiB read from the %s in %.2f s = %.2f GB/s%s, of which %.2f s waited for the disk; "
+            "%d modules were put into their kernels' layout meanwhile.",
             pipeline.units_total,
             pipeline.bytes_read / 2**30,
             "checkpoint" if source.cached is None else "quantized cache",
@@ -267,6 +271,7 @@ class SparkStreamLoader(DefaultModelLoader):
             pipeline.bytes_read / seconds / 1e9,
             " past the page cache" if pipeline.direct else "",
             pipeline.waited_s,
+            len(self._early.done),
         )
         source.progress.done(pipeline.bytes_read, bool(pipeline.direct))
         source.finish()

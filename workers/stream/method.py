@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
@@ -64,6 +65,12 @@ class SparkConfig(CompressedTensorsConfig):
                 layer.scheme = made
                 return CompressedTensorsLinearMethod(self)
         return None
+
+
+def is_ours(method: Any) -> bool:
+    """Whether a module's method came from `SparkConfig` for a quantized weight: compressed-tensors' own, or one of ours."""
+    place = type(method).__module__
+    return isinstance(method, QuantizeMethodBase) and (".compressed_tensors" in place or place.startswith("workers.stream."))
 
 
 def formats_of(described: Mapping[str, Any]) -> list[Format]:

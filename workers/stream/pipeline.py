@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,7 +81,8 @@ class Pipeline:
 
     regions: for each emitted name the part that this rank takes (trace.py), None for a name that it does not take; without `regions`
     all is needed. A tensor of which only a part is needed has its whole shape, and undefined values elsewhere.
-    straight: where those go that are placed here and not handed on. placed: is told the names of what has reached its parameter.
+    straight: where those go that are placed here and not handed on; what is placed is taken out of it, for a place holds memory. placed:
+    is told the names of what has reached its parameter.
     reader: makes the Reader for a list of pieces. batch_bytes: quantized together (plan.py); None: as the device likes it.
     """
 
@@ -96,7 +98,7 @@ class Pipeline:
         only: Container[int] | None = None,
         sink: Sink | None = None,
         watcher: Watcher | None = None,
-        straight: Mapping[str, Target] | None = None,
+        straight: dict[str, Target] | None = None,
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
         batch_bytes: int | None = None,
     ) -> None:
@@ -106,8 +108,8 @@ class Pipeline:
         self._dtype = dtype
         self.sink = sink
         self._watcher = watcher
-        self._straight = straight or {}
-        self._placed = placed
+        self._straight = {} if straight is None else straight
+        self._told = placed
         self._batch_bytes = batch_bytes if batch_bytes is not None else BATCH_BYTES if device.type == "cuda" else 0
         self._emitted: dict[int, list[Emitted]] = {}
         for one in virtual.emitted():
@@ -132,11 +134,12 @@ class Pipeline:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises CheckpointError for a truncated file or weights that are not finite; the message names file and tensor."""
         # What is written beside the load is handed over tensor by tensor, so there nothing passes by as a run of them.
-        work = list(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
+        work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
         done_bytes = done_units = 0
         with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
             feed = Feed(reader, self._device)
-            for step in work:
+            while work:
+                step = work.popleft()
                 if isinstance(step, Plan):
                     yield from self._unit(step, feed)
                 elif isinstance(step, Batch):
@@ -317,6 +320,11 @@ class Pipeline:
         else:
             place(target, tensor)
         self._placed([name])
+
+    def _placed(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._straight.pop(name, None)
+        self._told(names)
 
     def _note(self, weights: Sequence[Weight], largest: torch.Tensor) -> None:
         self._largest.append((weights, largest))

@@ -35,6 +35,7 @@ class Source:
     trace: Trace | None
     dtype: torch.dtype
     progress: ProgressFile
+    placed: Callable[[Sequence[str]], None] = lambda _names: None
     cached: CachedCheckpoint | None = None
     cut: Mapping[str, Handed] | None = None
     writer: CacheWriter | None = None
@@ -48,9 +49,11 @@ class Source:
         trace: Trace | None,
         dtype: torch.dtype,
         progress: ProgressFile,
+        placed: Callable[[Sequence[str]], None] = lambda _names: None,
     ) -> Source:
-        """trace: what the model takes, None where it could not be asked."""
-        return cls(_pipeline(virtual, device, reader, trace, dtype, progress), device, reader, trace, dtype, progress)
+        """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter."""
+        pipeline = _pipeline(virtual, device, reader, trace, dtype, progress, placed)
+        return cls(pipeline, device, reader, trace, dtype, progress, placed)
 
     def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> Source | None:
         """The same tensors out of a quantized cache, which is closed with it; None where the cache lacks one that this model takes."""
@@ -65,8 +68,9 @@ class Source:
             return None
         virtual = VirtualCheckpoint(cached.checkpoint, {}, keep=needed.__contains__)
         trace, parts = (self.trace, None) if whole else (None, self._parts(needed))
-        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, parts)
-        return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, cached, None if whole else needed)
+        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, self.placed, parts)
+        cut = None if whole else needed
+        return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
@@ -125,7 +129,8 @@ def _pipeline(
     trace: Trace | None,
     dtype: torch.dtype,
     progress: ProgressFile,
-    parts: Mapping[str, Target] | None = None,
+    placed: Callable[[Sequence[str]], None],
+    parts: dict[str, Target] | None = None,
 ) -> Pipeline:
     """parts: where tensors go that are stored as a part; without it they are whole."""
     taken = {} if trace is None else trace.taken
@@ -137,5 +142,6 @@ def _pipeline(
         once=frozenset(name for name, one in taken.items() if one.once),
         dtype=dtype,
         watcher=progress,
+        placed=placed,
         straight=parts if trace is None else trace.straight,
     )

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from workers.stream.early import Early
+from workers.stream.trace import Trace, phantoms
+
+CPU = torch.device("cpu")
+ROWS, COLS = 6, 8
+
+
+class Method:
+    """A quantization method that gives its module another layout in new memory, as vLLM's do."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.calls += 1
+        layer.weight = torch.nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+        layer.scale = torch.nn.Parameter(layer.scale.data, requires_grad=False)
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, method: Method | None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2 * ROWS, COLS), requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.shape_note = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.quant_method = method
+
+
+class Model(torch.nn.Module):
+    """Two fused matrices and a norm, which its loader does sums with."""
+
+    def __init__(self, *, shared_method: bool = False, sums: bool = False, forgets: str = "") -> None:
+        super().__init__()
+        first = Method()
+        self.layers = torch.nn.ModuleList([Linear(first), Linear(first if shared_method else Method())])
+        self.norm = torch.nn.Parameter(torch.zeros(COLS), requires_grad=False)
+        self.sums = sums
+        self.forgets = forgets
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())  # held until the end, as vLLM's models do
+        for name, tensor in tensors:
+            if name == "norm":
+                parameters["norm"].data.copy_(tensor + 1 if self.sums else tensor)
+            elif name == self.forgets or name.endswith("shape_note"):
+                continue
+            else:
+                layer, half, what = name.split(".")
+                whole = parameters[f"layers.{layer}.{what}"].data
+                size = len(whole) // 2
+                whole[int(half) * size : (int(half) + 1) * size].copy_(tensor)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    made = {"norm": torch.rand(COLS)}
+    for layer in range(2):
+        for half in range(2):
+            made[f"{layer}.{half}.weight"] = torch.rand(ROWS, COLS)
+            made[f"{layer}.{half}.scale"] = torch.rand(1)
+            made[f"{layer}.{half}.shape_note"] = torch.rand(2)
+    return made
+
+
+def early(model: Model) -> tuple[Early, Trace]:
+    trace = Trace()
+    model.load_weights(phantoms(((name, tuple(t.shape), t.dtype) for name, t in tensors().items()), CPU, trace))
+    return Early(model, trace, lambda method: isinstance(method, Method), ("shape_note",)), trace
+
+
+def load(model: Model, watch: Early, values: dict[str, torch.Tensor]) -> list[tuple[str, int]]:
+    """(name, modules done after it) in the order of placing."""
+    seen: list[tuple[str, int]] = []
+
+    def stream():
+        for name, value in values.items():
+            yield name, value
+            watch.placed([name])
+            seen.append((name, len(watch.done)))
+
+    model.load_weights(stream())
+    return seen
+
+
+def test_a_module_is_done_when_the_last_of_it_is_placed_and_only_once():
+    model, values = Model(), tensors()
+    watch, trace = early(model)
+    seen = dict(load(model, watch, values))
+    assert (seen["0.1.weight"], seen["0.1.scale"], seen["1.1.weight"], seen["1.1.scale"]) == (0, 1, 1, 2)
+    for number, layer in enumerate(model.layers):
+        assert torch.equal(layer.weight.t(), torch.cat([values[f"{number}.{half}.weight"] for half in range(2)]))
+        assert layer.quant_method.calls == 1
+        layer.quant_method.process_weights_after_loading(layer)  # vLLM's own call, after the load
+        assert layer.quant_method.calls == 1
+        layer.quant_method.process_weights_after_loading(layer)  # and one after a reload
+        assert layer.quant_method.calls == 2
+    assert trace.taken["0.0.weight"].target is None
+
+
+def test_memory_that_the_new_layout_replaces_is_let_go_while_the_loader_still_holds_it():
+    model, values = Model(), tensors()
+    watch, _ = early(model)
+    before = dict(model.layers[0].named_parameters())
+    load(model, watch, values)
+    assert before["weight"].numel() == 0
+    assert before["scale"].numel() == 0
+    assert torch.equal(model.layers[0].scale, torch.cat([values["0.0.scale"], values["0.1.scale"]]))
+    assert before["shape_note"].numel() == 2
+
+
+@pytest.mark.parametrize("harm", ["a method of two", "a part that never comes", "a whole parameter that may come some other way"])
+def test_what_is_doubtful_is_left_to_vllm(harm):
+    if harm == "a method of two":
+        model = Model(shared_method=True)
+        done: list[torch.nn.Module] = []
+    elif harm == "a part that never comes":
+        model = Model(forgets="0.1.weight")
+        done = [model.layers[1]]
+    else:
+        model = Model(sums=True)
+        model.layers[0].more = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        done = [model.layers[1]]
+    watch, _ = early(model)
+    load(model, watch, tensors())
+    assert watch.done == done

@@ -1,0 +1,145 @@
+"""A module's weights are put into its kernel's layout as soon as they are all there, while the disk reads on. Never computes a layout.
+
+vLLM calls every `quant_method.process_weights_after_loading` after the last byte was read. For experts that is a second or more in which
+the disk stands still. What each module waits for is known from the trace, so its own method is called when the last of it has been placed;
+vLLM's call that comes later is then skipped, once. A module of which anything is doubtful is left to vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workers.stream.trace import Trace
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A module, how many of its tensors are still to come, and all their names."""
+
+    module: torch.nn.Module
+    left: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+class Early:
+    """`placed` is told what has reached its parameter and calls the methods of the modules that are whole then.
+
+    model: its modules that have a quantization method. trace: where every tensor goes; forgets the places of what is done, because a place
+    keeps the memory that the kernel's layout replaces. unread: how names end, of tensors and parameters, that no kernel reads.
+    """
+
+    def __init__(self, model: torch.nn.Module, trace: Trace, is_ours: Callable[[Any], bool], unread: Sequence[str] = ()) -> None:
+        self.done: list[torch.nn.Module] = []
+        self._trace = trace
+        owners = _owners(model, is_ours)
+        found: dict[int, _Waiting] = {}
+        self._of: dict[str, _Waiting] = {}
+        filled: dict[int, int] = {}
+        doubtful = False
+        for name, taken in trace.taken.items():
+            if taken.region is None or name.endswith(tuple(unread)):
+                continue
+            target = taken.target if taken.once else None
+            target = trace.straight.get(name, target)
+            if target is None:
+                doubtful = True
+                continue
+            storage = target.memory.untyped_storage().data_ptr()
+            module = owners.get(storage)
+            if module is None:
+                continue
+            waiting = found.setdefault(id(module), _Waiting(module))
+            waiting.left += 1
+            waiting.names.append(name)
+            self._of[name] = waiting
+            filled[storage] = filled.get(storage, 0) + target.memory.numel()
+        for waiting in found.values():
+            if not _is_whole(waiting.module, filled, unread, all_of_them=doubtful):
+                for name in waiting.names:
+                    del self._of[name]
+
+    def placed(self, names: Iterable[str]) -> None:
+        """In the order of placing; a name that is not waited for is nothing."""
+        for name in names:
+            waiting = self._of.pop(name, None)
+            if waiting is None:
+                continue
+            waiting.left -= 1
+            if not waiting.left:
+                self._finish(waiting)
+
+    def _finish(self, waiting: _Waiting) -> None:
+        module = waiting.module
+        for name in waiting.names:
+            self._trace.taken[name].target = None
+            self._trace.straight.pop(name, None)
+        before = dict(module.named_parameters(recurse=False))
+        method: Any = module.quant_method
+        method.process_weights_after_loading(module)
+        method.process_weights_after_loading = _SkipOnce(method, module)
+        _let_go(before.values(), module)
+        self.done.append(module)
+
+
+class _SkipOnce:
+    """In place of a method's `process_weights_after_loading`: nothing for the module that is done, and the method itself from then on."""
+
+    def __init__(self, method: Any, module: torch.nn.Module) -> None:
+        self._method = method
+        self._module = module
+
+    def __call__(self, layer: torch.nn.Module) -> None:
+        if layer is self._module:
+            del self._method.process_weights_after_loading
+            return
+        type(self._method).process_weights_after_loading(self._method, layer)
+
+
+def _owners(model: torch.nn.Module, is_ours: Callable[[Any], bool]) -> dict[int, torch.nn.Module]:
+    """The module of every parameter's storage, for modules whose method belongs to them alone."""
+    methods: dict[int, int] = {}
+    for module in model.modules():
+        if (method := getattr(module, "quant_method", None)) is not None:
+            methods[id(method)] = methods.get(id(method), 0) + 1
+    found: dict[int, torch.nn.Module] = {}
+    shared: set[int] = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        ours = method is not None and is_ours(method) and methods[id(method)] == 1
+        for parameter in module.parameters(recurse=False):
+            storage = parameter.untyped_storage().data_ptr()
+            if storage in found and found[storage] is not module:
+                shared.add(storage)
+            if ours:
+                found[storage] = module
+            else:
+                shared.add(storage)
+    return {storage: module for storage, module in found.items() if storage not in shared}
+
+
+def _is_whole(module: torch.nn.Module, filled: dict[int, int], unread: Sequence[str], *, all_of_them: bool) -> bool:
+    """Whether what is waited for fills every parameter; without `all_of_them` every one that anything is known to go to."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.endswith(tuple(unread)):
+            continue
+        placed = filled.get(parameter.untyped_storage().data_ptr())
+        if placed is None and not all_of_them:
+            continue
+        if placed != parameter.numel():
+            return False
+    return True
+
+
+def _let_go(before: Iterable[torch.nn.Parameter], module: torch.nn.Module) -> None:
+    """The memory of parameters that the module no longer has: the model's weight loader holds them until the last tensor has come.
+
+    Where the kernel's layout is another view of that memory, it is that view's as well and stays.
+    """
+    kept = {id(parameter) for parameter in module.parameters(recurse=False)}
+    for parameter in before:
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.new_empty(0)
