@@ -156,6 +156,7 @@ def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target
     """The same units in the same order, those together that can be. batch_bytes: 0 for no batches. straight: where tensors go."""
     waiting: list[Plan] = []
     kinds: list[object] = []
+    waiting_bytes = 0
     run: list[tuple[Plan, torch.Tensor]] = []
     for plan in plans:
         memory = memory_of(plan, straight)
@@ -163,14 +164,15 @@ def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target
         if run and (memory is None or not _follows(run, plan, memory)):
             yield _run(run)
             run = []
-        if waiting and (kind is None or sum(one.nbytes for one in waiting) + plan.nbytes > batch_bytes):
+        if waiting and (kind is None or waiting_bytes + plan.nbytes > batch_bytes):
             yield _batch(waiting, kinds)
-            waiting, kinds = [], []
+            waiting, kinds, waiting_bytes = [], [], 0
         if memory is not None:
             run.append((plan, memory))
         elif kind is not None:
             waiting.append(plan)
             kinds.append(kind)
+            waiting_bytes += plan.nbytes
         else:
             yield plan
     if run:
