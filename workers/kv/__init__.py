@@ -1,0 +1,20 @@
+"""Sizes vLLM's KV cache after a rehearsal, from what is really left: worker classes for vLLM's --worker-cls. Never sizes by utilization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["SparkCPUWorker", "SparkWorker"]
+
+
+def __getattr__(name: str) -> Any:
+    """Only when vLLM asks for them, so that the arithmetic can be used where there is no vLLM."""
+    if name == "SparkWorker":
+        from workers.kv.cuda import SparkWorker
+
+        return SparkWorker
+    if name == "SparkCPUWorker":
+        from workers.kv.cpu import SparkCPUWorker
+
+        return SparkCPUWorker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,133 @@
+"""How large the KV cache may be, and the sentence where it cannot be large enough. Pure: it reads nothing and asks nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+# A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
+# rehearsal shows.
+MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
+# A first real prompt needs up to a quarter more than a dummy batch of the same size (measured by the authors of vLLM's extensible KV
+# cache on a GB200: "more than 25 %" beyond the allocated peak).
+PEAK_FACTOR = 1.25
+# Weights in 4 bits with a scale for every 16 or 32, of 16-bit ones.
+FOUR_BIT_SHARE = 0.28
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes that the engine takes besides its weights and the cache.
+
+    graphs: CUDA graphs that are not in memory yet. peak: what the largest batch needs for a moment. reusable: of that, already reserved
+    by the allocator and free. weights: for the message alone, they are in memory already.
+    """
+
+    graphs: int = 0
+    peak: int = 0
+    reusable: int = 0
+    weights: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """What must stay free for it beside the cache."""
+        return self.graphs + int(max(0, self.peak - self.reusable) * PEAK_FACTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
+    one such request. max_len_in: tokens of the longest request that fits so many bytes."""
+
+    per_request: int
+    least: int
+    max_model_len: int
+
+    @property
+    def per_token(self) -> float:
+        return self.per_request / self.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for (0 for `auto`)."""
+
+    bytes: int
+    room: int
+    margin: int
+    demand: Demand
+
+    @property
+    def spare(self) -> int:
+        return self.room - self.bytes - self.margin - self.demand.ahead
+
+    @property
+    def expected_slack(self) -> int:
+        """What should be left when the engine is ready and idle: the margin, what the largest batch needs for a moment, and the spare."""
+        return self.room - self.bytes - self.demand.graphs
+
+
+class DoesNotFit(Exception):
+    """The sentence is for the user."""
+
+
+def margin_of(size: int, asked: int | None) -> int:
+    """Bytes to leave free of `size` bytes of memory."""
+    return asked if asked is not None else max(MARGIN_BYTES, int(size * MARGIN_SHARE))
+
+
+def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None = None, at_most: int | None = None) -> Pool:
+    """asked: bytes of a cache of a given size; None for all that is left, or `at_most`. Raises DoesNotFit.
+
+    room: bytes that can be taken at all (Reading.room).
+    """
+    left = room - demand.ahead - margin
+    if asked is not None:
+        if asked > left:
+            raise DoesNotFit(_sentence(f"The KV cache that was asked for needs {_gib(asked)}", room, left, demand, margin, need))
+        size = asked
+    else:
+        size = left if at_most is None else min(left, at_most)
+    if size < need.least:
+        what = f"One request of {need.max_model_len:,} tokens needs a KV cache of {_gib(need.least)}"
+        limited = size < left and size == at_most
+        raise DoesNotFit(_limited(what, size, need) if limited else _sentence(what, room, left, demand, margin, need))
+    return Pool(size, room, margin, demand)
+
+
+def longest(left: int, need: Need) -> int:
+    """About how many tokens one request may have where `left` bytes are there for it."""
+    fixed = need.least - need.per_request
+    return max(0, int((left - fixed) / need.per_token)) // 256 * 256
+
+
+def _limited(what: str, size: int, need: Need) -> str:
+    tokens = longest(size, need)
+    return f"{what}, and at most {_gib(size)} were allowed for it: allow more, or less context (max_model_len {tokens:,} would fit)."
+
+
+def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need: Need) -> str:
+    parts = [f"{_gib(room)} are there"]
+    if demand.graphs:
+        parts.append(f"{_gib(demand.graphs)} for CUDA graphs")
+    if demand.peak:
+        parts.append(f"{_gib(demand.ahead - demand.graphs)} for the largest batch")
+    parts.append(f"{_gib(margin)} of margin")
+    weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
+    return f"{what} and {_gib(max(0, left))} are left: {parts[0]}, less {', '.join(parts[1:])}.{weights} {_cures(left, demand, need)}"
+
+
+def _cures(left: int, demand: Demand, need: Need) -> str:
+    cures: list[str] = []
+    if tokens := longest(left, need):
+        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
+    if demand.ahead - demand.graphs > need.least - left:
+        cures.append("a smaller batch (max_num_batched_tokens, max_num_seqs)")
+    if demand.weights * (1 - FOUR_BIT_SHARE) > need.least - left:
+        cures.append(f"4-bit weights (quantize: nvfp4 frees up to {_gib(int(demand.weights * (1 - FOUR_BIT_SHARE)))} of 16-bit ones)")
+    cures.append("ending what else uses the memory")
+    return f"What helps: {', or '.join(cures)}."
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size < 10 * GIB else f"{size / GIB:.1f} GiB"

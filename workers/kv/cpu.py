@@ -1,0 +1,96 @@
+"""The worker class for vLLM's CPU backend. It never touches a GPU.
+
+Importing this module imports vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from workers.kv.arithmetic import Demand
+from workers.kv.gate import GATE, open_gate
+from workers.kv.identity import identity_of
+from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes
+from workers.kv.release import give_back
+from workers.kv.settings import Settings
+from workers.kv.sizing import Sizing
+from workers.kv.symbols import largest_batches, method, minimal_cache, need_of, requests_in
+
+
+class CpuRehearsal:
+    """The engine's own process is the device: what a batch needs is the peak of its resident memory."""
+
+    def __init__(self, worker: CPUWorker) -> None:
+        self._worker = worker
+        self._resident = 0
+
+    def warm(self) -> None:
+        if method(self._worker, "_should_warm_up_model")():
+            self._worker.model_runner.warming_up_model()
+        self._settle()
+
+    def rehearse(self, scale: float) -> Demand:
+        runner: Any = self._worker.model_runner
+        self.warm()
+        forget_peak()
+        with minimal_cache(runner):
+            runner.profile_run()
+            largest_batches(runner, scale)
+        peak = peak_resident_bytes()
+        self._settle()
+        return Demand(peak=int(max(0, peak - self._resident) / scale), weights=_weights(runner))
+
+    def read(self) -> Reading:
+        return host()
+
+    def untouched(self, pool_bytes: int) -> int:
+        """The cache's pages are zero pages until a request writes them."""
+        return pool_bytes - min(pool_bytes, max(0, resident_bytes() - self._resident))
+
+    def _settle(self) -> None:
+        give_back()
+        self._resident = resident_bytes()
+
+
+class SparkCPUWorker(CPUWorker):
+    """vLLM's CPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with open_gate(vllm_config.cache_config):
+            super().__init__(vllm_config, *args, **kwargs)
+        self._sizing = Sizing(
+            CpuRehearsal(self),
+            Settings.parse(os.environ),
+            lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
+            lambda: identity_of(self.vllm_config, "cpu", self.rank),
+            self.rank,
+        )
+
+    def determine_available_memory(self) -> int:
+        return self._sizing.determine(self._stock)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if kv_cache_config.kv_cache_groups:
+            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self._sizing.ready()
+        return times
+
+    def _stock(self) -> int:
+        # As the constructor would have it with the gate as it was.
+        asked: float = self.requested_cpu_memory  # type: ignore[has-type]
+        self.requested_cpu_memory = math.ceil(asked / GATE * self.cache_config.gpu_memory_utilization)
+        return super().determine_available_memory()
+
+
+def _weights(runner: Any) -> int:
+    """Each storage once: tied embeddings are two parameters."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in runner.get_model().parameters()}
+    return sum(storages.values())

@@ -1,0 +1,121 @@
+"""The worker class for CUDA. It never reads a utilization: what is left after a rehearsal is the cache.
+
+Importing this module imports vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import request_memory
+
+from workers.kv.arithmetic import Demand
+from workers.kv.gate import open_gate
+from workers.kv.identity import identity_of
+from workers.kv.readings import Reading, host
+from workers.kv.release import give_back
+from workers.kv.settings import Settings
+from workers.kv.sizing import Sizing
+from workers.kv.symbols import Missing, largest_batches, method, minimal_cache, need_of, requests_in
+
+
+class CudaRehearsal:
+    """Peaks are the caching allocator's; what is left is the driver's word, and on an integrated GPU the kernel's too."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def warm(self) -> None:
+        self._worker.model_runner.profile_run()
+        self._settle()
+
+    def rehearse(self, scale: float) -> Demand:
+        runner: Any = self._worker.model_runner
+        # The first run compiles; what the compiler takes for a moment is not the model's peak.
+        self.warm()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        runner.profile_run()
+        with minimal_cache(runner):
+            self._tune_kernels()
+            largest_batches(runner, scale)
+            torch.cuda.synchronize()
+        peak = int(max(0, torch.cuda.max_memory_allocated() - base) / scale)
+        self._settle()
+        graphs = 0
+        if self._worker.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            graphs = max(0, method(runner, "profile_cudagraph_memory")())
+            self._settle()
+        reusable = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return Demand(graphs, peak, reusable, int(runner.model_memory_usage))
+
+    def read(self) -> Reading:
+        free, total = torch.cuda.mem_get_info()
+        integrated = bool(torch.cuda.get_device_properties(torch.cuda.current_device()).is_integrated)
+        return replace(host(), device_free=free, device_total=total, integrated=integrated)
+
+    def untouched(self, pool_bytes: int) -> int:
+        """Device memory is taken when it is allocated."""
+        return 0
+
+    def _tune_kernels(self) -> None:
+        """JIT compilers and autotuners run now and not after the cache has taken what they need for a moment."""
+        try:
+            from vllm.model_executor.warmup.kernel_warmup import kernel_warmup
+        except ImportError:
+            raise Missing("vllm.model_executor.warmup.kernel_warmup") from None
+        kernel_warmup(self._worker)
+
+    def _settle(self) -> None:
+        torch.cuda.synchronize()
+        give_back()
+        torch.cuda.empty_cache()
+
+
+class SparkWorker(Worker):
+    """vLLM's GPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sizing = Sizing(
+            CudaRehearsal(self),
+            Settings.parse(os.environ),
+            lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
+            self._identity,
+            self.rank,
+        )
+
+    def init_device(self) -> None:
+        with open_gate(self.cache_config):
+            super().init_device()
+
+    def determine_available_memory(self) -> int:
+        # vLLM calls it under inference_mode in its own method; the dummy runs need it here.
+        with torch.inference_mode():
+            size = self._sizing.determine(self._stock)
+        self.available_kv_cache_memory_bytes = size
+        reserve = getattr(self, "_reserve_mm_ipc_gpu_memory", None)
+        return size if reserve is None else reserve(size)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if kv_cache_config.kv_cache_groups:
+            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self._sizing.ready()
+        return times
+
+    def _stock(self) -> int:
+        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        return super().determine_available_memory()
+
+    def _identity(self) -> dict[str, Any]:
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return identity_of(self.vllm_config, f"{device.name} {device.total_memory}", self.rank)

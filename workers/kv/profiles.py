@@ -1,0 +1,80 @@
+"""What earlier starts of the same engine needed: one small JSON file for each, so that the next start need not rehearse. Never measures.
+
+The demand is kept, not the size that came of it: the next start takes what is left then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workers.kv.arithmetic import Demand
+
+VERSION = 1
+MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """demand: as it turned out; seconds: how long the rehearsal took; starts: how many have used it; error: by how much the free memory
+    differed from what was expected, the last time (bytes, positive: more was free)."""
+
+    demand: Demand
+    seconds: float
+    starts: int = 0
+    error: int = 0
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """A file name for everything that the demand depends on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+class Profiles:
+    """A folder of profiles; None: nothing is kept. A file that cannot be read or written costs the next start a rehearsal, nothing else."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+
+    def find(self, key: str) -> Learned | None:
+        if self._folder is None:
+            return None
+        try:
+            with open(os.path.join(self._folder, f"{key}.json"), "rb") as file:
+                raw = json.loads(file.read(MAX_BYTES))
+            if raw["v"] != VERSION:
+                return None
+            demand = Demand(**{name: int(value) for name, value in raw["demand"].items()})
+            if min(asdict(demand).values()) < 0:
+                return None
+            return Learned(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+
+    def keep(self, key: str, learned: Learned, about: Mapping[str, Any]) -> bool:
+        """about: for whoever reads the file. False where it could not be written."""
+        if self._folder is None:
+            return False
+        raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about)}
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            fd, path = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".json")
+            with os.fdopen(fd, "w") as file:
+                json.dump(raw, file, default=str)
+            os.replace(path, os.path.join(self._folder, f"{key}.json"))
+        except OSError:
+            return False
+        return True
+
+    def forget(self, key: str) -> None:
+        if self._folder is not None:
+            try:
+                os.unlink(os.path.join(self._folder, f"{key}.json"))
+            except OSError:
+                pass

@@ -1,0 +1,141 @@
+"""What a machine and a device have left, as numbers read at one moment. Never decides how much of it may be taken.
+
+On a GB10 cudaMemGetInfo's free memory is MemFree, so page cache counts against it, while vLLM counts MemAvailable: both are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from workers.meminfo import parse_meminfo
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+# Of the page cache that is clean and not in use, the kernel gives back most at once; some of it is mapped or under write-back.
+RECLAIMABLE_SHARE = 0.8
+EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes. cgroup_left: under this process's memory limit, None without one. device_free, device_total: as the driver tells, None on a
+    CPU. integrated: the device's memory is the host's."""
+
+    total: int
+    available: int
+    free: int
+    reclaimable: int
+    cgroup_left: int | None = None
+    device_free: int | None = None
+    device_total: int | None = None
+    integrated: bool = False
+
+    @property
+    def room(self) -> int:
+        """What can be taken now: on a discrete GPU of its own memory, else of the host's, by every number there is."""
+        host = min(self.available, self.free + int(RECLAIMABLE_SHARE * self.reclaimable))
+        if self.cgroup_left is not None:
+            host = min(host, self.cgroup_left)
+        if self.device_free is None:
+            return host
+        if not self.integrated:
+            return self.device_free
+        return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
+
+    @property
+    def size(self) -> int:
+        """All the memory that the cache could be in, used or not."""
+        return self.device_total if self.device_total is not None and not self.integrated else self.total
+
+
+def host(proc: Path = PROC, cgroup: Path = CGROUP) -> Reading:
+    """Raises OSError where /proc/meminfo cannot be read."""
+    text = (proc / "meminfo").read_text()
+    known = parse_meminfo(text)
+    files = {
+        line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("Active(file)", "Inactive(file)"))
+    }
+    reclaimable = sum(files.values()) if files else known["cached_bytes"]
+    return Reading(
+        known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=_cgroup_left(proc, cgroup)
+    )
+
+
+def lowest(read: Callable[[], Reading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Reading:
+    """Each number's minimum over a window: what is left only for a moment is not left. window_s: 0 for a single look."""
+    found = read()
+    for _ in range(int(window_s / EVERY_S)):
+        sleep(EVERY_S)
+        now = read()
+        found = replace(
+            found,
+            available=min(found.available, now.available),
+            free=min(found.free, now.free),
+            reclaimable=min(found.reclaimable, now.reclaimable),
+            cgroup_left=_least(found.cgroup_left, now.cgroup_left),
+            device_free=_least(found.device_free, now.device_free),
+        )
+    return found
+
+
+def resident_bytes(proc: Path = PROC) -> int:
+    """This process's resident memory (VmRSS)."""
+    return _status("VmRSS", proc)
+
+
+def peak_resident_bytes(proc: Path = PROC) -> int:
+    """Its peak since the start or since `forget_peak` (VmHWM)."""
+    return _status("VmHWM", proc)
+
+
+def forget_peak(proc: Path = PROC) -> bool:
+    """Begins the peak anew (proc_pid_clear_refs(5), value 5). False where the kernel does not allow it."""
+    try:
+        (proc / "self" / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(name: str, proc: Path) -> int:
+    for line in (proc / "self" / "status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{proc}/self/status has no {name}")
+
+
+def _cgroup_left(proc: Path, cgroup: Path) -> int | None:
+    """The least room under the limits of this process's group and those above it (cgroup v2); page cache of the group counts as room."""
+    try:
+        line = next(line for line in (proc / "self" / "cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return None
+    left: int | None = None
+    folder = Path(os.path.normpath(f"{cgroup}/{line[3:]}"))
+    while folder.is_relative_to(cgroup):
+        left = _least(left, _left_of(folder))
+        if folder == cgroup:
+            break
+        folder = folder.parent
+    return left
+
+
+def _left_of(folder: Path) -> int | None:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, int(limit) - used + int(RECLAIMABLE_SHARE * files))
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else min(one, other)

@@ -1,0 +1,31 @@
+"""Tells what came of sizing, in one small file that is always replaced whole. Never read by the engine itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from typing import Any
+
+VERSION = 1
+
+
+class Report:
+    """path: None tells nobody. rank: of the tensor-parallel group; rank N > 0 writes to PATH.tpN."""
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        self._path = path if path is None or rank == 0 else f"{path}.tp{rank}"
+        self._known: dict[str, Any] = {"v": VERSION, "rank": rank}
+
+    def tell(self, phase: str, **values: Any) -> None:
+        """phase: rehearsing, sized, ready, refused, or stock where vLLM sized it. A disk that refuses costs the report only."""
+        self._known |= {"phase": phase, "at": time.time(), **values}
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):
+            fd, path = tempfile.mkstemp(dir=os.path.dirname(self._path), prefix=f"{os.path.basename(self._path)}.")
+            with os.fdopen(fd, "w") as file:
+                json.dump(self._known, file)
+            os.replace(path, self._path)

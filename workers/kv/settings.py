@@ -1,0 +1,80 @@
+"""What the operator asked of the KV cache, as the worker gets it: one JSON object in SPARKD_KV. Never measures anything.
+
+An environment variable rather than an engine argument: vLLM hashes its arguments into the key of its compile cache, and a margin is no
+reason to compile again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "SPARKD_KV"
+# What the forerunner of this project understood (MiB); kept for those who have it in their scripts.
+MARGIN_VARIABLE = "VLLM_KV_CACHE_MEM_MARGIN"
+SIZES = ("bytes", "tokens", "sequences")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One of bytes, tokens and sequences, or none of them: all that is left (`auto`).
+
+    sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes. margin_bytes:
+    left free beside the cache; None: the default of arithmetic.py. profiles: folder of what earlier starts learned; report: file that
+    says what came out; None: neither.
+    """
+
+    bytes: int | None = None
+    tokens: int | None = None
+    sequences: int | None = None
+    at: int | None = None
+    at_most_bytes: int | None = None
+    margin_bytes: int | None = None
+    profiles: str | None = None
+    report: str | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.bytes is None and self.tokens is None and self.sequences is None
+
+    @classmethod
+    def parse(cls, environ: Mapping[str, str]) -> Settings:
+        """Raises ValueError with the name of what is wrong."""
+        text = environ.get(VARIABLE, "").strip()
+        given: Any = {}
+        if text:
+            try:
+                given = json.loads(text)
+            except ValueError:
+                raise ValueError(f"{VARIABLE} is not a JSON object.") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"{VARIABLE} is not a JSON object.")
+        known = cls.__dataclass_fields__.keys()
+        if unknown := sorted(given.keys() - known):
+            raise ValueError(f"{VARIABLE} has no {unknown[0]!r}; it has {', '.join(known)}.")
+        for name, value in given.items():
+            _check(name, value)
+        said = [name for name in SIZES if given.get(name) is not None]
+        if len(said) > 1:
+            raise ValueError(f"{VARIABLE} says {' and '.join(said)}: one of them is enough.")
+        if given.get("at") is not None and given.get("sequences") is None:
+            raise ValueError(f"{VARIABLE} says `at` and no `sequences`.")
+        if given.get("margin_bytes") is None and (margin := environ.get(MARGIN_VARIABLE, "").strip()):
+            if not margin.isdecimal():
+                raise ValueError(f"{MARGIN_VARIABLE} must be a whole number of MiB.")
+            given["margin_bytes"] = int(margin) * 2**20
+        return cls(**given)
+
+
+def _check(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if name in ("profiles", "report"):
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{VARIABLE}: {name} must be a path.")
+        return
+    least = 0 if name == "margin_bytes" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{VARIABLE}: {name} must be a whole number of at least {least}.")

@@ -1,0 +1,194 @@
+"""One worker's way from placed weights to a cache: rehearse or remember, read, subtract, check afterwards. Never runs the model itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, Pool, margin_of, pool
+from workers.kv.profiles import Learned, Profiles, key_of
+from workers.kv.readings import Reading, lowest
+from workers.kv.report import Report
+from workers.kv.settings import Settings
+from workers.kv.symbols import Missing
+
+logger = logging.getLogger("vllm.sparkd.kv")
+
+# What is left is read as a minimum over so long: other processes breathe, and freed memory comes back late.
+WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
+# So far may free memory be from what was expected before a profile counts as wrong.
+ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
+
+
+class Rehearsal(Protocol):
+    """The platform's part."""
+
+    def warm(self) -> None:
+        """What every start does before its cache is there: the model is compiled."""
+
+    def rehearse(self, scale: float) -> Demand:
+        """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing."""
+
+    def read(self) -> Reading: ...
+
+    def untouched(self, pool_bytes: int) -> int:
+        """Of an allocated cache, the bytes that the system still counts as free."""
+
+
+class Sizing:
+    """need: asks what the model's cache costs; None for a model without a cache. identity: everything that the demand depends on."""
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        settings: Settings,
+        need: Callable[[], Need | None],
+        identity: Callable[[], Mapping[str, Any]],
+        rank: int = 0,
+    ) -> None:
+        self._rehearsal = rehearsal
+        self._settings = settings
+        self._need_of = need
+        self._identity = identity
+        self._profiles = Profiles(settings.profiles)
+        self._report = Report(settings.report, rank)
+        self._key = ""
+        self._about: Mapping[str, Any] = {}
+        self._learned: Learned | None = None
+        self._pool: Pool | None = None
+        self._need: Need | None = None
+        self._seconds = 0.0
+        self._sentence = ""
+
+    def determine(self, stock: Callable[[], int]) -> int:
+        """Bytes for vLLM. stock: its own way, for what cannot be rehearsed. Raises ValueError with the arithmetic where it does not fit."""
+        try:
+            need = self._need_of()
+            if need is None:
+                return stock()
+            self._need = need
+            self._about = self._identity()
+            self._key = key_of(self._about)
+            self._learned = self._profiles.find(self._key)
+            try:
+                return self._sized(need)
+            except DoesNotFit as sentence:
+                if self._learned is None:
+                    raise
+                logger.info("sparkd: with what was learned before it does not fit (%s) The rehearsal is done again.", sentence)
+                self._learned = None
+                return self._sized(need)
+        except DoesNotFit as sentence:
+            self._report.tell("refused", why=str(sentence))
+            raise ValueError(str(sentence)) from None
+        except Missing as symbol:
+            logger.warning("sparkd: this vLLM has no %s; it sizes its KV cache itself, by gpu_memory_utilization.", symbol)
+            self._report.tell("stock", why=f"this vLLM has no {symbol}")
+            return stock()
+
+    def allocated(self, requests: float) -> None:
+        """The cache is there. requests: of max_model_len tokens that it holds."""
+        if self._pool is None or self._need is None:
+            return
+        tokens = int(requests * self._need.max_model_len)
+        given = int(requests * self._need.per_request)
+        # More than a block: another rank had less.
+        other = self._pool.bytes - given > 2 * (self._need.least - self._need.per_request) and self._pool.bytes > given
+        self._sentence = (
+            f"{given / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
+            f"({self._need.per_token / 1024:.1f} KiB a token)"
+        )
+        self._report.tell(
+            "sized",
+            pool_bytes=given,
+            tokens=tokens,
+            sequences=requests,
+            bytes_per_token=self._need.per_token,
+            limited_by_other_rank=other,
+        )
+
+    def ready(self) -> None:
+        """After warm-up and capture: how much is really free, and what the next start should know."""
+        if self._pool is None or self._need is None:
+            return
+        reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
+        slack = reading.room - self._rehearsal.untouched(self._pool.bytes)
+        error = slack - self._pool.expected_slack
+        wrong = abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size))
+        demand = self._pool.demand
+        if wrong:
+            demand = replace(demand, graphs=max(0, demand.graphs - error))
+            logger.info(
+                "sparkd: %.2f GiB are free where %.2f GiB were expected; %s.",
+                slack / GIB,
+                self._pool.expected_slack / GIB,
+                "the profile is corrected" if self._learned is not None else "the profile says so",
+            )
+        starts = 0 if self._learned is None else self._learned.starts + 1
+        if wrong or self._learned is None or starts == 1:
+            self._profiles.keep(self._key, Learned(demand, self._seconds, starts, error), self._about)
+        self._report.tell("ready", slack_bytes=slack, error_bytes=error)
+        logger.info("sparkd: %s; %.2f GiB are free, %.2f GiB of them the margin.", self._sentence, slack / GIB, self._pool.margin / GIB)
+
+    def _sized(self, need: Need) -> int:
+        self._report.tell("rehearsing")
+        began = time.monotonic()
+        if self._learned is None:
+            demand = self._rehearsal.rehearse(1.0)
+            self._seconds = time.monotonic() - began
+        else:
+            self._rehearsal.warm()
+            demand = self._learned.demand
+            self._seconds = self._learned.seconds
+        source = "rehearsal" if self._learned is None else "profile"
+        reading = lowest(self._rehearsal.read, WINDOW_S if self._learned is None else KNOWN_WINDOW_S)
+        made = pool(
+            reading.room,
+            demand,
+            margin_of(reading.size, self._settings.margin_bytes),
+            need,
+            self._asked(need),
+            self._settings.at_most_bytes,
+        )
+        self._pool = made
+        self._report.tell(
+            "sized",
+            source=source,
+            pool_bytes=made.bytes,
+            room_bytes=made.room,
+            margin_bytes=made.margin,
+            graphs_bytes=demand.graphs,
+            peak_bytes=demand.peak,
+            weights_bytes=demand.weights,
+            spare_bytes=made.spare,
+        )
+        logger.info(
+            "sparkd: %.2f GiB for the KV cache by %s: of %.2f GiB, less %.2f GiB for graphs and the largest batch and %.2f GiB margin.",
+            made.bytes / GIB,
+            source,
+            made.room / GIB,
+            demand.ahead / GIB,
+            made.margin / GIB,
+        )
+        return made.bytes
+
+    def _asked(self, need: Need) -> int | None:
+        """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
+        settings = self._settings
+        block = need.least - need.per_request
+        if settings.bytes is not None:
+            return settings.bytes
+        if settings.tokens is not None:
+            return _whole(settings.tokens * need.per_token, block) + block
+        if settings.sequences is not None:
+            tokens = min(settings.at or need.max_model_len, need.max_model_len)
+            each = need.per_request if tokens == need.max_model_len else _whole(tokens * need.per_token, block)
+            return settings.sequences * each + block
+        return None
+
+
+def _whole(size: float, block: int) -> int:
+    return -int(-size // block) * block
