@@ -15,7 +15,7 @@ from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import identity_of
 from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes
-from workers.kv.release import give_back
+from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import largest_batches, method, minimal_cache, need_of, requests_in
@@ -52,6 +52,7 @@ class CpuRehearsal:
         return pool_bytes - min(pool_bytes, max(0, resident_bytes() - self._resident))
 
     def _settle(self) -> None:
+        forget_files(self._worker.model_config.model)
         give_back()
         self._resident = resident_bytes()
 

@@ -18,7 +18,7 @@ from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
 from workers.kv.identity import identity_of
 from workers.kv.readings import Reading, host
-from workers.kv.release import give_back
+from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import Missing, largest_batches, method, minimal_cache, need_of, requests_in
@@ -73,6 +73,7 @@ class CudaRehearsal:
 
     def _settle(self) -> None:
         torch.cuda.synchronize()
+        forget_files(self._worker.model_config.model)
         give_back()
         torch.cuda.empty_cache()
 

@@ -56,10 +56,8 @@ def host(proc: Path = PROC, cgroup: Path = CGROUP) -> Reading:
     """Raises OSError where /proc/meminfo cannot be read."""
     text = (proc / "meminfo").read_text()
     known = parse_meminfo(text)
-    files = {
-        line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("Active(file)", "Inactive(file)"))
-    }
-    reclaimable = sum(files.values()) if files else known["cached_bytes"]
+    files = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("Active(file):", "Inactive(file):"))]
+    reclaimable = sum(files) if files else known["cached_bytes"]
     return Reading(
         known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=_cgroup_left(proc, cgroup)
     )

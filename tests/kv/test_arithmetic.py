@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, longest, margin_of, pool
+
+NEED = Need(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
+# Weights are in memory already when room is read; they are here for the sentence.
+SPARK = Demand(graphs=2 * GIB, peak=6 * GIB, reusable=2 * GIB, weights=60 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("room", "demand", "margin", "asked", "at_most", "expected"),
+    [
+        (40 * GIB, SPARK, GIB, None, None, 32 * GIB),  # 40 - 2 graphs - (6 - 2) * 1.25 - 1
+        (40 * GIB, SPARK, 0, None, None, 33 * GIB),
+        (40 * GIB, Demand(), GIB, None, None, 39 * GIB),
+        (40 * GIB, Demand(peak=GIB, reusable=2 * GIB), GIB, None, None, 39 * GIB),  # already paid for
+        (40 * GIB, SPARK, GIB, None, 10 * GIB, 10 * GIB),
+        (40 * GIB, SPARK, GIB, None, 100 * GIB, 32 * GIB),
+        (40 * GIB, SPARK, GIB, 5 * GIB, None, 5 * GIB),
+        (40 * GIB, SPARK, GIB, 32 * GIB, None, 32 * GIB),
+    ],
+)
+def test_the_cache_is_what_is_left(room, demand, margin, asked, at_most, expected):
+    made = pool(room, demand, margin, NEED, asked, at_most)
+    assert made.bytes == expected
+    assert made.bytes + made.demand.ahead + made.margin + made.spare == room
+    assert made.expected_slack == room - expected - demand.graphs
+    assert made.spare >= 0
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "expected"),
+    [(24 * GIB, None, GIB), (121 * GIB, None, int(121 * GIB * 0.03)), (121 * GIB, 0, 0), (24 * GIB, 5 * GIB, 5 * GIB)],
+)
+def test_the_margin_is_a_gibibyte_or_three_percent(size, asked, expected):
+    assert margin_of(size, asked) == expected
+
+
+def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
+    with pytest.raises(DoesNotFit) as raised:
+        pool(10 * GIB, SPARK, GIB, NEED)
+    assert str(raised.value) == (
+        "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are there, less 2.00 GiB for CUDA "
+        "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. What helps: a shorter context "
+        "(max_model_len 16,128 would fit), or a smaller batch (max_num_batched_tokens, max_num_seqs), or 4-bit weights (quantize: nvfp4 "
+        "frees up to 43.2 GiB of 16-bit ones), or ending what else uses the memory."
+    )
+
+
+def test_the_context_that_is_said_to_fit_fits():
+    left = 2 * GIB
+    tokens = longest(left, NEED)
+    smaller = Need(int(NEED.per_token * tokens), int(NEED.per_token * tokens) + GIB // 64, tokens)
+    assert pool(left, Demand(), 0, smaller).bytes == left
+    with pytest.raises(DoesNotFit):
+        pool(left, Demand(), 0, Need(NEED.per_request, NEED.least, NEED.max_model_len))
+
+
+@pytest.mark.parametrize(
+    ("room", "asked", "at_most", "says"),
+    [
+        (20 * GIB, 13 * GIB, None, "The KV cache that was asked for needs 13.0 GiB and 12.0 GiB are left"),
+        (2 * GIB, None, None, "and 0.00 GiB are left"),
+        (40 * GIB, None, GIB, "at most 1.00 GiB were allowed for it: allow more, or less context (max_model_len 7,936 would fit)"),
+        (40 * GIB, GIB, None, "One request of 32,768 tokens needs a KV cache of 4.02 GiB"),
+    ],
+)
+def test_other_sentences(room, asked, at_most, says):
+    with pytest.raises(DoesNotFit, match=r".") as raised:
+        pool(room, SPARK, GIB, NEED, asked, at_most)
+    assert says in str(raised.value)

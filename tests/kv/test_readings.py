@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from workers.kv.readings import Reading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "meminfo"
+GIB = 2**30
+
+
+def machine(tmp_path: Path, meminfo: str, cgroup: str = "") -> Path:
+    (tmp_path / "self").mkdir(exist_ok=True)
+    (tmp_path / "meminfo").write_text(meminfo)
+    (tmp_path / "self" / "cgroup").write_text(cgroup)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("capture", "room_gib"),
+    [
+        ("idle", 110.24),  # 0.8 of the cache is less than what MemAvailable counts
+        ("one-model-swap-off", 69.39),
+        ("page-cache-flood", 86.57),  # the driver sees 3.17 GiB free
+        ("three-models-resident", 19.9),
+        ("tight-pool", 7.13),
+        ("almost-dead", 0.12),
+    ],
+)
+def test_the_room_of_real_sparks(tmp_path, capture, room_gib):
+    reading = host(machine(tmp_path, (FIXTURES / f"{capture}.txt").read_text()), tmp_path)
+    assert reading.room / GIB == pytest.approx(room_gib, abs=0.01)
+    assert reading.size == reading.total
+    assert reading.room <= reading.available
+
+
+@pytest.mark.parametrize(
+    ("device_free", "integrated", "room"),
+    [
+        (100, False, 100),  # a discrete GPU's own memory, whatever the host has
+        (30, True, 30 + 16),  # GB10: MemFree and what the kernel gives back at once
+        (500, True, 60),  # never more than the host has
+        (None, False, 60),
+    ],
+)
+def test_both_numbers_hold_on_unified_memory(device_free, integrated, room):
+    reading = Reading(200, 60, 50, 20, device_free=device_free, device_total=200, integrated=integrated)
+    assert reading.room == room
+
+
+def test_the_least_of_a_window_counts():
+    numbers = iter([(60, 50), (40, 55), (70, 20)])
+    slept: list[float] = []
+    found = lowest(lambda: Reading(100, *next(numbers), 0), 0.1, sleep=slept.append)
+    assert (found.available, found.free, len(slept)) == (40, 20, 2)
+    assert lowest(lambda: Reading(100, 1, 2, 0), 0.0).free == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ({"a/b": ("1000", "400")}, 600 + 80),
+        ({"a": ("700", "650"), "a/b": ("1000", "400")}, 50 + 80),  # the tightest of those above
+        ({"a/b": ("max", "400")}, None),
+        ({}, None),
+    ],
+)
+def test_a_limit_of_the_group_or_of_one_above_it(tmp_path, limits, left):
+    proc = machine(tmp_path / "p", "MemTotal: 100 kB\n", "0::/a/b\n") if (tmp_path / "p").mkdir() is None else tmp_path
+    groups = tmp_path / "cgroup"
+    (groups / "a" / "b").mkdir(parents=True)
+    for folder, (limit, used) in limits.items():
+        (groups / folder / "memory.max").write_text(limit)
+        (groups / folder / "memory.current").write_text(used)
+        (groups / folder / "memory.stat").write_text("active_file 60\ninactive_file 40\n")
+    assert host(proc, groups).cgroup_left == left
+
+
+def test_the_peak_of_this_process_begins_anew():
+    held = bytearray(64 << 20)
+    before = peak_resident_bytes()
+    del held
+    if forget_peak():
+        assert peak_resident_bytes() < before
+    assert resident_bytes() <= peak_resident_bytes() + (4 << 20)
+    assert resident_bytes() > os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workers.kv.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Settings()),
+        ({"bytes": 5}, Settings(bytes=5)),
+        ({"sequences": 2, "at": 4096}, Settings(sequences=2, at=4096)),
+        ({"margin_bytes": 0, "profiles": "/p", "report": "/r", "at_most_bytes": 7}, Settings(None, None, None, None, 7, 0, "/p", "/r")),
+    ],
+)
+def test_what_is_said_is_what_holds(given, expected):
+    found = Settings.parse({"SPARKD_KV": json.dumps(given)})
+    assert found == expected
+    assert found.is_auto == (not {"bytes", "tokens", "sequences"} & given.keys())
+
+
+def test_the_forerunners_margin_is_understood_and_ours_goes_before():
+    assert Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512"}).margin_bytes == 512 * 2**20
+    assert Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "512", "SPARKD_KV": '{"margin_bytes": 1}'}).margin_bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "not a JSON object"),
+        ("{", "not a JSON object"),
+        ('{"byte": 1}', "has no 'byte'; it has bytes, tokens"),
+        ('{"bytes": 0}', "bytes must be a whole number of at least 1"),
+        ('{"tokens": true}', "tokens must be a whole number"),
+        ('{"margin_bytes": -1}', "margin_bytes must be a whole number of at least 0"),
+        ('{"bytes": 1, "tokens": 2}', "says bytes and tokens: one of them is enough"),
+        ('{"at": 4096}', "says `at` and no `sequences`"),
+        ('{"report": ""}', "report must be a path"),
+    ],
+)
+def test_what_is_wrong_is_named(text, says):
+    with pytest.raises(ValueError, match="SPARKD_KV") as raised:
+        Settings.parse({"SPARKD_KV": text})
+    assert says in str(raised.value)
+
+
+def test_a_margin_that_is_no_number():
+    with pytest.raises(ValueError, match="VLLM_KV_CACHE_MEM_MARGIN must be a whole number of MiB"):
+        Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "1.5"})

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.kv.arithmetic import GIB, Demand, Need
+from workers.kv.profiles import Learned, Profiles, key_of
+from workers.kv.readings import Reading
+from workers.kv.settings import Settings
+from workers.kv.sizing import Sizing
+from workers.kv.symbols import Missing
+
+BLOCK = GIB // 256
+NEED = Need(per_request=GIB, least=GIB + BLOCK, max_model_len=8192)
+DEMAND = Demand(graphs=GIB, peak=2 * GIB, weights=30 * GIB)
+STOCK = 4711
+
+
+class Machine:
+    """A rehearsal whose machine has so much room, of which the cache takes its part once it is there."""
+
+    def __init__(self, room: int, demand: Demand = DEMAND, *, missing: str = "") -> None:
+        self.room = room
+        self.demand = demand
+        self.missing = missing
+        self.did: list[str] = []
+
+    def warm(self) -> None:
+        self.did.append("warm")
+
+    def rehearse(self, scale: float) -> Demand:
+        self.did.append(f"rehearse {scale}")
+        if self.missing:
+            raise Missing(self.missing)
+        return self.demand
+
+    def read(self) -> Reading:
+        return Reading(128 * GIB, self.room, self.room, 0)
+
+    def untouched(self, pool_bytes: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.kv.sizing.WINDOW_S", 0.0)
+    monkeypatch.setattr("workers.kv.sizing.KNOWN_WINDOW_S", 0.0)
+
+
+def start(machine: Machine, folder: Path, **settings: Any) -> tuple[Sizing, int]:
+    (folder / "profiles").mkdir(exist_ok=True)
+    known = Settings(**{"margin_bytes": GIB, "profiles": str(folder / "profiles"), "report": str(folder / "report"), **settings})
+    sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"})
+    return sizing, sizing.determine(lambda: STOCK)
+
+
+def serve(sizing: Sizing, machine: Machine, size: int, graphs: int) -> None:
+    """The cache is allocated, graphs are captured."""
+    machine.room -= size + graphs
+    sizing.allocated((size - BLOCK) / NEED.per_request)
+    sizing.ready()
+
+
+def told(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report").read_text())
+    return found
+
+
+def test_the_first_start_rehearses_and_the_second_remembers(tmp_path):
+    first = Machine(40 * GIB)
+    sizing, size = start(first, tmp_path)
+    assert size == int((40 - 1 - 2.5 - 1) * GIB)
+    assert first.did == ["rehearse 1.0"]
+    assert (told(tmp_path)["phase"], told(tmp_path)["source"]) == ("sized", "rehearsal")
+    serve(sizing, first, size, GIB)
+    report = told(tmp_path)
+    assert (report["phase"], report["slack_bytes"]) == ("ready", int(3.5 * GIB))
+    assert report["tokens"] == int((size - BLOCK) / GIB * 8192)
+
+    second = Machine(50 * GIB)
+    _, larger = start(second, tmp_path)
+    assert larger == size + 10 * GIB
+    assert second.did == ["warm"]
+    assert told(tmp_path)["source"] == "profile"
+
+
+def test_a_profile_that_turned_out_wrong_is_corrected_and_said_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+    first = Machine(40 * GIB)
+    serve(*_sized(first, tmp_path), GIB)
+    second = Machine(40 * GIB)
+    sizing, size = start(second, tmp_path)
+    serve(sizing, second, size, 4 * GIB)  # the graphs took 3 GiB more
+    assert "0.50 GiB are free where 3.50 GiB were expected; the profile is corrected." in caplog.text
+    assert told(tmp_path)["error_bytes"] == -3 * GIB
+
+    third = Machine(40 * GIB)
+    sizing, smaller = start(third, tmp_path)
+    assert smaller == size - 3 * GIB
+    caplog.clear()
+    serve(sizing, third, smaller, 4 * GIB)
+    assert "corrected" not in caplog.text
+    assert told(tmp_path)["slack_bytes"] == int(3.5 * GIB)
+
+
+def _sized(machine: Machine, folder: Path) -> tuple[Sizing, Machine, int]:
+    sizing, size = start(machine, folder)
+    return sizing, machine, size
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"bytes": 5 * GIB}, 5 * GIB),
+        ({"tokens": 16384}, 2 * GIB + BLOCK),
+        ({"sequences": 3}, 3 * GIB + BLOCK),
+        ({"sequences": 4, "at": 4096}, 2 * GIB + BLOCK),
+        ({"sequences": 2, "at": 1 << 20}, 2 * GIB + BLOCK),  # no request is longer than max_model_len
+        ({"at_most_bytes": 6 * GIB}, 6 * GIB),
+    ],
+)
+def test_a_cache_of_a_given_size(tmp_path, settings, expected):
+    assert start(Machine(40 * GIB), tmp_path, **settings)[1] == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"bytes": 50 * GIB}, {"sequences": 60}])
+def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings):
+    machine = Machine(5 * GIB if not settings else 40 * GIB)
+    with pytest.raises(ValueError, match=r"GiB are left: .* less 1\.00 GiB for CUDA graphs, 2\.50 GiB for the largest batch") as raised:
+        start(machine, tmp_path, **settings)
+    assert told(tmp_path)["phase"] == "refused"
+    assert told(tmp_path)["why"] == str(raised.value)
+
+
+def test_a_profile_that_would_refuse_is_not_believed(tmp_path):
+    Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(Demand(graphs=90 * GIB), 1.0), {})
+    machine = Machine(40 * GIB)
+    _, size = start(machine, tmp_path)
+    assert machine.did == ["warm", "rehearse 1.0"]
+    assert size == int(35.5 * GIB)
+
+
+def test_a_release_without_a_symbol_sizes_its_cache_itself(tmp_path, caplog):
+    _, size = start(Machine(40 * GIB, missing="GPUModelRunner._dummy_run"), tmp_path)
+    assert size == STOCK
+    assert "this vLLM has no GPUModelRunner._dummy_run; it sizes its KV cache itself" in caplog.text
+    assert told(tmp_path)["phase"] == "stock"
+
+
+def test_a_model_without_a_cache_is_stocks(tmp_path):
+    sizing = Sizing(Machine(GIB), Settings(), lambda: None, dict)
+    assert sizing.determine(lambda: STOCK) == STOCK
+
+
+def test_another_rank_decides(tmp_path):
+    machine = Machine(40 * GIB)
+    sizing, size = start(machine, tmp_path)
+    sizing.allocated((size - 5 * GIB) / NEED.per_request)
+    assert told(tmp_path)["limited_by_other_rank"] is True
+    assert told(tmp_path)["pool_bytes"] == size - 5 * GIB
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"v": 2}', '{"v": 1, "demand": {"graphs": -1}, "seconds": 1, "starts": 0, "error": 0}', "\x00"]
+)
+def test_a_profile_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "k.json").write_text(text)
+    assert Profiles(str(tmp_path)).find("k") is None
+
+
+def test_profiles_that_cannot_be_kept_cost_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert Profiles(str(tmp_path / "file" / "x")).keep("k", Learned(DEMAND, 1.0), {}) is False
+    assert Profiles(None).keep("k", Learned(DEMAND, 1.0), {}) is False
+    kept = Profiles(str(tmp_path / "new"))
+    assert kept.keep("k", Learned(DEMAND, 1.5, 3, -7), {"vllm": "0"})
+    assert kept.find("k") == Learned(DEMAND, 1.5, 3, -7)
+    kept.forget("k")
+    assert kept.find("k") is None
