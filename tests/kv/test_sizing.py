@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.kv.sizing.KNOWN_WINDOW_S", 0.0)
 
 
-def start(machine: Machine, folder: Path, **settings: Any) -> tuple[Sizing, int]:
+def start(machine: Machine, folder: Path, leave: Callable[[int], None] = lambda _code: None, **settings: Any) -> tuple[Sizing, int]:
     (folder / "profiles").mkdir(exist_ok=True)
     known = Settings(**{"margin_bytes": GIB, "profiles": str(folder / "profiles"), "report": str(folder / "report"), **settings})
-    sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"})
+    sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"}, leave=leave)
     return sizing, sizing.determine(lambda: STOCK)
 
 
@@ -181,3 +183,53 @@ def test_profiles_that_cannot_be_kept_cost_nothing_else(tmp_path):
     assert kept.find("k") == Learned(DEMAND, 1.5, 3, -7)
     kept.forget("k")
     assert kept.find("k") is None
+
+
+class Gone(Exception):
+    """What os._exit is to a process."""
+
+
+class Greedy(Machine):
+    """Its rehearsal takes memory until there is none, unless its batch is small."""
+
+    def __init__(self, enough: float) -> None:
+        super().__init__(40 * GIB)
+        self.enough = enough
+        self.left = threading.Event()
+
+    def rehearse(self, scale: float) -> Demand:
+        found = super().rehearse(scale)
+        if scale > self.enough:
+            self.room = GIB // 8
+            assert self.left.wait(10)
+            raise Gone
+        return found
+
+
+def test_a_rehearsal_that_runs_out_of_memory_ends_and_the_next_is_smaller(tmp_path):
+    codes: list[int] = []
+    for expected in (1.0, 0.5, 0.25):
+        machine = Greedy(enough=0.25)
+
+        def leave(code: int, machine: Greedy = machine) -> None:
+            codes.append(code)
+            machine.left.set()
+
+        if expected == 0.25:
+            _, size = start(machine, tmp_path, leave)
+            assert size == int(35.5 * GIB)
+        else:
+            with pytest.raises(Gone):
+                start(machine, tmp_path, leave)
+            assert told(tmp_path)["phase"] == "refused"
+            assert "memory ran out in the rehearsal (0.12 GiB were left)" in told(tmp_path)["why"]
+        assert machine.did == [f"rehearse {expected}"]
+    assert codes == [75, 75]
+    assert Profiles(str(tmp_path / "profiles")).setbacks(key_of({"model": "m"})) == 0
+
+
+def test_nothing_is_tried_where_nothing_is_left(tmp_path):
+    machine = Machine(GIB // 4)
+    with pytest.raises(ValueError, match=r"0\.25 GiB are left with the weights in memory; under 0\.50 GiB nothing is tried"):
+        start(machine, tmp_path)
+    assert machine.did == []

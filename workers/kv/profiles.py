@@ -5,6 +5,7 @@ The demand is kept, not the size that came of it: the next start takes what is l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -73,8 +74,30 @@ class Profiles:
         return True
 
     def forget(self, key: str) -> None:
+        self._remove(f"{key}.json")
+
+    def setbacks(self, key: str) -> int:
+        """How many rehearsals in a row had to be ended because memory ran out."""
+        if self._folder is None:
+            return 0
+        try:
+            return os.stat(os.path.join(self._folder, f"{key}.setback")).st_size
+        except OSError:
+            return 0
+
+    def set_back(self, key: str) -> None:
+        """One more. A byte is appended: the process that says so has no time left."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError):
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            with open(os.path.join(self._folder, f"{key}.setback"), "ab") as file:
+                file.write(b".")
+
+    def forgive(self, key: str) -> None:
+        self._remove(f"{key}.setback")
+
+    def _remove(self, name: str) -> None:
         if self._folder is not None:
-            try:
-                os.unlink(os.path.join(self._folder, f"{key}.json"))
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._folder, name))

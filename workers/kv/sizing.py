@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, Pool, margin_of, pool
+from workers.kv.floor import Floor, floor_of
 from workers.kv.profiles import Learned, Profiles, key_of
 from workers.kv.readings import Reading, lowest
 from workers.kv.report import Report
@@ -21,6 +23,9 @@ logger = logging.getLogger("vllm.sparkd.kv")
 WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
 # So far may free memory be from what was expected before a profile counts as wrong.
 ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
+# A batch is not made smaller than an eighth: its peak is then taken times eight.
+MOST_SETBACKS = 3
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may do
 
 
 class Rehearsal(Protocol):
@@ -39,7 +44,9 @@ class Rehearsal(Protocol):
 
 
 class Sizing:
-    """need: asks what the model's cache costs; None for a model without a cache. identity: everything that the demand depends on."""
+    """need: asks what the model's cache costs; None for a model without a cache. identity: everything that the demand depends on. leave:
+    ends the process, with an exit code.
+    """
 
     def __init__(
         self,
@@ -48,6 +55,7 @@ class Sizing:
         need: Callable[[], Need | None],
         identity: Callable[[], Mapping[str, Any]],
         rank: int = 0,
+        leave: Callable[[int], Any] = os._exit,
     ) -> None:
         self._rehearsal = rehearsal
         self._settings = settings
@@ -62,6 +70,7 @@ class Sizing:
         self._need: Need | None = None
         self._seconds = 0.0
         self._sentence = ""
+        self._leave = leave
 
     def determine(self, stock: Callable[[], int]) -> int:
         """Bytes for vLLM. stock: its own way, for what cannot be rehearsed. Raises ValueError with the arithmetic where it does not fit."""
@@ -137,7 +146,7 @@ class Sizing:
         self._report.tell("rehearsing")
         began = time.monotonic()
         if self._learned is None:
-            demand = self._rehearsal.rehearse(1.0)
+            demand = self._rehearsed()
             self._seconds = time.monotonic() - began
         else:
             self._rehearsal.warm()
@@ -174,6 +183,33 @@ class Sizing:
             made.margin / GIB,
         )
         return made.bytes
+
+    def _rehearsed(self) -> Demand:
+        """Raises DoesNotFit where there is no room to begin, Missing. Where memory runs out meanwhile, the process ends."""
+        setbacks = self._profiles.setbacks(self._key)
+        scale = 0.5 ** min(setbacks, MOST_SETBACKS)
+        before = self._rehearsal.read()
+        floor = floor_of(margin_of(before.size, self._settings.margin_bytes))
+        if before.room < floor:
+            raise DoesNotFit(
+                f"{before.room / GIB:.2f} GiB are left with the weights in memory; under {floor / GIB:.2f} GiB nothing is tried. "
+                "What helps: 4-bit weights (quantize: nvfp4), or ending what else uses the memory."
+            )
+        if setbacks:
+            logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", setbacks, scale)
+        with Floor(self._rehearsal.read, floor, self._ended):
+            demand = self._rehearsal.rehearse(scale)
+        self._profiles.forgive(self._key)
+        return demand
+
+    def _ended(self, reading: Reading) -> None:
+        """On the watching thread: the process ends at once, and the system has its memory back."""
+        self._profiles.set_back(self._key)
+        why = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"
+        self._report.tell("refused", why=why)
+        logger.critical("sparkd: %s.", why)
+        logging.shutdown()
+        self._leave(EXIT_CODE)
 
     def _asked(self, need: Need) -> int | None:
         """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
