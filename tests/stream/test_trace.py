@@ -25,6 +25,8 @@ TAKES = [
     ("transposed", lambda w: w.t().narrow(0, 0, 3), ((0, 8), (0, 3)), (3, 8)),
     ("permuted", lambda w: w.permute(1, 0)[5:], ((0, 8), (5, 6)), (1, 8)),
     ("one row", lambda w: w[3], ((3, 4), (0, 6)), (6,)),
+    ("unbound", lambda w: w.unbind(1)[2], ((0, 8), (2, 3)), (8,)),
+    ("one expert, as vLLM takes it", lambda w: w.unsqueeze(0).unbind()[0].narrow(0, 4, 4), ((4, 8), (0, 6)), (4, 6)),
     ("unsqueezed", lambda w: w[2:4].unsqueeze(0), ((2, 4), (0, 6)), (1, 2, 6)),
     ("viewed with ones", lambda w: w.view(8, 1, 6)[:2].squeeze(1), ((0, 2), (0, 6)), (2, 6)),
     ("contiguous", lambda w: w.t().contiguous().narrow(0, 1, 2), ((0, 8), (1, 3)), (2, 8)),

@@ -196,6 +196,11 @@ def _split(of: Phantom, size: int | Sequence[int], dim: int = 0) -> list[Phantom
     return parts
 
 
+def _unbind(of: Phantom, dim: int = 0) -> list[Phantom] | None:
+    parts = [of.cut(dim, at, at + 1, drop=True) for at in range(of.sizes()[dim])]
+    return None if None in parts else [part for part in parts if part is not None]
+
+
 def _permute(of: Phantom, order: Sequence[int]) -> Phantom:
     return Phantom(of.taken, of.region, tuple(of.dims[dim] for dim in order), of.on_copy)
 
@@ -239,6 +244,7 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
     _aten.select: _select,
     _aten.split: _split,
     _aten.split_with_sizes: _split,
+    _aten.unbind: _unbind,
     _aten.permute: _permute,
     _aten.transpose: _transpose,
     _aten.t: _t,
