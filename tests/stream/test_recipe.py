@@ -495,16 +495,22 @@ rules = st.lists(
 )
 
 
+# Whole blocks of 128 rows, and no head: what fp8-block does where they are not is told apart below.
+WHOLE = {
+    name: (dtype, W if shape[-1] == 128 and len(shape) == 2 else shape) for name, (dtype, shape) in MOE.items() if name != "lm_head.weight"
+}
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(SPELLINGS), rules, st.lists(patterns, max_size=2))
 def test_fused_weights_always_agree(form: str, layers: list[dict[str, Any]], keep: list[str]) -> None:
     read = Recipe.parse({"format": form, "layers": layers, "keep": keep})
-    made = read.assign(checkpoint_of(MOE))
+    made = read.assign(checkpoint_of(WHOLE))
     again = Recipe.parse(json.loads(json.dumps(read.canonical())))
 
-    assert again == read and again.canonical() == read.canonical() and again.assign(checkpoint_of(MOE)) == made
+    assert again == read and again.canonical() == read.canonical() and again.assign(checkpoint_of(WHOLE)) == made
     groups: dict[str, set[Format | None]] = {}
-    for name in MOE:
+    for name in WHOLE:
         module = name.removesuffix(".weight")
         if re.search(r"experts|[qkv]_proj$|(gate|up)_proj$", module):
             groups.setdefault(re.sub(r"experts\..*|[qkv]_proj$|(gate|up)_proj$", "", module), set()).add(made.get(module))
@@ -525,6 +531,109 @@ def test_the_canonical_form_is_fixed() -> None:
             {"match": "layers.0", "format": "bf16", "priority": 0},
         ],
     }
+
+
+# Blocks of 128x128 that do not fit
+
+ODD = layered(
+    2,
+    {
+        "self_attn.q_proj.weight": (576, 576),
+        "self_attn.k_proj.weight": (192, 576),
+        "self_attn.v_proj.weight": (192, 576),
+        "self_attn.o_proj.weight": (576, 576),
+        "mlp.gate_proj.weight": (1536, 576),
+        "mlp.up_proj.weight": (1536, 576),
+        "mlp.down_proj.weight": (576, 1536),
+    },
+)
+ODD_TOLD = (
+    "model.layers.*.self_attn.q_proj has 576 rows, no multiple of the 128 that share a scale, and vLLM puts others below them: "
+    "it, and all that vLLM runs with it as one, gets fp8 in place of fp8-block (in 2 places)."
+)
+
+
+def test_a_fused_matrix_that_is_not_made_of_blocks_gets_fp8_and_is_told() -> None:
+    made = Recipe.parse("fp8-block").assign(checkpoint_of(ODD))
+    formats = {module: form.spelling for module, form in made.items()}
+
+    assert of(formats, "[qkv]_proj") == {"fp8"}
+    assert of(formats, "(o|gate|up|down)_proj") == {"fp8-block"}  # rows and columns may end inside a block
+    assert made.adjustments == (ODD_TOLD,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "fits"),
+    [
+        ({"a.0.q_proj": W, "a.0.k_proj": W, "a.0.v_proj": (64, 128)}, {}, True),  # nothing is below the last one
+        ({"a.0.q_proj": W, "a.0.k_proj": (64, 128), "a.0.v_proj": W}, {}, False),
+        ({"a.0.gate_proj": (192, 128), "a.0.up_proj": (192, 128)}, {}, False),
+        ({"a.0.gate_up_proj": (384, 128)}, {}, False),
+        ({"a.0.gate_up_proj": (512, 128)}, {}, True),
+        ({"a.0.in_proj_qkvz": (192, 128)}, {}, True),
+        ({"a.0.q_a_proj": (256, 128), "a.0.kv_a_proj_with_mqa": (192, 128)}, {}, True),
+        ({"a.0.qkv_proj": (384, 128)}, {"num_attention_heads": 2, "hidden_size": 256}, False),
+        ({"a.0.qkv_proj": (384, 128)}, {"num_attention_heads": 2, "head_dim": 64}, True),
+        ({"a.0.qkv_proj": (320, 128)}, {"text_config": {"num_attention_heads": 3, "head_dim": 64}}, False),
+        ({"a.0.qkv_proj": (192, 128)}, {}, True),  # its parts are not known: vLLM says it
+        ({"a.0.mlp.experts.0.gate_proj": (192, 128), "a.0.mlp.experts.0.down_proj": (128, 192)}, {}, False),
+        ({"a.0.mlp.experts.0.w1": (256, 128), "a.0.mlp.experts.0.w2": (128, 256), "a.0.mlp.experts.0.w3": (256, 128)}, {}, True),
+    ],
+)
+def test_where_blocks_fit(shapes: Mapping[str, Shape], config: Mapping[str, Any], fits: bool) -> None:
+    made = Recipe.parse("fp8-block").assign(checkpoint_of({f"{name}.weight": ("BF16", shape) for name, shape in shapes.items()}, config))
+
+    assert {form.spelling for form in made.values()} == {"fp8-block" if fits else "fp8"}
+    assert len(made) == len(shapes) and len(made.adjustments) == (0 if fits else 1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("width", "spelling"), [(192, "fp8"), (256, "fp8-block"), (64, "fp8")])
+def test_packed_experts_need_blocks_too(width: int, spelling: str, transposed: bool) -> None:
+    up, down = (128, 2 * width), (width, 128)
+    stem = "model.layers.0.mlp.experts"
+    shapes = {"gate_up_proj": up if transposed else up[::-1], "down_proj": down if transposed else down[::-1]}
+    tensors = {f"{stem}.{name}": ("BF16", (4, *shape)) for name, shape in shapes.items()}
+    made = Recipe.parse("fp8-block").assign(checkpoint_of(tensors, {"hidden_size": 128}))
+
+    assert {form.spelling for form in made.values()} == {spelling}
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("q_proj", "/model/model.safetensors: model.layers.0.self_attn.q_proj.weight: it has 576 rows"),
+        ("self_attn.k_proj", "Choose fp8 for k_proj, q_proj, v_proj instead."),
+        ("class:attention", "which fp8-block cannot express"),
+        ("re:(q|k)_proj$", None),
+        ("self_attn", None),
+        ("layers.0", None),
+        ("all", None),
+    ],
+)
+def test_blocks_that_a_rule_names_are_an_error_where_they_do_not_fit(rule: str, told: str | None) -> None:
+    read = Recipe.parse({"layers": {rule: "fp8-block"}})
+    if told is None:
+        assert of({module: form.spelling for module, form in read.assign(checkpoint_of(ODD)).items()}, "[qkv]_proj") == {"fp8"}
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read.assign(checkpoint_of(ODD))
+    assert told in caught.value.message
+
+
+def test_an_output_head_cannot_have_blocks() -> None:
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: it is an output head, .* Choose fp8 for lm_head instead\."):
+        Recipe.parse({"format": "nvfp4", "layers": {"lm_head": "fp8-block"}}).assign(checkpoint_of(LLAMA))
+    assert "lm_head" not in chosen("fp8-block")
+
+
+def test_an_fp8_source_whose_blocks_do_not_fit_gets_fp8() -> None:
+    tensors = {name: ("F8_E4M3", shape) for name, (_, shape) in ODD.items()}
+    made = Recipe.parse({"layers": {"o_proj": "nvfp4"}}).assign(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")))
+    formats = {module: form.spelling for module, form in made.items()}
+
+    assert of(formats, "[qkv]_proj") == {"fp8"} and of(formats, "o_proj") == {"nvfp4"} and of(formats, "gate_proj") == {"fp8-block"}
+    assert made.adjustments == (ODD_TOLD,)
 
 
 # One path

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
 from sparkd.errors import CheckpointError
+from workers.stream.block_rows import misfit
 from workers.stream.format import Format
 from workers.stream.fusion import group_of
 
 BF16 = Format("bf16")
+FP8 = Format("fp8")
 # A side under 64 saves nothing and suits no kernel's tile (the earlier fork's list_layers drew the same line).
 MIN_DIMENSION = 64
 _DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3"})
-_SOURCE_FORMATS = {"fp8_block": Format("fp8_block"), "fp8_channel": Format("fp8"), "fp8_tensor": Format("fp8")}
+_SOURCE_FORMATS = {"fp8_block": Format("fp8_block"), "fp8_channel": FP8, "fp8_tensor": FP8}
 # Their FP8 weights are served as FP8 where a recipe keeps them: every other class has no quantized form in vLLM or is read as it is.
 _SERVED_AS_FP8 = frozenset({"attention", "mlp", "expert", "lm_head"})
 # The layouts of packed experts that the loader takes apart; any other is passed on whole.
@@ -25,10 +27,11 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided about one weight alone. level: between fused siblings the larger holds."""
+    """What was decided about one weight alone. level: between fused siblings the larger holds. named: by a rule that spells it out."""
 
     format: Format
     level: tuple[int, int]
+    named: bool = False
 
 
 def order(choice: Choice) -> tuple[tuple[int, int], int]:
@@ -55,8 +58,9 @@ class Assignment(dict[str, Format]):
 
 @dataclass(slots=True)
 class _Group:
-    """Modules that must agree. choices: one for each distinct choice, with the first module that has it."""
+    """Modules that must agree. kind: their tensor_class; choices: one for each distinct choice, with the first module that has it."""
 
+    kind: str
     modules: list[str]
     choices: dict[Choice, str]
     stored_fp8: bool = False
@@ -65,8 +69,9 @@ class _Group:
 def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assignment:
     """choose: (module path, tensor_class) -> Choice. It is asked once for all experts of a layer, with number 0.
 
-    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. Raises CheckpointError for packed FP8
-    experts.
+    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. What vLLM cannot load in blocks of
+    128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts, and for a weight that cannot have the blocks
+    that a rule names it for.
     """
     groups: dict[str, _Group] = {}
     known: dict[str, tuple[str, Choice, str]] = {}
@@ -89,7 +94,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
             choice = BARRED
         group = groups.get(group_name)
         if group is None:
-            group = groups[group_name] = _Group([], {})
+            group = groups[group_name] = _Group(kind, [], {})
         group.modules.append(module)
         if choice not in group.choices:
             group.choices[choice] = module
@@ -98,16 +103,20 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     source = _SOURCE_FORMATS.get(checkpoint.quantization.method) if checkpoint.quantization else None
     formats: dict[str, Format] = {}
     split: dict[str, list[_Group]] = {}
+    odd: dict[str, list[_Group]] = {}
     for group in groups.values():
         chosen = max(group.choices, key=order).format
         if len({choice.format for choice in group.choices}) > 1:
             split.setdefault(_told(group, chosen), []).append(group)
         if chosen.keeps and group.stored_fp8 and source is not None:
             chosen = source
+        if chosen.name == "fp8_block" and (why := _without_blocks(group, checkpoint)):
+            odd.setdefault(why, []).append(group)
+            chosen = FP8
         if not chosen.keeps:
             formats.update(dict.fromkeys(group.modules, chosen))
     order_of = ((module, formats[module]) for name, tensor in checkpoint.tensors.items() if (module := _module(name, tensor)) in formats)
-    told = [_counted(told, len(found)) for told, found in split.items()]
+    told = [_counted(told, len(found)) for told, found in (*split.items(), *odd.items())]
     told += [f"{name} holds experts in a layout that is not known here: they keep their precision." for name in strange]
     return Assignment(order_of, told)
 
@@ -131,6 +140,26 @@ def _refuse_fp8(tensor: TensorRef) -> None:
     if tensor.dtype == "F8_E4M3":
         reason = "packed experts in FP8 cannot be dequantized here"
         raise CheckpointError(reason, file=tensor.path, tensor=tensor.name, cure="Leave out `quantize`, and vLLM serves them as they are")
+
+
+def _without_blocks(group: _Group, checkpoint: Checkpoint) -> str | None:
+    """Why these modules cannot have fp8-block, told without their numbers; None where they can. Raises CheckpointError if one was named."""
+    for module in group.modules:
+        tensor = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors[module]
+        why = misfit(module, group.kind, tensor, checkpoint.config)
+        if why is None:
+            continue
+        if any(choice.named and choice.format.name == "fp8_block" for choice in group.choices):
+            leaves = sorted({one.rpartition(".")[2] for one in group.modules})
+            raise CheckpointError(
+                f"it {why}, which fp8-block cannot express",
+                file=tensor.path,
+                tensor=tensor.name,
+                cure=f"Choose fp8 for {', '.join(leaves)} instead",
+            )
+        whole = ", and all that vLLM runs with it as one," if len(group.modules) > 1 else ""
+        return f"{_NUMBERS.sub('*', module)} {why}: it{whole} gets fp8 in place of fp8-block"
+    return None
 
 
 def _told(group: _Group, chosen: Format) -> str:

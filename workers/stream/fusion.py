@@ -37,6 +37,11 @@ def group_of(module: str, kind: str) -> str:
     return f"{parent}.{_LEADER[leaf]}" if leaf in _LEADER else module
 
 
+def siblings_of(leaf: str) -> tuple[str, ...]:
+    """The last components of the modules that vLLM stacks into one matrix with this one, from its first rows to its last."""
+    return _SIBLINGS.get(leaf, (leaf,))
+
+
 def members_of(module: str, kind: str) -> tuple[str, ...]:
     """The modules whose choices decide about this one, by name alone: itself, its siblings, and the parts it stands for."""
     parent, _, leaf = module.rpartition(".")
@@ -46,5 +51,5 @@ def members_of(module: str, kind: str) -> tuple[str, ...]:
         names = _EXPERTS_OF_MIXTRAL if leaf in _EXPERTS_OF_MIXTRAL else _EXPERTS
         stem = f"{before}.experts.0" if found else parent
         return tuple(f"{stem}.{name}" for name in dict.fromkeys((*own, *names)))
-    siblings = (*_SIBLINGS.get(leaf, (leaf,)), *_WHOLE.get(leaf, ()))
+    siblings = (*siblings_of(leaf), *_WHOLE.get(leaf, ()))
     return tuple(f"{parent}.{name}" if parent else name for name in siblings)

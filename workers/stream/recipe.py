@@ -15,7 +15,8 @@ routers, norms, biases, and what has fewer than two dimensions or one under 64 a
 only a rule that names it touches.
 
 What vLLM multiplies as one matrix gets one format: q/k/v, gate/up and the like, and all experts of a layer. Where rules split them, the
-choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments says so once.
+choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments says so once. Where such a matrix is
+not made of whole blocks of 128 rows, fp8-block becomes fp8, which adjustments say too; for a weight that a rule spells out it is an error.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Recipe:
         """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
 
         A checkpoint that is quantized in a way that cannot be undone here (four bits, or an unknown method) passes through unchanged.
-        Raises CheckpointError for packed experts in FP8.
+        Raises CheckpointError for packed experts in FP8, and for a weight that a rule spells out for fp8-block and vLLM cannot load so.
         """
         if not self.quantizes:
             return Assignment((), self.notes)
@@ -107,7 +108,7 @@ class Recipe:
         """The format of one weight, None where it keeps its precision. shape: [N, K], or [experts, ., .] of packed experts.
 
         A fused name of vLLM's (`qkv_proj`, `gate_up_proj`, `experts`) stands for its parts. Agrees with `assign` wherever every sibling is
-        in the checkpoint and large enough.
+        in the checkpoint, large enough, and made of whole blocks where it is fp8-block.
         """
         if len(shape) not in (2, 3) or min(shape[-2:]) < MIN_DIMENSION:
             return None
@@ -131,7 +132,8 @@ class Recipe:
         if not touching:
             return Choice(BF16 if kept else self.default, (0, 0))
         holds = max(reversed(touching), key=lambda rule: rule.rank)
-        return Choice(holds.format, (1, holds.priority))
+        parts = (module.rpartition(".")[2], *(("experts",) if kind == "expert" else ()))
+        return Choice(holds.format, (1, holds.priority), holds.names(parts, kind))
 
 
 def _unmet(rules: tuple[Rule, ...], idle: set[Rule], barred: Mapping[Rule, str]) -> Iterator[str]:
