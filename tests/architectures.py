@@ -101,8 +101,11 @@ def qwen3_next() -> Model:
     return Model(config, tuple(entries))
 
 
-def gpt_oss() -> Model:
-    """openai/gpt-oss-20b: experts in MXFP4 with biases, attention sinks, sliding windows in every other layer."""
+def gpt_oss(source: str = "mxfp4") -> Model:
+    """openai/gpt-oss-20b: experts in MXFP4 with biases, attention sinks, sliding windows in every other layer.
+
+    `source` bf16: as unsloth/gpt-oss-20b-BF16 and fine-tuned copies are saved, experts transposed with gate and up interleaved.
+    """
     inner = 256
     yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     more: dict[str, Any] = {
@@ -116,7 +119,9 @@ def gpt_oss() -> Model:
     more |= {"rope_scaling": {**yarn, "original_max_position_embeddings": 4096}, "max_position_embeddings": 131072}
     left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": left}
-    config = _config("GptOssForCausalLM", "gpt_oss", 2, **_attention(), **more, quantization_config=quantization)
+    if source == "mxfp4":
+        more["quantization_config"] = quantization
+    config = _config("GptOssForCausalLM", "gpt_oss", 2, **_attention(), **more)
     entries = _ends()
     # E2M1 codes drawn evenly have a mean square of 8.6, so the exponent -7 gives a deviation of 0.023 (OCP MX v1.0: bias 127).
     scales = Draw("integers", 119, 121)
@@ -128,12 +133,20 @@ def gpt_oss() -> Model:
             Entry(f"{base}.self_attn.sinks", (_HEADS,), "BF16", normal(1.0)),
             *linear(f"{base}.mlp.router", EXPERTS, HIDDEN, std=0.05),
             Entry(f"{base}.mlp.router.bias", (EXPERTS,), "BF16", normal(0.1)),
+            Entry(f"{experts}.gate_up_proj_bias", (EXPERTS, 2 * inner), "BF16", normal(0.1)),
+            Entry(f"{experts}.down_proj_bias", (EXPERTS, HIDDEN), "BF16", normal(0.1)),
+        ]
+        if source != "mxfp4":
+            entries += [
+                Entry(f"{experts}.gate_up_proj", (EXPERTS, HIDDEN, 2 * inner), "BF16", normal(0.05)),
+                Entry(f"{experts}.down_proj", (EXPERTS, inner, HIDDEN), "BF16", normal(0.05)),
+            ]
+            continue
+        entries += [
             Entry(f"{experts}.gate_up_proj_blocks", (EXPERTS, 2 * inner, HIDDEN // 32, 16), "U8", BYTES),
             Entry(f"{experts}.gate_up_proj_scales", (EXPERTS, 2 * inner, HIDDEN // 32), "U8", scales),
-            Entry(f"{experts}.gate_up_proj_bias", (EXPERTS, 2 * inner), "BF16", normal(0.1)),
             Entry(f"{experts}.down_proj_blocks", (EXPERTS, HIDDEN, inner // 32, 16), "U8", BYTES),
             Entry(f"{experts}.down_proj_scales", (EXPERTS, HIDDEN, inner // 32), "U8", scales),
-            Entry(f"{experts}.down_proj_bias", (EXPERTS, HIDDEN), "BF16", normal(0.1)),
         ]
     return Model(config, tuple(entries))
 
@@ -255,6 +268,7 @@ ARCHITECTURES: Mapping[str, Callable[[], Model]] = {
     "qwen3_moe-fp8_channel": lambda: qwen3_moe(source="fp8_channel"),
     "qwen3_next": qwen3_next,
     "gpt_oss": gpt_oss,
+    "gpt_oss-bf16": lambda: gpt_oss("bf16"),
     "nemotron_h": nemotron_h,
     "gemma3": gemma3,
     "deepseek_v3": deepseek_v3,

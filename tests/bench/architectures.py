@@ -5,7 +5,8 @@
 For every architecture of tests/architectures.py engines start in processes of their own: ours with --quantize, stock vLLM on a BF16
 checkpoint of the values that the formats can hold (dequantized.py), and stock vLLM on the checkpoint itself where that tells something
 more, or always with three --jobs. All of them see the same random prompt and generate 8 tokens. PASS: ours serves, and its
-distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not serve this model here either; its reason follows.
+distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not serve this model here either, or its class does not
+take the format (workers/stream/served.py); the reason follows.
 FAIL: anything else. Exit status 1: there was a FAIL.
 A checkpoint that is quantized already passes through, so there stock vLLM on the same files is what ours is compared with.
 """
@@ -23,10 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import CheckpointError
 from tests import architectures, checkpoints
 from tests.bench import child
 from tests.bench.dequantized import write_dequantized
 from tests.bench.divergence import divergences, mean_kl, median_gap
+from workers.stream.recipe import Recipe
+from workers.stream.served import refuse_unserved
 
 LIMIT_S = 300.0
 TOP = 20
@@ -43,6 +48,11 @@ def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, p
     model = architectures.ARCHITECTURES[name]()
     source = checkpoints.write_checkpoint(folder / name, model.config, model.entries, shard_bytes=2 * checkpoints.MIB, shuffled=True)
     reference = folder / f"{name}-dequantized"
+    checkpoint = read_checkpoint(source)
+    try:
+        refuse_unserved(checkpoint, Recipe.parse(quantize).assign(checkpoint), 1)
+    except CheckpointError as refused:
+        return "NAMED", f"refused before anything is loaded: {refused.message.rpartition(f'{refused.tensor}: ')[2]}"
     try:
         quantized = write_dequantized(source, reference, quantize)
     except (ValueError, RuntimeError) as error:

@@ -51,7 +51,7 @@ def _weights(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> Iterator[
         if ref.dtype == "F8_E4M3":
             tensor = _unscaled(tensor, checkpoint, module)
         packed = len(ref.shape) == 3 and module.endswith((".gate_up_proj", ".down_proj")) and formats.get(module)
-        if not packed:
+        if not packed or f"{module}_bias" in checkpoint.tensors:  # gpt-oss's are taken as they stand, see _dequantized
             yield name, tensor
             continue
         experts, _, which = module.rpartition(".")
@@ -90,6 +90,10 @@ def _dequantized(weights: Mapping[str, torch.Tensor], formats: Mapping[str, Form
             together = [weights[f"{parent}.{one}.weight"] for one in _SIBLINGS.get(last, (last,)) if f"{parent}.{one}.weight" in weights]
             shared = global_scale(torch.stack([one.abs().amax().float() for one in together]).amax())
         used = quantizer(form)
+        if weight.ndim == 3:  # gpt-oss: [experts, K, N]
+            parts = [used.quantize(block.t().contiguous()) for block in weight]
+            made[name] = torch.stack([used.dequantize(one, torch.bfloat16).t() for one in parts]).contiguous()
+            continue
         made[name] = used.dequantize(used.quantize(weight, global_scale=shared), torch.bfloat16)
     return made
 

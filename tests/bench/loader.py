@@ -1,7 +1,7 @@
 """What loading costs: one table for stock vLLM and for the load format `spark_stream`, same model, same run. Never asserts; it prints.
 
     python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--dir FOLDER] [--keep] [--json FILE]
-    python -m tests.bench.loader --quality --model FOLDER [--quantize ..]
+    python -m tests.bench.loader --quality --model FOLDER [--quantize ..] [--dequantized]
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.loader; torch and vLLM are all it needs.
 
@@ -303,12 +303,15 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="no row begins later")
     parser.add_argument("--quality", action="store_true", help="answers, perplexity and divergence of each format on --model")
     parser.add_argument("--model")
+    parser.add_argument(
+        "--dequantized", action="store_true", help="with --quality: compare each with stock vLLM on the dequantized model too"
+    )
     given = parser.parse_args()
     child.end_with_children()
     if given.quality:
         from tests.bench import quality
 
-        return quality.main(given.model, given.quantize.split(",") if given.quantize else None)
+        return quality.main(given.model, given.quantize.split(",") if given.quantize else None, dequantized=given.dequantized)
     formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         folder = given.dir or Path(temporary)

@@ -1,19 +1,23 @@
 """What each format does to a real model: an answer, the perplexity of a fixed text, the divergence from BF16. Never asserts; it prints.
 
-    python -m tests.bench.loader --quality --model FOLDER [--quantize nvfp4,int4,..]
+    python -m tests.bench.loader --quality --model FOLDER [--quantize nvfp4,int4,..] [--dequantized]
 
 Everything goes through the real engine, once for each format. The text is quality.txt, about 500 words written for this. KL is taken at
-every position of it over the 64 tokens that BF16 finds most likely, looked up in the 512 most likely of the format (divergence.py).
+every position of it over the 64 tokens that one engine finds most likely, looked up in the 512 most likely of the other (divergence.py):
+from stock vLLM in BF16, which is what quantizing costs; with --dequantized also from stock vLLM on a BF16 checkpoint of the values that
+the format holds (dequantized.py), which is what the loader and the kernels add, and should be next to nothing.
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bench import child
+from tests.bench.dequantized import write_dequantized
 from tests.bench.divergence import mean_kl, perplexity
 
 FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128")
@@ -23,7 +27,7 @@ TOP, LOOKED_UP = 64, 512
 LIMIT_S = 600.0
 
 
-def main(model: str | None, formats: Sequence[str] | None) -> int:
+def main(model: str | None, formats: Sequence[str] | None, *, dequantized: bool = False) -> int:
     """Status 1: an engine did not start, or its answer lacks the city."""
     import torch
 
@@ -32,30 +36,51 @@ def main(model: str | None, formats: Sequence[str] | None) -> int:
     failed = 0
     arguments = {**child.engine_arguments(cuda=torch.cuda.is_available()), "max_model_len": 2048}
     baseline: Mapping[str, Any] | None = None
-    print(f"{'format':<12}  perplexity  KL from stock BF16  answer", flush=True)
+    print(f"{'format':<12}  perplexity  KL from stock BF16  {'KL from dequantized  ' if dequantized else ''}answer", flush=True)
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         plugins = child.plugin_folder(temporary)
         for form in ("stock", *(formats or FORMATS)):
-            more = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form}} if form != "stock" else {}
-            question = {
-                "model": model,
-                "arguments": {**arguments, **more},
-                "prompts": [TEXT.read_text(encoding="utf-8")],
-                "chat": QUESTION,
-                "max_tokens": 1,
-                "logprobs": LOOKED_UP,
-            }
+            ours = form != "stock"
+            more = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form}} if ours else {}
             try:
-                said = child.ask(
-                    "tests.bench.speak_case", question, child.environment(plugins, ours=form != "stock"), limit_s=LIMIT_S
-                ).value
+                said = _said(model, {**arguments, **more}, plugins, ours=ours)
+                reference = _dequantized(model, form, arguments, plugins, Path(temporary)) if ours and dequantized else None
             except child.ChildFailed as reason:
                 print(f"{form:<12}  {reason}", flush=True)
                 failed += 1
                 continue
             text = said["prompts"][0]
             baseline = baseline or text
-            kl = f"{mean_kl(baseline['likely'], text['likely'], TOP):.5f}" if form != "stock" else "-"
-            print(f"{form:<12}  {perplexity(text['ids'], text['likely']):10.3f}  {kl:>18}  {said['chat'].strip()!r}", flush=True)
+            columns = [f"{perplexity(text['ids'], text['likely']):10.3f}", _kl(baseline if ours else None, text, 18)]
+            if dequantized:
+                columns.append(_kl(reference, text, 19))
+            print(f"{form:<12}  {'  '.join(columns)}  {said['chat'].strip()!r}", flush=True)
             failed += "Paris" not in said["chat"]
     return 1 if failed else 0
+
+
+def _said(model: str, arguments: Mapping[str, Any], plugins: Path, *, ours: bool) -> Mapping[str, Any]:
+    question = {
+        "model": model,
+        "arguments": arguments,
+        "prompts": [TEXT.read_text(encoding="utf-8")],
+        "chat": QUESTION,
+        "max_tokens": 1,
+        "logprobs": LOOKED_UP,
+    }
+    return child.ask("tests.bench.speak_case", question, child.environment(plugins, ours=ours), limit_s=LIMIT_S).value
+
+
+def _dequantized(model: str, form: str, arguments: Mapping[str, Any], plugins: Path, folder: Path) -> Mapping[str, Any] | None:
+    """What stock vLLM says of the text with the format's values in BF16; None where the format quantizes nothing."""
+    into = folder / form
+    if not write_dequantized(Path(model), into, form):
+        return None
+    try:
+        return _said(str(into), arguments, plugins, ours=False)["prompts"][0]
+    finally:
+        shutil.rmtree(into)
+
+
+def _kl(reference: Mapping[str, Any] | None, text: Mapping[str, Any], width: int) -> str:
+    return ("-" if reference is None else f"{mean_kl(reference['likely'], text['likely'], TOP):.5f}").rjust(width)

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sparkd.errors import CheckpointError
+from workers.stream.experts import answered, families, place
 from workers.stream.format import SPELLINGS, Format
 from workers.stream.formats import quantizer
+from workers.stream.trace import Trace, phantoms
+from workers.stream.virtual import Emitted
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
@@ -144,6 +147,35 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def run(layer: RoutedExperts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
+
+
+@each_format
+def test_vllm_s_weight_loader_says_where_each_expert_goes(form: Format) -> None:
+    """Were one operation of it no plain view (trace.py), every rank would read everything, and vLLM would place each tensor."""
+    shapes = {"gate_proj": (128, HIDDEN), "up_proj": (128, HIDDEN), "down_proj": (HIDDEN, 128)}
+    parts = [
+        (f"{expert}.{name}.{suffix}", tuple(part), dtype)
+        for expert in range(EXPERTS)
+        for name, shape in shapes.items()
+        for suffix, (dtype, part) in quantizer(form).parts(*shape).items()
+        if suffix != "weight_shape"
+    ]
+    layer, like = made(form), made(form)
+    trace = Trace()
+    list(layer.load_weights(phantoms(parts, torch.device("cpu"), trace)))
+    assert all(taken.once for taken in trace.taken.values())
+
+    found = families([Emitted(f"mlp.experts.{name}", shape, dtype, 0) for name, shape, dtype in parts])
+    straight = answered(found, {f"mlp.experts.{name}": one for name, one in trace.taken.items()})
+    assert {name.split(".")[2] for name in straight} == {"2", "3", "4"}
+    assert len(straight) == len(parts) // 2
+    for name, shape, dtype in parts:
+        tensor = torch.randint(0, 100, shape).to(dtype)
+        list(like.load_weights([(name, tensor)]))
+        place(straight.get(f"mlp.experts.{name}") or trace.taken[name].target, tensor)
+    for name, parameter in layer.named_parameters():
+        if not name.endswith("weight_shape"):
+            assert torch.equal(parameter.view(torch.uint8), like.get_parameter(name).view(torch.uint8)), name
 
 
 @each_format

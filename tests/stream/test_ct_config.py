@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.checkpoints import Entry, write_checkpoint
-from workers.stream.ct_config import linear_modules, matches, patterns, quantization_config
+from workers.stream.ct_config import in_our_formats, linear_modules, matches, patterns, quantization_config
 
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
@@ -193,3 +193,58 @@ def test_patterns_match_what_is_meant_and_nothing_else(wanted: set[str], towers:
     found = patterns(sorted(wanted), NAMES, towers=towers)
 
     assert {name for name in NAMES if any(matches(name, pattern) for pattern in found)} == wanted
+
+
+@pytest.mark.parametrize("chosen", [*FORMATS, Chosen("int4", 64)], ids=lambda chosen: chosen.spelling)
+def test_its_own_description_is_recognised(chosen: Chosen) -> None:
+    assert in_our_formats(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE))
+
+
+def test_a_mixed_description_is_recognised() -> None:
+    assert in_our_formats(quantization_config({**dict.fromkeys(EXPERTS, Chosen("mxfp4")), **dict.fromkeys(ATTENTION, Chosen("fp8"))}, MOE))
+    assert not in_our_formats({})
+    assert not in_our_formats({"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "where", "value", "ours"),
+    [
+        (Chosen("int4", 128), ("weights", "observer"), "minmax", True),
+        (Chosen("int4", 128), ("weights", "actorder"), None, True),
+        (Chosen("int4", 128), ("weights", "actorder"), "group", False),
+        (Chosen("int4", 128), ("weights", "symmetric"), False, False),
+        (Chosen("int4", 128), ("weights", "group_size"), 256, False),
+        (Chosen("int4", 128), ("weights", "num_bits"), 8, False),
+        (Chosen("int4", 128), ("input_activations",), {"num_bits": 8, "type": "int", "dynamic": True}, False),
+        (Chosen("nvfp4"), ("weights", "scale_dtype"), None, True),
+        (Chosen("nvfp4"), ("input_activations",), {"num_bits": 4, "type": "float", "dynamic": "local"}, False),
+        (Chosen("fp8"), ("input_activations", "dynamic"), False, False),
+        (Chosen("fp8"), ("weights", "strategy"), "tensor", False),
+        (Chosen("fp8"), ("input_activations",), None, False),
+        (Chosen("mxfp4"), ("output_activations",), {"num_bits": 8}, False),
+        (Chosen("mxfp4"), ("format",), "pack-quantized", False),
+        (Chosen("mxfp4"), ("format",), None, True),
+    ],
+)
+def test_what_is_described_otherwise_is_not(chosen: Chosen, where: tuple[str, ...], value: Any, ours: bool) -> None:
+    described = json.loads(json.dumps(quantization_config(dict.fromkeys(EXPERTS, chosen), MOE)))
+    *path, last = where
+    place = described["config_groups"]["group_0"]
+    for key in path:
+        place = place[key]
+    place[last] = value
+    assert in_our_formats(described) == ours
+
+
+@pytest.mark.parametrize("key", ["kv_cache_scheme", "sparsity_config", "transform_config"])
+def test_what_is_described_besides_is_not(key: str) -> None:
+    described = quantization_config(dict.fromkeys(EXPERTS, Chosen("nvfp4")), MOE)
+    assert not in_our_formats({**described, key: {"num_bits": 8}})
+
+
+def test_attention_that_vllm_calls_otherwise_is_matched_all_the_same() -> None:
+    dense = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
+
+    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, FORMATS[0]), [*dense, *ATTENTION]), ["layers.1.attn.o_proj", *dense])
+
+    assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]

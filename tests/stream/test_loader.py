@@ -74,6 +74,16 @@ def test_plain_loading_describes_nothing(folder):
     assert args.hf_overrides == {}
 
 
+@pytest.mark.parametrize(("cpu", "quantization", "ours"), [(True, None, True), (False, None, False), (True, "compressed-tensors", False)])
+def test_what_was_quantized_elsewhere_in_a_format_of_ours_gets_our_kernels_on_a_cpu(folder, monkeypatch, cpu, quantization, ours):
+    monkeypatch.setattr(loader, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+    said = quantization_config({"model.layers.0.mlp.up_proj": Format("int4", 128)}, [])
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128, "quantization_config": said}))
+    args = arguments(folder, None, quantization=quantization)
+    loader.describe(args, {})
+    assert args.hf_overrides == ({"quantization_config": {**said, "quant_method": "spark"}} if ours else {})
+
+
 def test_the_forks_variables_are_rules_where_nothing_else_is_said(folder):
     args = arguments(folder, None)
     loader.describe(args, {"VLLM_FP8_LAYERS": "all"})

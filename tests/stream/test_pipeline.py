@@ -86,8 +86,9 @@ BATCHES = pytest.mark.parametrize("batch_bytes", [0, 200_000, 2**30], ids=["alon
 )
 def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, quantize, order, batch_bytes):
     weights = random_weights()
-    got = loaded(written(tmp_path / "m", weights, order=order), quantize, batch_bytes=batch_bytes)
-    form = Recipe.parse(quantize).default
+    folder = written(tmp_path / "m", weights, order=order)
+    got = loaded(folder, quantize, batch_bytes=batch_bytes)
+    form, formats = Recipe.parse(quantize).default, Recipe.parse(quantize).assign(read_checkpoint(str(folder)))
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"):
         assert torch.equal(got[name], weights[name])
     attention = "model.layers.0.self_attn"
@@ -97,7 +98,7 @@ def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, qua
         ("model.layers.1.mlp.experts.3.up_proj", ["model.layers.1.mlp.experts.3.gate_proj"]),
         ("model.layers.1.mlp.experts.2.down_proj", []),
     ):
-        for suffix, tensor in expected(weights, name, form, fused).items():
+        for suffix, tensor in expected(weights, name, formats[name], fused).items():
             if suffix == "weight_shape":
                 continue
             assert torch.equal(got[f"{name}.{suffix}"].view(torch.uint8), tensor.view(torch.uint8)), (name, suffix)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import CheckpointError
+from workers.stream.format import GROUP_SIZES, Format
 
 if TYPE_CHECKING:
     from sparkd.checkpoint import Checkpoint
-    from workers.stream.recipe import Format
 
 # Names as compressed_tensors.config.CompressionFormat has them (0.17).
 _COMPRESSION = {
@@ -22,6 +22,12 @@ _COMPRESSION = {
 }
 _NO_GROUP = ("fp8", "fp8_block")
 _FIXED_GROUP = {"nvfp4": 16, "mxfp4": 32}
+_WRITTEN = (
+    *(Format(name) for name in _COMPRESSION if name != "int4"),
+    *(Format("int4", size) for size in GROUP_SIZES),
+)
+# A part of a layer that one of vLLM's models calls otherwise than its checkpoint (gpt_oss.py); its mapping passes patterns by.
+_RENAMED = {"self_attn": "(self_)?attn"}
 
 
 def quantization_config(assignments: Mapping[str, Format], all_linear_modules: Iterable[str]) -> dict[str, Any]:
@@ -59,6 +65,22 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
         "ignore": patterns([module for module in universe if module not in quantized], universe, towers=True),
         "kv_cache_scheme": None,
     }
+
+
+def in_our_formats(described: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's own description says nothing that `quantization_config` would not say: formats, activations, no more.
+
+    False too for a quantized KV cache, sparsity, rotations and reordered columns, whose tensors only stock vLLM takes.
+    """
+    groups = described.get("config_groups")
+    if described.get("quant_method") != "compressed-tensors" or not isinstance(groups, Mapping) or not groups:
+        return False
+    if any(described.get(key) for key in ("kv_cache_scheme", "sparsity_config", "transform_config")):
+        return False
+    return all(
+        isinstance(group, Mapping) and any(_says(group, group.get("format") or described.get("format"), form) for form in _WRITTEN)
+        for group in groups.values()
+    )
 
 
 def linear_modules(checkpoint: Checkpoint) -> list[str]:
@@ -131,7 +153,7 @@ def _tail(module: str) -> str:
     if "experts" in parts[:-1] and not parts[parts.index("experts") + 1].isdigit():
         parts = parts[: parts.index("experts") + 1]
         return r"\.".join(map(re.escape, parts)) + r"\..*"
-    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts)
+    return r"\.".join(r"\d+" if part.isdigit() else _RENAMED.get(part, re.escape(part)) for part in parts)
 
 
 def _front(module: str) -> list[str]:
@@ -171,3 +193,24 @@ def _scheme(chosen: Format) -> dict[str, Any]:
     if chosen.name == "mxfp4":
         weights |= {"type": "float", "scale_dtype": "torch.uint8"}
     return {"weights": weights, "input_activations": None}
+
+
+def _says(group: Mapping[str, Any], compression: Any, chosen: Format) -> bool:
+    """Whether a group of a description is this format's. Fields that hold nothing, or only say how scales were found, are no difference."""
+    wanted = _scheme(chosen)
+    weights = group.get("weights")
+    return (
+        compression == _COMPRESSION[chosen.name]
+        and _agree(weights, wanted["weights"])
+        and not (weights or {}).get("actorder")
+        and _agree(group.get("input_activations"), wanted["input_activations"])
+        and not group.get("output_activations")
+    )
+
+
+def _agree(said: Any, wanted: Mapping[str, Any] | None) -> bool:
+    if wanted is None or not isinstance(said, Mapping):
+        return wanted is None and not said
+    # Older checkpoints do not name the scales' dtype, nor that a weight's scales stand still.
+    implied = {"scale_dtype": wanted.get("scale_dtype"), "dynamic": False}
+    return all((implied.get(key) if said.get(key) is None else said[key]) == value for key, value in wanted.items())

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,18 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.cache import find
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
-from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.ct_config import in_our_formats, linear_modules, quantization_config
 from workers.stream.early import Early
 from workers.stream.experts import answered, families
 from workers.stream.formats import amax_each, global_scale, quantizer
 from workers.stream.method import NAME, formats_of, is_ours
+from workers.stream.mismatch import mismatch, refuse_integers, source_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
 from workers.stream.ranks import experts_are_spread, rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.reader import Reader
 from workers.stream.repack import repack_in_place
+from workers.stream.served import refuse_unserved
 from workers.stream.settings import Settings
 from workers.stream.source import Source
 from workers.stream.trace import Trace, phantoms
@@ -46,8 +48,8 @@ logger = logging.getLogger("vllm.sparkd.stream")
 def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     """Writes the quantization that the loader is going to produce into `engine_args.hf_overrides`.
 
-    A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing. Raises ValueError with the reason for
-    what cannot be loaded.
+    A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing, but that on a CPU our kernels serve what
+    is in one of our formats. Raises ValueError with the reason for what cannot be loaded.
     """
     try:
         settings = Settings.parse(engine_args.model_loader_extra_config or {}, environ)
@@ -56,7 +58,10 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         )
         formats = settings.recipe.assign(checkpoint)
         VirtualCheckpoint(checkpoint, formats)
+        refuse_unserved(checkpoint, formats, getattr(engine_args, "tensor_parallel_size", 1))
         described = quantization_config(formats, linear_modules(checkpoint))
+        if not described and engine_args.quantization is None and current_platform.is_cpu():
+            described = _quantized_elsewhere(checkpoint)
     except SparkdError as error:
         if isinstance(path := (engine_args.model_loader_extra_config or {}).get("progress"), str):
             ProgressFile(path).failed(error.message)
@@ -81,6 +86,12 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         engine_args.hf_overrides = both
         return
     engine_args.hf_overrides = {**(given or {}), "quantization_config": described}
+
+
+def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the checkpoint says of itself, where our CPU kernels serve it and vLLM's may not (no AMX, no AVX-512); else {}."""
+    said = checkpoint.quantization.details if checkpoint.quantization is not None else {}
+    return dict(said) if in_our_formats(said) else {}
 
 
 def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
@@ -131,6 +142,10 @@ class SparkStreamLoader(DefaultModelLoader):
         plain.model_loader_extra_config = {}
         plain.load_format = "safetensors"
         super().__init__(plain)
+        self._virtual: VirtualCheckpoint | None = None
+        self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
+        self._progress: ProgressFile | None = None
+        self._handed = ""
         if current_platform.is_cpu():
             register_cpu_linear_kernels()
 
@@ -141,17 +156,32 @@ class SparkStreamLoader(DefaultModelLoader):
             compile_kernels(described, torch.device("cuda", torch.cuda.current_device()))
         return super().load_model(vllm_config, model_config, *args, **kwargs)
 
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """As the base class does. Raises CheckpointError, with file and tensor, where vLLM's class does not take what it is given."""
+        try:
+            super().load_weights(model, model_config)
+        except (SparkdError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError) as error:
+            if self._virtual is None or self._tensors is None or self._progress is None:
+                raise
+            self._tensors.close()  # the traceback would keep it, and with it a cache that is half written
+            refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
+            self._progress.failed(refused.message)
+            raise refused from error
+
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not
         start then."""
         self.counter_before_loading_weights = time.perf_counter()
-        progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
+        progress = self._progress = ProgressFile(self._settings.progress, tensor_parallel_rank())
         try:
             source = self._prepared(model_config, model, progress)
         except SparkdError as error:
             progress.failed(error.message)
             raise
-        return self._streamed(source, model)
+        self._tensors = self._streamed(source, model)
+        return self._tensors
 
     def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> Source:
         checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
@@ -159,7 +189,7 @@ class SparkStreamLoader(DefaultModelLoader):
         device = next(model.parameters()).device
         if device.type == "cuda":
             repack_in_place()
-        virtual = VirtualCheckpoint(checkpoint, formats)
+        virtual = self._virtual = VirtualCheckpoint(checkpoint, formats)
         trace = self._trace(virtual, model, device)
         reader = partial(
             Reader,
@@ -224,11 +254,14 @@ class SparkStreamLoader(DefaultModelLoader):
             with torch.no_grad():
                 model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
         except (KeyError, AttributeError) as error:
+            ref = source_of(virtual, next(reversed(trace.taken), ""))
             raise CheckpointError(
-                f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes ({type(error).__name__}: {error})",
+                f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes of it ({type(error).__name__}: {error})",
+                file=None if ref is None else ref.path,
+                tensor=None if ref is None else ref.name,
                 cure="Keep that layer as it is: add its name to `keep`",
             ) from error
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
             logger.warning(
                 "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.",
                 type(model).__name__,
@@ -238,13 +271,15 @@ class SparkStreamLoader(DefaultModelLoader):
             return None
         if any(one.name not in trace.taken for one in asked):
             return None
+        refuse_integers(virtual, trace)
         trace.straight = answered(alike, trace.taken)
         return trace
 
-    def _streamed(self, source: Source, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def _streamed(self, source: Source, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         try:
-            yield from source.tensors()
+            for self._handed, tensor in source.tensors():
+                yield self._handed, tensor
         except SparkdError as error:
             source.progress.failed(error.message)
             source.abandon(error.message)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.formats import quantizer
 from workers.stream.fusion import FUSED
+from workers.stream.packed import PACKED, blocks
 from workers.stream.reader import Piece
 from workers.stream.recipe import Format
 from workers.stream.trace import Region
@@ -45,7 +46,6 @@ SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 RUN_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
 
 _LEADER = {name: group[0] for group in FUSED for name in group}
-_PACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<which>gate_up_proj|down_proj)(?:\.weight)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,22 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8)."""
+    """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
+
+    joint: what stands between `module` and a part's suffix.
+    """
 
     module: str
     format: Format
     stored: Stored
     scale: TensorRef | None = None
     scale_offset: int | None = None
+    joint: str = "."
+
+    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Suffix -> (dtype, shape) of what is emitted. The note of an int4's shape has no place beside a parameter of vLLM's own name."""
+        made = quantizer(self.format).parts(*self.stored.shape)
+        return {suffix: (dtype, tuple(shape)) for suffix, (dtype, shape) in made.items() if self.joint == "." or suffix != "weight_shape"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +142,8 @@ class VirtualCheckpoint:
             if unit.plain is not None:
                 found.append(Emitted(unit.plain.name, unit.plain.shape, dtype_of(unit.plain), index))
             for number, weight in enumerate(unit.weights):
-                for suffix, (dtype, shape) in quantizer(weight.format).parts(*weight.stored.shape).items():
-                    found.append(Emitted(f"{weight.module}.{suffix}", tuple(shape), dtype, index, number, suffix))
+                for suffix, (dtype, shape) in weight.parts().items():
+                    found.append(Emitted(f"{weight.module}{weight.joint}{suffix}", shape, dtype, index, number, suffix))
         return found
 
     @property
@@ -276,7 +285,7 @@ def _group(weight: Weight) -> str:
 
 
 def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Format], used: set[str]) -> list[Weight]:
-    if len(ref.shape) == 3 and (packed := _PACKED.match(ref.name)):
+    if len(ref.shape) == 3 and (packed := PACKED.match(ref.name)):
         return _packed(ref, packed, formats, checkpoint)
     if not ref.name.endswith(".weight"):
         return []
@@ -323,61 +332,24 @@ def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
 
 
 def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format], checkpoint: Checkpoint) -> list[Weight]:
-    """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, under the names of single experts.
-
-    The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
-    and [I, H] its transpose. A square block stands as its sibling does.
-    """
-    experts, which = found["experts"], found["which"]
-    form = formats.get(f"{experts}.{which}") or formats.get(experts)
+    """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py."""
+    form = formats.get(f"{found['experts']}.{found['which']}") or formats.get(found["experts"])
     if form is None or form.name == "bf16":
         return []
-    count, rows, cols = ref.shape
-    hidden = _hidden_size(checkpoint)
-    if hidden not in (rows, cols):
-        raise CheckpointError(
-            f"packed experts of shape {list(ref.shape)} do not have the model's hidden size {hidden}",
-            file=ref.path,
-            tensor=ref.name,
-            cure="Keep them as they are: add 'experts' to `keep`",
+    _, rows, cols = ref.shape
+    size = rows * cols * DTYPES[ref.dtype].itemsize
+    made = [
+        Weight(
+            one.module,
+            form,
+            Stored(ref, ref.offset + one.expert * size, rows, cols, one.transposed, one.row_start, row_count=one.row_count),
+            joint=one.joint,
         )
-    transposed = _stands_transposed(ref, which, hidden)
-    if transposed is None:  # square: gate_up_proj and down_proj of one layer stand the same way, and only one of them can be square
-        other = "down_proj" if which == "gate_up_proj" else "gate_up_proj"
-        sibling = checkpoint.tensors.get(ref.name.replace(which, other))
-        transposed = None if sibling is None or len(sibling.shape) != 3 else _stands_transposed(sibling, other, hidden)
-    if transposed is None:
-        raise CheckpointError(
-            "packed experts whose blocks are square do not say which way round they stand",
-            file=ref.path,
-            tensor=ref.name,
-            cure="Keep them as they are: add 'experts' to `keep`",
-        )
-    block = rows * cols * DTYPES[ref.dtype].itemsize
-    made: list[Weight] = []
-    for expert in range(count):
-        stored = Stored(ref, ref.offset + expert * block, rows, cols, transposed)
-        if which == "down_proj":
-            made.append(Weight(f"{experts}.{expert}.down_proj", form, stored))
-            continue
-        half = stored.shape[0] // 2
-        made.append(Weight(f"{experts}.{expert}.gate_proj", form, replace(stored, row_start=0, row_count=half)))
-        made.append(Weight(f"{experts}.{expert}.up_proj", form, replace(stored, row_start=half, row_count=half)))
+        for one in blocks(ref, found, checkpoint)
+    ]
     for weight in made[:2]:
         quantizer(form).check(weight.module, *weight.stored.shape)
     return made
-
-
-def _stands_transposed(ref: TensorRef, which: str, hidden: int) -> bool | None:
-    """Whether a packed block is the transpose of torch's linear layout; None where it is square."""
-    _, rows, cols = ref.shape
-    return None if rows == cols else (cols if which == "gate_up_proj" else rows) != hidden
-
-
-def _hidden_size(checkpoint: Checkpoint) -> int:
-    text = checkpoint.config.get("text_config")
-    holder = text if isinstance(text, Mapping) else checkpoint.config
-    return int(holder.get("hidden_size") or 0)
 
 
 def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:

@@ -1,0 +1,57 @@
+"""Why vLLM's model class does not take a checkpoint's tensor, as one sentence. Never loads anything.
+
+A class checks shapes by assertions without a text and looks names up in dictionaries; what it says names neither file nor tensor.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sparkd.checkpoint import TensorRef
+from sparkd.errors import CheckpointError
+from workers.stream.trace import Trace
+from workers.stream.virtual import DTYPES, VirtualCheckpoint
+
+_CURE = "Check that config.json and the shards are of one model, and download them again"
+# vLLM's sentences go on with every name that it would have taken.
+_TEXT = 160
+
+
+def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: Exception) -> CheckpointError:
+    """What is to be said of `error`, which came up while the class `model` was given the emitted tensor `name`."""
+    ref = source_of(virtual, name)
+    said = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
+    reason = type(error).__name__ + (f": {said}" if said else "")
+    if ref is None:
+        return CheckpointError(f"vLLM's {model} does not take it ({reason})", tensor=name or None, cure=_CURE)
+    shape = f"{ref.dtype} of shape {list(ref.shape)}"
+    return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=_CURE)
+
+
+def refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:
+    """Raises CheckpointError for whole numbers of 16 bits and more on their way into a matrix of fractions: torch would convert them."""
+    for unit in virtual.units:
+        ref = unit.plain
+        if ref is None or len(ref.shape) < 2 or not _is_integer(ref) or (taken := trace.taken.get(ref.name)) is None:
+            continue
+        if taken.target is not None and taken.target.memory.is_floating_point():
+            raise CheckpointError(
+                f"it holds {ref.dtype}, and the model has {taken.target.memory.dtype} there".replace("torch.", ""),
+                file=ref.path,
+                tensor=ref.name,
+                cure=_CURE,
+            )
+
+
+def source_of(virtual: VirtualCheckpoint, name: str) -> TensorRef | None:
+    """The checkpoint's tensor that an emitted one is made from."""
+    one = next((one for one in virtual.emitted() if one.name == name), None)
+    if one is None:
+        return None
+    unit = virtual.units[one.unit]
+    return unit.plain if one.weight is None else unit.weights[one.weight].stored.ref
+
+
+def _is_integer(ref: TensorRef) -> bool:
+    dtype = DTYPES.get(ref.dtype)
+    return dtype is not None and not dtype.is_floating_point and dtype.itemsize > 1

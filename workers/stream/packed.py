@@ -1,0 +1,99 @@
+"""Experts that a checkpoint holds as one tensor [experts, ., .]: which block of it becomes which weight, and under which name vLLM takes
+it. Never reads a weight, never imports torch or vLLM.
+
+Two layouts are known. Most models keep gate behind up in one block and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
+gpt-oss interleaves their rows, has biases, and its class takes both halves as one (`experts.0.w13_weight`, models/gpt_oss.py of 0.32,
+`_get_streamed_expert_info`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparkd.checkpoint import Checkpoint, TensorRef
+from sparkd.errors import CheckpointError
+
+PACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<which>gate_up_proj|down_proj)(?:\.weight)?$")
+# Between a module of ours and a suffix such as `weight_scale`, where vLLM's parameter is not a module's but the experts' own.
+JOINED = "_"
+_JOINED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One weight of a packed tensor: block number `expert`; of its result [N, K] only `row_count` rows from `row_start` where not all.
+
+    transposed: the block holds [K, N]. joint: what stands between `module` and a part's suffix.
+    """
+
+    module: str
+    expert: int
+    transposed: bool
+    row_start: int = 0
+    row_count: int | None = None
+    joint: str = "."
+
+
+def blocks(ref: TensorRef, found: re.Match[str], checkpoint: Checkpoint) -> list[Block]:
+    """The weights of a packed tensor. found: PACKED's match of its name.
+
+    The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
+    and [I, H] its transpose. A square block stands as its sibling does. Raises CheckpointError where none of it tells.
+    """
+    experts, which = found["experts"], found["which"]
+    transposed = _transposed(ref, which, checkpoint)
+    count, rows, cols = ref.shape
+    if is_interleaved(checkpoint, experts):
+        return [Block(f"{experts}.{expert}.{_JOINED_NAMES[which]}", expert, transposed, joint=JOINED) for expert in range(count)]
+    if which == "down_proj":
+        return [Block(f"{experts}.{expert}.down_proj", expert, transposed) for expert in range(count)]
+    half = (cols if transposed else rows) // 2
+    return [
+        Block(f"{experts}.{expert}.{name}", expert, transposed, start, half)
+        for expert in range(count)
+        for name, start in (("gate_proj", 0), ("up_proj", half))
+    ]
+
+
+def is_interleaved(checkpoint: Checkpoint, experts: str) -> bool:
+    """Whether these are gpt-oss's experts: packed, with a bias beside each packed tensor."""
+    return checkpoint.config.get("model_type") == "gpt_oss" and f"{experts}.gate_up_proj_bias" in checkpoint.tensors
+
+
+def _transposed(ref: TensorRef, which: str, checkpoint: Checkpoint) -> bool:
+    _, rows, cols = ref.shape
+    hidden = _hidden_size(checkpoint)
+    if hidden not in (rows, cols):
+        raise CheckpointError(
+            f"packed experts of shape {list(ref.shape)} do not have the model's hidden size {hidden}",
+            file=ref.path,
+            tensor=ref.name,
+            cure="Keep them as they are: add 'experts' to `keep`",
+        )
+    stands = _stands_transposed(ref, which, hidden)
+    if stands is None:  # square: gate_up_proj and down_proj of one layer stand the same way, and only one of them can be square
+        other = "down_proj" if which == "gate_up_proj" else "gate_up_proj"
+        sibling = checkpoint.tensors.get(ref.name.replace(which, other))
+        stands = None if sibling is None or len(sibling.shape) != 3 else _stands_transposed(sibling, other, hidden)
+    if stands is None:
+        raise CheckpointError(
+            "packed experts whose blocks are square do not say which way round they stand",
+            file=ref.path,
+            tensor=ref.name,
+            cure="Keep them as they are: add 'experts' to `keep`",
+        )
+    return stands
+
+
+def _stands_transposed(ref: TensorRef, which: str, hidden: int) -> bool | None:
+    """Whether a packed block is the transpose of torch's linear layout; None where it is square."""
+    _, rows, cols = ref.shape
+    return None if rows == cols else (cols if which == "gate_up_proj" else rows) != hidden
+
+
+def _hidden_size(checkpoint: Checkpoint) -> int:
+    text = checkpoint.config.get("text_config")
+    holder = text if isinstance(text, Mapping) else checkpoint.config
+    return int(holder.get("hidden_size") or 0)

@@ -1,0 +1,76 @@
+"""Which formats this vLLM's own model class takes for gpt-oss's experts, asked before anything is loaded. Never reads a weight.
+
+Importing this module imports no vLLM; asking does. vLLM 0.26 takes these experts a layer at a time and only in the MXFP4 that OpenAI
+published; from 0.32 on its class has a list of what it takes one expert at a time (models/gpt_oss.py, _get_streamed_expert_info), and
+of compressed-tensors' methods on a GPU only the integer one has a place for their biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sparkd.checkpoint import Checkpoint
+from sparkd.errors import CheckpointError
+from workers.stream.format import Format
+from workers.stream.packed import PACKED, is_interleaved
+
+_KEEP = "add 'experts' to `keep`"
+
+
+def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tensor_parallel_size: int) -> None:
+    """Raises CheckpointError for the first set of experts whose format vLLM could not take."""
+    asked: dict[Format, str] = {}
+    for module, form in formats.items():
+        found = PACKED.match(module)
+        if found is not None and not form.keeps and is_interleaved(checkpoint, found["experts"]):
+            asked.setdefault(form, module)
+    for form, module in asked.items():
+        if (said := _unserved(form, tensor_parallel_size)) is not None:
+            raise CheckpointError(said[0], file=checkpoint.tensors[module].path, tensor=module, cure=said[1])
+
+
+def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None:
+    """(reason, cure), or None where this vLLM takes the format."""
+    taken = _taken()
+    if not taken:
+        return (
+            f"this vLLM takes gpt-oss's experts quantized only as OpenAI published them (MXFP4), not in {form.spelling} made here",
+            f"Load the published checkpoint, use vLLM 0.32 or later, or {_KEEP}",
+        )
+    if form.name == "nvfp4" and "w13_weight_global_scale" not in taken:
+        return (
+            "vLLM's gpt-oss has no place for the second scale of nvfp4 experts",
+            f"Give them another format with `layers: {{experts: mxfp4}}`, or {_KEEP}",
+        )
+    if _is_cpu():
+        if form.name == "fp8" and tensor_parallel_size > 1:
+            return (
+                "vLLM's gpt-oss cuts the scale of fp8 experts between tensor-parallel ranks, though each needs the whole",
+                f"Give them another format with `layers: {{experts: fp8-block}}`, or {_KEEP}",
+            )
+        return None
+    if form.name != "int4" or not _int4_has_biases():
+        other = "int4-g32" if form.name != "int4" and _int4_has_biases() else "OpenAI's published MXFP4 checkpoint"
+        return (f"this vLLM's {form.spelling} experts have no biases on a GPU, and gpt-oss's do", f"Use {other}, or {_KEEP}")
+    return None
+
+
+def _taken() -> frozenset[str]:
+    """The parts that vLLM's gpt-oss takes of one expert at a time; empty before it could."""
+    from vllm.model_executor.models import gpt_oss
+
+    return frozenset(getattr(gpt_oss, "_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD", ()))
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _int4_has_biases() -> bool:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
+        CompressedTensorsWNA16MoEMethod,
+    )
+
+    return "has_bias" in CompressedTensorsWNA16MoEMethod.create_weights.__code__.co_names
