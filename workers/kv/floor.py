@@ -11,13 +11,13 @@ from types import TracebackType
 
 from workers.kv.readings import EVERY_S, Reading
 
-LEAST_BYTES = 256 * 2**20
+LEAST_BYTES, MOST_BYTES = 256 * 2**20, 2 * 2**30
 MARGIN_SHARE = 0.5
 
 
 def floor_of(margin: int) -> int:
-    """Bytes under which the rehearsal ends: half the margin, which is nobody's to use."""
-    return max(LEAST_BYTES, int(margin * MARGIN_SHARE))
+    """Bytes under which the rehearsal ends: half the margin, which is nobody's to use; within bounds where the margin is a wish."""
+    return min(MOST_BYTES, max(LEAST_BYTES, int(margin * MARGIN_SHARE)))
 
 
 class Floor:

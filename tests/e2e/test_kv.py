@@ -1,0 +1,79 @@
+"""End to end: stock vLLM with our worker class sizes its cache by what the machine has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon_process import ROOT
+from tests.kv_case import MAX_MODEL_LEN, MAX_NUM_SEQS
+from workers.kv.readings import host
+
+GIB = 2**30
+POOL = 2 * GIB  # about so much is left to the cache: a test does not take all of a machine
+NOISE = GIB // 2  # that other processes take or give meanwhile
+START_S = 240
+
+
+def engine(folder: Path, model: Path, margin: int, requests: int = 2 * MAX_NUM_SEQS) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """(what it answered, its report, its log)."""
+    known = {"margin_bytes": margin, "profiles": str(folder / "profiles"), "report": str(folder / "report")}
+    env = os.environ | {
+        "SPARKD_KV": json.dumps(known),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    case = json.dumps({"model": str(model), "requests": requests})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kv_case"], input=case, env=env, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False
+    )
+    said = [line.removeprefix("kv_case ") for line in done.stdout.splitlines() if line.startswith("kv_case ")]
+    assert said, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(said[0]), json.loads((folder / "report").read_text()), done.stdout + done.stderr
+
+
+@pytest.mark.timeout(900)
+def test_what_is_left_is_the_cache_and_the_next_start_remembers(tmp_path: Path, chat_model: Path) -> None:
+    margin = host().room - POOL - GIB // 2
+    answer, first, log = engine(tmp_path, chat_model, margin)
+    assert (first["phase"], first["source"]) == ("ready", "rehearsal"), log[-3000:]
+    # The pool is the reading, less the margin and what the largest batch needs.
+    assert first["room_bytes"] - first["margin_bytes"] - 1.25 * first["peak_bytes"] - first["pool_bytes"] < NOISE
+    assert 0 < first["pool_bytes"] < first["room_bytes"] - margin
+    assert first["tokens"] == int(first["sequences"] * MAX_MODEL_LEN)
+    assert 2**27 < first["weights_bytes"] < 2**30
+    assert first["peak_bytes"] > 2**20
+    # Everything that is admitted runs: twice as many of the longest prompts as run together.
+    assert answer["prompts"] == [MAX_MODEL_LEN - 2] * 2 * MAX_NUM_SEQS
+    assert answer["preempted"] == 0
+    assert "Paris" in answer["answer"]
+
+    (profile,) = (tmp_path / "profiles").glob("*.json")
+    learned = json.loads(profile.read_text())
+    learned["demand"]["graphs"] = GIB  # which no CPU has
+    profile.write_text(json.dumps(learned))
+    answer, second, log = engine(tmp_path, chat_model, margin, requests=1)
+    assert (second["phase"], second["source"]) == ("ready", "profile")
+    assert second["error_bytes"] > GIB // 4
+    assert "the profile is corrected" in log
+    assert json.loads(profile.read_text())["demand"]["graphs"] < 3 * GIB // 4
+    assert "Paris" in answer["answer"]
+
+
+@pytest.mark.timeout(600)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(tmp_path: Path, chat_model: Path) -> None:
+    answer, report, log = engine(tmp_path, chat_model, margin=host().total)
+    assert report["phase"] == "refused"
+    assert report["why"] in log
+    assert f"One request of {MAX_MODEL_LEN:,} tokens needs a KV cache of" in answer["refused"]
+    assert "GiB of margin" in answer["refused"]
+    assert "What helps:" in answer["refused"]
