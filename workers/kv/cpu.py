@@ -25,6 +25,7 @@ class CpuRehearsal:
     """The engine's own process is the device: what a batch needs is the peak of its resident memory."""
 
     def __init__(self, worker: CPUWorker) -> None:
+        self.weights = 0
         self._worker = worker
         self._resident = 0
 
@@ -42,7 +43,7 @@ class CpuRehearsal:
             largest_batches(runner, scale)
         peak = peak_resident_bytes()
         self._settle()
-        return Demand(peak=int(max(0, peak - self._resident) / scale), weights=_weights(runner))
+        return Demand(peak=int(max(0, peak - self._resident) / scale), weights=self.weights)
 
     def read(self) -> Reading:
         return host()
@@ -63,13 +64,21 @@ class SparkCPUWorker(CPUWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with open_gate(vllm_config.cache_config):
             super().__init__(vllm_config, *args, **kwargs)
+        self._rehearsal = CpuRehearsal(self)
         self._sizing = Sizing(
-            CpuRehearsal(self),
+            self._rehearsal,
             Settings.parse(os.environ),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             lambda: identity_of(self.vllm_config, "cpu", self.rank),
             self.rank,
         )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Kernels keep weights in tensors of their own, which no module names; so it is the process that is looked at."""
+        before = resident_bytes()
+        super().load_model(*args, **kwargs)
+        give_back()
+        self._rehearsal.weights = max(0, resident_bytes() - before)
 
     def determine_available_memory(self) -> int:
         return self._sizing.determine(self._stock)
@@ -89,9 +98,3 @@ class SparkCPUWorker(CPUWorker):
         asked: float = self.requested_cpu_memory  # type: ignore[has-type]
         self.requested_cpu_memory = math.ceil(asked / GATE * self.cache_config.gpu_memory_utilization)
         return super().determine_available_memory()
-
-
-def _weights(runner: Any) -> int:
-    """Each storage once: tied embeddings are two parameters."""
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in runner.get_model().parameters()}
-    return sum(storages.values())
