@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
+from sparkd.kv_sizing import without_cpu_space
 from sparkd.memory import GIB, reading
-from sparkd.placement import Placement, free_on, needed_gib, nodes_with_room, offered_gib
+from sparkd.placement import Placement, free_on, kv_limit_bytes, needed_gib, nodes_with_room, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
@@ -143,6 +144,7 @@ class Cluster:
         if placement.platform == "cuda":
             dropped = await self._link.call(placement.node_id, lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
             log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
+        limit_bytes = await asyncio.to_thread(kv_limit_bytes, spec)
         fields = {
             "rank_id": rank_id,
             "model_name": spec.name,
@@ -161,7 +163,8 @@ class Cluster:
             "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
             "extra_args": spec.vllm_flags(),
             **self._config.loader_of(spec),
-            "env": spec.environment(self._config.engine),
+            **self._config.sizing_of(spec, placement.platform, placement.entrypoint, limit_bytes),
+            "env": without_cpu_space(spec, spec.environment(self._config.engine)),
             "log_max_bytes": self._config.engine.log_max_bytes,
             "log_backups": self._config.engine.log_backups,
             "stop_timeout_s": float(self._config.engine.stop_timeout_s),
@@ -277,7 +280,7 @@ class Cluster:
             where = "the largest node in sight" if len(self._link.gib_of) > 1 else "this node"
             raise DoesNotFit(
                 f"{model} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
-                "context or format, lower gpu_memory_utilization, or set memory_gib to what it really needs."
+                "context or format, give kv_cache a size, or set memory_gib to what it really needs."
             )
         others = [reserved for name, reserved in self._reserved.items() if name != model]
         for node_ip in nodes_with_room(offered, others, self.node_ip, need_gib):
@@ -313,7 +316,7 @@ class Cluster:
                 f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
                 "to the Python interpreter of an environment that has it."
             )
-        return platform, entrypoint, needed_gib(spec, platform, _mem_total_gib(), spec.environment(engine))
+        return platform, entrypoint, needed_gib(spec, platform, _mem_total_gib(), spec.environment(engine), self.total_gib)
 
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None
@@ -355,19 +358,20 @@ class Cluster:
 
     def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
         """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
-        run_dir, log_dir, _ = self._rank_folders
+        run_dir, log_dir, *_ = self._rank_folders
         return str(run_dir.with_name(_folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip
 
     def _runtime(self, spec: ModelConfig) -> str:
         return str(spec.runtime_of(self._config.engine) or sys.executable)
 
 
-def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path]:
-    """Where the ranks of the node `node_ip` have their status files and sockets, their logs, and quantized weights.
+def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
+    """Where the ranks of the node `node_ip` have their status files and sockets, their logs, quantized weights, and what sizing learned.
 
-    The former are named after the node, so that nodes that share a file system do not mix.
+    The first are named after the node, so that nodes that share a file system do not mix.
     """
-    return config.runtime_path() / "ranks" / _folder_name(node_ip), config.state_dir / "logs", config.quantized_path()
+    run_dir = config.runtime_path() / "ranks" / _folder_name(node_ip)
+    return run_dir, config.state_dir / "logs", config.quantized_path(), config.profiles_path()
 
 
 def _folder_name(node_ip: str) -> str:

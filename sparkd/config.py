@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd import quantizing, vllm_args, yamlfile
+from sparkd import kv_sizing, quantizing, vllm_args, yamlfile
 from sparkd.config_fields import (
     AbsolutePath,
     Address,
@@ -199,6 +199,14 @@ class Config(Section):
     def quantized_path(self) -> Path:
         """The folder of quantized weights."""
         return self.quantized_cache.dir or self.state_dir / "quantized"
+
+    def profiles_path(self) -> Path:
+        """The folder of what the KV cache's workers learned."""
+        return self.state_dir / "kv-profiles"
+
+    def sizing_of(self, model: ModelConfig, platform: str, entrypoint: str, limit_bytes: int | None) -> dict[str, Any]:
+        """See kv_sizing.sizing_of."""
+        return kv_sizing.sizing_of(model, platform, entrypoint, model.environment(self.engine), str(self.profiles_path()), limit_bytes)
 
     def loader_of(self, model: ModelConfig) -> dict[str, Any]:
         """See quantizing.loader_of."""

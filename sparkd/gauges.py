@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -53,6 +55,7 @@ def _show_model(view: ModelView) -> None:
     metrics.QUEUE_DEPTH.labels(view.name).set(view.queued)
     if view.progress:
         _show_load(view.name, view.progress)
+    _show_kv(view.name, (view.progress.kv if view.progress else None) or {})
 
 
 def _show_load(model: str, progress: Progress) -> None:
@@ -69,6 +72,15 @@ def _show_load(model: str, progress: Progress) -> None:
     for gauge, value in values:
         if value is not None:
             gauge.labels(model).set(value)
+
+
+def _show_kv(model: str, kv: Mapping[str, Any]) -> None:
+    """Of the cache that is there: an engine that is gone has none."""
+    for gauge, name in _KV:
+        if kv.get(name) is None:
+            _remove(gauge, model)
+        else:
+            gauge.labels(model).set(kv[name])
 
 
 def _show_node(node: NodeView) -> None:
@@ -93,7 +105,14 @@ def _show_node(node: NodeView) -> None:
             gauge.labels(node.node_id).set(value)
 
 
-_OF_A_MODEL = (
+_KV: tuple[tuple[Gauge, str], ...] = (
+    (metrics.MODEL_KV_CACHE_BYTES, "pool_bytes"),
+    (metrics.MODEL_KV_CACHE_TOKENS, "tokens"),
+    (metrics.MODEL_KV_CACHE_SEQUENCES, "sequences"),
+    (metrics.MODEL_KV_CACHE_MARGIN_BYTES, "margin_bytes"),
+    (metrics.MODEL_KV_CACHE_SLACK_BYTES, "slack_bytes"),
+)
+_OF_A_MODEL: tuple[Gauge | Counter | Histogram, ...] = (
     metrics.QUEUE_DEPTH,
     metrics.MODEL_LOAD_BYTES,
     metrics.MODEL_LOAD_TOTAL_BYTES,
@@ -102,6 +121,7 @@ _OF_A_MODEL = (
     metrics.MODEL_LOAD_UNITS,
     metrics.MODEL_LOAD_TOTAL_UNITS,
     metrics.QUANTIZED_CACHE_BYTES,
+    *(gauge for gauge, _ in _KV),
     metrics.MODEL_LOAD_SECONDS,
     metrics.MODEL_RESTARTS,
 )

@@ -81,6 +81,19 @@ MODEL_LOAD_TOTAL_UNITS = Gauge(
 QUANTIZED_CACHE_BYTES = Gauge(
     "sparkd_quantized_cache_bytes", "Bytes of quantized weights that the present or the last load has kept.", ("model",), registry=REGISTRY
 )
+MODEL_KV_CACHE_BYTES = Gauge(
+    "sparkd_model_kv_cache_bytes", "Bytes of the model's KV cache, as its worker has sized it.", ("model",), registry=REGISTRY
+)
+MODEL_KV_CACHE_TOKENS = Gauge("sparkd_model_kv_cache_tokens", "Tokens that the KV cache holds.", ("model",), registry=REGISTRY)
+MODEL_KV_CACHE_SEQUENCES = Gauge(
+    "sparkd_model_kv_cache_sequences", "Requests of full length that the KV cache holds at one time.", ("model",), registry=REGISTRY
+)
+MODEL_KV_CACHE_MARGIN_BYTES = Gauge(
+    "sparkd_model_kv_cache_margin_bytes", "Bytes that were to stay free beside the KV cache.", ("model",), registry=REGISTRY
+)
+MODEL_KV_CACHE_SLACK_BYTES = Gauge(
+    "sparkd_model_kv_cache_slack_bytes", "Bytes that were free when the engine was ready, margin included.", ("model",), registry=REGISTRY
+)
 MODEL_FAILURES = Counter("sparkd_model_failures", "Times a model went to FAILED.", ("model", "reason"), registry=REGISTRY)
 MODEL_RESTARTS = Counter("sparkd_model_restarts", "Starts that followed a failure.", ("model",), registry=REGISTRY)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, model_validator
 
 from sparkd import config_fields as kinds
+from sparkd import kv_sizing, quantizing
 from sparkd.config_fields import (
     AbsolutePath,
     Arguments,
@@ -25,7 +26,6 @@ from sparkd.config_fields import (
     Section,
     Word,
 )
-from sparkd.quantizing import excluded, recipe
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 # vLLM's own reading (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
@@ -107,8 +107,11 @@ class ModelConfig(Section):
     entrypoint: Word | None = None
     env: Environment = Field(default_factory=dict)
 
-    quantize: Annotated[dict[str, Any] | None, BeforeValidator(recipe)] = None
+    quantize: Annotated[dict[str, Any] | None, BeforeValidator(quantizing.recipe)] = None
     quantized_cache: bool = True
+
+    kv_cache: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(kv_sizing.kv_cache)] = None
+    kv_margin_gib: Annotated[Annotated[float, Field(ge=0, le=1e6)] | None, BeforeValidator(kinds.no_bool)] = None
 
     max_model_len: Length = None
     max_num_seqs: PositiveCount | None = None
@@ -125,8 +128,8 @@ class ModelConfig(Section):
     extra_args: Arguments = ()
 
     @model_validator(mode="after")
-    def _one_loader(self) -> ModelConfig:
-        for key, message in excluded(self):
+    def _one_of_each(self) -> ModelConfig:
+        for key, message in (*quantizing.excluded(self), *kv_sizing.excluded(self)):
             raise kinds.refuse(message, item=key)
         return self
 
@@ -141,7 +144,7 @@ class ModelConfig(Section):
         """
         flags: list[str] = []
         for key in _VALUE_FLAGS:
-            value = getattr(self, key)
+            value = kv_sizing.utilization_of(self) if key == "gpu_memory_utilization" else getattr(self, key)
             if value is not None:
                 flags += [f"--{key.replace('_', '-')}", str(value)]
         if self.tool_call_parser is not None:
@@ -196,7 +199,11 @@ def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
         "entrypoint": model.entrypoint_of(engine),
         "platform": engine.platform,
     }
+    # Only where they are set, so that engines of a release without these keys are adopted.
     if model.quantize is not None:
-        # Only then, so that engines of a release without this key are adopted.
         parts["quantize"] = model.quantize
+    if model.kv_cache is not None and not kv_sizing.vllm_sizes(model):
+        parts["kv_cache"] = model.kv_cache
+    if model.kv_margin_gib is not None:
+        parts["kv_margin_gib"] = model.kv_margin_gib
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,6 @@
-"""How much unified memory a node offers and a model reserves there. Never reads tensors: sizes of files and flags only."""
+"""How much unified memory a node offers, a model reserves there and its KV cache may take of that. Never reads tensors: sizes of files
+and flags only.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
+from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
 from workers.command import CPU_KV_CACHE_GIB
 from workers.meminfo import sample
 
@@ -18,7 +21,6 @@ GIB = 1 << 30
 PROCESSES_GIB = 2.0
 LOADING_FACTOR = 1.1
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
-_CPU_KV = "VLLM_CPU_KVCACHE_SPACE"
 # vLLM's sizes (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 
@@ -34,11 +36,15 @@ class Placement:
     entrypoint: str
 
 
-def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapping[str, str]) -> int:
+def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapping[str, str], offered_gib: float | None = None) -> int:
     """Whole GiB to reserve; Ray's custom resources are whole numbers above one.
 
-    memory_gib where it is given. On CUDA what vLLM will take: gpu_memory_utilization of the node. On the CPU: weights on disk, the KV
-    cache that is configured, and the engine's processes. A hub id that is not on disk yet counts as its processes alone.
+    memory_gib where it is given. A cache of so many bytes: that, the weights on disk and the engine's processes. Else on CUDA
+    gpu_memory_utilization of the node, and so much, but no more than the node offers, for a cache of all that is left or of a size that
+    only the engine can tell in bytes. On the CPU: weights on disk, the KV cache that is configured, and the engine's processes; a hub id
+    that is not on disk yet counts as its processes alone.
+
+    offered_gib: what the node lends.
 
     Raises ConfigError for a number in the model's own flags or environment that vLLM would not read either.
     """
@@ -46,12 +52,34 @@ def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapp
         return math.ceil(spec.memory_gib)
     flags = spec.vllm_flags()
     share = _share(flags)
-    if platform == "cuda":
-        return math.ceil((share or VLLM_DEFAULT_UTILIZATION) * mem_total_gib)
-    kv_gib = _cpu_kv_gib(flags, env)
-    if kv_gib is None and share is not None:
-        return math.ceil(share * mem_total_gib)
-    return math.ceil(weights_gib(spec.model) * LOADING_FACTOR + (CPU_KV_CACHE_GIB if kv_gib is None else kv_gib) + PROCESSES_GIB)
+    weights = weights_gib(spec.model)
+    sized = spec.kv_cache is not None and not vllm_sizes(spec)
+    kv_gib = spec.kv_cache["bytes"] / GIB if isinstance(spec.kv_cache, dict) and "bytes" in spec.kv_cache else None
+    if platform == "cuda" and not (kv_gib and weights):
+        most = math.ceil((share or VLLM_DEFAULT_UTILIZATION) * mem_total_gib)
+        return most if share or offered_gib is None else min(most, int(offered_gib))
+    if not sized:
+        kv_gib = _cpu_kv_gib(flags, env)
+        if kv_gib is None and share is not None:
+            return math.ceil(share * mem_total_gib)
+        kv_gib = CPU_KV_CACHE_GIB if kv_gib is None else kv_gib
+    if kv_gib is None:
+        most = math.ceil(VLLM_DEFAULT_UTILIZATION * mem_total_gib)
+        return most if offered_gib is None else min(most, int(offered_gib))
+    return math.ceil(weights * LOADING_FACTOR + kv_gib + PROCESSES_GIB)
+
+
+def kv_limit_bytes(spec: ModelConfig) -> int | None:
+    """What the KV cache may take so that the model stays within its memory_gib, by the same account as above.
+
+    None where that cannot be said beforehand: memory_gib is auto, the weights are not on this disk or become smaller while they load, or
+    nothing would be left. The worker then goes by what it sees alone.
+    """
+    if spec.memory_gib == "auto" or spec.quantize is not None or spec.quantization is not None:
+        return None
+    weights = weights_gib(spec.model)
+    left_gib = spec.memory_gib - weights * LOADING_FACTOR - PROCESSES_GIB
+    return int(left_gib * GIB) if weights and left_gib > 0 else None
 
 
 def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]], here: str, need_gib: int) -> list[str]:
@@ -104,10 +132,9 @@ def _share(flags: Sequence[str]) -> float | None:
 
 def _cpu_kv_gib(flags: Sequence[str], env: Mapping[str, str]) -> float | None:
     """The variable wins over the flag (vllm/platforms/cpu.py)."""
-    if gib := env.get(_CPU_KV, ""):
-        if not re.fullmatch(r"[0-9]{1,6}", gib):
-            raise ConfigError(f"{_CPU_KV} must be a whole number of GiB.", param="env")
-        return int(gib)
+    space_gib = cpu_space_gib(env)
+    if space_gib is not None:
+        return space_gib
     size = _last(flags, "--kv-cache-memory-bytes")
     if size is None:
         return None

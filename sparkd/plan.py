@@ -255,9 +255,9 @@ def _advance(facts: ModelFacts, progress: Progress, now_s: float) -> Action | No
             f"It was not ready after {facts.start_deadline_s:.0f} s and hung in {facts.state}. Look at `sparkd logs {facts.name}`; "
             "if it was only slow, raise health_check_timeout_s.",
         )
-    if progress.failure and not progress.server_up:
+    if failed := _told_failure(facts.name, progress):
         # The engine may take its time to end, or hang: what it was started for has failed.
-        return Fail(facts.name, *_load_failed(facts.name, progress.failure))
+        return Fail(facts.name, *failed)
     said = _PHASES.get(progress.phase)
     if said and _ORDER.index(said) > _ORDER.index(facts.state):
         return Move(facts.name, said)
@@ -271,13 +271,20 @@ _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing
 
 
 def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
-    """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The loader knows best why."""
-    if fact.progress.failure and not fact.progress.server_up:
-        return _load_failed(name, fact.progress.failure)
+    """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
+    if failed := _told_failure(name, fact.progress):
+        return failed
     how = f"exit code {fact.exit_code}" if fact.exit_code is not None else "killed, with no exit code left behind"
     last = f" Last error in its log: {fact.progress.last_error}" if fact.progress.last_error else ""
     return "EngineExited", f"The engine ended by itself ({how}).{last} See `sparkd logs {name}`."
 
 
-def _load_failed(name: str, why: str) -> tuple[str, str]:
-    return "LoadFailed", f"{why.rstrip('.')}. See `sparkd logs {name}`."
+def _told_failure(name: str, progress: Progress) -> tuple[str, str] | None:
+    """(reason, sentence) where the loader, or the worker that sizes the KV cache, has said why there will be no engine."""
+    if progress.server_up:
+        return None
+    if progress.failure:
+        return "LoadFailed", f"{progress.failure.rstrip('.')}. See `sparkd logs {name}`."
+    if progress.kv and progress.kv.get("phase") == "refused":
+        return "KvCacheDoesNotFit", f"{str(progress.kv.get('why') or 'The KV cache does not fit').rstrip('.')}. See `sparkd logs {name}`."
+    return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RayUnavailable
-from workers.agent import NODE_CACHE_DIR, NODE_LOG_DIR, NODE_RUN_DIR
+from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LOG_DIR, NODE_RUN_DIR
 
 MARK = "SPARKD_RAY_DIR"
 START_TIMEOUT_S = 90.0
@@ -43,7 +43,8 @@ class RayHead:
     every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
 
     join: the head's address where this node is not the head. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone.
-    rank_folders: where this node's ranks have their status files, their logs and quantized weights; a daemon on another node does not know.
+    rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
+    on another node does not know.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RayHead:
         object_store_mib: int,
         join: str | None = None,
         keeper: bool = False,
-        rank_folders: tuple[Path, Path, Path] | None = None,
+        rank_folders: tuple[Path, Path, Path, Path] | None = None,
     ) -> None:
         self.folder = runtime_dir / "ray"
         self.token_path = token_path
@@ -127,7 +128,8 @@ class RayHead:
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """What `ray start` runs in. Ray's own variables of the caller are dropped: another cluster's settings must not leak in."""
         clean = {name: value for name, value in inherited.items() if not name.startswith("RAY_")}
-        folders = dict(zip((NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR), map(str, self._rank_folders or ()), strict=False))
+        names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
+        folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
         return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders
 
     def command(self) -> list[str]:

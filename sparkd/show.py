@@ -21,6 +21,8 @@ MIB = 1 << 20
 # Output that goes to a file or a pipe is never folded or cut.
 PIPE_WIDTH = 4096
 NARROW = 100
+# Of `sparkd ps --wide`: the pool, requests of full length that it holds, bytes of a token, what was to stay free and what was.
+KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
 BAR_CELLS = 20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
@@ -87,6 +89,9 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     """`loading 50% as nvfp4, 31.7 of 63.4 GiB, 5.82 GB/s, about 5 s left`: only what is known, with a bar where `console` is a terminal."""
     known = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
     words = _STAGES.get(state, state.lower())
+    kv = known.get("kv") or {}
+    if state == "SIZING" and kv.get("phase") == "rehearsing":
+        words = "rehearsing the largest batches, to size the KV cache"
     if state == "LOADING" and known.get("phase") == "starting":
         words = "starting its engine"
     if known.get("fraction") is not None and known.get("phase") == "loading":
@@ -106,16 +111,16 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     return ", ".join(parts)
 
 
-def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None) -> None:
-    """`sparkd ps`: what runs, starts, stops or failed; below the table, why."""
+def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None, wide: bool = False) -> None:
+    """`sparkd ps`: what runs, starts, stops or failed; below the table, why. wide: also how each KV cache was sized."""
     now_s = time.time() if now_s is None else now_s
     shown = [model for model in models if model["state"] != "STOPPED" or model["want"] == "RUNNING"]
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known ones, `sparkd load MODEL` loads one.")
         return
-    wide = console.width >= NARROW
-    columns = ["MODEL", "STATE", "FOR", "LOAD", "MEMORY", "KV TOKENS", "REQUESTS", "PID", *(["NODE"] if wide else [])]
-    table = _table(columns, right={"FOR", "LOAD", "MEMORY", "KV TOKENS", "REQUESTS", "PID"})
+    nodes = console.width >= NARROW
+    numbers = ["FOR", "LOAD", "MEMORY", "KV TOKENS", *(KV_COLUMNS if wide else []), "REQUESTS", "PID"]
+    table = _table(["MODEL", "STATE", *numbers, *(["NODE"] if nodes else [])], right=numbers)
     for model in shown:
         known = model["progress"] or {}
         table.add_row(
@@ -125,15 +130,19 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
             _or_dash(known.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
+            *(_kv_cells(known.get("kv") or {}) if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
             str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
-            *([escape(model["node"] or "-")] if wide else []),
+            *([escape(model["node"] or "-")] if nodes else []),
         )
     console.print(table)
     for model in shown:
         known = model["progress"] or {}
         if model["state"] in ("LOADING", "WARMING", "SIZING") and known:
             _say(console, f"{model['name']}: {stage(model['state'], known, console)}", "yellow")
+        kv = known.get("kv") or {}
+        if kv.get("why") and model["state"] != "FAILED" and (wide or kv.get("phase") == "stock"):
+            _say(console, f"{model['name']}: KV cache: {kv['why']}", "yellow")
         if known.get("cache_state") in ("failed", "skipped"):
             why = known.get("cache_why") or "no reason was given"
             _say(console, f"{model['name']}: its quantized weights were not kept: {why}", "yellow")
@@ -279,6 +288,18 @@ def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Table:
         folds = column in ("MODEL", "SOURCE", "ALIASES", "NAME")
         table.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in right else "left", min_width=len(column))
     return table
+
+
+def _kv_cells(kv: Mapping[str, Any]) -> list[str]:
+    sized_by = "vLLM" if kv.get("phase") == "stock" else kv.get("source") or "-"
+    return [
+        _or_dash(kv.get("pool_bytes"), size),
+        _or_dash(kv.get("sequences"), lambda number: f"{number:,.1f}"),
+        _or_dash(kv.get("bytes_per_token"), lambda number: size(int(number))),
+        _or_dash(kv.get("margin_bytes"), size),
+        _or_dash(kv.get("slack_bytes"), lambda number: size(max(0, number))),
+        sized_by,
+    ]
 
 
 def _origin(known: Mapping[str, Any]) -> str:

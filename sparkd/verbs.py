@@ -172,13 +172,16 @@ def rm(
     _finish(session, [session.client.delete(model_path(model))], no_wait, timeout)
 
 
-def ps(session: Session) -> None:
+def ps(
+    session: Session,
+    wide: Annotated[bool, option("--wide", "-w", help="Also how each KV cache was sized, and what is free beside it.")] = False,
+) -> None:
     """The resident models: state, memory, requests, process."""
     models = session.client.models()
     if session.json:
         show.say_json({"models": [view for view in models if _resident(view)]})
     else:
-        show.resident(models, session.out)
+        show.resident(models, session.out, wide=wide)
 
 
 def ls(

@@ -44,7 +44,6 @@ _OWNED: Mapping[str, str] = {
     "pipeline-parallel-size": "sparkd spreads a model by tensor parallelism only. Set 'tensor_parallel:' on the model, or remove it",
     "prefill-context-parallel-size": "sparkd spreads a model by tensor parallelism only. Set 'tensor_parallel:' on the model, or remove it",
     "distributed-executor-backend": "it decides how the ranks find each other. Set 'executor: mp' or 'executor: ray' on the model",
-    "worker-cls": "sparkd chooses the worker class by platform. Remove it",
     "data-parallel": "sparkd runs one engine per model and places its ranks. Remove it",
 }
 _OWNED_FAMILIES = ("ssl-", "data-parallel-", "dp-supervisor-")
@@ -75,6 +74,7 @@ _NOT_OVER_ADMIN: Mapping[str, str] = {
     "tool-parser-plugin": _CODE,
     "reasoning-parser-plugin": _CODE,
     "structured-outputs-config": _CODE,  # .reasoning_parser_plugin
+    "worker-cls": _CODE,
     "worker-extension-cls": _CODE,
     "scheduler-cls": _CODE,
     "model-class-overrides": _CODE,
@@ -113,6 +113,7 @@ _NOT_OVER_ADMIN: Mapping[str, str] = {
 _NOT_OVER_ADMIN_SHORT: Mapping[str, str] = {"-sc": "speculative-config", "-cc": "compilation-config"}
 # A whole flag of its own that happens to begin a refused one.
 _ALSO_FLAGS = frozenset({"reasoning-parser"})
+_CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
 # What a later vLLM may add: a name of this form loads code, opens a path or an address in every flag of 0.32.0 that has it.
 _SUSPECT = re.compile(r"plugin|middleware|trust|-cls$|-class(?:-|$)|-path$|-dir$|-file$|-addr(?:ess)?$|-port$|-token$|-key$")
@@ -190,6 +191,14 @@ def loader_flags(args: Sequence[str]) -> Iterable[str]:
     for arg in args:
         name = _long_name(arg)
         if (arg.startswith("-q") if name is None else any(flag.startswith(name) for flag in _LOADER)):
+            yield _flag(arg)
+
+
+def cache_flags(args: Sequence[str]) -> Iterable[str]:
+    """Every argument, without its value, that has vLLM size its KV cache, or another worker class, in any spelling or beginning."""
+    for arg in args:
+        name = _long_name(arg)
+        if name and any(flag.startswith(name) for flag in _CACHE):
             yield _flag(arg)
 
 

@@ -615,7 +615,8 @@ async def test_a_refusal_is_what_the_document_says(tmp_path: Path) -> None:
 
 KEYS = st.sampled_from([
     "model", "aliases", "ttl", "metadata", "env", "extra_args", "memory_gib", "concurrency_limit", "max_model_len", "preload",
-    "tensor_parallel", "served_model_name", "gpu_memory_utilization", "revision", "dtype", "unlisted", "wait_for_load_s", "executor",
+    "tensor_parallel", "served_model_name", "gpu_memory_utilization", "kv_cache", "revision", "dtype", "unlisted", "wait_for_load_s",
+    "executor",
 ])  # fmt: skip
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),

@@ -285,6 +285,29 @@ def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bo
         made.api_key("m-1-0123abcd")
 
 
+@pytest.mark.parametrize(("elsewhere", "profiles"), [(False, "/theirs"), (True, "/ours"), (True, None)])
+def test_the_worker_tells_its_own_node_how_it_sized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, profiles: str | None
+) -> None:
+    monkeypatch.setenv(module.NODE_KV_DIR, "/ours")
+    made = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"), elsewhere)
+    told = {"bytes": 5, "profiles": profiles and "/theirs"}
+    handle = made.spawn(spec(folder, worker_cls="other.Worker", kv_cache=told), False)
+    try:
+        pid = made.observe()["ranks"][0]["engine_pid"]
+        assert "other.Worker" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        environ = dict(one.split("=", 1) for one in Path(f"/proc/{pid}/environ").read_text().split("\0") if one)
+        report = f"{made.run_dir}/m-1-0123abcd.kv"
+        assert json.loads(environ["SPARKD_KV"]) == {"bytes": 5, "profiles": profiles, "report": report}
+        for rank_path, pool in ((report, 9), (f"{report}.tp1", 5)):
+            Path(rank_path).write_text(json.dumps({"v": 1, "rank": pool == 5, "phase": "ready", "pool_bytes": pool, "tokens": pool}))
+        seen = made.observe()["ranks"][0]["progress"]
+        assert (seen["kv"]["pool_bytes"], seen["kv_tokens"], seen["kv"]["ranks"]) == (5, 5, 2)
+    finally:
+        made.destroy(handle, 2.0)
+    assert os.listdir(made.run_dir) == ["plugin"]
+
+
 @pytest.mark.parametrize(("elsewhere", "cache_dir"), [(False, "/theirs"), (True, "/ours"), (True, None)])
 def test_the_loader_tells_its_own_node_how_far_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, cache_dir: str | None

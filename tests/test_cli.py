@@ -394,7 +394,10 @@ def test_the_log_of_a_service_goes_to_stderr(tmp_path: Path) -> None:
                      "units_total": 1, "cache_state": "writing", "weights_gib": 1.5},
          "warming up, 1.50 GiB of weights, writing the quantized cache"),
         ("SIZING", {"kv_tokens": 1024, "weights_gib": 1.5}, "sizing the KV cache, 1.50 GiB of weights, KV cache of 1,024 tokens"),
-        ("READY", {"phase": "serving", "kv_tokens": 5}, "ready"),
+        ("SIZING", {"kv": {"phase": "rehearsing"}, "weights_gib": 1.5},
+         "rehearsing the largest batches, to size the KV cache, 1.50 GiB of weights"),
+        ("SIZING", {"kv": {"phase": "sized"}, "kv_tokens": 7}, "sizing the KV cache, KV cache of 7 tokens"),
+        ("READY", {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "rehearsing"}}, "ready"),
     ],
 )  # fmt: skip
 def test_progress_in_words(state: str, progress: dict[str, Any] | None, words: str) -> None:
@@ -425,6 +428,29 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
         "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
         "b: its quantized weights were not kept: the disk has 3 GiB left",
     ]
+
+
+def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
+    kv = {"phase": "ready", "pool_bytes": 8 << 30, "sequences": 8.52, "bytes_per_token": 131072.0, "margin_bytes": 1 << 30,
+          "slack_bytes": 1 << 29, "source": "profile", "why": "rank 1 has the least left"}  # fmt: skip
+    rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
+    rest |= {"state": "READY", "message": None}
+    models = [
+        {"name": "a", "progress": {"phase": "serving", "kv_tokens": 5, "kv": kv}, **rest},
+        {"name": "b", "progress": {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "stock", "why": "this vLLM has no x"}}, **rest},
+        {"name": "c", "progress": None, **rest},
+    ]
+    narrow, wide = io.StringIO(), io.StringIO()
+    show.resident(models, Console(file=narrow, width=200), now_s=5.0)
+    show.resident(models, Console(file=wide, width=300), now_s=5.0, wide=True)
+
+    assert "MARGIN" not in narrow.getvalue() and "rank 1" not in narrow.getvalue()
+    assert "b: KV cache: this vLLM has no x" in narrow.getvalue()
+    head, a, b, c, *below = [" ".join(line.split()) for line in wide.getvalue().splitlines()]
+    assert "KV TOKENS KV CACHE FULL REQUESTS A TOKEN MARGIN FREE SIZED BY" in head
+    assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile 0" in a
+    assert "5 - - - - - vLLM 0" in b and "- - - - - - - 0" in c
+    assert below == ["a: KV cache: rank 1 has the least left", "b: KV cache: this vLLM has no x"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (200000, "2d")])

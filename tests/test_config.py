@@ -156,6 +156,14 @@ def test_relative_paths_count_from_the_file_or_the_working_folder(load, tmp_path
             "models:\n a:\n  model: o/a\n  quantize: ''\n  env: {VLLM_NF4_LAYERS: moe}",
             ["F:4: models.a.quantize: VLLM_NF4_LAYERS=moe: nf4 is not built yet; *"],
         ),
+        (
+            "models:\n a:\n  model: o/a\n  kv_cache:\n   bytes: 8GB",
+            ["F:5: models.a.kv_cache: bytes is '8GB'; it must be a size such as 8GiB or 512MiB, or a whole number of bytes above 0."],
+        ),
+        (
+            "models:\n a:\n  kv_cache: auto\n  model: o/a\n  gpu_memory_utilization: 0.5",
+            ["F:5: models.a: gpu_memory_utilization and kv_cache exclude each other, *"],
+        ),
         ("quantized_cache: {limit_gib: 0}", ["F:1: quantized_cache.limit_gib is 0; it must be more than 0."]),
         (
             "listen: a\nlisten: b",

@@ -46,6 +46,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         idle={"ttl": 1},
         weights={"env": WEIGHTS | {"SPARKD_STUB_START_DELAY_S": "20"}, "quantize": "nvfp4"},
         cut_off={"env": WEIGHTS | {"SPARKD_STUB_EXIT_AT": "load"}, "quantize": "nvfp4"},
+        greedy={"kv_cache": {"bytes": "100GiB"}},
+        rehearsed={"kv_cache": "auto", "env": {"SPARKD_STUB_START_DELAY_S": "3"}},
+        stock={"gpu_memory_utilization": 0.1},
         lazy={"env": {"SPARKD_STUB_FIRST_DELAY_S": "30"}, "health_check_timeout_s": 60},
     )
     with daemon(folder, given) as made:
@@ -131,6 +134,44 @@ def test_why_a_load_failed_is_what_its_loader_says(stage: DaemonProcess) -> None
 
     assert (ended["state"], ended["message"]) == ("FAILED", why)
     assert stage.metric("sparkd_model_failures_total", 'model="cut-off",reason="LoadFailed"') >= 1
+
+
+def test_how_a_cache_was_sized_reaches_everybody_who_asks_and_the_next_start_remembers(stage: DaemonProcess) -> None:
+    stage.load("rehearsed")
+    sizing = until(lambda: stage.model("rehearsed") if stage.model("rehearsed")["state"] == "SIZING" else None, 30, "SIZING")
+    assert sizing["progress"]["kv"]["phase"] in ("rehearsing", "sized")
+    ready = stage.wait_for("rehearsed", "READY", 30)
+    kv = ready["progress"]["kv"]
+    assert (kv["phase"], kv["source"], kv["rank"], kv["ranks"], kv["why"]) == ("ready", "rehearsal", 0, 1, None)
+    assert kv["tokens"] == ready["progress"]["kv_tokens"] > 10**7, "no cap where somebody asked for auto"
+    assert stage.metric("sparkd_model_kv_cache_tokens", 'model="rehearsed"') == kv["tokens"]
+    assert stage.metric("sparkd_model_kv_cache_bytes", 'model="rehearsed"') == kv["pool_bytes"]
+    assert list((stage.state_dir / "kv-profiles").glob("*.json"))
+
+    stage.unload("rehearsed")
+    stage.wait_for("rehearsed", "STOPPED", 30)
+    assert not list(stage.runtime_dir.rglob("*.kv*"))
+    assert 'sparkd_model_kv_cache_tokens{model="rehearsed"' not in stage.client.get("/metrics").text
+    stage.load("rehearsed")
+    assert stage.wait_for("rehearsed", "READY", 30)["progress"]["kv"]["source"] == "profile"
+
+
+def test_a_cpu_gives_two_gib_unless_it_was_asked_for_more(stage: DaemonProcess) -> None:
+    stage.load("quick")
+    assert stage.wait_for("quick", "READY", 30)["progress"]["kv"]["pool_bytes"] == 2 << 30
+
+    stage.load("stock")
+    assert stage.wait_for("stock", "READY", 30)["progress"]["kv"] is None, "vLLM sizes"
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_arithmetic(stage: DaemonProcess) -> None:
+    operation = stage.load("greedy")
+    ended = stage.client.get(f"/admin/v1/operations/{operation}", params={"wait_s": 30}).json()
+
+    assert ended["state"] == "FAILED"
+    assert ended["message"].startswith("The KV cache that was asked for needs 100.0 GiB and 62.0 GiB are left: 64.0 GiB are there, less ")
+    assert ended["message"].endswith(". See `sparkd logs greedy`.")
+    assert stage.metric("sparkd_model_failures_total", 'model="greedy",reason="KvCacheDoesNotFit"') >= 1
 
 
 def test_a_client_that_leaves_while_it_waits_is_no_longer_queued(stage: DaemonProcess) -> None:

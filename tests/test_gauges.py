@@ -87,6 +87,21 @@ def test_what_the_loader_says() -> None:
         assert shown("sparkd_model_load_bytes_per_second", model="m") == {"": 0.0}
 
 
+def test_how_the_kv_cache_was_sized_while_there_is_one() -> None:
+    told = {"pool_bytes": 7 * GIB, "tokens": 100, "sequences": 2.5, "margin_bytes": GIB, "slack_bytes": -5, "why": None}
+    model = view("m", progress=Progress("serving", kv=told))
+    gauges.show(snapshot(model))
+    values = {"bytes": 7.0 * GIB, "tokens": 100, "sequences": 2.5, "margin_bytes": GIB, "slack_bytes": -5}
+    for name, value in values.items():
+        assert shown(f"sparkd_model_kv_cache_{name}", model="m") == {"": value}, name
+
+    for later in (Progress("sizing", kv={"phase": "rehearsing", "pool_bytes": None}), Progress(), None):
+        gauges.show(snapshot(model))
+        gauges.show(snapshot(replace(model, progress=later)))
+        for name in values:
+            assert shown(f"sparkd_model_kv_cache_{name}", model="m") == {}, "an engine that is gone has none"
+
+
 def test_no_bytes_where_the_log_says_none() -> None:
     gauges.show(snapshot(view("m", progress=Progress(fraction=0.5))))
 
@@ -146,7 +161,7 @@ def test_a_node_without_a_reading_shows_what_is_reserved() -> None:
 
 def test_what_is_gone_leaves_no_series() -> None:
     before = metrics.text()
-    told = Progress(bytes_done=1, bytes_total=1, units_done=1, units_total=1, read_bytes=1, cache_bytes=1)
+    told = Progress(bytes_done=1, bytes_total=1, units_done=1, units_total=1, read_bytes=1, cache_bytes=1, kv={"tokens": 1})
     gauges.show(snapshot(view("m", progress=told), view("other"), nodes=(NODE,)))
     gauges.loaded("m", 1.0, adopted=False)
     gauges.failed("m", "EngineExited")

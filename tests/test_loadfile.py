@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.state import Progress
-from workers import loadfile
+from workers import loadfile, told
+from workers.kvfile import with_kv
 from workers.loadfile import load_path, read_load, remove_load, together
 from workers.progress import Parser
 
@@ -82,7 +83,7 @@ def test_what_was_said_long_ago_has_no_rate_and_no_eta(path: Path) -> None:
     "text",
     [
         "", "{", "[]", "null", "7", '"x"', "{}", '{"v": 2, "phase": "reading"}', '{"v": 1}', '{"v": 1, "phase": "dreaming"}', "\xff\xfe",
-        '{"v": 1, "phase": ["reading"]}', "[" * 20_000, json.dumps(TOLD)[:-5], " " * (loadfile.MAX_BYTES + 1) + json.dumps(TOLD),
+        '{"v": 1, "phase": ["reading"]}', "[" * 20_000, json.dumps(TOLD)[:-5], " " * (told.MAX_BYTES + 1) + json.dumps(TOLD),
     ],
     ids=range(15),
 )  # fmt: skip
@@ -151,7 +152,8 @@ def test_whatever_stands_in_it_makes_a_progress(tmp_path_factory: pytest.TempPat
 
 def test_the_fields_are_those_of_the_state(path: Path) -> None:
     write(path)
-    assert Parser().progress.keys() | read_load(path, AT_S).keys() == {one.name for one in fields(Progress)}
+    told = with_kv(together(Parser().progress, read_load(path, AT_S)), {})
+    assert told.keys() == {one.name for one in fields(Progress)}
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def model(**keys: Any) -> ModelConfig:
         ({"max_model_len": -1}, "--max-model-len auto"),
         ({"gpu_memory_utilization": "auto"}, ""),
         ({"gpu_memory_utilization": 0.8}, "--gpu-memory-utilization 0.8"),
+        ({"kv_cache": {"utilization": 0.8}}, "--gpu-memory-utilization 0.8"),
+        ({"kv_cache": {"bytes": "8GiB"}}, ""),
         ({"trust_remote_code": True, "enforce_eager": True}, "--trust-remote-code --enforce-eager"),
         ({"tool_call_parser": "hermes"}, "--enable-auto-tool-choice --tool-call-parser hermes"),
         ({"extra_args": ["--seed", 1, "--swap=0.5"], "dtype": "bfloat16"}, "--dtype bfloat16 --seed 1 --swap=0.5"),
@@ -55,7 +57,8 @@ CHANGES_ENGINE = {
     "model": "/n", "revision": "r", "aliases": ["a"], "served_model_name": ["s"], "executor": "ray", "tensor_parallel": 2, "runtime": "/p",
     "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
-    "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"], "quantize": "nvfp4",
+    "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"], "quantize": "nvfp4", "kv_cache": "auto",
+    "kv_margin_gib": 2,
 }  # fmt: skip
 CHANGES_NOTHING = {
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "concurrency_limit": 1, "wait_for_load_s": 1,

@@ -9,7 +9,7 @@ import pytest
 
 from sparkd.config import parse_model
 from sparkd.errors import ConfigError
-from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, free_on, needed_gib, nodes_with_room, weights_gib
+from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, free_on, kv_limit_bytes, needed_gib, nodes_with_room, weights_gib
 from workers.command import CPU_KV_CACHE_GIB
 
 SPARK_GIB = 121.6
@@ -42,6 +42,10 @@ def folder(tmp_path: Path) -> Path:
         ({"extra_args": ["--kv-cache-memory-bytes", "2G"]}, 112),
         ({"gpu_memory_utilization": 0.5, "memory_gib": 7.2}, 8),
         ({"memory_gib": 3}, 3),
+        ({"kv_cache": "auto"}, 112),
+        ({"kv_cache": {"sequences": 4}}, 112),
+        ({"kv_cache": {"utilization": 0.5}}, 61),
+        ({"kv_cache": {"bytes": "8GiB"}}, 112),
     ],
 )
 def test_on_cuda_what_vllm_will_take(keys: dict[str, Any], gib: int) -> None:
@@ -62,10 +66,53 @@ def test_on_cuda_what_vllm_will_take(keys: dict[str, Any], gib: int) -> None:
         ({"gpu_memory_utilization": 0.5}, {}, 61),
         ({"gpu_memory_utilization": 0.5}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 18),
         ({"memory_gib": 2.5}, {}, 3),
+        ({"kv_cache": {"bytes": "8GiB"}}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 21),
+        ({"kv_cache": "auto"}, {"VLLM_CPU_KVCACHE_SPACE": "5"}, 112),
+        ({"kv_cache": {"tokens": 1000}}, {}, 112),
+        ({"kv_cache": {"utilization": 0.5}}, {}, 61),
     ],
 )
 def test_on_the_cpu_weights_kv_cache_and_processes(folder: Path, keys: dict[str, Any], env: dict[str, str], gib: int) -> None:
     assert need("cpu", env=env, model=str(folder), **keys) == gib
+
+
+def test_a_cache_of_so_many_bytes_leaves_room_for_other_models(folder: Path) -> None:
+    assert need("cuda", model=str(folder), kv_cache={"bytes": "8GiB"}) == 11 + 8 + 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "keys", "gib"),
+    [
+        ("cuda", {}, 100),
+        ("cuda", {"kv_cache": "auto"}, 100),
+        ("cpu", {"kv_cache": "auto"}, 100),
+        ("cuda", {"gpu_memory_utilization": 0.9}, 110),
+        ("cpu", {}, 11 + CPU_KV_CACHE_GIB + 2),
+    ],
+)
+def test_all_that_is_left_is_no_more_than_the_node_lends(folder: Path, platform: str, keys: dict[str, Any], gib: int) -> None:
+    spec = parse_model("m", {"model": str(folder), **keys}, over_admin=False)
+
+    assert needed_gib(spec, platform, SPARK_GIB, {}, 100.7) == gib
+
+
+@pytest.mark.parametrize(
+    ("keys", "gib"),
+    [
+        ({"memory_gib": 20}, 20 - 11 - 2),
+        ({"memory_gib": 20, "kv_cache": "auto"}, 20 - 11 - 2),
+        ({"memory_gib": 12}, None),
+        ({}, None),
+        ({"memory_gib": 20, "quantize": "nvfp4"}, None),
+        ({"memory_gib": 20, "quantization": "fp8"}, None),
+        ({"memory_gib": 20, "model": "owner/name"}, None),
+    ],
+    ids=["what the weights leave", "asked for", "nothing would be left", "auto", "our loader", "vLLM's", "not on this disk"],
+)
+def test_a_cache_stays_within_the_reservation(folder: Path, keys: dict[str, Any], gib: int | None) -> None:
+    limit = kv_limit_bytes(parse_model("m", {"model": str(folder)} | keys, over_admin=False))
+
+    assert limit == (None if gib is None else pytest.approx(gib * GIB))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])

@@ -158,6 +158,18 @@ def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
     assert action.reason == "EngineExited", "it served after that"
 
 
+@pytest.mark.parametrize("fact", [ALIVE, DEAD], ids=["while the engine lives on", "once it ended"])
+def test_why_a_cache_was_refused_is_what_its_worker_says(fact: RankFact) -> None:
+    refused = Progress(phase="sizing", kv={"phase": "refused", "why": "3 GiB are needed and 1 GiB is left."}, last_error="ValueError: no")
+    (action,) = plan({"m": running(S.SIZING, replace(fact, progress=refused))}, (), True, NOW_S)
+    assert action == Fail("m", "KvCacheDoesNotFit", "3 GiB are needed and 1 GiB is left. See `sparkd logs m`.")
+
+    for later in (replace(refused, server_up=True), replace(refused, kv={"phase": "ready"})):
+        (action,) = plan({"m": running(S.READY, replace(DEAD, progress=later))}, (), True, NOW_S)
+        assert isinstance(action, Fail)
+        assert action.reason == "EngineExited"
+
+
 def test_a_rank_without_any_trace_is_a_failure() -> None:
     (action,) = plan({"m": running(S.READY)}, (), True, NOW_S)
 

@@ -100,12 +100,18 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         ({"node_id": "192.168.100.11"}, "VLLM_HOST_IP", "192.168.100.11"),
         ({"node_id": "spark-b"}, "VLLM_HOST_IP", None),
         ({"platform": "cuda"}, "VLLM_CPU_KVCACHE_SPACE", None),
+        ({"worker_cls": "workers.kv.SparkCPUWorker", "kv_cache": {}}, "VLLM_CPU_KVCACHE_SPACE", None),
+        ({"worker_cls": "other.Worker"}, "VLLM_CPU_KVCACHE_SPACE", None),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}, "kv_cache": {"bytes": 40 << 30}}, "VLLM_CPU_KVCACHE_SPACE", None),
+        ({"env": {"SPARKD_KV": "theirs"}, "kv_cache": {"tokens": 8, "at_most_bytes": None}}, "SPARKD_KV",
+         '{"at_most_bytes": null, "tokens": 8}'),
+        ({}, "SPARKD_KV", None),
         ({"platform": "cuda"}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
         ({"extra_args": ("--tensor-parallel-size=2",)}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
         ({"flags": ("--kv-cache-memory-bytes", "1G")}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"run_dir": "/" + "d" * 80}, "VLLM_RPC_BASE_PATH", None),
     ],
-)
+)  # fmt: skip
 def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name: str, value: str | None) -> None:
     spec = replace(place.spec(), **changes)
     key = "sparkd's" if spec.host else None

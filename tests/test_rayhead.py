@@ -107,7 +107,10 @@ def test_ray_carries_the_folders_of_its_node(folder: Path) -> None:
     environment = head_of(folder, rank_folders=rank_folders(config, "10.0.0.2")).environment({})
 
     told = {name: value for name, value in environment.items() if name.startswith("SPARKD_RAY_") and name != MARK}
-    assert told == {"SPARKD_RAY_RUN_DIR": "/r/ranks/10.0.0.2", "SPARKD_RAY_LOG_DIR": "/s/logs", "SPARKD_RAY_CACHE_DIR": "/q"}
+    assert told == {
+        "SPARKD_RAY_RUN_DIR": "/r/ranks/10.0.0.2", "SPARKD_RAY_LOG_DIR": "/s/logs", "SPARKD_RAY_CACHE_DIR": "/q",
+        "SPARKD_RAY_KV_DIR": "/s/kv-profiles",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("node_ip", "single"), [("127.0.0.1", "0"), ("10.0.0.1", None)])

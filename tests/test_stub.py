@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from workers.kvfile import read_kv
 from workers.loadfile import read_load
 from workers.stub import CommandLine, Life, StubEngine, start_stub
 from workers.stub_answers import STAMP, text
@@ -28,6 +29,7 @@ from workers.stub_load import UNITS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 20.0
+GIB = 1 << 30
 CHAT = {"model": "a", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
@@ -179,6 +181,49 @@ def test_refuses_loader_settings_that_are_none(spawn: Any, text: str) -> None:
 
     assert process.wait_exit() == 1
     assert "no JSON object" in process.log.read_text()
+
+
+def sized(spawn: Any, folder: Path, *flags: str, **asked: Any) -> Any:
+    told = {"report": str(folder / "m.kv"), "profiles": str(folder / "profiles")} | asked
+    return spawn("--worker-cls", "workers.kv.SparkCPUWorker", *flags, SPARKD_KV=json.dumps(told), room_bytes=8 * GIB)
+
+
+def test_sizes_a_cache_as_the_worker_does_and_remembers(spawn: Any, tmp_path: Path) -> None:
+    process = sized(spawn, tmp_path, "--max-model-len", "2048", at_most_bytes=GIB)
+    process.wait_ready()
+    first = read_kv(tmp_path / "m.kv")
+    sized(spawn, tmp_path, "--max-model-len", "2048").wait_ready()
+    second = read_kv(tmp_path / "m.kv")
+
+    assert (first["phase"], first["source"], first["pool_bytes"], first["sequences"]) == ("ready", "rehearsal", GIB, 256.0)
+    assert "GPU KV cache size: 524,288 tokens, Maximum concurrency for 2,048 tokens per request: 256.00x" in process.log.read_text()
+    assert (second["source"], second["error_bytes"]) == ("profile", 0)
+    assert 6.5 * GIB < second["pool_bytes"] < 7 * GIB, "all that is left, less the margin"
+
+
+def test_refuses_a_cache_that_does_not_fit(spawn: Any, tmp_path: Path) -> None:
+    process = sized(spawn, tmp_path, bytes=9 * GIB)
+
+    assert process.wait_exit() == 1
+    refused = read_kv(tmp_path / "m.kv")
+    assert (refused["phase"], refused["why"].startswith("The KV cache that was asked for needs 9.00 GiB and ")) == ("refused", True)
+    assert "ValueError: The KV cache that was asked for" in process.log.read_text()
+
+
+def test_refuses_what_its_worker_could_not_read(spawn: Any) -> None:
+    process = spawn("--worker-cls", "workers.kv.SparkWorker", SPARKD_KV="{")
+
+    assert process.wait_exit() == 1
+    assert "SPARKD_KV is not a JSON object" in process.log.read_text()
+
+
+def test_a_rehearsal_can_be_cut_short(spawn: Any, tmp_path: Path) -> None:
+    told = json.dumps({"report": str(tmp_path / "m.kv")})
+    process = spawn("--worker-cls", "workers.kv.SparkWorker", SPARKD_KV=told, start_delay_s=4)
+    until(lambda: read_kv(tmp_path / "m.kv").get("phase") == "rehearsing")
+    process.child.terminate()
+
+    assert process.wait_exit() == 0
 
 
 def test_records_how_it_was_started(spawn: Any) -> None:

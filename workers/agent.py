@@ -13,17 +13,19 @@ from typing import Any
 from sparkd import errors
 from sparkd.errors import RankError
 from workers import meminfo, rank
+from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "5"
+VERSION = "6"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
 NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
 NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
 NODE_CACHE_DIR = "SPARKD_RAY_CACHE_DIR"
+NODE_KV_DIR = "SPARKD_RAY_KV_DIR"
 # What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
 # of the entry point with nothing installed. Both names differ from those of sparkd's own distribution, the entry point's does not.
 _SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
@@ -38,7 +40,8 @@ class Agent:
     """One node's eyes and hands. Every method returns facts and blocks; Ray runs them on threads of their own.
 
     run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
-    are those of another node, the daemon's, and count only where this one has not said its own; so does the folder of quantized weights.
+    are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of quantized weights
+    and of what the KV cache's workers learned.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Agent:
         self.run_dir = run_dir = os.environ.get(NODE_RUN_DIR, run_dir) if elsewhere else run_dir
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
         self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
+        self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
         self._proc = Path(proc)
         self._sample_s = sample_s
         for folder in (run_dir, log_dir):
@@ -88,8 +92,9 @@ class Agent:
         else:
             where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
         try:
-            here = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
-            return rank.spawn(rank.RankSpec.from_dict(spec | where | here | self._loader(spec) | {"pythonpath": (self._plugin_dir,)}))
+            here: dict[str, Any] = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
+            here |= self._loader(spec) | self._kv_cache(spec) | {"pythonpath": (self._plugin_dir,)}
+            return rank.spawn(rank.RankSpec.from_dict(spec | where | here))
         except RankError:
             key_path.unlink(missing_ok=True)
             raise
@@ -156,6 +161,16 @@ class Agent:
         if self._cache_dir and given.get("cache_dir"):
             here["cache_dir"] = self._cache_dir
         return {"loader_extra_config": given | here}
+
+    def _kv_cache(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Where this node's worker tells what came of its sizing, and keeps what it learned."""
+        given = spec.get("kv_cache")
+        if given is None:
+            return {}
+        here = {"report": str(kv_path(self.run_dir, str(spec["rank_id"])))}
+        if self._kv_dir and given.get("profiles"):
+            here["profiles"] = self._kv_dir
+        return {"kv_cache": given | here}
 
     def _expose_plugin(self) -> str:
         """A folder that holds the plugin and nothing else, so that a foreign interpreter sees no other package of sparkd's environment."""

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
 from workers.spec import SOCKET_PATH_BYTES, RankSpec
 
 KEEP_ALIVE_S = 75
+CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 CPU_KV_CACHE_GIB = 2
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
@@ -57,6 +59,9 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str
     folders = [*spec.pythonpath, *filter(None, [spec.env.get("PYTHONPATH")])]
     if folders:
         environment["PYTHONPATH"] = os.pathsep.join(folders)
+    if spec.kv_cache is not None:
+        environment[KV_VARIABLE] = json.dumps(dict(spec.kv_cache), sort_keys=True)
+        environment.pop(CPU_KV_SPACE, None)  # its number is in there; vLLM would log it as the size, whatever comes out
     if api_key is not None:
         environment["VLLM_API_KEY"] = api_key
     environment |= {
@@ -124,9 +129,9 @@ def _defaults(spec: RankSpec) -> dict[str, str]:
         # Longer than the gateway keeps an idle connection, so that it is never the engine that closes one under a request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }
-    if spec.platform == "cpu" and not _has_flag(spec, "--kv-cache-memory", "--gpu-memory-utilization"):
-        # Without it the CPU backend takes gpu_memory_utilization of the whole machine (cpu_worker.py, "Auto set").
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_CACHE_GIB)
+    if spec.platform == "cpu" and not spec.worker_cls and not _has_flag(spec, "--kv-cache-memory", "--gpu-memory-utilization"):
+        # Where vLLM sizes: without it the CPU backend takes gpu_memory_utilization of the whole machine (cpu_worker.py, "Auto set").
+        defaults[CPU_KV_SPACE] = str(CPU_KV_CACHE_GIB)
     if spec.platform == "cpu" and not _has_flag(spec, *_PARALLEL_FLAGS):
         # One process less to import torch in, 1.7 GB and a third of the start time (43 s to 26 s on two cores, vLLM 0.32).
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,17 +1,15 @@
 """The load file of a rank, read on its node: how far the loader inside the engine is, as it tells itself. Never writes one, never decides.
 
-One small JSON file for each tensor-parallel rank, PATH for rank 0 and PATH.tpN for rank N, always replaced whole (workers.stream.progress
-writes them). The engine may be of another release, or broken: what cannot be read costs detail only.
+One small JSON file for each tensor-parallel rank (workers.told); workers.stream.progress writes them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from workers.told import number, paths_of, read_object, remove, text
 
 VERSION = 1
 PHASES = ("reading", "caching", "done", "failed")
@@ -19,12 +17,9 @@ CACHE_STATES = ("none", "writing", "written", "failed", "skipped")
 SOURCES = ("checkpoint", "cache")
 
 STALE_S = 10.0  # so long without a word: nothing moves, and no rate or ETA is true any more
-MAX_BYTES = 1 << 16
-MAX_RANKS = 64
 MESSAGE_CHARS = 500
 WHY_CHARS = 200
 WORD_CHARS = 64
-_OTHER_RANK = re.compile(r"\.tp\d{1,4}")
 
 
 def load_path(run_dir: str, rank_id: str) -> Path:
@@ -37,8 +32,7 @@ def read_load(path: Path, now_s: float) -> dict[str, Any]:
 
     now_s: this node's wall clock. Bytes, units and rates add up over the ranks, an ETA is the slowest rank's and None unless each has one.
     """
-    others = [one for one in path.parent.glob(f"{path.name}.tp*") if _OTHER_RANK.fullmatch(one.name.removeprefix(path.name))]
-    files = [told for told in map(_read, [path, *sorted(others)[:MAX_RANKS]]) if told is not None]
+    files = [told for told in map(_read, paths_of(path)) if told is not None]
     if not files:
         return {}
     fresh = all(now_s - told["at"] <= STALE_S for told in files)
@@ -80,9 +74,7 @@ def together(log: Mapping[str, Any], load: Mapping[str, Any]) -> dict[str, Any]:
 
 def remove_load(run_dir: str, rank_id: str) -> None:
     """Every rank's, and what a writer that was killed has left beside them."""
-    path = load_path(run_dir, rank_id)
-    for one in (path, *path.parent.glob(f"{path.name}.*")):
-        one.unlink(missing_ok=True)
+    remove(load_path(run_dir, rank_id))
 
 
 # What several ranks' caches are together: one that is being written says most of now, one that failed of the end.
@@ -91,27 +83,23 @@ _WORST = ("none", "written", "skipped", "failed", "writing")
 
 def _read(path: Path) -> dict[str, Any] | None:
     """One file, every field of the right kind and size."""
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            raw = json.loads(file.read(MAX_BYTES + 1) or b"")
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(raw, dict) or raw.get("v") != VERSION or raw.get("phase") not in PHASES:
+    raw = read_object(path)
+    if raw is None or raw.get("v") != VERSION or raw.get("phase") not in PHASES:
         return None
     cache, error = _mapping(raw.get("cache")), _mapping(raw.get("error"))
     return {
         "phase": raw["phase"],
-        "at": _number(raw.get("at")) or 0.0,
-        **{name: int(_number(raw.get(name)) or 0) for name in ("bytes_done", "bytes_total", "units_done", "units_total", "read_bytes")},
-        "bytes_per_s": _number(raw.get("bytes_per_s")) or 0.0,
-        "eta_s": _number(raw.get("eta_s")),
+        "at": number(raw.get("at")) or 0.0,
+        **{name: int(number(raw.get(name)) or 0) for name in ("bytes_done", "bytes_total", "units_done", "units_total", "read_bytes")},
+        "bytes_per_s": number(raw.get("bytes_per_s")) or 0.0,
+        "eta_s": number(raw.get("eta_s")),
         "source": raw["source"] if raw.get("source") in SOURCES else None,
-        "format": _text(raw.get("format"), WORD_CHARS),
+        "format": text(raw.get("format"), WORD_CHARS),
         "direct": raw.get("direct") is True,
         "cache_state": cache["state"] if cache.get("state") in CACHE_STATES else "none",
-        "cache_bytes": int(_number(cache.get("bytes")) or 0),
-        "cache_why": _text(cache.get("why"), WHY_CHARS),
-        "failure": (_text(error.get("message"), MESSAGE_CHARS) or "The loader failed and did not say why.")
+        "cache_bytes": int(number(cache.get("bytes")) or 0),
+        "cache_why": text(cache.get("why"), WHY_CHARS),
+        "failure": (text(error.get("message"), MESSAGE_CHARS) or "The loader failed and did not say why.")
         if raw["phase"] == "failed"
         else None,
     }
@@ -119,17 +107,3 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float | None:
-    """A finite number from 0 to 2**63, as a file of another release may not have it."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-        return None
-    return value
-
-
-def _text(value: Any, chars: int) -> str | None:
-    """One line without control characters, cut."""
-    if not isinstance(value, str):
-        return None
-    return " ".join("".join(each if each.isprintable() else " " for each in value[: 2 * chars]).split())[:chars] or None

@@ -21,6 +21,7 @@ from typing import Any
 from sparkd.errors import RankError
 from workers import processes
 from workers.command import build_command, build_environment, ipc_dir
+from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
 from workers.loadfile import load_path, read_load, remove_load, together
 from workers.logfile import read_log
 from workers.processes import Identity
@@ -73,7 +74,7 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
 
     alive: shim and engine both live. processes: how many processes of the rank live, the shim not counted; above 0 while alive is
     False means that something has to be stopped. handle is None and error tells why where a file cannot be read. progress is what the
-    log and the loader say together.
+    log, the loader and the worker that sizes the KV cache say together.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -86,8 +87,9 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     for rank_id, status in statuses.items():
         engine = identity_of(status, "engine_pid", "engine_start_ticks")
         pids = processes.belonging(stats, boot, marks.get(rank_id, ()), shim=shims[rank_id], engine=engine)
-        load = read_load(load_path(run_dir, rank_id), time.time())
-        facts.append(_fact(rank_id, status, load, shims[rank_id], engine, len(pids)))
+        log = status.get("progress") or Parser().progress
+        load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
+        facts.append(_fact(rank_id, status, with_kv(together(log, load), kv), shims[rank_id], engine, len(pids)))
     return facts
 
 
@@ -137,17 +139,18 @@ def verify_gone(rank_id: str, run_dir: str) -> list[int]:
 
 
 def forget(rank_id: str, run_dir: str) -> None:
-    """Removes the status file, the load file and the sockets of a rank that is gone. Raises RankError while a process of it lives."""
+    """Removes the status file, what the engine has told and the sockets of a rank that is gone. Raises RankError while a process lives."""
     if living := verify_gone(rank_id, run_dir):
         raise RankError(f"The rank {rank_id} cannot be forgotten: its processes {living} live. Stop it first.")
     remove_sockets(run_dir, rank_id, None)
     remove_load(run_dir, rank_id)
+    remove_kv(run_dir, rank_id)
     for path in (status_path(run_dir, rank_id), *Path(run_dir).glob(f".{rank_id}.json.*")):
         path.unlink(missing_ok=True)
 
 
 def _fact(
-    rank_id: str, status: Mapping[str, Any], load: Mapping[str, Any], shim: Identity | None, engine: Identity | None, living: int
+    rank_id: str, status: Mapping[str, Any], progress: Mapping[str, Any], shim: Identity | None, engine: Identity | None, living: int
 ) -> dict[str, Any]:
     engine_alive = bool(engine and processes.is_alive(engine))
     return {
@@ -157,7 +160,7 @@ def _fact(
         "processes": living,
         "exit_code": status.get("exit_code"),
         "stop_ordered": bool(status.get("stop_ordered")),
-        "progress": together(status.get("progress") or Parser().progress, load),
+        "progress": dict(progress),
         "state": status.get("state", "unreadable"),
         "engine_pid": status.get("engine_pid"),
         "updated_at_s": status.get("updated_at_s"),

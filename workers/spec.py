@@ -26,7 +26,7 @@ class RankSpec:
 
     rank_id is new for every start. model is a folder or a hub id, runtime and the paths are absolute. It listens on socket_path, or
     on host and port with the key in api_key_path (mode 0600), or, as a headless rank, on nothing. stop_timeout_s is what an engine
-    gets between SIGTERM and SIGKILL.
+    gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings).
     """
 
     rank_id: str
@@ -53,6 +53,7 @@ class RankSpec:
     worker_cls: str | None = None
     load_format: str | None = None
     loader_extra_config: Mapping[str, Any] | None = None
+    kv_cache: Mapping[str, Any] | None = None
     log_max_bytes: int = 64 * 2**20
     log_backups: int = 3
     stop_timeout_s: float = 20.0

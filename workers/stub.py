@@ -6,6 +6,7 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
 
     SPARKD_STUB_START_DELAY_S     seconds from start to listening, vLLM's log lines meanwhile
     SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, told in the loader's file of progress
+    SPARKD_STUB_ROOM_BYTES        what its pretended machine has left, for a worker class that sizes the KV cache
     SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub_engine.Behaviour
     SPARKD_STUB_HANG_AT           none, start (never listens), request, health or metrics
     SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)
@@ -33,6 +34,7 @@ from typing import Any, TextIO
 
 from workers.stub_engine import Behaviour, Request, StubEngine
 from workers.stub_http import StubProtocol
+from workers.stub_kv import Refused, StubKv
 from workers.stub_load import StubLoad, pause
 
 __all__ = ["Behaviour", "CommandLine", "Life", "Request", "StubEngine", "main", "start_stub"]
@@ -86,6 +88,7 @@ class Life:
 
     start_delay_s: float = 0.0
     load_bytes: int = 0
+    room_bytes: int = 64 << 30
     exit_at: str = "none"
     exit_after: int = 0
     exit_code: int = 1
@@ -172,7 +175,8 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
         loop.add_signal_handler(number, stop.set)
     # vLLM binds before it loads and listens after: until then the socket's file is there and refuses connections.
     listener = None if line.headless else _bind(line.uds, line.host, line.port)
-    status = await _load(life, engine, StubLoad(line.flags, life.load_bytes), stop)
+    load, kv = StubLoad(line.flags, life.load_bytes), StubKv(line.flags, os.environ, life.room_bytes)
+    status = await _load(life, engine, load, kv, stop)
     if status is None and not stop.is_set():
         if listener is not None:
             await _listen(engine, listener)
@@ -189,7 +193,7 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     return status or 0
 
 
-async def _load(life: Life, engine: StubEngine, load: StubLoad, stop: asyncio.Event) -> int | None:
+async def _load(life: Life, engine: StubEngine, load: StubLoad, kv: StubKv, stop: asyncio.Event) -> int | None:
     """vLLM's start, spread over start_delay_s. Returns an exit status when it is to fail half-way."""
     pause_s = life.start_delay_s / 4
     _log("APIServer", "model.py:733", "Resolved architecture: StubForCausalLM")
@@ -213,11 +217,17 @@ async def _load(life: Life, engine: StubEngine, load: StubLoad, stop: asyncio.Ev
     _shards(2, 2 * pause_s)
     _log("Worker", "default_loader.py:501", f"Loading weights took {2 * pause_s:.2f} seconds")
     _log("Worker", "gpu_model_runner.py:4311", f"Model loading took 0.25 GiB memory and {2 * pause_s:.6f} seconds")
+    try:
+        size = await kv.size(stop, pause_s)
+    except Refused as sentence:
+        _log("EngineCore", "core.py:1512", "EngineCore failed to start.", level="ERROR")
+        _log("EngineCore", "core.py:1512", f"ValueError: {sentence}", level="ERROR")
+        return life.exit_code
+    _log("Worker", "gpu_worker.py:402", f"Available KV cache memory: {size.gib} GiB")
+    told = f"GPU KV cache size: {size.tokens:,} tokens, Maximum concurrency for {size.of:,} tokens per request: {size.requests:.2f}x"
+    _log("EngineCore", "kv_cache_utils.py:2327", told)
     await pause(stop, pause_s)
-    _log("Worker", "gpu_worker.py:402", "Available KV cache memory: 1.0 GiB")
-    size = "GPU KV cache size: 524,288 tokens, Maximum concurrency for 4,096 tokens per request: 128.00x"
-    _log("EngineCore", "kv_cache_utils.py:2327", size)
-    await pause(stop, pause_s)
+    kv.ready()
     _log("EngineCore", "core.py:402", f"init engine (profile, create kv cache, warmup model) took {2 * pause_s:.2f} s")
     return None
 

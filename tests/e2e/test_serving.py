@@ -20,6 +20,7 @@ import pytest
 from tests.daemon_process import DaemonProcess, alive, until
 from tests.e2e.conftest import NAME, START_S
 
+GIB = 1 << 30
 QUESTION = "What is the capital of France?"
 LONG = {"max_tokens": 1500, "ignore_eos": True}
 
@@ -144,6 +145,16 @@ def test_a_client_that_leaves_while_queued_in_vllm_is_aborted_too(served: Daemon
 def test_metrics_of_the_engine_carry_model_and_node(served: DaemonProcess) -> None:
     until(lambda: f'model="{NAME}",node="127.0.0.1"' in served.client.get("/metrics").text, 15, "a scrape", 0.5)
     assert served.metric("vllm:generation_tokens_total", f'model="{NAME}"') > 0
+
+
+def test_how_its_cache_was_sized_is_told(served: DaemonProcess) -> None:
+    """VLLM_CPU_KVCACHE_SPACE asked for 1 GiB; vLLM rounds down to whole blocks."""
+    kv = served.model(NAME)["progress"]["kv"]
+
+    assert (kv["phase"], kv["rank"], kv["why"]) == ("ready", 0, None)
+    assert 0.99 * GIB < kv["pool_bytes"] <= GIB
+    assert kv["tokens"] == served.metric("sparkd_model_kv_cache_tokens", f'model="{NAME}"') > 10_000
+    assert kv["slack_bytes"] > kv["margin_bytes"] > 0
 
 
 def test_the_engine_is_reachable_by_its_socket_alone(served: DaemonProcess) -> None:

@@ -1,0 +1,153 @@
+"""Owns what a model's `kv_cache:` key stands for: its spellings, what contradicts it, what the worker is told. Never measures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkd import vllm_args
+from sparkd.config_fields import plain, refuse
+from sparkd.errors import ConfigError
+from workers.command import CPU_KV_CACHE_GIB, CPU_KV_SPACE
+from workers.runtime import API_SERVER, COMMAND_LINE
+
+if TYPE_CHECKING:
+    from sparkd.model_config import ModelConfig
+
+GIB = 1 << 30
+AUTO = "auto"
+WORKERS = {"cuda": "workers.kv.SparkWorker", "cpu": "workers.kv.SparkCPUWorker"}
+# Engines that are known to take a worker class. Another module gets one only where somebody set kv_cache.
+_ENGINES = (COMMAND_LINE, API_SERVER, "workers.stub")
+_WAYS = ("bytes", "tokens", "sequences", "utilization")
+_EXAMPLES = "{bytes: 8GiB}, {tokens: 32768}, {sequences: 4, at: 8192} or {utilization: 0.8}"
+_LARGEST = 2**53
+_BYTES = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([KMGT])iB")
+# A small letter is a power of 1000, a capital one of 1024, as in vLLM's own lengths.
+_TOKENS = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)([kmgKMG])")
+
+
+def kv_cache(value: Any) -> Any:
+    """A pydantic validator: spellings of one size become one value: `auto`, or a map of plain numbers."""
+    if value is None or value == AUTO:
+        return value
+    if not isinstance(value, Mapping):
+        raise refuse(f"must be auto, or a map such as {_EXAMPLES}")
+    given = plain(value)
+    if unknown := next((key for key in given if key not in (*_WAYS, "at")), None):
+        raise refuse(f"has no {str(unknown)[:48]!r}: give {_EXAMPLES}", item=unknown)
+    said = [way for way in _WAYS if way in given]
+    if not said:
+        raise refuse(f"says no size: give {_EXAMPLES}, or auto", item=next(iter(given), None))
+    if len(said) > 1:
+        raise refuse(f"says {' and '.join(said)}: keep one of them", item=said[1])
+    if "at" in given and said != ["sequences"]:
+        raise refuse(f"says 'at' beside {said[0]}: 'at' is the length of each of so many 'sequences'. Remove it", item="at")
+    return {key: made for key, found in given.items() if (made := _READ[key](key, found)) is not None}
+
+
+def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of everything in a model's entry that says another way how its cache is sized."""
+    key = "kv_cache" if model.kv_cache is not None else "kv_margin_gib" if model.kv_margin_gib is not None else None
+    if key is None:
+        return
+    why = "exclude each other, because each says how the KV cache is sized: remove one of them"
+    if model.gpu_memory_utilization is not None:
+        yield "gpu_memory_utilization", f"gpu_memory_utilization and {key} {why}"
+    for flag in vllm_args.cache_flags(model.extra_args):
+        yield "extra_args", f"{flag} and {key} {why}"
+    if model.kv_margin_gib is not None and isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
+        yield "kv_margin_gib", "kv_margin_gib and kv_cache with utilization exclude each other, because vLLM then sizes: remove one of them"
+
+
+def utilization_of(model: ModelConfig) -> float | None:
+    """Of the memory, what vLLM is to take by its own sizing; None where nobody asked for that."""
+    if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
+        return float(model.kv_cache["utilization"])
+    return model.gpu_memory_utilization
+
+
+def vllm_sizes(model: ModelConfig) -> bool:
+    """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
+    return utilization_of(model) is not None or any(True for _ in vllm_args.cache_flags(model.extra_args))
+
+
+def cpu_space_gib(env: Mapping[str, str]) -> int | None:
+    """What the operator gave the CPU backend's cache by its own variable; None for nothing. Raises ConfigError."""
+    gib = env.get(CPU_KV_SPACE, "")
+    if not gib:
+        return None
+    if not re.fullmatch(r"[0-9]{1,6}", gib):
+        raise ConfigError(f"{CPU_KV_SPACE} must be a whole number of GiB.", param="env")
+    return int(gib)
+
+
+def sizing_of(
+    model: ModelConfig, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, limit_bytes: int | None
+) -> dict[str, Any]:
+    """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
+
+    profiles: the folder of what was learned. limit_bytes: what `auto` may take so that the model stays within its reservation, None where
+    nobody can say. On a CPU, where the machine is somebody's desk as often as not, `auto` takes CPU_KV_CACHE_GIB unless it was asked for.
+    """
+    if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
+        return {}
+    told: dict[str, Any] = {"profiles": profiles}
+    if model.kv_margin_gib is not None:
+        told["margin_bytes"] = int(model.kv_margin_gib * GIB)
+    space_gib = cpu_space_gib(env) if platform == "cpu" and model.kv_cache is None else None
+    if isinstance(model.kv_cache, dict):
+        told |= model.kv_cache
+    elif space_gib:
+        told["bytes"] = space_gib * GIB
+    else:
+        own_bytes = CPU_KV_CACHE_GIB * GIB if platform == "cpu" and model.kv_cache is None else None
+        limits = [limit for limit in (own_bytes, limit_bytes) if limit is not None]
+        told |= {"at_most_bytes": min(limits)} if limits else {}
+    return {"worker_cls": WORKERS[platform], "kv_cache": told}
+
+
+def without_cpu_space(model: ModelConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment; the CPU backend's variable, which would win over a flag, gives way to `kv_cache`."""
+    return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
+
+
+def _bytes(key: str, value: Any) -> int:
+    if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())):
+        value = int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
+    return _count(key, value, "a size such as 8GiB or 512MiB, or a whole number of bytes above 0")
+
+
+def _tokens(key: str, value: Any) -> int:
+    if isinstance(value, str) and (match := _TOKENS.fullmatch(value)):
+        value = int(float(match[1]) * (1000 if match[2].islower() else 1024) ** ("kmg".index(match[2].lower()) + 1))
+    return _count(key, value, "a whole number of tokens above 0, such as 32768 or 32K")
+
+
+def _sequences(key: str, value: Any) -> int:
+    return _count(key, value, "a whole number of requests above 0")
+
+
+def _at(key: str, value: Any) -> int | None:
+    return None if value == "max_model_len" else _tokens(key, value)
+
+
+def _utilization(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _wrong(key, value, "a number above 0 and at most 1")
+    return float(value)
+
+
+def _count(key: str, value: Any, expected: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise _wrong(key, value, expected)
+    return value
+
+
+def _wrong(key: str, value: Any, expected: str) -> Exception:
+    shown = repr(value)
+    return refuse(f"{key} is {shown if len(shown) <= 60 else shown[:57] + '...'}; it must be {expected}", item=key, repeats=True)
+
+
+_READ = {"bytes": _bytes, "tokens": _tokens, "sequences": _sequences, "at": _at, "utilization": _utilization}

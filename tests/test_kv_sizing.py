@@ -1,0 +1,205 @@
+"""What `kv_cache:` stands for: the spellings of one size, what contradicts it, and what the worker is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.errors import ConfigError
+from workers.kv.settings import VARIABLE, Settings
+from workers.runtime import API_SERVER, COMMAND_LINE
+
+GIB = 1 << 30
+OURS = ("cuda", COMMAND_LINE)
+
+
+def model(**keys: Any) -> ModelConfig:
+    return parse_model("m", {"model": "/m", **keys}, over_admin=True)
+
+
+def told(keys: dict[str, Any], platform: str = "cuda", entrypoint: str = COMMAND_LINE, limit_bytes: int | None = None) -> dict[str, Any]:
+    config = load_config(None, flags={"state_dir": "/s"}, environ={})
+    return config.sizing_of(parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, limit_bytes)
+
+
+@pytest.mark.parametrize(
+    ("value", "canonical"),
+    [
+        (None, None),
+        ("auto", "auto"),
+        ({"bytes": 1000}, {"bytes": 1000}),
+        ({"bytes": "8GiB"}, {"bytes": 8 * GIB}),
+        ({"bytes": "1.5 GiB"}, {"bytes": 3 << 29}),
+        ({"bytes": "512MiB"}, {"bytes": 512 << 20}),
+        ({"tokens": 32768}, {"tokens": 32768}),
+        ({"tokens": "32K"}, {"tokens": 32768}),
+        ({"tokens": "32k"}, {"tokens": 32000}),
+        ({"sequences": 4}, {"sequences": 4}),
+        ({"sequences": 4, "at": "max_model_len"}, {"sequences": 4}),
+        ({"at": "8K", "sequences": 4}, {"at": 8192, "sequences": 4}),
+        ({"utilization": 1}, {"utilization": 1.0}),
+    ],
+)
+def test_spellings_of_one_size_are_one(value: Any, canonical: Any) -> None:
+    assert model(kv_cache=value).kv_cache == canonical
+    assert model(kv_cache=canonical).kv_cache == canonical
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("much", "models.m.kv_cache: must be auto, or a map such as {bytes: 8GiB}, "),
+        (True, "must be auto, or a map such as"),
+        ("8GiB", "must be auto, or a map such as"),
+        ([], "must be auto, or a map such as"),
+        ({}, "says no size: give {bytes: 8GiB}, "),
+        ({"byte": 1}, "has no 'byte': give {bytes: 8GiB}, "),
+        ({"at": 5}, "says no size"),
+        ({"bytes": 1, "tokens": 1}, "says bytes and tokens: keep one of them"),
+        ({"tokens": 1, "at": 5}, "says 'at' beside tokens: "),
+        ({"bytes": "8GB"}, "bytes is '8GB'; it must be a size such as 8GiB or 512MiB, or a whole number of bytes above 0"),
+        ({"bytes": 0}, "bytes is 0; it must be a size"),
+        ({"bytes": 1.5}, "bytes is 1.5; it must be"),
+        ({"bytes": "0.0000001KiB"}, "it must be a size"),
+        ({"bytes": 2**60}, "it must be a size"),
+        ({"tokens": True}, "tokens is True; it must be a whole number of tokens above 0, such as 32768 or 32K"),
+        ({"tokens": None}, "tokens is None; it must be"),
+        ({"sequences": "2K"}, "sequences is '2K'; it must be a whole number of requests above 0"),
+        ({"sequences": 2, "at": -1}, "at is -1; it must be a whole number of tokens"),
+        ({"utilization": 0}, "utilization is 0; it must be a number above 0 and at most 1"),
+        ({"utilization": 1.01}, "utilization is 1.01; it must be"),
+        ({"utilization": "0.8"}, "utilization is '0.8'; it must be"),
+        ({"utilization": float("nan")}, "a number here must be finite"),
+    ],
+)
+def test_what_is_no_size_is_said(value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model(kv_cache=value)
+
+    assert words in str(caught.value)
+    assert "models.m.kv_cache" in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "words"), [(-1, "at least 0"), ("x", "a number"), (True, "a number"), (float("inf"), "a finite number")])
+def test_what_is_no_margin_is_said(value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"models\.m\.kv_margin_gib") as caught:
+        model(kv_margin_gib=value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"kv_cache": "auto", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_cache exclude each other"),
+        ({"kv_cache": {"utilization": 0.5}, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_cache exclude each other"),
+        ({"kv_margin_gib": 1, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization and kv_margin_gib exclude each other"),
+        ({"kv_margin_gib": 1, "kv_cache": {"utilization": 0.5}}, "kv_margin_gib and kv_cache with utilization exclude each other"),
+        ({"kv_cache": "auto", "extra_args": ["--worker-cls", "x.Y"]}, "'--worker-cls' and kv_cache exclude each other"),
+        ({"kv_cache": {"tokens": 5}, "extra_args": ["--kv_cache_memory_bytes=5"]}, "'--kv_cache_memory_bytes' and kv_cache exclude"),
+        ({"kv_cache": "auto", "extra_args": ["--gpu-memory-util", ".5"]}, "'--gpu-memory-util' and kv_cache exclude each other"),
+        ({"kv_margin_gib": 0, "extra_args": ["--device-memory-utilization", ".5"]}, "and kv_margin_gib exclude each other"),
+    ],
+)
+def test_two_who_size_exclude_each_other(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"model": "/m", **keys}, over_admin=False)
+    assert words in str(caught.value)
+
+
+def test_what_says_something_else_goes_with_it() -> None:
+    args = ["--kv-cache-dtype", "fp8", "--kv-cache-metrics", "--num-gpu-blocks-override", "8", "--worker-extension-cls", "x.Y", "-q", "fp8"]
+
+    assert told({"extra_args": args, "kv_cache": {"tokens": 5}})["kv_cache"]["tokens"] == 5
+
+
+# What the worker is told
+
+NOTHING = {"profiles": "/s/kv-profiles"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "platform", "kv_cache"),
+    [
+        ({}, "cuda", {}),
+        ({"kv_cache": "auto"}, "cuda", {}),
+        ({}, "cpu", {"at_most_bytes": 2 * GIB}),
+        ({"kv_cache": "auto"}, "cpu", {}),
+        ({"kv_cache": {"bytes": "1GiB"}}, "cpu", {"bytes": GIB}),
+        ({"kv_cache": {"sequences": 3, "at": 100}}, "cuda", {"sequences": 3, "at": 100}),
+        ({"kv_margin_gib": 0.5}, "cuda", {"margin_bytes": GIB // 2}),
+        ({"kv_margin_gib": 0, "kv_cache": {"tokens": 7}}, "cpu", {"tokens": 7, "margin_bytes": 0}),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "5"}}, "cpu", {"bytes": 5 * GIB}),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": ""}}, "cpu", {"at_most_bytes": 2 * GIB}),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "5"}}, "cuda", {}),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "5"}, "kv_cache": {"tokens": 7}}, "cpu", {"tokens": 7}),
+    ],
+)
+def test_what_the_worker_is_told(keys: dict[str, Any], platform: str, kv_cache: dict[str, Any]) -> None:
+    fields = told(keys, platform)
+
+    assert fields == {
+        "worker_cls": "workers.kv.SparkWorker" if platform == "cuda" else "workers.kv.SparkCPUWorker",
+        "kv_cache": NOTHING | kv_cache,
+    }
+    Settings.parse({VARIABLE: json.dumps(fields["kv_cache"])})
+
+
+@pytest.mark.parametrize(
+    ("keys", "platform", "limit_gib", "at_most_gib"),
+    [
+        ({}, "cuda", 30, 30),
+        ({}, "cpu", 30, 2),
+        ({}, "cpu", 1, 1),
+        ({"kv_cache": "auto"}, "cpu", 30, 30),
+        ({"kv_cache": {"bytes": "40GiB"}}, "cuda", 30, None),
+    ],
+)
+def test_auto_stays_within_the_reservation(keys: dict[str, Any], platform: str, limit_gib: int, at_most_gib: int | None) -> None:
+    found = told(keys, platform, limit_bytes=limit_gib * GIB)["kv_cache"].get("at_most_bytes")
+
+    assert found == (None if at_most_gib is None else at_most_gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("keys", "entrypoint", "ours"),
+    [
+        ({}, COMMAND_LINE, True),
+        ({}, API_SERVER, True),
+        ({}, "workers.stub", True),
+        ({}, "somebody.elses", False),
+        ({"kv_cache": "auto"}, "somebody.elses", True),
+        ({"kv_cache": {"utilization": 0.5}}, COMMAND_LINE, False),
+        ({"gpu_memory_utilization": 0.5}, COMMAND_LINE, False),
+        ({"extra_args": ["--gpu-memory-utilization=0.5"]}, COMMAND_LINE, False),
+        ({"extra_args": ["--kv-cache-memory-bytes", "5"]}, COMMAND_LINE, False),
+        ({"extra_args": ["--worker-cls", "x.Y"]}, COMMAND_LINE, False),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_who_sizes(keys: dict[str, Any], entrypoint: str, ours: bool, platform: str) -> None:
+    assert bool(told(keys, platform, entrypoint)) is ours
+
+
+def test_a_space_that_cannot_be_read_is_said_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB") as caught:
+        told({"env": {"VLLM_CPU_KVCACHE_SPACE": "sk-canary"}}, "cpu")
+    assert "sk-canary" not in caught.value.message
+
+
+def test_a_size_changes_the_engine_and_its_spelling_does_not() -> None:
+    hashes = [config_hash(model(kv_cache=value), Engine()) for value in (None, "auto", {"bytes": "1GiB"}, {"bytes": GIB}, {"bytes": 1})]
+
+    assert len(set(hashes)) == 4
+    assert config_hash(model(kv_cache={"utilization": 0.5}), Engine()) == config_hash(model(gpu_memory_utilization=0.5), Engine())
+
+
+def test_a_secret_in_the_wrong_place_is_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("models: {m: {model: o/m, kv_cache: {bytes: '${env.CANARY}'}}}")
+    with pytest.raises(ConfigError, match=r"models\.m\.kv_cache") as caught:
+        load_config(file, environ={"CANARY": "sk-canary"})
+    assert "sk-canary" not in str(caught.value)

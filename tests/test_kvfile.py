@@ -1,0 +1,202 @@
+"""The report of a KV cache: what the workers say together, and that nothing that stands in such a file does harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.state import Progress
+from workers import kvfile
+from workers.kv.report import Report
+from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
+from workers.progress import Parser
+
+GIB = 1 << 30
+TOLD: dict[str, Any] = {
+    "v": 1, "rank": 0, "phase": "ready", "at": 5000.0, "source": "rehearsal", "pool_bytes": 8 * GIB, "room_bytes": 12 * GIB,
+    "margin_bytes": GIB, "graphs_bytes": GIB, "peak_bytes": GIB, "weights_bytes": 4 * GIB, "spare_bytes": 0, "tokens": 65536,
+    "sequences": 8.5, "bytes_per_token": 131072.0, "limited_by_other_rank": False, "slack_bytes": 3 * GIB, "error_bytes": -5,
+}  # fmt: skip
+READ: dict[str, Any] = {name: value for name, value in TOLD.items() if name not in ("v", "at", "limited_by_other_rank")} | {
+    "why": None,
+    "ranks": 1,
+}
+REHEARSING = {"v": 1, "rank": 0, "phase": "rehearsing", "at": 4990.0}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return kv_path(str(tmp_path), "m-1-0a")
+
+
+def write(path: Path, rank: int = 0, **changes: Any) -> None:
+    Path(f"{path}.tp{rank}" if rank else path).write_text(json.dumps(TOLD | {"rank": rank} | changes))
+
+
+def test_one_rank(path: Path) -> None:
+    write(path)
+    assert read_kv(path) == READ
+
+
+def test_what_the_worker_writes_is_read(path: Path) -> None:
+    for rank in (0, 1):
+        report = Report(str(path), rank)
+        report.tell("rehearsing")
+        report.tell("sized", **{name: value for name, value in TOLD.items() if name not in ("v", "rank", "phase", "at")})
+        report.tell("ready", slack_bytes=3 * GIB, error_bytes=-5)
+
+    assert read_kv(path) == READ | {"ranks": 2, "why": "rank 0 has the least left (12.00 GiB, the others 12.00 GiB or more)"}
+
+
+def test_before_there_is_a_size(path: Path) -> None:
+    path.write_text(json.dumps(REHEARSING))
+    assert read_kv(path) == dict.fromkeys(READ) | {"phase": "rehearsing", "rank": 0, "ranks": 1}
+
+
+def test_the_smallest_rank_decides_and_the_report_says_why(path: Path) -> None:
+    write(path, room_bytes=14 * GIB, slack_bytes=2 * GIB)
+    write(path, 1, pool_bytes=6 * GIB, room_bytes=10 * GIB, tokens=49152)
+    write(path, 2, room_bytes=13 * GIB)
+    Path(f"{path}.tp3").write_text("{")
+    write(Path(f"{path}.tp1.4711"))
+    found = read_kv(path)
+
+    assert (found["rank"], found["pool_bytes"], found["tokens"], found["ranks"]) == (1, 6 * GIB, 49152, 3)
+    assert found["slack_bytes"] == 2 * GIB, "the least of all"
+    assert found["why"] == "rank 1 has the least left (10.00 GiB, the others 13.00 GiB or more)"
+
+
+def test_once_they_are_equal_it_is_the_one_that_no_other_limits(path: Path) -> None:
+    write(path, limited_by_other_rank=True)
+    write(path, 1, limited_by_other_rank=False, room_bytes=12 * GIB + 1)
+    found = read_kv(path)
+
+    assert found["rank"] == 1
+    assert found["why"] == "rank 1 has 12.00 GiB left and needs the most beside its cache"
+
+
+@pytest.mark.parametrize(
+    ("phases", "phase"),
+    [
+        (("ready", "ready"), "ready"),
+        (("ready", "sized"), "sized"),
+        (("sized", "rehearsing"), "rehearsing"),
+        (("ready", "stock"), "stock"),
+        (("stock", "refused"), "refused"),
+    ],
+)
+def test_the_last_rank_is_how_far_it_is(path: Path, phases: tuple[str, str], phase: str) -> None:
+    for rank, each in enumerate(phases):
+        write(path, rank, phase=each)
+    assert read_kv(path)["phase"] == phase
+
+
+def test_the_first_refusal_is_the_cause(path: Path) -> None:
+    write(path, phase="refused", why="the peer is gone", at=5001)
+    write(path, 1, phase="refused", why="One request needs 3 GiB and 1 GiB is left.")
+    found = read_kv(path)
+    assert (found["rank"], found["why"]) == (1, "One request needs 3 GiB and 1 GiB is left.")
+
+    Path(f"{path}.tp1").unlink()
+    write(path, phase="refused", why=None)
+    assert read_kv(path)["why"] == "The KV cache was refused and its worker did not say why."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "null", '"x"', "{}", '{"v": 2, "phase": "ready"}', '{"v": 1}', '{"v": 1, "phase": "dreaming"}', "\xff\xfe",
+        '{"v": 1, "phase": ["ready"]}', "[" * 20_000, " " * (1 << 16) + json.dumps(TOLD),
+    ],
+    ids=range(13),
+)  # fmt: skip
+def test_what_is_no_report_says_nothing(path: Path, text: str) -> None:
+    path.write_text(text, encoding="latin-1")
+    assert read_kv(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"pool_bytes": -1, "tokens": "many"}, {"pool_bytes": None, "tokens": None}),
+        ({"pool_bytes": 2.5}, {"pool_bytes": 2}),
+        ({"sequences": float("nan"), "bytes_per_token": float("inf")}, {"sequences": None, "bytes_per_token": None}),
+        ({"slack_bytes": -7.5, "error_bytes": 2**70}, {"slack_bytes": -7, "error_bytes": None}),
+        ({"source": "dream", "rank": 10**9}, {"source": None, "rank": 0}),
+        ({"rank": "1", "margin_bytes": True}, {"rank": 0, "margin_bytes": None}),
+        ({"why": "\x1b[31m" + "w" * 9999}, {"why": "[31m" + "w" * (kvfile.WHY_CHARS - 4)}),
+        ({"at": "noon", "limited_by_other_rank": "yes"}, {}),
+    ],
+)
+def test_a_field_that_cannot_be_so_costs_that_field(path: Path, changes: dict[str, Any], read: dict[str, Any]) -> None:
+    path.write_text(json.dumps(TOLD | changes))
+    assert read_kv(path) == READ | read
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "nothing"])
+def test_what_is_no_file_is_neither_waited_for_nor_followed(path: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    if kind == "link":
+        (path.parent / "other").write_text(json.dumps(TOLD))
+        path.symlink_to(path.parent / "other")
+
+    assert read_kv(path) == {}
+
+
+JSON = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(kvfile.PHASES), st.lists(st.integers())
+)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.dictionaries(st.sampled_from(list(TOLD)), JSON), st.dictionaries(st.sampled_from(list(TOLD)), JSON))
+def test_whatever_stands_in_it_makes_a_progress(
+    tmp_path_factory: pytest.TempPathFactory, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "random.kv"
+    path.write_text(json.dumps(TOLD | one))
+    Path(f"{path}.tp1").write_text(json.dumps(TOLD | other))
+    found = read_kv(path)
+
+    assert Progress(**with_kv(Parser().progress, found)).phase in ("starting", "sizing")
+    assert found.keys() in (READ.keys(), set())
+    json.dumps(found, allow_nan=False)
+
+
+# Together with the log
+
+
+@pytest.mark.parametrize(
+    ("log", "kv", "expected"),
+    [
+        ({"phase": "warming", "fraction": 0.5, "kv_tokens": None}, {}, {"phase": "warming", "fraction": 0.5, "kv": None}),
+        ({"phase": "loading", "fraction": 0.9, "eta_s": 2}, {"phase": "rehearsing"}, {"phase": "sizing", "fraction": None, "eta_s": None}),
+        ({"phase": "warming", "kv_tokens": None}, READ | {"phase": "sized"}, {"phase": "sizing", "kv_tokens": 65536, "kv_gib": 8.0}),
+        ({"phase": "sizing", "fraction": 0.5, "kv_tokens": 7}, READ | {"phase": "sized"}, {"phase": "sizing", "fraction": 0.5}),
+        ({"phase": "serving", "kv_tokens": 7, "kv_gib": 1.0}, READ, {"phase": "serving", "kv_tokens": 65536, "kv_gib": 8.0}),
+        ({"phase": "warming", "kv_tokens": 7}, {"phase": "stock", "tokens": None}, {"phase": "warming", "kv_tokens": 7}),
+    ],
+)
+def test_the_worker_says_more_than_the_log(log: dict[str, Any], kv: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = with_kv(log, kv)
+
+    assert {name: value for name, value in found.items() if name in expected} == expected
+    assert found["kv"] == (kv or None)
+
+
+def test_nothing_is_left_of_it(path: Path) -> None:
+    neighbour = kv_path(str(path.parent), "m-1-0a2")
+    for file in (path, *(Path(f"{path}.{end}") for end in ("tp1", "77", "tp1.77")), neighbour):
+        write(file)
+    remove_kv(str(path.parent), "m-1-0a")
+
+    assert os.listdir(path.parent) == [neighbour.name]

@@ -1,0 +1,107 @@
+"""How a stub engine sizes a KV cache that it does not have: the worker's own way through a pretended machine. Never takes memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.kv import sizing
+from workers.kv.arithmetic import GIB, Demand, Need
+from workers.kv.readings import Reading
+from workers.kv.settings import Settings
+from workers.stub_load import pause
+
+_FLAG = "worker-cls"
+_OURS = "workers.kv."
+# What the stub's log says where vLLM sizes: 1.0 GiB for 524,288 tokens.
+BYTES_PER_TOKEN = 2048
+BLOCK_TOKENS = 16
+MAX_MODEL_LEN = 4096
+
+
+class Refused(Exception):
+    """The cache does not fit; the sentence is the worker's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """of: tokens of one request of full length."""
+
+    gib: float
+    tokens: int
+    of: int
+
+    @property
+    def requests(self) -> float:
+        return self.tokens / self.of
+
+
+class StubKv:
+    """Sized by workers.kv where the command line names a worker class of it, else by nobody: the stub's usual 1 GiB."""
+
+    def __init__(self, flags: Mapping[str, Sequence[str]], environ: Mapping[str, str], room_bytes: int) -> None:
+        """room_bytes: what the pretended machine has left. SystemExit where the settings cannot be read, as the worker."""
+        length = (flags.get("max-model-len") or [""])[0]
+        self._of = int(length) if length.isdecimal() and int(length) else MAX_MODEL_LEN
+        self._machine: _Machine | None = None
+        if not (flags.get(_FLAG) or [""])[0].startswith(_OURS):
+            return
+        try:
+            settings = Settings.parse(environ)
+        except ValueError as wrong:
+            raise SystemExit(f"stub: {wrong}") from None
+        per_request = self._of * BYTES_PER_TOKEN
+        need = Need(per_request, per_request + BLOCK_TOKENS * BYTES_PER_TOKEN, self._of)
+        self._need = need
+        self._machine = _Machine(room_bytes)
+        about = {"stub": flags.get("served-model-name"), "room": room_bytes, "length": self._of}
+        self._sizing = sizing.Sizing(self._machine, settings, lambda: need, lambda: about)
+
+    async def size(self, stop: asyncio.Event, seconds: float) -> Size:
+        """seconds: how long a rehearsal takes, unless the process is to end. Raises Refused."""
+        if self._machine is None:
+            await pause(stop, seconds)
+            return Size(1.0, GIB // BYTES_PER_TOKEN, self._of)
+        self._machine.seconds = seconds
+        # A pretended machine does not breathe.
+        sizing.WINDOW_S = sizing.KNOWN_WINDOW_S = 0.0
+        working = asyncio.create_task(asyncio.to_thread(self._sizing.determine, lambda: GIB))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        self._machine.ended.set()
+        stopping.cancel()
+        try:
+            pool_bytes = await working
+        except ValueError as sentence:
+            raise Refused(str(sentence)) from None
+        requests = pool_bytes / self._need.per_request
+        self._sizing.allocated(requests)
+        return Size(pool_bytes / GIB, int(requests * self._of), self._of)
+
+    def ready(self) -> None:
+        if self._machine is not None:
+            self._sizing.ready()
+
+
+class _Machine:
+    """A machine of `room_bytes` on which only the stub lives, and whose memory it does not touch."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes = room_bytes
+        self.seconds = 0.0
+        self.ended = threading.Event()
+
+    def warm(self) -> None:
+        return
+
+    def rehearse(self, scale: float) -> Demand:
+        self.ended.wait(self.seconds)
+        return Demand(peak=GIB // 16, weights=GIB // 4)
+
+    def read(self) -> Reading:
+        return Reading(self._room_bytes, self._room_bytes, self._room_bytes, 0)
+
+    def untouched(self, pool_bytes: int) -> int:
+        return pool_bytes
