@@ -62,8 +62,15 @@ def test_the_context_that_is_said_to_fit_fits():
     ("room", "asked", "at_most", "says"),
     [
         (20 * GIB, 13 * GIB, None, "The KV cache that was asked for needs 13.0 GiB and 12.0 GiB are left"),
+        (20 * GIB, 13 * GIB, None, "What helps: a smaller cache (up to 12.0 GiB would fit), or a smaller batch"),
+        (10 * GIB, 13 * GIB, None, "What helps: a shorter context (max_model_len 16,128 would fit), or 4-bit weights"),
         (2 * GIB, None, None, "and 0.00 GiB are left"),
-        (40 * GIB, None, GIB, "at most 1.00 GiB were allowed for it: allow more, or less context (max_model_len 7,936 would fit)"),
+        (
+            40 * GIB,
+            None,
+            GIB,
+            "at most 1.00 GiB were allowed for it: allow more (kv_cache, memory_gib), or less context (max_model_len 7,936)",
+        ),
         (40 * GIB, GIB, None, "One request of 32,768 tokens needs a KV cache of 4.02 GiB"),
     ],
 )

@@ -147,8 +147,10 @@ def test_a_profile_that_would_refuse_is_not_believed(tmp_path):
 
 
 def test_a_release_without_a_symbol_sizes_its_cache_itself(tmp_path, caplog):
-    _, size = start(Machine(40 * GIB, missing="GPUModelRunner._dummy_run"), tmp_path)
+    sizing, size = start(Machine(40 * GIB, missing="GPUModelRunner._dummy_run"), tmp_path)
     assert size == STOCK
+    sizing.allocated(3.0)
+    sizing.ready()
     assert "this vLLM has no GPUModelRunner._dummy_run; it sizes its KV cache itself" in caplog.text
     assert told(tmp_path)["phase"] == "stock"
 
@@ -233,3 +235,34 @@ def test_nothing_is_tried_where_nothing_is_left(tmp_path):
     with pytest.raises(ValueError, match=r"0\.25 GiB are left with the weights in memory; under 0\.50 GiB nothing is tried"):
         start(machine, tmp_path)
     assert machine.did == []
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such thing"), TypeError("takes 2 arguments"), AssertionError("is_profiling")])
+def test_a_rehearsal_of_another_release_is_left_to_it(tmp_path, caplog, error):
+    machine = Machine(40 * GIB)
+
+    def rehearse(_scale: float) -> Demand:
+        raise error
+
+    machine.rehearse = rehearse  # type: ignore[method-assign]
+    assert start(machine, tmp_path)[1] == STOCK
+    assert f"this vLLM's rehearsal is another one ({type(error).__name__}: {error}); it sizes its KV cache itself" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("room", "settings", "rehearses"),
+    [
+        (40 * GIB, {"at_most_bytes": 2 * GIB}, False),
+        (40 * GIB, {"sequences": 4}, False),
+        (40 * GIB, {"at_most_bytes": 25 * GIB}, True),  # more than half of the room
+        (10 * GIB, {"at_most_bytes": 2 * GIB}, True),  # less than the largest batch could need
+        (40 * GIB, {}, True),
+    ],
+)
+def test_where_there_is_plenty_nothing_is_rehearsed_and_nothing_learned(tmp_path, room, settings, rehearses):
+    machine = Machine(room, Demand(graphs=GIB, peak=GIB))
+    sizing, size = start(machine, tmp_path, **settings)
+    assert machine.did == (["rehearse 1.0"] if rehearses else ["warm"])
+    assert told(tmp_path)["source"] == ("rehearsal" if rehearses else "plenty")
+    serve(sizing, machine, size, 3 * GIB)
+    assert bool(list((tmp_path / "profiles").iterdir())) == rehearses

@@ -84,14 +84,15 @@ def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None =
     left = room - demand.ahead - margin
     if asked is not None:
         if asked > left:
-            raise DoesNotFit(_sentence(f"The KV cache that was asked for needs {_gib(asked)}", room, left, demand, margin, need))
+            what = f"The KV cache that was asked for needs {_gib(asked)}"
+            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=left >= need.least))
         size = asked
     else:
         size = left if at_most is None else min(left, at_most)
     if size < need.least:
         what = f"One request of {need.max_model_len:,} tokens needs a KV cache of {_gib(need.least)}"
         limited = size < left and size == at_most
-        raise DoesNotFit(_limited(what, size, need) if limited else _sentence(what, room, left, demand, margin, need))
+        raise DoesNotFit(_limited(what, size, need) if limited else _sentence(what, room, left, demand, margin, need, need.least - left))
     return Pool(size, room, margin, demand)
 
 
@@ -103,10 +104,12 @@ def longest(left: int, need: Need) -> int:
 
 def _limited(what: str, size: int, need: Need) -> str:
     tokens = longest(size, need)
-    return f"{what}, and at most {_gib(size)} were allowed for it: allow more, or less context (max_model_len {tokens:,} would fit)."
+    more = "allow more (kv_cache, memory_gib)"
+    return f"{what}, and at most {_gib(size)} were allowed for it: {more}, or less context (max_model_len {tokens:,})."
 
 
-def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need: Need) -> str:
+def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need: Need, missing: int, *, smaller: bool = False) -> str:
+    """missing: bytes. smaller: whether a smaller cache would do for one request."""
     parts = [f"{_gib(room)} are there"]
     if demand.graphs:
         parts.append(f"{_gib(demand.graphs)} for CUDA graphs")
@@ -114,16 +117,19 @@ def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need
         parts.append(f"{_gib(demand.ahead - demand.graphs)} for the largest batch")
     parts.append(f"{_gib(margin)} of margin")
     weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
-    return f"{what} and {_gib(max(0, left))} are left: {parts[0]}, less {', '.join(parts[1:])}.{weights} {_cures(left, demand, need)}"
+    sum_of = f"{parts[0]}, less {', '.join(parts[1:])}."
+    return f"{what} and {_gib(max(0, left))} are left: {sum_of}{weights} {_cures(left, demand, need, missing, smaller)}"
 
 
-def _cures(left: int, demand: Demand, need: Need) -> str:
+def _cures(left: int, demand: Demand, need: Need, missing: int, smaller: bool) -> str:
     cures: list[str] = []
-    if tokens := longest(left, need):
+    if smaller:
+        cures.append(f"a smaller cache (up to {_gib(left)} would fit)")
+    elif tokens := longest(left, need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
-    if demand.ahead - demand.graphs > need.least - left:
+    if demand.ahead - demand.graphs > missing:
         cures.append("a smaller batch (max_num_batched_tokens, max_num_seqs)")
-    if demand.weights * (1 - FOUR_BIT_SHARE) > need.least - left:
+    if demand.weights * (1 - FOUR_BIT_SHARE) > missing:
         cures.append(f"4-bit weights (quantize: nvfp4 frees up to {_gib(int(demand.weights * (1 - FOUR_BIT_SHARE)))} of 16-bit ones)")
     cures.append("ending what else uses the memory")
     return f"What helps: {', or '.join(cures)}."

@@ -39,7 +39,8 @@ class CpuRehearsal:
         self.warm()
         forget_peak()
         with minimal_cache(runner):
-            runner.profile_run()
+            if runner.supports_mm_inputs:
+                runner.profile_run()  # the encoders; the rest of it the largest batches cover
             largest_batches(runner, scale)
         peak = peak_resident_bytes()
         self._settle()
@@ -64,10 +65,11 @@ class SparkCPUWorker(CPUWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with open_gate(vllm_config.cache_config):
             super().__init__(vllm_config, *args, **kwargs)
+        self._settings = Settings.parse(os.environ)
         self._rehearsal = CpuRehearsal(self)
         self._sizing = Sizing(
             self._rehearsal,
-            Settings.parse(os.environ),
+            self._settings,
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             lambda: identity_of(self.vllm_config, "cpu", self.rank),
             self.rank,
@@ -94,6 +96,9 @@ class SparkCPUWorker(CPUWorker):
         return times
 
     def _stock(self) -> int:
+        limit = self._settings.bytes or self._settings.at_most_bytes
+        if limit is not None and self.cache_config.kv_cache_memory_bytes is None:
+            self.cache_config.kv_cache_memory_bytes = limit
         # As the constructor would have it with the gate as it was.
         asked: float = self.requested_cpu_memory  # type: ignore[has-type]
         self.requested_cpu_memory = math.ceil(asked / GATE * self.cache_config.gpu_memory_utilization)

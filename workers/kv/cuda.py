@@ -10,9 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.utils import request_memory
 
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
@@ -48,7 +46,7 @@ class CudaRehearsal:
         peak = int(max(0, torch.cuda.max_memory_allocated() - base) / scale)
         self._settle()
         graphs = 0
-        if self._worker.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if getattr(self._worker.vllm_config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE":
             graphs = max(0, method(runner, "profile_cudagraph_memory")())
             self._settle()
         reusable = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -83,9 +81,10 @@ class SparkWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._settings = Settings.parse(os.environ)
         self._sizing = Sizing(
             CudaRehearsal(self),
-            Settings.parse(os.environ),
+            self._settings,
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             self._identity,
             self.rank,
@@ -114,8 +113,12 @@ class SparkWorker(Worker):
         return times
 
     def _stock(self) -> int:
+        from vllm.v1.worker.utils import request_memory
+
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
-        return super().determine_available_memory()
+        size = super().determine_available_memory()
+        limit = self._settings.bytes or self._settings.at_most_bytes
+        return size if limit is None else min(size, limit)
 
     def _identity(self) -> dict[str, Any]:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -23,6 +23,8 @@ logger = logging.getLogger("vllm.sparkd.kv")
 WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
 # So far may free memory be from what was expected before a profile counts as wrong.
 ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
+# The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.
+PLENTY_BYTES, PLENTY_SHARE = 8 * GIB, 0.5
 # A batch is not made smaller than an eighth: its peak is then taken times eight.
 MOST_SETBACKS = 3
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may do
@@ -70,6 +72,7 @@ class Sizing:
         self._need: Need | None = None
         self._seconds = 0.0
         self._sentence = ""
+        self._source = ""
         self._leave = leave
 
     def determine(self, stock: Callable[[], int]) -> int:
@@ -94,9 +97,15 @@ class Sizing:
             self._report.tell("refused", why=str(sentence))
             raise ValueError(str(sentence)) from None
         except Missing as symbol:
-            logger.warning("sparkd: this vLLM has no %s; it sizes its KV cache itself, by gpu_memory_utilization.", symbol)
-            self._report.tell("stock", why=f"this vLLM has no {symbol}")
-            return stock()
+            why = f"this vLLM has no {symbol}"
+        except (AttributeError, TypeError, ImportError, AssertionError) as error:
+            # A private function that is there and is another one.
+            logger.debug("sparkd: the rehearsal", exc_info=True)
+            why = f"this vLLM's rehearsal is another one ({type(error).__name__}: {error})"
+        logger.warning("sparkd: %s; it sizes its KV cache itself.", why)
+        self._report.tell("stock", why=why)
+        self._pool = None
+        return stock()
 
     def allocated(self, requests: float) -> None:
         """The cache is there. requests: of max_model_len tokens that it holds."""
@@ -128,16 +137,16 @@ class Sizing:
         error = slack - self._pool.expected_slack
         wrong = abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size))
         demand = self._pool.demand
-        if wrong:
+        if wrong and self._source != "plenty":
             demand = replace(demand, graphs=max(0, demand.graphs - error))
             logger.info(
                 "sparkd: %.2f GiB are free where %.2f GiB were expected; %s.",
                 slack / GIB,
                 self._pool.expected_slack / GIB,
-                "the profile is corrected" if self._learned is not None else "the profile says so",
+                "the profile is corrected" if self._learned is not None else "the next start knows",
             )
         starts = 0 if self._learned is None else self._learned.starts + 1
-        if wrong or self._learned is None or starts == 1:
+        if self._source != "plenty" and (wrong or self._learned is None or starts == 1):
             self._profiles.keep(self._key, Learned(demand, self._seconds, starts, error), self._about)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error)
         logger.info("sparkd: %s; %.2f GiB are free, %.2f GiB of them the margin.", self._sentence, slack / GIB, self._pool.margin / GIB)
@@ -145,14 +154,16 @@ class Sizing:
     def _sized(self, need: Need) -> int:
         self._report.tell("rehearsing")
         began = time.monotonic()
-        if self._learned is None:
-            demand = self._rehearsed()
-            self._seconds = time.monotonic() - began
-        else:
+        if self._learned is not None:
             self._rehearsal.warm()
-            demand = self._learned.demand
+            source, demand = "profile", self._learned.demand
             self._seconds = self._learned.seconds
-        source = "rehearsal" if self._learned is None else "profile"
+        elif self._is_plenty(need):
+            self._rehearsal.warm()
+            source, demand = "plenty", Demand()
+        else:
+            source, demand = "rehearsal", self._rehearsed()
+            self._seconds = time.monotonic() - began
         reading = lowest(self._rehearsal.read, WINDOW_S if self._learned is None else KNOWN_WINDOW_S)
         made = pool(
             reading.room,
@@ -163,6 +174,7 @@ class Sizing:
             self._settings.at_most_bytes,
         )
         self._pool = made
+        self._source = source
         self._report.tell(
             "sized",
             source=source,
@@ -183,6 +195,16 @@ class Sizing:
             made.margin / GIB,
         )
         return made.bytes
+
+    def _is_plenty(self, need: Need) -> bool:
+        """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
+        asked = self._asked(need)
+        size = self._settings.at_most_bytes if asked is None else asked
+        if size is None:
+            return False
+        reading = self._rehearsal.read()
+        left = reading.room - size - margin_of(reading.size, self._settings.margin_bytes)
+        return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
 
     def _rehearsed(self) -> Demand:
         """Raises DoesNotFit where there is no room to begin, Missing. Where memory runs out meanwhile, the process ends."""
