@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import pytest
 import torch
 
+from sparkd.errors import CheckpointError
 from workers.stream.early import Early
 from workers.stream.trace import Trace, phantoms
 
@@ -100,7 +102,7 @@ def test_a_module_is_done_when_the_last_of_it_is_placed_and_only_once():
         assert layer.quant_method.calls == 1
         layer.quant_method.process_weights_after_loading(layer)  # and one after a reload
         assert layer.quant_method.calls == 2
-    assert trace.taken["0.0.weight"].target is None
+    assert not trace.late
 
 
 def test_memory_that_the_new_layout_replaces_is_let_go_while_the_loader_still_holds_it():
@@ -129,3 +131,48 @@ def test_what_is_doubtful_is_left_to_vllm(harm):
     watch, _ = early(model)
     load(model, watch, tensors())
     assert watch.done == done
+
+
+def test_a_model_that_collects_first_is_left_to_vllm():
+    class Collects(Model):
+        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(list(tensors))
+
+    model = Collects()
+    watch, trace = early(model)
+    assert trace.late
+    load(model, watch, tensors())
+    assert watch.done == []
+
+
+def test_a_kernel_that_refuses_its_module_names_it():
+    model = Model()
+
+    class Refuses(Method):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            raise AssertionError("hidden_size = 96 unsupported by Marlin tiles")
+
+    model.layers[1].quant_method = Refuses()
+    watch, _ = early(model)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1.*kernel's layout \(AssertionError: hidden_size = 96 unsupported by Marlin tiles\)"
+    ):
+        load(model, watch, tensors())
+
+
+def test_weights_that_live_elsewhere_are_left_to_vllm():
+    model = Model()
+    model.layers[0].weight._vllm_is_uva_offloaded = True
+    watch, _ = early(model)
+    load(model, watch, tensors())
+    assert watch.done == [model.layers[1]]
+
+
+def test_no_place_is_held_after_it_was_looked_at():
+    model = Model()
+    watch, trace = early(model)
+    trace.forget_targets()
+    before = weakref.ref(model.layers[0].weight.untyped_storage())
+    load(model, watch, tensors())
+    assert before() is None
+    assert len(watch.done) == 2

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from workers.stream.formats import global_scale, quantizer
 from workers.stream.layout import lay_out, neighbours
 from workers.stream.pipeline import Pipeline
 from workers.stream.plan import Run, steps
+from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
 from workers.stream.recipe import Recipe
+from workers.stream.source import Source
 from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 
@@ -344,12 +347,16 @@ class Fused:
 
     def asked(self, virtual: VirtualCheckpoint) -> dict:
         """A Pipeline's arguments for this model, as the loader finds them."""
+        trace = self.trace(virtual)
+        return {"regions": {name: one.region for name, one in trace.taken.items()}, "straight": trace.straight}
+
+    def trace(self, virtual: VirtualCheckpoint) -> Trace:
         trace = Trace()
         found = families(virtual.emitted())
         skipped = {name for family in found for number, name in family.names.items() if number not in family.asked}
         self.load_weights(phantoms(((o.name, o.shape, o.dtype) for o in virtual.emitted() if o.name not in skipped), CPU, trace))
-        straight = answered(found, trace.taken)
-        return {"regions": {name: one.region for name, one in trace.taken.items()}, "straight": straight}
+        trace.straight = answered(found, trace.taken)
+        return trace
 
 
 def same_memory(got: Fused, want: Fused) -> None:
@@ -406,3 +413,51 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
     # For each layer: down, and gate with up, in every part; the first, second and last expert are handed to the model.
     assert len(runs) == 2 * 2 * parts
     assert sum(len(run.plans) for run in runs) == straight
+
+
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
+def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
+    """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
+    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    trace = Fused(2, 1).trace(virtual)
+    first = Source.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None))
+    handed = first.pipeline.handed()
+    parts: dict[str, torch.Tensor] = {}
+
+    class Keep:
+        def add(self, name: str, tensor: torch.Tensor) -> None:
+            parts[name] = tensor.clone()
+
+        def add_stacked(self, names: Sequence[str], stacked: torch.Tensor) -> None:
+            parts.update((name, tensor.clone()) for name, tensor in zip(names, stacked, strict=True))
+
+        def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
+            raise AssertionError(name)
+
+    first.pipeline.sink = Keep()
+    want = Fused(2, 1)
+    want.load_weights(first.tensors())
+    order = neighbours({name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in parts.items() if "weight_shape" not in name})
+    (shard,) = lay_out(order)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with open(cache / "model.safetensors", "wb") as file:
+        file.write(shard.header)
+        for slot in shard.slots:
+            file.write(parts[slot.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    (cache / "config.json").write_text((tmp_path / "m" / "config.json").read_text())
+    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None)
+
+    got = Fused(2, 1)
+    trace = got.trace(virtual)
+    second = Source.of(virtual, CPU, READER, trace, torch.bfloat16, ProgressFile(None)).from_cache(cached, handed)
+    trace.forget_targets()
+    got.handed.clear()
+    got.load_weights(second.tensors())
+    whole = Fused(2, 1).load(Pipeline(virtual, CPU, READER, regions=Fused(2, 1).asked(virtual)["regions"]))
+    same_memory(got, whole)
+    cut = {name for name, one in handed.items() if not one.is_whole and "weight_shape" not in name}
+    assert cut
+    assert not cut & set(got.handed), "no part was made whole for the model's loader"

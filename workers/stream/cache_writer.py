@@ -160,6 +160,11 @@ class CacheWriter:
             return
         self._writer.put(slot, start_byte, view)
 
+    def leave_device(self) -> None:
+        """After the last tensor from the device; returns when its copy is in host memory."""
+        if self._writer is not None and self.state == "writing":
+            self._writer.leave_device()
+
     def _slot(self, name: str, tensor: torch.Tensor) -> Slot | None:
         """Its place; None, and the end of the writing, for a tensor that was not laid out like this."""
         slot = None if self._writer is None else self._writer.slots.get(name)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sparkd.errors import CheckpointError
 from workers.stream.trace import Trace
 
 
@@ -21,6 +22,7 @@ class _Waiting:
     """A module, how many of its tensors are still to come, and all their names."""
 
     module: torch.nn.Module
+    name: str
     left: int = 0
     names: list[str] = field(default_factory=list)
 
@@ -28,16 +30,19 @@ class _Waiting:
 class Early:
     """`placed` is told what has reached its parameter and calls the methods of the modules that are whole then.
 
-    model: its modules that have a quantization method. trace: where every tensor goes; forgets the places of what is done, because a place
-    keeps the memory that the kernel's layout replaces. unread: how names end, of tensors and parameters, that no kernel reads.
+    model: its modules that have a quantization method. trace: where every tensor goes; it is only looked at now, because a place keeps the
+    memory that the kernel's layout replaces. unread: how names end, of tensors and parameters, that no kernel reads. `placed` raises
+    CheckpointError where a method refuses its module.
     """
 
     def __init__(self, model: torch.nn.Module, trace: Trace, is_ours: Callable[[Any], bool], unread: Sequence[str] = ()) -> None:
         self.done: list[torch.nn.Module] = []
-        self._trace = trace
+        self._of: dict[str, _Waiting] = {}
+        if trace.late:
+            return
+        names_of = {id(module): name for name, module in model.named_modules()}
         owners = _owners(model, is_ours)
         found: dict[int, _Waiting] = {}
-        self._of: dict[str, _Waiting] = {}
         filled: dict[int, int] = {}
         doubtful = False
         for name, taken in trace.taken.items():
@@ -52,7 +57,7 @@ class Early:
             module = owners.get(storage)
             if module is None:
                 continue
-            waiting = found.setdefault(id(module), _Waiting(module))
+            waiting = found.setdefault(id(module), _Waiting(module, names_of[id(module)]))
             waiting.left += 1
             waiting.names.append(name)
             self._of[name] = waiting
@@ -74,12 +79,18 @@ class Early:
 
     def _finish(self, waiting: _Waiting) -> None:
         module = waiting.module
-        for name in waiting.names:
-            self._trace.taken[name].target = None
-            self._trace.straight.pop(name, None)
         before = dict(module.named_parameters(recurse=False))
         method: Any = module.quant_method
-        method.process_weights_after_loading(module)
+        try:
+            method.process_weights_after_loading(module)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"vLLM cannot put it into its kernel's layout ({type(error).__name__}: {error})",
+                tensor=waiting.name,
+                cure="Give that layer another format, or add its name to `keep`",
+            ) from error
         method.process_weights_after_loading = _SkipOnce(method, module)
         _let_go(before.values(), module)
         self.done.append(module)
@@ -109,7 +120,7 @@ def _owners(model: torch.nn.Module, is_ours: Callable[[Any], bool]) -> dict[int,
     shared: set[int] = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        ours = method is not None and is_ours(method) and methods[id(method)] == 1
+        ours = method is not None and is_ours(method) and methods[id(method)] == 1 and not _is_offloaded(module)
         for parameter in module.parameters(recurse=False):
             storage = parameter.untyped_storage().data_ptr()
             if storage in found and found[storage] is not module:
@@ -119,6 +130,12 @@ def _owners(model: torch.nn.Module, is_ours: Callable[[Any], bool]) -> dict[int,
             else:
                 shared.add(storage)
     return {storage: module for storage, module in found.items() if storage not in shared}
+
+
+def _is_offloaded(module: torch.nn.Module) -> bool:
+    """vLLM brings such weights to the device for its call, and back (device_loading_context): that stays its own affair."""
+    parameters = list(module.parameters(recurse=False))
+    return len({one.device for one in parameters}) > 1 or any(hasattr(one, "_vllm_is_uva_offloaded") for one in parameters)
 
 
 def _is_whole(module: torch.nn.Module, filled: dict[int, int], unread: Sequence[str], *, all_of_them: bool) -> bool:

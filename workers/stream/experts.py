@@ -10,16 +10,14 @@ a line and are taken in the same way, the others lie on it too.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from workers.stream.fusion import EXPERT
 from workers.stream.trace import Region, Taken, Target
 from workers.stream.virtual import Emitted
-
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -39,7 +37,7 @@ def families(emitted: Sequence[Emitted]) -> list[Family]:
     """The families among the emitted tensors; a tensor whose shape is not its siblings' has a family of its own."""
     found: dict[tuple[str, tuple[int, ...]], Family] = {}
     for one in emitted:
-        if (expert := _EXPERT.search(one.name)) is None:
+        if (expert := EXPERT.search(one.name)) is None:
             continue
         key = (one.name[: expert.start(1)] + one.name[expert.end(1) :], one.shape)
         found.setdefault(key, Family(one.shape, {})).names[int(expert[1])] = one.name

@@ -6,24 +6,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 
-from workers.stream.reader import Chunk, Piece, Reader
+from workers.stream.plan import Input
+from workers.stream.reader import Chunk, Reader
 
 EVENT_BYTES = 4 * 2**20  # one CUDA event for about so many copied bytes: an event for every small tensor would cost more than its copy
 EVENT_CHUNKS = 64
-
-
-class Input(Protocol):
-    """What is taken together: its pieces in the reader's order, and their bytes in all."""
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 class Feed:

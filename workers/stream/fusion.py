@@ -5,6 +5,10 @@ The names are those of `packed_modules_mapping` in vllm/model_executor/models (l
 
 from __future__ import annotations
 
+import re
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),

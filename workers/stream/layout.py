@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sparkd.errors import CheckpointError
-from workers.stream.fusion import group_of
+from workers.stream.fusion import EXPERT, group_of
 
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
@@ -24,7 +23,6 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 # transformers refuses a file that does not say which framework's tensors it holds.
 _METADATA = {"format": "pt"}
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 FAMILIES = 16  # two layers' experts in two matrices and four parts
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -67,7 +65,7 @@ def neighbours(tensors: Tensors) -> Tensors:
         waiting.clear()
 
     for name, what in tensors.items():
-        if (expert := _EXPERT.search(name)) is None:
+        if (expert := EXPERT.search(name)) is None:
             flush()
             found[name] = what
             continue

@@ -202,6 +202,8 @@ class SparkStreamLoader(DefaultModelLoader):
         source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed)
         if formats and self._settings.cache_dir is not None:
             source = self._beside_cache(source, checkpoint, formats, device)
+        if trace is not None:
+            trace.forget_targets()
         spellings = sorted({form.spelling for form in formats.values()}) or ["bf16"]
         progress.begin(
             source.pipeline.bytes_total,
@@ -286,6 +288,11 @@ class SparkStreamLoader(DefaultModelLoader):
             raise
         except GeneratorExit:
             source.abandon("the load ended early")
+            raise
+        except BaseException as error:
+            source.abandon(f"the load ended by {type(error).__name__}")
+            if isinstance(error, Exception):
+                source.progress.failed(f"The load ended: {type(error).__name__}: {error}")
             raise
         finally:
             source.close()

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,9 +22,10 @@ from sparkd.errors import CheckpointError
 from workers.stream.experts import followers, place, place_stacked, straightened
 from workers.stream.feed import Feed
 from workers.stream.formats import amax, amax_each, global_scale, quantizer
+from workers.stream.formats.source import dequantize_fp8
 from workers.stream.passing import Passing
 from workers.stream.plan import BATCH_BYTES, Batch, Plan, Run, matrices_of, plan_of, steps
-from workers.stream.reader import Piece, Reader
+from workers.stream.reader import Reader
 from workers.stream.trace import Region, Taken, Target, streamed
 from workers.stream.virtual import (
     DTYPES,
@@ -37,9 +39,7 @@ from workers.stream.virtual import (
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
-STREAMED_BYTES = (
-    32 * 2**20
-)  # a tensor that passes through and is larger goes into its parameter chunk by chunk instead of being built first
+STREAMED_BYTES = 32 * 2**20  # what passes through and is larger goes into its parameter chunk by chunk instead of being built first
 SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
 CHECKED_UNITS = 512  # one look at the device's NaN flags for so many units: each look waits for the device
 
@@ -90,7 +90,7 @@ class Pipeline:
         self,
         virtual: VirtualCheckpoint,
         device: torch.device,
-        reader: Callable[[Sequence[Piece]], Reader],
+        reader: Callable[..., Reader],
         *,
         regions: Mapping[str, Region | None] | None = None,
         once: Container[str] = (),
@@ -196,7 +196,8 @@ class Pipeline:
             def add_chunk(self, name: str, start_byte: int, view: torch.Tensor) -> None:
                 raise RuntimeError(f"{name} is not streamed here")
 
-        alone = Pipeline(self._virtual, device, self._make_reader, regions=self._regions, dtype=self._dtype, sink=Keep(), only=wanted)
+        reader = partial(self._make_reader, pin=device.type == "cuda")
+        alone = Pipeline(self._virtual, device, reader, regions=self._regions, dtype=self._dtype, sink=Keep(), only=wanted)
         for _ in alone.tensors():
             yield from ((name, tensor) for name, tensor in made if name in names)
             made.clear()
@@ -296,8 +297,6 @@ class Pipeline:
             part = cut(matrix, weight.stored, box, need)
             if weight.scale is not None and scale is not None:
                 scales = raw[scale].view(dtype_of(weight.scale)).view(weight.scale.shape)
-                from workers.stream.formats.source import dequantize_fp8
-
                 part = dequantize_fp8(part, scales, weight.stored.shape, (need.row_start, need.col_start), dtype=self._dtype)
             needed.append((weight, number, need, part))
         largest = [amax(part) for *_, part in needed]
@@ -320,6 +319,11 @@ class Pipeline:
         else:
             place(target, tensor)
         self._placed([name])
+
+    def forget(self) -> None:
+        """After the pass: nothing of it holds a parameter, or who was told."""
+        self._straight.clear()
+        self._told = lambda _names: None
 
     def _placed(self, names: Sequence[str]) -> None:
         for name in names:

@@ -29,6 +29,8 @@ AT_ONCE_BYTES = 16 * 2**20  # packed bytes of the experts that are worked on tog
 
 SCALES_AT_ONCE_BYTES = 2 * 2**20  # the same for scales alone, one byte each, of which Marlin's functions make about ten
 
+TILE_N, TILE_K = 64, 16  # gptq_marlin_repack refuses sizes that are no multiples (csrc/quantization/marlin/gptq_marlin_repack.cu)
+
 _FP4 = "vllm.model_executor.layers.quantization.utils.marlin_utils_fp4"
 _NVFP4 = "prepare_nvfp4_moe_layer_for_marlin"
 # (module, function, positions of the arguments that have one entry for each expert, position of the layer that says how many there are)
@@ -163,15 +165,22 @@ def _as_one(module: Any, dtype: torch.dtype, given: list[torch.Tensor], at_once_
         )
     except AttributeError as error:
         raise _NotAlike(str(error)) from None
-    made: list[torch.Tensor] = []
-    for packed, scales, second in (given[:3], given[3:]):
+    parts = (given[:3], given[3:])
+    # Everything that may turn out otherwise comes before the first weight is written over.
+    factors: list[float] = []
+    for packed, scales, _ in parts:
         size_n, size_k = packed.shape[1], packed.shape[2] * 2
+        if size_n % TILE_N or size_k % TILE_K:
+            raise _NotAlike(f"a matrix of {size_n} x {size_k} is padded")
         if scales.dtype != torch.float8_e4m3fn or scales.shape[1:] != (size_n, size_k // 16):
             raise _NotAlike(f"scales of {scales.dtype} and shape {list(scales.shape)}")
         largest = scales.view(torch.uint8).amax().reshape(1)
         if int(largest) >= 0x7F:
             raise _NotAlike("a scale is negative or not a number")
-        factor = factor_of(largest.view(torch.float8_e4m3fn).to(dtype), dtype)
+        factors.append(factor_of(largest.view(torch.float8_e4m3fn).to(dtype), dtype))
+    made: list[torch.Tensor] = []
+    for (packed, scales, second), factor in zip(parts, factors, strict=True):
+        size_n, size_k = packed.shape[1], packed.shape[2] * 2
 
         def rows(part: torch.Tensor, n: int = size_n, k: int = size_k, factor: float = factor) -> torch.Tensor:
             below = part.to(dtype).transpose(1, 2).reshape(-1, n)

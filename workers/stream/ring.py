@@ -38,11 +38,16 @@ class Ring:
             raise RuntimeError("The ring is closed.")
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
+    def unpin(self) -> None:
+        """The memory stays, as any other memory. Waits for the device; twice is once."""
+        device, self._device = self._device, None
+        if self._tensor is not None and device is not None and self.unpinned_reason is None:
+            _unregister(self._tensor, device)
+
     def close(self) -> None:
         """Twice is once."""
-        tensor, self._tensor, self._bytes = self._tensor, None, None
-        if tensor is not None and self._device is not None and self.unpinned_reason is None:
-            _unregister(tensor, self._device)
+        self.unpin()
+        self._tensor, self._bytes = None, None
 
 
 def _register(tensor: torch.Tensor, device: int | None) -> str | None:

@@ -16,7 +16,7 @@ from workers.stream.cache_writer import CacheWriter
 from workers.stream.experts import straightened
 from workers.stream.pipeline import SHAPE, Handed, Pipeline
 from workers.stream.progress import ProgressFile
-from workers.stream.reader import Piece, Reader
+from workers.stream.reader import Reader
 from workers.stream.trace import Target, Trace
 from workers.stream.virtual import VirtualCheckpoint
 
@@ -31,7 +31,7 @@ class Source:
 
     pipeline: Pipeline
     device: torch.device
-    reader: Callable[[Sequence[Piece]], Reader]
+    reader: Callable[..., Reader]
     trace: Trace | None
     dtype: torch.dtype
     progress: ProgressFile
@@ -45,7 +45,7 @@ class Source:
         cls,
         virtual: VirtualCheckpoint,
         device: torch.device,
-        reader: Callable[[Sequence[Piece]], Reader],
+        reader: Callable[..., Reader],
         trace: Trace | None,
         dtype: torch.dtype,
         progress: ProgressFile,
@@ -85,9 +85,14 @@ class Source:
     def _parts(self, needed: Mapping[str, Handed]) -> dict[str, Target]:
         """Where a rank's own parts go that lie in the cache as they are needed."""
         found: dict[str, Target] = {}
-        for name, target in ({} if self.trace is None else self.trace.straight).items():
-            one = needed.get(name)
-            part = target if one is None or one.is_whole else straightened(target, one.at, one.shape)
+        if self.trace is None:
+            return found
+        for name, one in needed.items():
+            taken = self.trace.taken.get(name)
+            target = self.trace.straight.get(name)
+            if target is None and not one.is_whole and taken is not None and taken.once:
+                target = taken.target  # it would have to be built whole for the model's own loader, which takes this part of it
+            part = None if target is None else target if one.is_whole else straightened(target, one.at, one.shape)
             if part is not None:
                 found[name] = part
         return found
@@ -97,8 +102,12 @@ class Source:
 
         The device belongs to the engine by then, so what is missing is made on the CPU.
         """
+        self.pipeline.forget()
+        if self.trace is not None:
+            self.trace.straight.clear()
         if self.writer is None:
             return
+        self.writer.leave_device()
 
         def again(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
             return self.pipeline.again(names, torch.device("cpu"))
@@ -125,7 +134,7 @@ class Source:
 def _pipeline(
     virtual: VirtualCheckpoint,
     device: torch.device,
-    reader: Callable[[Sequence[Piece]], Reader],
+    reader: Callable[..., Reader],
     trace: Trace | None,
     dtype: torch.dtype,
     progress: ProgressFile,
@@ -139,7 +148,7 @@ def _pipeline(
         device,
         reader,
         regions=None if trace is None else {name: one.region for name, one in taken.items()},
-        once=frozenset(name for name, one in taken.items() if one.once),
+        once=frozenset(name for name, one in taken.items() if one.once) if trace is not None and not trace.late else frozenset(),
         dtype=dtype,
         watcher=progress,
         placed=placed,

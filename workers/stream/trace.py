@@ -266,11 +266,23 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
 class Trace:
     """The answer: a region for every tensor that was asked about. A tensor that was never copied is not needed (region None).
 
-    straight: where those go that need not be handed to the model at all (experts.py).
+    straight: where those go that need not be handed to the model at all (experts.py). seen: how many copies there were of each tensor when
+    the model asked for the next one; where it copies later, nobody can say when a tensor has reached its parameter (`late`).
     """
 
     taken: dict[str, Taken] = field(default_factory=dict)
     straight: dict[str, Target] = field(default_factory=dict)
+    seen: list[tuple[Taken, int]] = field(default_factory=list)
+
+    @property
+    def late(self) -> bool:
+        """Asked once the model is done with the phantoms."""
+        return any(taken.copies != copies for taken, copies in self.seen)
+
+    def forget_targets(self) -> None:
+        """A target holds its parameter's memory, which vLLM may be about to replace; regions stay."""
+        for taken in self.taken.values():
+            taken.target = None
 
     def region(self, name: str) -> Region | None:
         return self.taken[name].region
@@ -283,9 +295,12 @@ def phantoms(
     tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device, trace: Trace
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every named tensor as a phantom, noted in `trace` as the model's weight loaders take from it."""
+    passed: list[tuple[Taken, int]] = []
     for name, shape, dtype in tensors:
         taken = trace.taken[name] = Taken(tuple(shape))
         yield name, streamed(taken, dtype, device)
+        passed.append((taken, taken.copies))
+    trace.seen = passed
 
 
 def streamed(

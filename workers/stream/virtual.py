@@ -43,7 +43,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
-RUN_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
+SHORTEST_READ_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
 
 _LEADER = {name: group[0] for group in FUSED for name in group}
 
@@ -226,14 +226,14 @@ class Box:
 
 
 def stored_pieces(key: object, stored: Stored, need: Need) -> tuple[list[Piece], Box]:
-    """The byte runs that hold the needed part of a weight, as few bytes as runs of at least RUN_BYTES allow."""
+    """The byte runs that hold the needed part of a weight, as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
     size = DTYPES[stored.ref.dtype].itemsize
     first, last = (need.row_start, need.row_stop)
     if stored.row_step != 1 or stored.row_start:
         first = stored.row_start + need.row_start * stored.row_step
         last = stored.row_start + (need.row_stop - 1) * stored.row_step + 1
     rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
-    if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < RUN_BYTES:
+    if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < SHORTEST_READ_BYTES:
         box = Box(rows[0], rows[1] - rows[0], 0, stored.cols)
         return [Piece(key, stored.ref.path, stored.offset + box.row_start * stored.cols * size, box.rows * stored.cols * size)], box
     box = Box(rows[0], rows[1] - rows[0], cols[0], cols[1] - cols[0])

@@ -138,6 +138,20 @@ class ShardWriter:
             self._changed.wait_for(lambda: self._error is not None or not self._busy)
         self._raise()
 
+    def leave_device(self) -> None:
+        """Waits for the copies from the device; afterwards the threads do nothing with it any more, and only host memory may be put.
+
+        An engine that captures CUDA graphs must be alone with its device: a wait by another thread breaks the capture.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not self._held)
+            streams = {block.stream for block in (*self._blocks.values(), *self._jobs) if block.stream is not None}
+            for stream in streams:
+                stream.synchronize()
+            for block in (*self._blocks.values(), *self._jobs):
+                block.event = block.stream = None
+        self._ring.unpin()
+
     def gaps(self) -> Iterator[tuple[Slot, int, int]]:
         """(slot, start, stop) of what was not taken, in the order of the files."""
         for slot in self.slots.values():
@@ -368,6 +382,7 @@ class ShardWriter:
                     self._submit(waiting)
         with self._changed:
             self._held -= held.copy.numel()
+            self._changed.notify_all()
 
     def _write(self, shard: int, offset: int, data: memoryview) -> None:
         file = self._files[shard]
