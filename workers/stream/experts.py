@@ -1,11 +1,9 @@
-"""Experts that go straight into their parameter, without vLLM's weight loader in between. Never guesses: what three experts do not
-agree on is left to vLLM.
+"""Experts that go straight into their parameter, without vLLM's weight loader in between. Never guesses: what three experts do not agree on
+is left to vLLM.
 
-A layer's experts lie one behind the other in one parameter, and vLLM's loader looks for the right one among all of them for every
-tensor: about 100 us each, 18,000
-tensors for 128 experts in 48 layers, three scales for each. So the first, the second and the last expert are asked (trace.py) where
-they go; where the three lie on
-a line and are taken in the same way, the others lie on it too.
+A layer's experts lie one behind the other in one parameter, and vLLM's loader looks for the right one among all of them for every tensor:
+about 100 us each, 18,000 tensors for 128 experts in 48 layers, three scales for each. So the first, the second and the last expert are
+asked (trace.py) where they go; where the three lie on a line and are taken in the same way, the others lie on it too.
 """
 
 from __future__ import annotations

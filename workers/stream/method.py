@@ -1,9 +1,8 @@
-"""The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never
-decides a format, never reads a weight.
+"""The quantization method `spark`: compressed-tensors as vLLM serves it, and our own kernels where its CPU backend has none. Never decides
+a format, never reads a weight.
 
-Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/ct_config.py under the name
-`spark`, so what is served
-while streaming and what an exported checkpoint says are one description.
+Importing this module imports vLLM. The configuration is the `quantization_config` of workers/stream/ct_config.py under the name `spark`, so
+what is served while streaming and what an exported checkpoint says are one description.
 """
 
 from __future__ import annotations

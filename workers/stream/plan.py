@@ -132,7 +132,7 @@ def kind_of(plan: Plan) -> object | None:
         weight = plan.unit.weights[number]
         stored = weight.stored
         as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
-        if at != slot or scale is not None or stored.transposed or stored.row_step != 1 or not as_needed:
+        if at != slot or scale is not None or stored.transposed or not as_needed:
             return None
         kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype))
     return (len(plan.weights), *kinds) if len(kinds) == 1 else None

@@ -1,14 +1,10 @@
 """Kernel repacking without a second copy of a layer's experts: vLLM's own functions, called for few experts at a time, written back in
-place. Never
-computes a layout.
+place. Never computes a layout.
 
 Stock vLLM (0.26 to 0.33) repacks a layer's experts for Marlin into new tensors, so one layer's experts are resident twice, and NVFP4's
-scales several times
-more in wider types. The packed bytes are as many before and after when nothing is padded (marlin_utils_fp4.py, marlin_utils.py), and
-experts do not know of each
-other, so a few at a time can go back to where they came from. Where that does not hold, or where a release has another function, stock
-behaviour stays and
-the log says so.
+scales several times more in wider types. The packed bytes are as many before and after when nothing is padded (marlin_utils_fp4.py,
+marlin_utils.py), and experts do not know of each other, so a few at a time can go back to where they came from. Where that does not hold,
+or where a release has another function, stock behaviour stays and the log says so.
 """
 
 from __future__ import annotations

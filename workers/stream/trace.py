@@ -1,12 +1,10 @@
-"""Which part of every tensor this rank's model really takes: it is asked once, with tensors that hold nothing. Never reads a
-checkpoint, never changes a parameter.
+"""Which part of every tensor this rank's model really takes: it is asked once, with tensors that hold nothing. Never reads a checkpoint,
+never changes a parameter.
 
-vLLM's own weight loaders decide what a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts that
-live elsewhere and skip layers
-of another pipeline stage. `trace` hands the model `PhantomTensor`s under the checkpoint's names and notes which region of each is
-copied into a parameter. What a
-loader does that is not a plain view (arithmetic, concatenation, `.item()`) makes that tensor needed as a whole, so the answer is never
-too small.
+vLLM's own weight loaders decide what a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts that live
+elsewhere and skip layers of another pipeline stage. `trace` hands the model `PhantomTensor`s under the checkpoint's names and notes which
+region of each is copied into a parameter. What a loader does that is not a plain view (arithmetic, concatenation, `.item()`) makes that
+tensor needed as a whole, so the answer is never too small.
 """
 
 from __future__ import annotations

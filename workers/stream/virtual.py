@@ -1,9 +1,9 @@
 """The virtual quantized checkpoint: which tensors vLLM will be handed, and which bytes of the real one each is made from. Never reads
 weights, never touches a device.
 
-A checkpoint is cut into units. A unit is the least that must be known at once: one tensor that passes through, one weight to quantize,
-or several weights that
-share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units come in the order of their bytes on disk.
+A checkpoint is cut into units. A unit is the least that must be known at once: one tensor that passes through, one weight to quantize, or
+several weights that share a scale because vLLM fuses them (NVFP4's global scale over q/k/v and gate/up). Units come in the order of their
+bytes on disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LEADER = {name: group[0] for group in FUSED for name in group}
 class Stored:
     """Where a 2-D weight lies: `rows` x `cols` elements from byte `offset` of the tensor's file, row after row.
 
-    transposed: the file holds [K, N] where vLLM's format wants [N, K]. row_start, row_step choose rows of the result (gate and up of
+    transposed: the file holds [K, N] where vLLM's format wants [N, K]. row_start, row_count choose rows of the result (gate and up of
     one packed block).
     """
 
@@ -62,7 +62,6 @@ class Stored:
     cols: int
     transposed: bool = False
     row_start: int = 0
-    row_step: int = 1
     row_count: int | None = None
 
     @property
@@ -109,8 +108,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """One tensor vLLM is handed. For a part of a weight: `rows` and `cols` say how many elements of the weight one element of this
-    tensor stands for."""
+    """One tensor vLLM is handed: of which unit, and, where it was quantized, which part (`suffix`) of which of its weights."""
 
     name: str
     shape: tuple[int, ...]
@@ -228,10 +226,7 @@ class Box:
 def stored_pieces(key: object, stored: Stored, need: Need) -> tuple[list[Piece], Box]:
     """The byte runs that hold the needed part of a weight, as few bytes as runs of at least SHORTEST_READ_BYTES allow."""
     size = DTYPES[stored.ref.dtype].itemsize
-    first, last = (need.row_start, need.row_stop)
-    if stored.row_step != 1 or stored.row_start:
-        first = stored.row_start + need.row_start * stored.row_step
-        last = stored.row_start + (need.row_stop - 1) * stored.row_step + 1
+    first, last = stored.row_start + need.row_start, stored.row_start + need.row_stop
     rows, cols = ((need.col_start, need.col_stop), (first, last)) if stored.transposed else ((first, last), (need.col_start, need.col_stop))
     if (cols[1] - cols[0]) == stored.cols or (cols[1] - cols[0]) * size < SHORTEST_READ_BYTES:
         box = Box(rows[0], rows[1] - rows[0], 0, stored.cols)
@@ -243,20 +238,16 @@ def stored_pieces(key: object, stored: Stored, need: Need) -> tuple[list[Piece],
 
 def cut(matrix: torch.Tensor, stored: Stored, box: Box, need: Need) -> torch.Tensor:
     """[rows needed, columns needed] out of what was read of the file's matrix ([box.rows, box.cols])."""
-    if (
-        not stored.transposed
-        and stored.row_step == 1
-        and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
-    ):
+    if not stored.transposed and (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start):
         return matrix  # the usual case, 20,000 times: two slices of a tensor cost more than a kernel's launch
     if stored.transposed:
         matrix = matrix.t()
         row_at, col_at = box.col_start, box.row_start
     else:
         row_at, col_at = box.row_start, box.col_start
-    first = stored.row_start + need.row_start * stored.row_step - row_at
+    first = stored.row_start + need.row_start - row_at
     count = need.row_stop - need.row_start
-    matrix = matrix[first : first + (count - 1) * stored.row_step + 1 : stored.row_step]
+    matrix = matrix[first : first + count]
     return matrix[:, need.col_start - col_at : need.col_stop - col_at]
 
 
