@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-MAX_MODEL_LEN, MAX_NUM_SEQS = 512, 3
+MAX_MODEL_LEN, MAX_NUM_SEQS = 256, 3
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
             enforce_eager=True,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=128,
             dtype="float32",  # several times as fast as bfloat16 on a CPU without AMX
             enable_prefix_caching=False,
             disable_log_stats=False,
