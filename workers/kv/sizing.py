@@ -164,7 +164,7 @@ class Sizing:
         else:
             source, demand = "rehearsal", self._rehearsed()
             self._seconds = time.monotonic() - began
-        reading = lowest(self._rehearsal.read, WINDOW_S if self._learned is None else KNOWN_WINDOW_S)
+        reading = lowest(self._rehearsal.read, WINDOW_S if source == "rehearsal" else KNOWN_WINDOW_S)
         made = pool(
             reading.room,
             demand,
