@@ -385,6 +385,20 @@ def test_experts_are_placed_where_the_model_would_have_put_them(tmp_path, monkey
     assert arguments["straight"] == {}, "a place holds memory"
 
 
+def laid_out(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of these tensors beside `folder`/m, as a quantized cache lays them out."""
+    kept = {name: tensor for name, tensor in tensors.items() if "weight_shape" not in name}
+    (shard,) = lay_out(neighbours({name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in kept.items()}))
+    cache = folder / "cache"
+    cache.mkdir()
+    with open(cache / "model.safetensors", "wb") as file:
+        file.write(shard.header)
+        for slot in shard.slots:
+            file.write(kept[slot.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    (cache / "config.json").write_text((folder / "m" / "config.json").read_text())
+    return cache
+
+
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
 def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monkeypatch, quantize):
     """A quantized cache read by the model for which its tensors stand in order: the second start."""
@@ -392,15 +406,7 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
     checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
     first = {name: tensor.clone() for name, tensor in Pipeline(virtual, CPU, READER).tensors()}
-    order = neighbours({name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in first.items()})
-    (shard,) = lay_out(order)
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    with open(cache / "model.safetensors", "wb") as file:
-        file.write(shard.header)
-        for slot in shard.slots:
-            file.write(first[slot.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    (cache / "config.json").write_text((tmp_path / "m" / "config.json").read_text())
+    cache = laid_out(tmp_path, first)
     stored = VirtualCheckpoint(read_checkpoint(str(cache)), {})
     got, want = Fused(), Fused().load(Pipeline(virtual, CPU, READER))
     arguments = got.asked(stored)
@@ -439,15 +445,7 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     first.pipeline.sink = Keep()
     want = Fused(2, 1)
     want.load_weights(first.tensors())
-    order = neighbours({name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in parts.items() if "weight_shape" not in name})
-    (shard,) = lay_out(order)
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    with open(cache / "model.safetensors", "wb") as file:
-        file.write(shard.header)
-        for slot in shard.slots:
-            file.write(parts[slot.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    (cache / "config.json").write_text((tmp_path / "m" / "config.json").read_text())
+    cache = laid_out(tmp_path, parts)
     cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None)
 
     got = Fused(2, 1)

@@ -17,8 +17,9 @@ from workers.kv.identity import identity_of
 from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
+from workers.kv.sized import Sized
 from workers.kv.sizing import Sizing
-from workers.kv.symbols import largest_batches, method, minimal_cache, need_of, requests_in
+from workers.kv.symbols import largest_batches, method, minimal_cache, need_of
 
 
 class CpuRehearsal:
@@ -59,7 +60,7 @@ class CpuRehearsal:
         self._resident = resident_bytes()
 
 
-class SparkCPUWorker(CPUWorker):
+class SparkCPUWorker(Sized, CPUWorker):
     """vLLM's CPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -84,16 +85,6 @@ class SparkCPUWorker(CPUWorker):
 
     def determine_available_memory(self) -> int:
         return self._sizing.determine(self._stock)
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        super().initialize_from_config(kv_cache_config)
-        if kv_cache_config.kv_cache_groups:
-            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self._sizing.ready()
-        return times
 
     def _stock(self) -> int:
         limit = self._settings.bytes or self._settings.at_most_bytes

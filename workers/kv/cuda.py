@@ -18,8 +18,9 @@ from workers.kv.identity import identity_of
 from workers.kv.readings import Reading, host
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
+from workers.kv.sized import Sized
 from workers.kv.sizing import Sizing
-from workers.kv.symbols import Missing, largest_batches, method, minimal_cache, need_of, requests_in
+from workers.kv.symbols import Missing, largest_batches, method, minimal_cache, need_of
 
 
 class CudaRehearsal:
@@ -76,7 +77,7 @@ class CudaRehearsal:
         torch.cuda.empty_cache()
 
 
-class SparkWorker(Worker):
+class SparkWorker(Sized, Worker):
     """vLLM's GPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,16 +102,6 @@ class SparkWorker(Worker):
         self.available_kv_cache_memory_bytes = size
         reserve = getattr(self, "_reserve_mm_ipc_gpu_memory", None)
         return size if reserve is None else reserve(size)
-
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        super().initialize_from_config(kv_cache_config)
-        if kv_cache_config.kv_cache_groups:
-            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self._sizing.ready()
-        return times
 
     def _stock(self) -> int:
         from vllm.v1.worker.utils import request_memory

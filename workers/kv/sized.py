@@ -1,0 +1,25 @@
+"""What both worker classes do around vLLM's own methods once their cache was sized. Never sizes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.kv.sizing import Sizing
+from workers.kv.symbols import requests_in
+
+
+class Sized:
+    """Stands before vLLM's worker among the bases."""
+
+    _sizing: Sizing
+    vllm_config: Any
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        if kv_cache_config.kv_cache_groups:
+            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self._sizing.ready()
+        return times
