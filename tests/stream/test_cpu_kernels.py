@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +19,6 @@ from workers.stream.formats import quantizer
 with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
     warnings.simplefilter("ignore")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.kernels.linear import (
         MPLinearLayerConfig,
         choose_mp_linear_kernel,
@@ -41,15 +38,7 @@ FORMATS = [Format.parse(spelling) for spelling in SPELLINGS if spelling != "bf16
 each_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.spelling)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one, which vLLM's layers want, inside a configuration."""
-    with warnings.catch_warnings(), set_current_vllm_config(VllmConfig()):
-        warnings.simplefilter("ignore")
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        yield
-        cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class OnCpu(CompressedTensorsConfig):

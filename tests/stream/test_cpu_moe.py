@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,6 @@ with warnings.catch_warnings():
     # What vLLM and torch deprecate among themselves is not ours.
     warnings.simplefilter("ignore")
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.layers import activation as stock
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -40,15 +39,7 @@ EXPERTS, HIDDEN, TOP_K = 6, 256, 2
 LAYER = itertools.count()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one, which vLLM's layers want, inside a configuration."""
-    with warnings.catch_warnings(), set_current_vllm_config(VllmConfig()):
-        warnings.simplefilter("ignore")
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        yield
-        cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class OnCpu(QuantizationConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
     warnings.simplefilter("ignore")
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.model_loader import get_model_loader
@@ -51,17 +50,6 @@ MLP = "model.layers.1.mlp.experts"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = gpt_oss("bf16")
     return write_checkpoint(tmp_path_factory.mktemp("gpt-oss") / "model", model.config, model.entries, shard_bytes=2 * MIB, shuffled=True)
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one, which vLLM's layers want."""
-    with warnings.catch_warnings(), set_current_vllm_config(VllmConfig()):
-        warnings.simplefilter("ignore")
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        yield
-        cleanup_dist_env_and_memory()
 
 
 @pytest.fixture

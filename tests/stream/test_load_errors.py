@@ -7,7 +7,7 @@ import os
 import shutil
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from workers import plugin
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
     warnings.simplefilter("ignore")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+    from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -39,15 +38,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one, which vLLM's layers want."""
+def registered(one_rank: None) -> None:
     plugin.register()
-    with warnings.catch_warnings(), set_current_vllm_config(VllmConfig()):
-        warnings.simplefilter("ignore")
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('world') / 'store'}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        yield
-        cleanup_dist_env_and_memory()
 
 
 def shards(folder: Path) -> list[Path]:

@@ -37,7 +37,7 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Need:
     """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
-    one such request. max_len_in: tokens of the longest request that fits so many bytes."""
+    one such request."""
 
     per_request: int
     least: int
