@@ -9,13 +9,13 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from workers.kv.arithmetic import Demand
+from workers.kv.report import replace_json
 
 VERSION = 1
 MAX_BYTES = 1 << 16
@@ -65,10 +65,7 @@ class Profiles:
         raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about)}
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            fd, path = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".json")
-            with os.fdopen(fd, "w") as file:
-                json.dump(raw, file, default=str)
-            os.replace(path, os.path.join(self._folder, f"{key}.json"))
+            replace_json(os.path.join(self._folder, f"{key}.json"), raw)
         except OSError:
             return False
         return True

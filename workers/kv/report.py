@@ -25,7 +25,12 @@ class Report:
         if self._path is None:
             return
         with contextlib.suppress(OSError):
-            fd, path = tempfile.mkstemp(dir=os.path.dirname(self._path), prefix=f"{os.path.basename(self._path)}.")
-            with os.fdopen(fd, "w") as file:
-                json.dump(self._known, file)
-            os.replace(path, self._path)
+            replace_json(self._path, self._known)
+
+
+def replace_json(path: str, value: Any) -> None:
+    """The whole file at once, so that a reader sees the old one or the new one. Raises OSError."""
+    fd, writing = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f"{os.path.basename(path)}.")
+    with os.fdopen(fd, "w") as file:
+        json.dump(value, file, default=str)
+    os.replace(writing, path)
