@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError
+from tests.stream.products import assert_product
 from workers.stream import cpu_linear
 from workers.stream.cpu_linear import CpuScheme, cpu_scheme, decode, packed_linear, register_cpu_linear_kernels
 from workers.stream.format import SPELLINGS, Format
@@ -111,7 +112,7 @@ def test_a_product_is_that_of_the_decoded_weights(form: Format, dtype: torch.dty
     got = packed_linear(x, *packed(parts), bias, form.name)
     assert got.dtype == dtype
     assert got.shape == (*shape, 192)
-    torch.testing.assert_close(got, linear(x.float(), meant, bias.float()).to(dtype))
+    assert_product(got, x, meant, bias)
 
 
 @each_format
@@ -123,8 +124,8 @@ def test_rows_decoded_in_pieces_give_the_same(form: Format, n: int, monkeypatch:
     monkeypatch.setattr(cpu_linear, "CHUNK_WEIGHTS", 200 * 256)
     seen: list[int] = []
     monkeypatch.setattr(cpu_linear, "decode", lambda weight, *more: seen.append(weight.shape[0]) or decode(weight, *more))
-    torch.testing.assert_close(packed_linear(x, *packed(parts), None, form.name), whole)
-    torch.testing.assert_close(whole, linear(x, meant))
+    assert_product(packed_linear(x, *packed(parts), None, form.name), x, meant)
+    assert_product(whole, x, meant)
     assert sum(seen) == n
     assert len(seen) > 1
     assert max(seen) <= 256
@@ -137,7 +138,7 @@ def test_a_cpu_that_multiplies_bfloat16_does_so_for_many_tokens(form: Format, mo
     many, few = torch.randn(32, 256).bfloat16(), torch.randn(2, 256).bfloat16()
     got = packed_linear(many, *packed(parts), None, form.name)
     assert torch.equal(got, linear(many, meant.bfloat16()))
-    torch.testing.assert_close(packed_linear(few, *packed(parts), None, form.name), linear(few.float(), meant).bfloat16())
+    assert_product(packed_linear(few, *packed(parts), None, form.name), few, meant)
 
 
 def test_torch_compile_sees_one_operator() -> None:
@@ -145,7 +146,7 @@ def test_torch_compile_sees_one_operator() -> None:
     compiled = torch.compile(lambda x: packed_linear(x, *packed(parts), None, "nvfp4") + 1, backend="eager", fullgraph=True)
     for tokens in (1, 4):
         x = torch.randn(tokens, 128)
-        torch.testing.assert_close(compiled(x), linear(x, meant) + 1)
+        assert_product(compiled(x), x, meant, torch.ones(128))
 
 
 @each_format
@@ -155,7 +156,7 @@ def test_vllm_loads_and_serves_a_column_parallel_layer(form: Format) -> None:
     load(layer, parts)
     before = {name: tensor.data_ptr() for name, tensor in layer.named_parameters() if name.startswith("weight") and tensor.numel() > 2}
     x = torch.randn(3, 256).bfloat16()
-    torch.testing.assert_close(finish(layer)(x)[0], linear(x.float(), meant).bfloat16())
+    assert_product(finish(layer)(x)[0], x, meant)
     assert {name: getattr(layer, name).data_ptr() for name in before} == before, "nothing is repacked"
 
 
@@ -167,7 +168,7 @@ def test_fused_matrices_keep_their_own_scales(form: Format) -> None:
     for shard, parts in enumerate((gate, up)):
         load(layer, parts, shard)
     x = torch.randn(2, 256)
-    torch.testing.assert_close(finish(layer)(x)[0], linear(x, torch.cat([gate_meant, up_meant])))
+    assert_product(finish(layer)(x)[0], x, torch.cat([gate_meant, up_meant]))
 
 
 @each_format
@@ -179,7 +180,7 @@ def test_query_key_value_fused(form: Format) -> None:
         load(layer, parts, shard)
         meant.append(one)
     x = torch.randn(2, 256)
-    torch.testing.assert_close(finish(layer)(x)[0], linear(x, torch.cat(meant)))
+    assert_product(finish(layer)(x)[0], x, torch.cat(meant))
 
 
 @each_format
@@ -192,11 +193,11 @@ def test_a_rank_of_two_has_its_rows_or_columns(form: Format, rank: int, monkeypa
     x = torch.randn(2, 512)
     columns = ColumnParallelLinear(512, 256, bias=False, quant_config=OnCpu(form), prefix="up")
     load(columns, parts)
-    torch.testing.assert_close(finish(columns)(x)[0], linear(x, meant[rank * 128 : rank * 128 + 128]))
+    assert_product(finish(columns)(x)[0], x, meant[rank * 128 : rank * 128 + 128])
     rows = RowParallelLinear(512, 256, bias=False, input_is_parallel=True, reduce_results=False, quant_config=OnCpu(form), prefix="down")
     load(rows, parts)
     part = slice(rank * 256, rank * 256 + 256)
-    torch.testing.assert_close(finish(rows)(x[:, part])[0], linear(x[:, part], meant[:, part]))
+    assert_product(finish(rows)(x[:, part])[0], x[:, part], meant[:, part])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.name != "fp8_block"], ids=lambda form: form.spelling)
@@ -206,7 +207,7 @@ def test_the_head_of_a_padded_vocabulary(form: Format) -> None:
     load(head, parts)
     finish(head)
     x = torch.randn(2, 256)
-    torch.testing.assert_close(head.quant_method.apply(head, x)[:, :250], linear(x, meant))
+    assert_product(head.quant_method.apply(head, x)[:, :250], x, meant)
 
 
 @each_format
@@ -256,10 +257,10 @@ def test_vllms_own_schemes_find_our_kernels() -> None:
     )
     kernel = init_nvfp4_linear_kernel()
     kernel.process_weights_after_loading(layer)
-    torch.testing.assert_close(kernel.apply_weights(layer, x), linear(x, meant))
+    assert_product(kernel.apply_weights(layer, x), x, meant)
     parts, meant = quantized(Format("mxfp4"), 64, 256)
     layer.weight, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
-    torch.testing.assert_close(init_mxfp4_linear_kernel().apply_weights(layer, x), linear(x, meant))
+    assert_product(init_mxfp4_linear_kernel().apply_weights(layer, x), x, meant)
 
 
 def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
@@ -273,7 +274,7 @@ def test_an_int4_shape_that_vllms_kernel_refuses_finds_ours() -> None:
     layer.weight_packed, layer.weight_scale = parts["weight_packed"], parts["weight_scale"]
     kernel.process_weights_after_loading(layer)
     x = torch.randn(2, 256)
-    torch.testing.assert_close(kernel.apply_weights(layer, x), linear(x, meant))
+    assert_product(kernel.apply_weights(layer, x), x, meant)
     assert not kind.can_implement(MPLinearLayerConfig((256, 72), (256, 72), scalar_types.uint4, torch.bfloat16, 64, True))[0]
 
 

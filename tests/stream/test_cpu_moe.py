@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from sparkd.errors import CheckpointError
+from tests.stream.products import assert_near
 from workers.stream.experts import answered, families, place
 from workers.stream.format import SPELLINGS, Format
 from workers.stream.formats import quantizer
@@ -175,7 +176,7 @@ def test_vllm_loads_and_serves_experts(form: Format, tokens: int) -> None:
     layer = made(form)
     meant = filled(layer, form)
     x, weights, ids = routed(tokens)
-    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul), rtol=1e-4, atol=1e-4)
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -185,7 +186,7 @@ def test_the_answer_has_the_activations_precision(dtype: torch.dtype) -> None:
     x, weights, ids = routed(3, dtype)
     got = run(layer, x, weights, ids)
     assert got.dtype == dtype
-    torch.testing.assert_close(got, plain(x.float(), weights, ids, meant, silu_and_mul).to(dtype), rtol=2e-2, atol=2e-2)
+    assert_near(got, plain(x.float(), weights, ids, meant, silu_and_mul), 2e-2)
 
 
 @pytest.mark.parametrize("width", [192, 320])
@@ -194,7 +195,7 @@ def test_fp8_blocks_that_end_short_in_gate_stay_gates(width: int) -> None:
     layer = made(form, width=width)
     meant = filled(layer, form, width)
     x, weights, ids = routed(3)
-    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul), rtol=1e-4, atol=1e-4)
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul))
 
 
 ACTIVATIONS: dict[str, Callable[[], Act]] = {
@@ -221,7 +222,7 @@ def test_activations_are_vllms(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     layer = made(form, activation=name, **options)
     meant = filled(layer, form, factor=0.3)
     x, weights, ids = routed(5)
-    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, ACTIVATIONS[name]()), rtol=1e-3, atol=1e-3)
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, ACTIVATIONS[name]()))
 
 
 def test_a_limit_clamps_silu_too() -> None:
@@ -229,7 +230,7 @@ def test_a_limit_clamps_silu_too() -> None:
     meant = filled(layer, Format("fp8"))
     x, weights, ids = routed(5)
     clamped = stock.SiluAndMulWithClamp(0.5).forward_native
-    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, clamped), rtol=1e-3, atol=1e-3)
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, clamped))
 
 
 def test_every_activation_of_vllm_is_built_or_refused_by_name() -> None:
@@ -246,7 +247,7 @@ def test_the_routers_weight_may_scale_the_input() -> None:
     x, weights, ids = routed(4)
     weights, ids = weights[:, :1], ids[:, :1]
     expected = plain(x * weights, torch.ones_like(weights), ids, meant, silu_and_mul)
-    torch.testing.assert_close(run(layer, x, weights, ids), expected, rtol=1e-4, atol=1e-4)
+    assert_near(run(layer, x, weights, ids), expected)
 
 
 @each_format
@@ -260,7 +261,7 @@ def test_two_ranks_add_up(form: Format, rank: int, monkeypatch: pytest.MonkeyPat
         {"gate_proj": one["gate_proj"][mine], "up_proj": one["up_proj"][mine], "down_proj": one["down_proj"][:, mine]} for one in meant
     ]
     x, weights, ids = routed(4)
-    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, share, silu_and_mul), rtol=1e-4, atol=1e-4)
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, share, silu_and_mul))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -274,7 +275,7 @@ def test_a_rank_has_its_own_experts_only(rank: int, monkeypatch: pytest.MonkeyPa
     meant = whole_checkpoint(layer)
     x, weights, ids = routed(9)
     local = range(rank * 3, rank * 3 + 3)
-    torch.testing.assert_close(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul, local), rtol=1e-4, atol=1e-4)
+    assert_near(run(layer, x, weights, ids), plain(x, weights, ids, meant, silu_and_mul, local))
 
 
 def whole_checkpoint(layer: RoutedExperts) -> Weights:
@@ -310,7 +311,7 @@ def test_gpt_oss_gate_and_up_are_interleaved_with_biases() -> None:
         one = meant[int(ids[token, slot])]
         inner = act(linear(x[token], one["w13"], one["w13_bias"]))
         expected[token] += weights[token, slot] * linear(inner, one["w2"], one["w2_bias"])
-    torch.testing.assert_close(run(layer, x, weights, ids), expected, rtol=1e-4, atol=1e-2)
+    assert_near(run(layer, x, weights, ids), expected)
 
 
 def test_experts_that_nobody_asked_for_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +334,7 @@ def test_torch_compile_sees_one_operator() -> None:
     compiled = torch.compile(lambda x, w, i: layer.quant_method.apply(layer, x, w, i, None, None) + 0, backend="eager", fullgraph=True)
     for tokens in (1, 4):
         x, weights, ids = routed(tokens)
-        torch.testing.assert_close(compiled(x, weights, ids), plain(x, weights, ids, meant, silu_and_mul), rtol=1e-4, atol=1e-4)
+        assert_near(compiled(x, weights, ids), plain(x, weights, ids, meant, silu_and_mul))
 
 
 def test_a_share_that_groups_do_not_fit_is_refused() -> None:
