@@ -94,9 +94,7 @@ async def load(made: Show, model: str = "m") -> None:
     await made.scene.tick(3)
 
 
-async def test_from_the_start_to_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_from_the_start_to_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     async with showing(tmp_path, monkeypatch, capsys) as made:
         made.scene.supervisor.want("m", Want.RUNNING, "config")
         await made.begin(QUESTION)
@@ -203,9 +201,7 @@ async def test_what_it_waits_for_while_nothing_can_begin(
         assert (await made.said())[1] == "m: starting Ray  (0 s)"
 
 
-async def test_an_engine_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_engine_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     async with showing(tmp_path, monkeypatch, capsys, answer=EngineError("The model m answered 500 [/] \x07to its question.")) as made:
         made.scene.supervisor.want("m", Want.RUNNING, "config")
         await made.scene.tick()
@@ -236,7 +232,7 @@ async def test_an_answer_cannot_steer_the_terminal(
 @pytest.mark.parametrize(
     "question",
     [
-        *(QUESTION, "What's \"up\"?", "$HOME `id` $(id) !!", "two\nlines\tand a tab", "back\\slash \\n\\"),
+        *(QUESTION, 'What\'s "up"?', "$HOME `id` $(id) !!", "two\nlines\tand a tab", "back\\slash \\n\\"),
         *("[bold]é 日本 🙂[/]", "'; id; '", "x" * 9000),
     ],
 )

@@ -277,9 +277,7 @@ class TestCommandLine:
         assert said[2].endswith("is complete")
         assert said[3].endswith("every file is as recorded")
 
-    def test_a_failure_is_one_sentence(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_failure_is_one_sentence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(embedded, "PACKAGE", "no-such-package-here")
         assert embedded.main(["--out", str(tmp_path / "m")]) == ConfigError.exit_code
         (line,) = capsys.readouterr().err.splitlines()

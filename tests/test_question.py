@@ -187,5 +187,3 @@ async def test_cancelling_ends_the_question() -> None:
         asking_now.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking_now
-
-

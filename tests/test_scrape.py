@@ -129,7 +129,7 @@ def test_engines_of_two_releases_that_explain_a_metric_differently() -> None:
     assert heads == ["# HELP vllm:x Old words.", "# TYPE vllm:x gauge"]
 
 
-PIECES = st.sampled_from([*"{}\"\\=, a\n1-.e\ré", "vllm:x", "# TYPE ", "# HELP ", 'a="b"', "NaN", "model", "counter"])
+PIECES = st.sampled_from([*'{}"\\=, a\n1-.e\ré', "vllm:x", "# TYPE ", "# HELP ", 'a="b"', "NaN", "model", "counter"])
 
 
 @settings(max_examples=150, deadline=None)

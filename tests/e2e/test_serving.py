@@ -225,5 +225,3 @@ def _paris(served: DaemonProcess) -> bool:
     except httpx.HTTPError:
         return False
     return answer.status_code == 200 and "Paris" in answer.json()["choices"][0]["message"]["content"]
-
-

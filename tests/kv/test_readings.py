@@ -50,6 +50,11 @@ def test_both_numbers_hold_on_unified_memory(device_free, integrated, room):
     assert reading.room == room
 
 
+def test_ranks_on_one_host_take_equal_parts():
+    reading = Reading(200, 60, 50, 20, cgroup_left=40, sharers=2)
+    assert (reading.room, reading.size) == (20, 100)
+
+
 def test_the_least_of_a_window_counts():
     numbers = iter([(60, 50), (40, 55), (70, 20)])
     slept: list[float] = []

@@ -25,8 +25,9 @@ STOCK = 4711
 class Machine:
     """A rehearsal whose machine has so much room, of which the cache takes its part once it is there."""
 
-    def __init__(self, room: int, demand: Demand = DEMAND, *, missing: str = "") -> None:
+    def __init__(self, room: int, demand: Demand = DEMAND, *, missing: str = "", sharers: int = 1) -> None:
         self.room = room
+        self.sharers = sharers
         self.demand = demand
         self.missing = missing
         self.did: list[str] = []
@@ -41,7 +42,7 @@ class Machine:
         return self.demand
 
     def read(self) -> Reading:
-        return Reading(128 * GIB, self.room, self.room, 0)
+        return Reading(128 * GIB, self.room, self.room, 0, sharers=self.sharers)
 
     def untouched(self, pool_bytes: int) -> int:
         return 0
@@ -158,6 +159,14 @@ def test_a_release_without_a_symbol_sizes_its_cache_itself(tmp_path, caplog):
 def test_a_model_without_a_cache_is_stocks(tmp_path):
     sizing = Sizing(Machine(GIB), Settings(), lambda: None, dict)
     assert sizing.determine(lambda: STOCK) == STOCK
+
+
+def test_two_ranks_on_one_host_do_not_take_the_same_memory_twice(tmp_path):
+    machine = Machine(40 * GIB, Demand(peak=2 * GIB), sharers=2)
+    sizing, size = start(machine, tmp_path)
+    assert size == 20 * GIB - int(1.25 * 2 * GIB) - GIB // 2
+    serve(sizing, machine, 2 * size, 0)  # what the other rank takes is gone from the machine too
+    assert told(tmp_path)["error_bytes"] == 0
 
 
 def test_another_rank_decides(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -48,7 +49,8 @@ class CpuRehearsal:
         return Demand(peak=int(max(0, peak - self._resident) / scale), weights=self.weights)
 
     def read(self) -> Reading:
-        return host()
+        """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
+        return replace(host(), sharers=max(1, self._worker.parallel_config.local_world_size))
 
     def untouched(self, pool_bytes: int) -> int:
         """The cache's pages are zero pages until a request writes them."""

@@ -23,7 +23,7 @@ EVERY_S = 0.05
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Bytes. cgroup_left: under this process's memory limit, None without one. device_free, device_total: as the driver tells, None on a
-    CPU. integrated: the device's memory is the host's."""
+    CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory."""
 
     total: int
     available: int
@@ -33,10 +33,21 @@ class Reading:
     device_free: int | None = None
     device_total: int | None = None
     integrated: bool = False
+    sharers: int = 1
 
     @property
     def room(self) -> int:
-        """What can be taken now: on a discrete GPU of its own memory, else of the host's, by every number there is."""
+        """What this rank can take now: on a discrete GPU of its own memory, else its part of the host's, by every number there is."""
+        return self._whole_room // self.sharers
+
+    @property
+    def size(self) -> int:
+        """This rank's part of all the memory that the cache could be in, used or not."""
+        whole = self.device_total if self.device_total is not None and not self.integrated else self.total
+        return whole // self.sharers
+
+    @property
+    def _whole_room(self) -> int:
         host = min(self.available, self.free + int(RECLAIMABLE_SHARE * self.reclaimable))
         if self.cgroup_left is not None:
             host = min(host, self.cgroup_left)
@@ -45,11 +56,6 @@ class Reading:
         if not self.integrated:
             return self.device_free
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
-
-    @property
-    def size(self) -> int:
-        """All the memory that the cache could be in, used or not."""
-        return self.device_total if self.device_total is not None and not self.integrated else self.total
 
 
 def host(proc: Path = PROC, cgroup: Path = CGROUP) -> Reading:

@@ -112,7 +112,7 @@ class Sizing:
         if self._pool is None or self._need is None:
             return
         tokens = int(requests * self._need.max_model_len)
-        given = int(requests * self._need.per_request)
+        given = round(requests * self._need.per_request)
         # More than a block: another rank had less.
         other = self._pool.bytes - given > 2 * (self._need.least - self._need.per_request) and self._pool.bytes > given
         self._sentence = (
@@ -168,7 +168,7 @@ class Sizing:
         made = pool(
             reading.room,
             demand,
-            margin_of(reading.size, self._settings.margin_bytes),
+            self._margin(reading),
             need,
             self._asked(need),
             self._settings.at_most_bytes,
@@ -203,7 +203,7 @@ class Sizing:
         if size is None:
             return False
         reading = self._rehearsal.read()
-        left = reading.room - size - margin_of(reading.size, self._settings.margin_bytes)
+        left = reading.room - size - self._margin(reading)
         return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
 
     def _rehearsed(self) -> Demand:
@@ -211,7 +211,7 @@ class Sizing:
         setbacks = self._profiles.setbacks(self._key)
         scale = 0.5 ** min(setbacks, MOST_SETBACKS)
         before = self._rehearsal.read()
-        floor = floor_of(margin_of(before.size, self._settings.margin_bytes))
+        floor = floor_of(self._margin(before))
         if before.room < floor:
             raise DoesNotFit(
                 f"{before.room / GIB:.2f} GiB are left with the weights in memory; under {floor / GIB:.2f} GiB nothing is tried. "
@@ -232,6 +232,11 @@ class Sizing:
         logger.critical("sparkd: %s.", why)
         logging.shutdown()
         self._leave(EXIT_CODE)
+
+    def _margin(self, reading: Reading) -> int:
+        """This rank's part of what is to stay free on the machine."""
+        asked = self._settings.margin_bytes
+        return margin_of(reading.size, None if asked is None else asked // reading.sharers)
 
     def _asked(self, need: Need) -> int | None:
         """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
