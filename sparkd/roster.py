@@ -117,6 +117,7 @@ class Roster:
             max_model_len=max_model_len,
             source=spec.model if spec else "",
             quantize=spec.quantize if spec else None,
+            kv_cache=spec.kv_cache if spec else None,
             state=record.state,
             want=record.desired.want,
             wanted_by=record.desired.by,

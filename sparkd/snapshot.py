@@ -20,6 +20,7 @@ class ModelView:
     max_model_len: int | None
     source: str
     quantize: Mapping[str, Any] | None
+    kv_cache: Mapping[str, Any] | str | None
     state: ModelState
     want: Want
     wanted_by: str

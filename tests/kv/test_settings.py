@@ -19,7 +19,6 @@ from workers.kv.settings import Settings
 def test_what_is_said_is_what_holds(given, expected):
     found = Settings.parse({"SPARKD_KV": json.dumps(given)})
     assert found == expected
-    assert found.is_auto == (not {"bytes", "tokens", "sequences"} & given.keys())
 
 
 def test_the_forerunners_margin_is_understood_and_ours_goes_before():

@@ -70,9 +70,6 @@ class Profiles:
             return False
         return True
 
-    def forget(self, key: str) -> None:
-        self._remove(f"{key}.json")
-
     def setbacks(self, key: str) -> int:
         """How many rehearsals in a row had to be ended because memory ran out."""
         if self._folder is None:

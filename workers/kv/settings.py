@@ -35,10 +35,6 @@ class Settings:
     profiles: str | None = None
     report: str | None = None
 
-    @property
-    def is_auto(self) -> bool:
-        return self.bytes is None and self.tokens is None and self.sequences is None
-
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Settings:
         """Raises ValueError with the name of what is wrong."""
