@@ -1,0 +1,248 @@
+"""Owns what config.json says of a model's layers: which mix tokens how, and what each keeps of a token. Never reads a tensor.
+
+Keys are those of transformers' configurations (configuration_*.py) and of vLLM's own (vllm/transformers_utils/configs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparkd.errors import CheckpointError
+
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1}
+# What one layer is called: by layer_types and layers_block_type, and by a letter of Nemotron-H's pattern.
+_FULL = frozenset({"full_attention", "attention", "global_attention", "*"})
+_SLIDING = frozenset({"sliding_attention", "local_attention", "sliding_window_attention"})
+_LINEAR = frozenset({"linear_attention", "gated_delta_net"})
+_MAMBA = frozenset({"mamba", "mamba2", "M"})
+_NOTHING = frozenset({"mlp", "moe", "-", "E"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Keys and values of every token: heads times (key_dim + value_dim) elements. window: tokens it looks back, None for all of them.
+
+    latent: one vector of key_dim for all heads together, on every rank (multi-head latent attention); heads is 1 then.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    latent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state of fixed size for each request: a convolution's last inputs and a matrix for every head.
+
+    conv: its channels, `taps` inputs of each are kept. heads, rows, columns: of the matrices. groups: of Mamba-2, which every rank needs
+    whole; matrix_dtype: None for the model's own.
+    """
+
+    channels: int
+    taps: int
+    heads: int
+    rows: int
+    columns: int
+    groups: int = 0
+    group_size: int = 0
+    matrix_dtype: str | None = None
+
+
+Mixer = Attention | State
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """mixers: of the layers that keep something, in order. layers: all of them. dtype: that vLLM computes in.
+
+    experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model. mtp_layers: further layers that
+    predict tokens ahead, loaded for speculative decoding only.
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    intermediate: int
+    max_len: int
+    dtype: str
+    mixers: tuple[Mixer, ...]
+    experts: int = 0
+    active_experts: int = 0
+    mtp_layers: int = 0
+    tied: bool = False
+    rotary_bytes: int = 0
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the language model: all of it for a text model."""
+    inner = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
+    if inner is None:
+        return config
+    found = text_config(inner)
+    return {"tie_word_embeddings": config.get("tie_word_embeddings", True), **found}
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """Raises CheckpointError, which names the key that is missing or of no known kind."""
+    text = text_config(config)
+    names = config.get("architectures")
+    layers = _count(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    heads = _count(text, "num_attention_heads", "n_head", "num_heads", default=1)
+    hidden = _count(text, "hidden_size", "n_embd", "d_model")
+    return Shape(
+        architecture=str(names[0]) if isinstance(names, Sequence) and names else str(text.get("model_type", "unknown")),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_kv_heads(text, heads),
+        vocab=_count(text, "vocab_size"),
+        intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        max_len=_count(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048),
+        dtype=_dtype(config, text),
+        mixers=tuple(_mixers(text, layers)),
+        experts=_count(text, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", default=0),
+        active_experts=_count(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", default=0),
+        mtp_layers=_count(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", default=0),
+        tied=bool(text.get("tie_word_embeddings", True)),
+    )
+
+
+def _mixers(text: Mapping[str, Any], layers: int) -> list[Mixer]:
+    kinds = _kinds(text, layers)
+    # Layers at the end that read another layer's cache (Gemma 3n, Gemma 4) keep none.
+    shared = _count(text, "num_kv_shared_layers", default=0)
+    kept = kinds[: layers - shared] if shared else kinds
+    return [mixer for kind in kept if (mixer := _mixer(text, kind)) is not None]
+
+
+def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
+    """One word for each layer."""
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and pattern:
+        return list(pattern.replace("|", ""))[:layers]
+    for key in ("layer_types", "layers_block_type", "attention_layer_types"):
+        found = text.get(key)
+        if isinstance(found, Sequence) and not isinstance(found, str) and found:
+            return [str(one) for one in found][:layers]
+    if (every := text.get("full_attention_interval")) and "linear_num_value_heads" in text:
+        return ["full_attention" if (number + 1) % int(every) == 0 else "linear_attention" for number in range(layers)]
+    if not _window(text):
+        return ["full_attention"] * layers
+    if text.get("model_type") == "gpt_oss":
+        return ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
+    every = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or {"gemma2": 2, "cohere2": 4}.get(_type(text))
+    if every:
+        return ["full_attention" if (number + 1) % int(every) == 0 else "sliding_attention" for number in range(layers)]
+    if "max_window_layers" in text:  # Qwen2: the layers from there on
+        first = int(text["max_window_layers"])
+        return ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
+    return ["sliding_attention"] * layers
+
+
+def _mixer(text: Mapping[str, Any], kind: str) -> Mixer | None:
+    if kind in _NOTHING:
+        return None
+    if kind in _FULL:
+        return _latent(text) if text.get("kv_lora_rank") else _attention(text, full=True)
+    if kind in _SLIDING:
+        return _attention(text, full=False)
+    if kind in _LINEAR:
+        return _delta_net(text)
+    if kind in _MAMBA:
+        return _mamba2(text)
+    raise CheckpointError(
+        f"a layer of the kind {kind!r} is not known, so what its cache takes cannot be said",
+        file="config.json",
+        cure="Give memory_gib and load it, or tell us about the model",
+    )
+
+
+def _latent(text: Mapping[str, Any]) -> Attention:
+    """One vector for all heads: the latent one and the rotary part of the keys (DeepSeek-V2, section 2.1)."""
+    return Attention(1, _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim", default=0), 0, latent=True)
+
+
+def _attention(text: Mapping[str, Any], *, full: bool) -> Attention:
+    heads = _count(text, "num_attention_heads", "n_head", "num_heads")
+    own_heads, own_dim = _kv_heads(text, heads), _head_dim(text, heads)
+    if full and text.get("global_head_dim"):  # Gemma 4: the layers without a window have their own
+        own_dim = _count(text, "global_head_dim")
+        own_heads = _count(text, "num_global_key_value_heads", default=own_heads)
+    value_dim = _count(text, "v_head_dim", default=own_dim)
+    return Attention(own_heads, own_dim, value_dim, window=None if full else _window(text))
+
+
+def _delta_net(text: Mapping[str, Any]) -> State:
+    """Gated delta net (Qwen3-Next): channels are keys, queries and values."""
+    key_heads, key_dim = _count(text, "linear_num_key_heads"), _count(text, "linear_key_head_dim")
+    value_heads, value_dim = _count(text, "linear_num_value_heads"), _count(text, "linear_value_head_dim")
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    own = text.get("mamba_ssm_dtype")
+    taps = _count(text, "linear_conv_kernel_dim", default=4) - 1
+    return State(channels, taps, value_heads, value_dim, key_dim, matrix_dtype=str(own) if own else None)
+
+
+def _mamba2(text: Mapping[str, Any]) -> State:
+    heads = _count(text, "mamba_num_heads", "mamba_n_heads")
+    head_dim = _count(text, "mamba_head_dim", "mamba_d_head")
+    groups = _count(text, "n_groups", "mamba_n_groups")
+    size = _count(text, "ssm_state_size", "mamba_d_state")
+    taps = _count(text, "conv_kernel", "mamba_d_conv") - 1
+    # Nemotron-H's own default (vllm/model_executor/models/config.py: "Only `float32` is known to have no accuracy issues").
+    default = "float32" if _type(text).startswith("nemotron_h") else None
+    own = text.get("mamba_ssm_cache_dtype", default)
+    return State(heads * head_dim, taps, heads, head_dim, size, groups, size, matrix_dtype=str(own) if own and own != "auto" else None)
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    if text.get("use_sliding_window") is False:
+        return None
+    window = text.get("sliding_window") or text.get("sliding_window_size")
+    return int(window) if isinstance(window, int) and window > 0 else None
+
+
+def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
+    if text.get("multi_query") is True:
+        return 1
+    return _count(text, "num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", default=heads)
+
+
+def _head_dim(text: Mapping[str, Any], heads: int) -> int:
+    return _count(text, "head_dim", "attention_head_dim", "kv_channels", default=_count(text, "hidden_size", "n_embd", "d_model") // heads)
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """What vLLM makes of `auto`: float32 is computed in bfloat16 (vllm/config/model.py; in float16 where a device has nothing else)."""
+    for place in (text, config):
+        name = str(place.get("dtype") or place.get("torch_dtype") or "").removeprefix("torch.")
+        if name in DTYPE_BYTES:
+            return "bfloat16" if name in ("float32", "float") else name
+    return "bfloat16"
+
+
+def _type(text: Mapping[str, Any]) -> str:
+    return str(text.get("model_type", ""))
+
+
+def _count(text: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    for key in keys:
+        value = text.get(key)
+        if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            return max(value)  # one for each layer
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value == int(value):
+            return int(value)
+    if default is not None:
+        return default
+    raise CheckpointError(f"there is no {keys[0]} in it", file="config.json", cure="Download config.json again; it belongs to another kind of model")
