@@ -194,9 +194,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
 def model_body(view: ModelView) -> dict[str, Any]:
     """A model as the API gives it; handles without the paths of key files."""
     fields = asdict(view)
-    fields["ranks"] = [
-        {name: value for name, value in rank.items() if name not in ("api_key_path",)} for rank in fields["ranks"]
-    ]
+    fields["ranks"] = [{name: value for name, value in rank.items() if name not in ("api_key_path",)} for rank in fields["ranks"]]
     return fields
 
 

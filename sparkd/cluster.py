@@ -58,14 +58,18 @@ class Cluster:
         self._rank_folders = rank_folders(config, self.node_ip)
         token_path = config.token_path(environ)
         self.total_gib = offered_gib(config)
-        self._head = None if config.cluster.address else RayHead(
-            config.runtime_path(),
-            token_path,
-            node_ip=self.node_ip,
-            port=config.cluster.port,
-            memory_gib=self.total_gib,
-            object_store_mib=config.cluster.object_store_memory_mib,
-            rank_folders=self._rank_folders,
+        self._head = (
+            None
+            if config.cluster.address
+            else RayHead(
+                config.runtime_path(),
+                token_path,
+                node_ip=self.node_ip,
+                port=config.cluster.port,
+                memory_gib=self.total_gib,
+                object_store_mib=config.cluster.object_store_memory_mib,
+                rank_folders=self._rank_folders,
+            )
         )
         self._link = RayLink(node_environment(token_path, self.node_ip), self._agent_arguments)
         self._here = Agent(self.node_ip, *self._agent_arguments(self.node_ip))

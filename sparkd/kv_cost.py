@@ -1,4 +1,4 @@
-"""Owns what the KV cache of a model costs in bytes: of a token, of a request, of a block. Never measures: the engine's own report goes before.
+"""Owns what the KV cache of a model costs in bytes: of a token, of a request, of a block. Never measures; the engine's report goes before.
 
 It follows vLLM's way of making one pool of blocks out of layers of several kinds (vllm/v1/core/kv_cache_utils.py, get_kv_cache_groups, and
 vllm/platforms/interface.py, _align_hybrid_block_size, of 0.26 to 0.33): layers of one kind form groups of equal size, all groups have pages
@@ -22,7 +22,10 @@ BATCHES_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What of an engine's configuration bears on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own."""
+    """What of an engine's configuration bears on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own.
+
+    draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead (multi-token prediction).
+    """
 
     max_model_len: int
     max_num_seqs: int = 256
@@ -35,6 +38,7 @@ class Serving:
     block_tokens: int | None = None
     batches_in_flight: int = BATCHES_IN_FLIGHT
     speculative_tokens: int = 0
+    draft_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class _Layer:
 
 def kv_cost(shape: Shape, serving: Serving) -> KvCost:
     """Of one rank, and of its share of the layers where they are spread over a pipeline."""
-    mixers = _stage(shape.mixers, serving.pipeline_parallel)
+    mixers = _stage(shape.mixers, serving.pipeline_parallel) + _draft(shape, serving)
     if not mixers:
         return KvCost(0, 0, 0, serving.max_model_len)
     layers = _unified(_layers(mixers, shape, serving))
@@ -114,6 +118,11 @@ def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
 def _stage(mixers: tuple[Mixer, ...], stages: int) -> tuple[Mixer, ...]:
     """The largest stage's."""
     return mixers[: ceil(len(mixers) / stages)]
+
+
+def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
+    whole = next((one for one in shape.mixers if isinstance(one, Attention) and one.window is None), None)
+    return (whole,) * serving.draft_layers if whole is not None else ()
 
 
 def _layers(mixers: Iterable[Mixer], shape: Shape, serving: Serving) -> list[_Layer]:

@@ -61,7 +61,7 @@ class Shape:
     """mixers: of the layers that keep something, in order. layers: all of them. dtype: that vLLM computes in.
 
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model. mtp_layers: further layers that
-    predict tokens ahead, loaded for speculative decoding only.
+    predict tokens ahead, loaded for speculative decoding only. rotary_bytes: of the tables of sines and cosines.
     """
 
     architecture: str
@@ -71,6 +71,7 @@ class Shape:
     kv_heads: int
     vocab: int
     intermediate: int
+    expert_width: int
     max_len: int
     dtype: str
     mixers: tuple[Mixer, ...]
@@ -109,6 +110,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         kv_heads=_kv_heads(text, heads),
         vocab=_count(text, "vocab_size"),
         intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        expert_width=_count(text, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", default=0),
         max_len=_count(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048),
         dtype=_dtype(config, text),
         mixers=tuple(_mixers(text, layers)),
@@ -116,6 +118,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         active_experts=_count(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", default=0),
         mtp_layers=_count(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", default=0),
         tied=bool(text.get("tie_word_embeddings", True)),
+        rotary_bytes=_rotary_bytes(config, text, heads),
     )
 
 
@@ -206,6 +209,31 @@ def _mamba2(text: Mapping[str, Any]) -> State:
     return State(heads * head_dim, taps, heads, head_dim, size, groups, size, matrix_dtype=str(own) if own and own != "auto" else None)
 
 
+def _rotary_bytes(config: Mapping[str, Any], text: Mapping[str, Any], heads: int) -> int:
+    """A table for each kind of rotary embedding, max_position rows of the rotated part of a head
+    (vllm/model_executor/layers/rotary_embedding: YaRN's is as long as the stretched context, M-RoPE's four times as long)."""
+    if _type(text).startswith("nemotron_h"):
+        return 0
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kinds = [one for one in given.values() if isinstance(one, Mapping)] if isinstance(given, Mapping) else []
+    found = kinds or [given if isinstance(given, Mapping) else {}]
+    if not kinds and "rope_local_base_freq" in text:
+        found = found * 2
+    length = _count(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048)
+    each = 4 if _dtype(config, text) == "float32" else 2
+    total = 0
+    for one in found:
+        head = _count(text, "qk_rope_head_dim", default=0) or _head_dim(text, heads)
+        share = one.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
+        rows = length
+        if "yarn" in str(one.get("rope_type", one.get("type", ""))):
+            rows = int(float(one.get("factor", 1.0)) * int(one.get("original_max_position_embeddings", length)))
+        elif "mrope_section" in one:
+            rows = 4 * length
+        total += rows * int(head * float(share)) * each
+    return total
+
+
 def _window(text: Mapping[str, Any]) -> int | None:
     if text.get("use_sliding_window") is False:
         return None
@@ -245,4 +273,5 @@ def _count(text: Mapping[str, Any], *keys: str, default: int | None = None) -> i
             return int(value)
     if default is not None:
         return default
-    raise CheckpointError(f"there is no {keys[0]} in it", file="config.json", cure="Download config.json again; it belongs to another kind of model")
+    cure = "Give the folder of a language model, with its own config.json"
+    raise CheckpointError(f"there is no {keys[0]} in it", file="config.json", cure=cure)

@@ -90,8 +90,7 @@ class Roster:
         return [
             record
             for record in wanted
-            if record.desired.want is Want.STOPPED
-            and (record.desired.generation == 0 or record.desired.by in ("ttl", "request", "config"))
+            if record.desired.want is Want.STOPPED and (record.desired.generation == 0 or record.desired.by in ("ttl", "request", "config"))
         ]
 
     def _with_added(self, config: Config) -> Config:

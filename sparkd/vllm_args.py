@@ -190,7 +190,7 @@ def loader_flags(args: Sequence[str]) -> Iterable[str]:
     """Every argument, without its value, that says how weights are loaded or quantized, in any spelling or beginning."""
     for arg in args:
         name = _long_name(arg)
-        if (arg.startswith("-q") if name is None else any(flag.startswith(name) for flag in _LOADER)):
+        if arg.startswith("-q") if name is None else any(flag.startswith(name) for flag in _LOADER):
             yield _flag(arg)
 
 

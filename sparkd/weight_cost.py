@@ -16,20 +16,25 @@ from sparkd.model_shape import Shape
 from workers.stream.format import Format
 from workers.stream.recipe import Recipe
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
 VOCAB_PADDING = 64
-_COLUMN = frozenset(
+_COLUMN = _words(
     """q_proj gate_proj up_proj gate_up_proj w1 w3 wi wi_0 wi_1 fc1 c_fc linear_fc1 linear_1 q_b_proj kv_b_proj qkv_proj qkv Wqkv
     query_key_value c_attn in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_a in_proj_b wq w13 dense_h_to_4h conv1d A_log D
-    dt_bias sinks""".split()
+    dt_bias sinks"""
 )
-_KEYS = frozenset("k_proj v_proj wk wv".split())
-_ROW = frozenset("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 dense_4h_to_h dense".split())
+_KEYS = _words("k_proj v_proj wk wv")
+_ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 dense_4h_to_h dense")
 # Kept as they are stored; every other parameter is made in the model's own precision (its class gives no other).
-_EXACT = frozenset("A_log D e_score_correction_bias expert_bias".split())
-_STORED = frozenset(
+_EXACT = _words("A_log D e_score_correction_bias expert_bias")
+_STORED = _words(
     """weight bias weight_packed qweight weight_scale weight_scale_inv weight_scale_2 weight_global_scale input_scale qzeros scales g_idx
-    weight_shape weight_zero_point input_global_scale""".split()
+    weight_shape weight_zero_point input_global_scale"""
 )
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 # Stands beside an FP8 weight and goes with it into its new format.

@@ -1,0 +1,179 @@
+"""Owns the bytes a model takes on each node: weights, cache, the peak of a batch, graphs, processes; and the time bounds that follow from
+them. Never measures, and a measured number goes before one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from sparkd.hardware import GIB, Hardware
+from sparkd.kv_cost import KvCost, Serving, kv_cost
+from sparkd.model_shape import Attention, Shape
+from sparkd.weight_cost import Inventory, Weights
+from workers.stream.recipe import Recipe
+
+MIB = 1 << 20
+# CUDA's context, cuBLAS workspaces and what else the driver holds for a process: 0.35 GiB as vLLM logged it ("non-torch") for one rank.
+CONTEXT_BYTES = 350 * MIB
+# NCCL's buffers and channels, for each rank of a group: 0.5 to 1 GiB in the logs of two Sparks.
+NCCL_BYTES = 768 * MIB
+# The engine's processes on the host: Python, torch and vLLM three times (API, core, worker); 1.7 GiB together as measured on a CPU build,
+# a CUDA build's libraries add about as much.
+PROCESS_BYTES = {"cuda": 3 * GIB, "cpu": int(1.7 * GIB)}
+# FULL_AND_PIECEWISE graphs of vLLM: 0.26 GiB were logged for 51 sizes of an 87 GiB model; a share for each layer and size.
+GRAPH_LAYER_BYTES = 110_000
+GRAPH_SIZES = 51
+# The loader: a ring of 64 MiB and, on a GPU, batches of 32 MiB with what they become.
+LOADER_BYTES = 154 * MIB
+CACHE_STAGING_BYTES = 260 * MIB
+# Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
+H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
+MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
+# Of a step's peak: activations of a layer are freed before the next; residual, normed input and the output are three rows of `hidden`.
+HIDDEN_ROWS = 6
+# The sampler's copies of a row of logits: float32, sorted values, sorted indices in 64 bits, probabilities.
+LOGITS_BYTES = 4 + 4 + 8 + 4
+# Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
+ENCODER_BYTES = GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What an engine of this kind measured at an earlier start: bytes of the largest batch beyond what is reserved, and of its graphs."""
+
+    peak: int
+    graphs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left beside it
+    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request, None without a bandwidth.
+    """
+
+    parts: Mapping[str, int]
+    kv: KvCost
+    requests: float
+    weights: Weights
+    margin_bytes: int
+    system_bytes: int
+    memory_bytes: int
+    load_peak_bytes: int
+    first_load_s: float
+    next_load_s: float
+    decode_tokens_s: float | None
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def free_bytes(self) -> int:
+        return self.memory_bytes - self.system_bytes - self.margin_bytes - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes >= 0 and self.load_free_bytes >= 0
+
+    @property
+    def load_free_bytes(self) -> int:
+        """Left beside the weights, the loader and the processes while the weights come."""
+        held = self.parts["weights"] + self.parts["processes"] + self.parts["context"]
+        return self.memory_bytes - self.system_bytes - held - (self.load_peak_bytes - self.parts["weights"])
+
+    @property
+    def fixed(self) -> int:
+        """All but the cache."""
+        return self.total - self.parts["kv"]
+
+    @property
+    def room(self) -> int:
+        """For a cache of all that is left."""
+        return self.free_bytes + self.parts["kv"]
+
+
+def footprint(
+    inventory: Inventory,
+    recipe: Recipe,
+    serving: Serving,
+    hardware: Hardware,
+    *,
+    requests: float = 1,
+    eager: bool = False,
+    margin_bytes: int | None = None,
+    learned: Learned | None = None,
+) -> Footprint:
+    """requests: of max_model_len tokens that are to run at once. Raises CheckpointError where the recipe cannot be."""
+    shape = inventory.shape
+    ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
+    weights = inventory.weights(recipe, ranks, stages)
+    kv = kv_cost(shape, serving)
+    cuda = hardware.platform == "cuda"
+    parts = {
+        "weights": weights.bytes + shape.rotary_bytes,
+        "kv": ceil(requests * kv.per_request) + kv.block_bytes,
+        "peak": learned.peak if learned else peak_bytes(shape, serving, encoders="vision" in weights.by_kind),
+        "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * GRAPH_SIZES * ceil(shape.layers / stages),
+        "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
+        # On a discrete GPU the host's memory is another's affair.
+        "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
+    }
+    available = hardware.memory_bytes
+    margin = margin_bytes if margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
+    first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
+    return Footprint(
+        parts=parts,
+        kv=kv,
+        requests=requests,
+        weights=weights,
+        margin_bytes=margin,
+        system_bytes=hardware.system_bytes,
+        memory_bytes=available,
+        load_peak_bytes=parts["weights"] + LOADER_BYTES + (CACHE_STAGING_BYTES if weights.changed else 0),
+        first_load_s=first_load_s,
+        next_load_s=next_load_s,
+        decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
+    )
+
+
+def peak_bytes(shape: Shape, serving: Serving, *, encoders: bool = False) -> int:
+    """Of the largest step: a prefill of max_num_batched_tokens, or the sampling of max_num_seqs rows, whichever takes more.
+
+    Within a layer vLLM holds the attention's projections or the MLP's, both in the model's precision; a token of a mixture of experts is in
+    as many experts as it is routed to.
+    """
+    ranks, width = serving.tensor_parallel, shape.dtype_bytes
+    attentions = [one for one in shape.mixers if isinstance(one, Attention)]
+    query = max((shape.heads * one.key_dim for one in attentions), default=shape.hidden)
+    keys = max((one.heads * (one.key_dim + one.value_dim) for one in attentions), default=0)
+    mixing = (2 * query + keys) // ranks
+    inner = shape.intermediate if not shape.experts else max(shape.expert_width * shape.active_experts, shape.intermediate)
+    thinking = 3 * inner // ranks + (shape.active_experts * shape.hidden if shape.experts else 0)
+    step = serving.max_num_batched_tokens * width * (HIDDEN_ROWS * shape.hidden + max(mixing, thinking))
+    sampling = serving.max_num_seqs * shape.vocab * (LOGITS_BYTES + width)
+    return max(step, sampling) + (ENCODER_BYTES if encoders else 0)
+
+
+def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float, float]:
+    """(the first start, which quantizes; the next, from the cache). Each rank reads its share; the slower of disk and quantizer counts."""
+    stored = sum(part.tensor.nbytes * part.count for part in inventory.parts) / ranks
+    first = stored / hardware.disk_bytes_s
+    if not weights.changed:
+        return first, first
+    quantizing = stored / (H200_QUANTIZE_BYTES_S * hardware.bandwidth_bytes_s / H200_BANDWIDTH)
+    return max(first, quantizing), weights.disk_bytes / ranks / hardware.disk_bytes_s
+
+
+def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: Hardware) -> float:
+    """An upper bound for one request at a short context: every token reads the active weights once; with tensor parallelism two sums over
+    the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other."""
+    reading = weights.active_bytes / hardware.bandwidth_bytes_s * serving.pipeline_parallel
+    talking = 0.0
+    if serving.tensor_parallel > 1:
+        row = shape.hidden * shape.dtype_bytes
+        talking = 2 * shape.layers * (hardware.link_latency_s + row / hardware.link_bytes_s)
+    if serving.pipeline_parallel > 1:
+        talking += (serving.pipeline_parallel - 1) * hardware.link_latency_s
+    return 1 / (reading + talking)

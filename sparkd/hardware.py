@@ -1,0 +1,83 @@
+"""Owns what kinds of machine there are to plan for: memory, bandwidths, what the system itself takes. Never looks at this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sparkd.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One node. Bytes and bytes a second; unified: the device's memory is the host's. link_*: between two nodes, one way.
+
+    system_bytes: what the operating system and its services hold. kernels: formats that vLLM has fast kernels for there.
+    """
+
+    name: str
+    memory_bytes: int
+    unified: bool
+    system_bytes: int
+    bandwidth_bytes_s: float
+    disk_bytes_s: float
+    link_bytes_s: float
+    link_latency_s: float
+    platform: str = "cuda"
+
+
+# MemTotal of a Spark with a 2026 firmware; 4 GiB are what a headless one holds at rest, desktop off (/proc/meminfo captures of four
+# owners: 3 to 5 GiB). 273 GB/s: data sheet, 240 are reached. Disk: `dd` on a Lenovo GB10, 3.9 GB/s. Link: all_reduce of NCCL over both
+# twins of one cable, 20.5 GB/s, and 30 us for the few KiB of one token (NVIDIA's playbooks, logs of owners).
+SPARK = Hardware("spark", 127_535_224 * 1024, True, 4 * GIB, 273e9, 3.9e9, 20.5e9, 30e-6)
+# 141 GB HBM3e at 4.8 TB/s (data sheet); the rest as measured on a rented one.
+H200 = Hardware("h200", 139 * GIB, False, 0, 4.8e12, 2.2e9, 300e9, 10e-6)
+KNOWN = {one.name: one for one in (SPARK, H200)}
+
+
+def hardware_of(text: str) -> Hardware:
+    """`spark`, `h200`, or a YAML file with the fields of `Hardware`; what it leaves out is a Spark's. Raises ConfigError."""
+    if text in KNOWN:
+        return KNOWN[text]
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError(f"--hardware {text}: neither {' nor '.join(KNOWN)} nor a file; name one of them.", param="hardware")
+    given = _read(path)
+    names = {field.name: field.type for field in fields(Hardware)}
+    if unknown := sorted(set(map(str, given)) - names.keys()):
+        raise ConfigError(f"{path}: the key {unknown[0]!r} is not known; {', '.join(names)} are.", param="hardware")
+    values: dict[str, Any] = {name: getattr(SPARK, name) for name in names} | {"name": path.stem}
+    for name, value in given.items():
+        if not _is_a(type(values[name]), value) or (name == "platform" and value not in ("cuda", "cpu")):
+            raise ConfigError(f"{path}: {name} must be a {_WORDS[type(values[name])]}, not {value!r}.", param="hardware")
+        values[name] = type(values[name])(value)
+    return Hardware(**values)
+
+
+def _is_a(expected: type, value: object) -> bool:
+    if expected not in (int, float):
+        return isinstance(value, expected)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value >= 0 and value == int(value) if expected is int else value > 0
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"{path}: {reason}; name a readable YAML file.", param="hardware") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {getattr(error, 'problem', None) or 'it is no YAML'}; a map is expected.", param="hardware") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a map with memory_bytes and the like is expected.", param="hardware")
+    return found
+
+
+_WORDS = {int: "whole number", float: "number above 0", bool: "true or false", str: "word (platform: cuda or cpu)"}
