@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from sparkd import __version__, export, launch, talk, verbs
+from sparkd import __version__, export, launch, plan_verb, talk, verbs
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.verbs import Asked, Json, KeyFile, Url
 
@@ -101,6 +101,7 @@ def options(
 launch.register_serve(app)
 talk.register(app)
 verbs.register(app)
+plan_verb.register(app)
 export.register(app)
 launch.register(app)
 

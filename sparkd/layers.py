@@ -97,16 +97,25 @@ def listing_of(
 
     quantize: a recipe as YAML, in place of the configured one. ask: the daemon's models, called only where nothing else knows `model`.
     """
+    _, folder, configured, env = located(model, config_file, environ, ask)
+    recipe = Recipe.parse(value_of(quantize), env) if quantize is not None else Recipe.parse(configured, env)
+    return listing(read_checkpoint(folder), recipe)
+
+
+def located(
+    model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
+) -> tuple[str, str, Any, dict[str, str]]:
+    """(folder or hub id, folder, configured `quantize`, environment of the engine) of what a user calls MODEL; as `listing_of`."""
     source, configured, env = source_of(model), None, dict(environ)
-    if not source.startswith("/"):
-        source, revision, configured, env = _named(model, config_file, env, ask)
-        if not source.startswith("/"):
-            snapshot = snapshot_of(source, revision, env)
-            if snapshot is None:
-                raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
-            source = str(snapshot)
-    recipe = Recipe.parse(_value(quantize), env) if quantize is not None else Recipe.parse(configured, env)
-    return listing(read_checkpoint(source), recipe)
+    if source.startswith("/"):
+        return source, source, configured, env
+    source, revision, configured, env = _named(model, config_file, env, ask)
+    if source.startswith("/"):
+        return source, source, configured, env
+    snapshot = snapshot_of(source, revision, env)
+    if snapshot is None:
+        raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
+    return source, str(snapshot), configured, env
 
 
 def _named(
@@ -138,7 +147,7 @@ def _named(
     return str(view["source"]), None, None, environ
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """`nvfp4`, or a mapping as YAML or JSON has it."""
     import yaml
 

@@ -1,0 +1,231 @@
+"""Owns the choice: every format at every way over the nodes, which of them fit, and which is best. Never starts anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sparkd.errors import CheckpointError
+from sparkd.footprint import Footprint, Learned, footprint
+from sparkd.hardware import GIB, Hardware
+from sparkd.kv_cost import Serving, kv_cost
+from sparkd.legal import refusal
+from sparkd.weight_cost import Inventory
+from workers.stream.recipe import Recipe
+
+AS_STORED = "as stored"
+# Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348).
+FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4")
+CONTEXT_STEP = 1024
+# A model that may speak for itself is asked for this much where nobody says.
+DEFAULT_CONTEXT = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """max_model_len: tokens, None for as many as fit. requests: that run at once at that length. nodes: that are there. rails: whether
+    they are linked well enough for tensor parallelism; reason: why not. quantize: a recipe, None for any of FORMATS."""
+
+    max_model_len: int | None = None
+    requests: int = 1
+    nodes: int = 1
+    serving: Serving = field(default_factory=lambda: Serving(0))
+    quantize: Any = None
+    eager: bool = False
+    margin_bytes: int | None = None
+    rails: bool = True
+    rails_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """format: a spelling. tensor, pipeline: sizes. footprint: None where it is not legal. reason: None where it fits, else one sentence.
+
+    longest: tokens that `requests` requests may have each, 0 where there is no room.
+    """
+
+    format: str
+    tensor: int
+    pipeline: int
+    serving: Serving
+    footprint: Footprint | None
+    reason: str | None
+    longest: int = 0
+
+    @property
+    def nodes(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def way(self) -> str:
+        return (
+            " x ".join(([f"TP={self.tensor}"] if self.tensor > 1 else []) + ([f"PP={self.pipeline}"] if self.pipeline > 1 else [])) or "-"
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """options: those that fit first, best quality, then speed, then fewer nodes; then the others. notes: what the user should know."""
+
+    options: tuple[Option, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Option | None:
+        return self.options[0] if self.options and self.options[0].fits else None
+
+
+def choose(inventory: Inventory, hardware: Hardware, wish: Wish, learned: Mapping[str, Learned] | None = None) -> Choice:
+    """learned: by format, of one node, what earlier starts measured."""
+    found = [
+        _option(inventory, hardware, wish, name, recipe, ways, learned or {})
+        for name, recipe in _recipes(inventory, wish)
+        for ways in _ways(wish)
+    ]
+    ranked = sorted(found, key=lambda one: (not one.fits, _quality(one.format), -_speed(one), one.nodes))
+    return Choice(tuple(ranked), tuple(_notes(inventory, wish)))
+
+
+def floor(option: Option, hardware: Hardware, steps: Sequence[float]) -> list[tuple[float, int, int]]:
+    """(gpu_memory_utilization, bytes it allows, bytes of them left to the cache; negative where vLLM would fail).
+
+    vLLM counts weights, what the driver holds and the peak of a batch; processes on the host are not in its budget.
+    """
+    if option.footprint is None:
+        return []
+    parts = option.footprint.parts
+    held = parts["weights"] + parts["context"] + parts["peak"] + parts["graphs"]
+    return [(share, int(share * hardware.memory_bytes), int(share * hardware.memory_bytes) - held) for share in steps]
+
+
+def smallest(option: Option, hardware: Hardware) -> float | None:
+    """The least gpu_memory_utilization, in hundredths, that holds one request of full length; None where none does."""
+    least = option.footprint.kv.least if option.footprint is not None else 0
+    return next((share for share, _, left in floor(option, hardware, [step / 100 for step in range(1, 100)]) if left >= least), None)
+
+
+def _recipes(inventory: Inventory, wish: Wish) -> Iterator[tuple[str, Recipe]]:
+    source = inventory.checkpoint.quantization
+    if wish.quantize is not None:
+        recipe = Recipe.parse(wish.quantize)
+        yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
+        return
+    yield AS_STORED, Recipe.parse("bf16")
+    if source is None or source.requantizable:
+        for spelling in FORMATS:
+            if spelling == "fp8" and source is not None:
+                continue  # it is FP8 already
+            yield spelling, Recipe.parse(spelling)
+
+
+def _ways(wish: Wish) -> Iterator[tuple[int, int]]:
+    """(tensor, pipeline) over all numbers of nodes up to those that are there."""
+    for nodes in range(1, wish.nodes + 1):
+        yield nodes, 1
+        if nodes > 1:
+            yield 1, nodes
+
+
+def _option(
+    inventory: Inventory,
+    hardware: Hardware,
+    wish: Wish,
+    name: str,
+    recipe: Recipe,
+    ways: tuple[int, int],
+    learned: Mapping[str, Learned],
+) -> Option:
+    tensor, pipeline = ways
+    asked = wish.max_model_len or min(inventory.shape.max_len, DEFAULT_CONTEXT)
+    serving = replace(wish.serving, max_model_len=asked, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    if tensor > 1 and not wish.rails:
+        return Option(name, tensor, pipeline, serving, None, wish.rails_reason or "the nodes are not linked by a healthy QSFP rail")
+    try:
+        if why := refusal(inventory, recipe, tensor, pipeline):
+            return Option(name, tensor, pipeline, serving, None, why)
+        known = learned.get(name) if tensor * pipeline == 1 else None
+
+        def at(tokens: int) -> Footprint:
+            return footprint(
+                inventory,
+                recipe,
+                replace(serving, max_model_len=tokens),
+                hardware,
+                requests=wish.requests,
+                eager=wish.eager,
+                margin_bytes=wish.margin_bytes,
+                learned=known,
+            )
+
+        found = at(asked)
+        longest = _longest(found, serving, inventory, wish)
+    except CheckpointError as error:
+        return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
+    if wish.max_model_len is None and longest >= CONTEXT_STEP:
+        serving = replace(serving, max_model_len=longest)
+        found = at(longest)
+    return Option(name, tensor, pipeline, serving, found, None if found.fits else _short(found, hardware, longest), longest)
+
+
+def _longest(found: Footprint, serving: Serving, inventory: Inventory, wish: Wish) -> int:
+    """By bisection over the cache's own arithmetic, which is not linear where layers keep a window or a state."""
+    if found.load_free_bytes < 0:
+        return 0
+    low, high = 0, inventory.shape.max_len // CONTEXT_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        cost = kv_cost(inventory.shape, replace(serving, max_model_len=middle * CONTEXT_STEP))
+        if wish.requests * cost.per_request + cost.block_bytes <= found.room:
+            low = middle
+        else:
+            high = middle - 1
+    return low * CONTEXT_STEP
+
+
+def _short(found: Footprint, hardware: Hardware, longest: int) -> str:
+    there = gib(hardware.memory_bytes)
+    if found.load_free_bytes < 0:
+        weights = gib(found.parts["weights"])
+        return f"the weights alone take {weights} of the {there} that are there: {gib(-found.load_free_bytes)} too many to load them"
+    parts = [f"{gib(size)} {_CALLED[name]}" for name, size in found.parts.items() if size >= GIB // 10]
+    parts += [f"{gib(found.system_bytes)} system", f"{gib(found.margin_bytes)} margin"]
+    shorter = f"; {longest:,} tokens of context would fit" if longest else ""
+    return f"{' + '.join(parts)} are {gib(-found.free_bytes)} more than the {there} that are there{shorter}"
+
+
+_CALLED = {
+    "weights": "of weights",
+    "kv": "KV cache",
+    "peak": "for a batch",
+    "graphs": "CUDA graphs",
+    "context": "CUDA context",
+    "processes": "processes",
+}
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _quality(name: str) -> int:
+    return FORMATS.index(name) + 1 if name in FORMATS else 0
+
+
+def _speed(option: Option) -> float:
+    found = option.footprint
+    return found.decode_tokens_s or 0.0 if found is not None else 0.0
+
+
+def _notes(inventory: Inventory, wish: Wish) -> Iterator[str]:
+    source = inventory.checkpoint.quantization
+    if source is not None and not source.requantizable:
+        yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
+    if inventory.unloaded_bytes:
+        yield f"{gib(inventory.unloaded_bytes)} of its files are loaded for speculative decoding only, or not at all."
+    if wish.nodes == 3:
+        yield "Three nodes: few models divide by three; they serve as a pipeline, or as one or two engines with replicas beside."

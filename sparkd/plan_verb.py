@@ -1,0 +1,70 @@
+"""`sparkd plan`: whether a model fits, and how, from its headers alone. Never loads a weight."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparkd import show, show_plan
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import ConfigError, DoesNotFit
+from sparkd.fit import Wish, choose
+from sparkd.hardware import hardware_of
+from sparkd.kv_cost import Serving
+from sparkd.layers import located, value_of
+from sparkd.model_shape import shape_of
+from sparkd.planned import to_json
+from sparkd.verbs import Session, argument, option, verb
+from sparkd.weight_cost import inventory
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(verb(plan))
+
+
+def plan(
+    session: Session,
+    model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id, or a configured name.")],
+    nodes: Annotated[int, option("--nodes", metavar="N", min=1, max=64, help="How many nodes there are; 1.")] = 1,
+    context: Annotated[int | None, option("--ctx", metavar="TOKENS", min=1, help="Length of a request; as much as fits.")] = None,
+    seqs: Annotated[int, option("--seqs", metavar="N", min=1, help="Requests of that length at once; 1.")] = 1,
+    quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe; all formats are tried.")] = None,
+    hardware: Annotated[str, option("--hardware", metavar="X", help="spark (the default), h200, or a YAML file.")] = "spark",
+    batch: Annotated[int, option("--batch", metavar="TOKENS", min=1, help="max_num_batched_tokens; 8192.")] = 8192,
+    kv_dtype: Annotated[str, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = "auto",
+    margin: Annotated[float | None, option("--margin", metavar="GIB", min=0, help="To stay free; 1 GiB or 3 %.")] = None,
+    eager: Annotated[bool, option("--eager", help="Without CUDA graphs.")] = False,
+    every: Annotated[bool, option("--all", help="Also tell why each other way cannot be.")] = False,
+    config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that knows MODEL.")] = None,
+) -> None:
+    """Will it fit, and how: every format and way over the nodes, the best one, and vLLM's command for it.
+
+    Reads config.json and the headers of the weights, and needs neither a daemon nor a GPU. A hub id that is not on this machine is looked
+    at on the hub; nothing but headers is fetched.
+    """
+    if kv_dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"):
+        raise ConfigError(f"--kv-dtype {kv_dtype}: auto, fp8, fp8_e4m3 or fp8_e5m2 is expected.")
+    machine = hardware_of(hardware)
+    source, folder, configured, _ = located(model, config, os.environ, session.client.models)
+    checkpoint = read_checkpoint(folder)
+    shape = shape_of(checkpoint.config)
+    known = inventory(checkpoint, shape)
+    wish = Wish(
+        max_model_len=context,
+        requests=seqs,
+        nodes=nodes,
+        serving=Serving(0, max_num_batched_tokens=batch, kv_dtype=kv_dtype, platform=machine.platform),
+        quantize=value_of(quantize) if quantize is not None else configured,
+        eager=eager,
+        margin_bytes=None if margin is None else int(margin * 2**30),
+    )
+    found = to_json(source, known, machine, wish, choose(known, machine, wish))
+    if session.json:
+        show.say_json(found)
+    else:
+        show_plan.plan(found, session.out, every=every)
+    if found["choice"] is None:
+        raise typer.Exit(DoesNotFit.exit_code)

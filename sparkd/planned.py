@@ -1,0 +1,156 @@
+"""Owns a plan as data: what the command line draws and the admin API answers. Never reads a checkpoint, never starts anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sparkd import kv_sizing, quantizing
+from sparkd.config import Engine
+from sparkd.fit import AS_STORED, Choice, Option, Wish, floor, smallest
+from sparkd.hardware import Hardware
+from sparkd.model_config import ModelConfig
+from sparkd.source import name_of
+from sparkd.weight_cost import Inventory
+from workers.command import build_command, build_environment
+from workers.runtime import API_SERVER
+from workers.spec import RankSpec
+
+# The utilizations of a floor table; around the smallest that works come two more.
+STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
+MASTER_PORT = 29500
+# Where a packaged sparkd keeps both; a plan is made without its configuration.
+_QUANTIZED, _PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/profiles"
+_OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
+
+
+def to_json(model: str, inventory: Inventory, hardware: Hardware, wish: Wish, choice: Choice) -> dict[str, Any]:
+    """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats."""
+    checkpoint, shape, best = inventory.checkpoint, inventory.shape, choice.best
+    return {
+        "model": model,
+        "folder": checkpoint.folder,
+        "architecture": shape.architecture,
+        "layers": shape.layers,
+        "max_len": shape.max_len,
+        "bytes": sum(part.tensor.nbytes * part.count for part in inventory.parts),
+        "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
+        "hardware": asdict(hardware),
+        "asked": {"nodes": wish.nodes, "requests": wish.requests, "max_model_len": wish.max_model_len, "eager": wish.eager},
+        "options": [option_json(one) for one in choice.options],
+        "choice": None if best is None else {**option_json(best), **how(model, best, wish, hardware)},
+        "floor": [] if best is None else _floor(best, hardware),
+        "notes": list(choice.notes),
+    }
+
+
+def option_json(option: Option) -> dict[str, Any]:
+    """footprint: null where vLLM would not split the model so."""
+    found = option.footprint
+    told: dict[str, Any] = {
+        "format": option.format,
+        "nodes": option.nodes,
+        "tensor_parallel": option.tensor,
+        "pipeline_parallel": option.pipeline,
+        "fits": option.fits,
+        "reason": option.reason,
+        "max_model_len": option.serving.max_model_len,
+        "longest": option.longest,
+        "footprint": None,
+    }
+    if found is not None:
+        told["footprint"] = {
+            **found.parts,
+            "system": found.system_bytes,
+            "margin": found.margin_bytes,
+            "free": found.free_bytes,
+            "memory": found.memory_bytes,
+            "total": found.total,
+            "requests": found.requests,
+            "kv_bytes_per_token": found.kv.per_token,
+            "kv_bytes_per_request": found.kv.per_request,
+            "load_peak": found.load_peak_bytes,
+            "disk": found.weights.disk_bytes if found.weights.changed else 0,
+            "by_class": dict(found.weights.by_kind),
+            "first_load_s": found.first_load_s,
+            "next_load_s": found.next_load_s,
+            "decode_tokens_s": found.decode_tokens_s,
+            "notes": list(found.weights.notes),
+        }
+    return told
+
+
+def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
+    """config: the model's entry in sparkd.yaml; ranks: what sparkd runs on each node, vLLM's command and the environment it adds."""
+    entry = entry_of(model, option, wish)
+    spec = ModelConfig.model_validate({"name": name_of(model), **entry})
+    return {"name": spec.name, "config": entry, "ranks": [_rank(spec, option, number, hardware) for number in range(option.nodes)]}
+
+
+def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
+    entry: dict[str, Any] = {"model": model}
+    if option.format != AS_STORED:
+        entry["quantize"] = wish.quantize if wish.quantize is not None else option.format
+    entry["max_model_len"] = option.serving.max_model_len
+    if option.tensor > 1:
+        entry["tensor_parallel"] = option.tensor
+    if wish.requests > 1:
+        entry["kv_cache"] = {"sequences": wish.requests}
+    if wish.eager:
+        entry["enforce_eager"] = True
+    if option.serving.kv_dtype != "auto":
+        entry["kv_cache_dtype"] = option.serving.kv_dtype
+    return entry
+
+
+def _rank(spec: ModelConfig, option: Option, number: int, hardware: Hardware) -> dict[str, Any]:
+    flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
+    if option.tensor > 1:
+        flags += ["--tensor-parallel-size", str(option.tensor)]
+    if option.pipeline > 1:
+        flags += ["--pipeline-parallel-size", str(option.pipeline)]
+    if option.nodes > 1:
+        flags += ["--nnodes", str(option.nodes), "--node-rank", str(number), "--master-addr", "HEAD", "--master-port", str(MASTER_PORT)]
+        flags += ["--distributed-executor-backend", "mp", *(["--headless"] if number else [])]
+    env = spec.environment(Engine())
+    fields: Mapping[str, Any] = {
+        **quantizing.loader_of(spec, env, _QUANTIZED, None),
+        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, env, _PROFILES, None),
+    }
+    rank = RankSpec(
+        rank_id="plan",
+        model_name=spec.name,
+        served_names=spec.served_names(),
+        model=spec.model,
+        generation=0,
+        node_id="node",
+        rank=number,
+        runtime=sys.executable,
+        entrypoint=API_SERVER,
+        run_dir="/run/sparkd",
+        log_path="/dev/null",
+        config_hash="",
+        platform=hardware.platform,
+        flags=tuple(flags),
+        extra_args=tuple(spec.vllm_flags()),
+        env=env,
+        **fields,
+    )
+    environment = build_environment(rank, {}, None)
+    return {
+        "node": number,
+        "command": build_command(rank),
+        "environment": {name: value for name, value in environment.items() if name not in _OWN},
+    }
+
+
+def _floor(option: Option, hardware: Hardware) -> list[dict[str, Any]]:
+    least = smallest(option, hardware)
+    steps = sorted({*STEPS, *([] if least is None else [least])})
+    need = option.footprint.kv.least if option.footprint is not None else 0
+    return [
+        {"utilization": share, "allowed": allowed, "kv": left, "works": left >= need, "smallest": share == least}
+        for share, allowed, left in floor(option, hardware, steps)
+    ]

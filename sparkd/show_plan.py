@@ -1,0 +1,173 @@
+"""How a plan looks: the table of what fits, a bar of the memory of each node, the choice, the floor. Never decides anything."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from sparkd.fit import gib
+from sparkd.show import duration, printable
+
+# What a node's memory holds, in the order of the bar; a letter each, so that it reads without colours too.
+SEGMENTS = (
+    ("system", "S", "bright_black"),
+    ("weights", "W", "blue"),
+    ("kv", "K", "green"),
+    ("peak", "B", "yellow"),
+    ("graphs", "G", "magenta"),
+    ("context", "C", "cyan"),
+    ("processes", "P", "cyan"),
+    ("margin", "M", "red"),
+    ("free", ".", "dim"),
+)
+_WORDS = {
+    "system": "system",
+    "weights": "weights",
+    "kv": "KV cache",
+    "peak": "largest batch",
+    "graphs": "CUDA graphs",
+    "context": "CUDA context",
+    "processes": "processes",
+    "margin": "margin",
+    "free": "free",
+}
+BAR_CELLS = 64
+GENEROUS = 12
+
+
+def plan(found: Mapping[str, Any], console: Console, *, every: bool = False) -> None:
+    """every: also the ways that are not legal, one line each."""
+    _head(found, console)
+    _options(found, console, every)
+    choice = found["choice"]
+    if choice is None:
+        console.print("Nothing fits.", style="red")
+    else:
+        _bars(choice, console)
+        _how(choice, console)
+        _floor(found, console)
+    for note in found["notes"]:
+        console.print(note, style="yellow", markup=False)
+
+
+def _head(found: Mapping[str, Any], console: Console) -> None:
+    hardware, asked = found["hardware"], found["asked"]
+    stored = f"{found['quantization']}, " if found["quantization"] else ""
+    console.print(
+        printable(
+            f"{found['model']}: {found['architecture']}, {found['layers']} layers, {stored}{gib(found['bytes'])} on disk, "
+            f"up to {found['max_len']:,} tokens"
+        ),
+        style="bold",
+        markup=False,
+    )
+    requests = f"{asked['requests']} request{'s' if asked['requests'] != 1 else ''} at once"
+    length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
+    nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
+    console.print(f"on {nodes} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n", markup=False)
+
+
+def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
+    right = ["NODES", "WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT"]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("FORMAT", "NODES", "SPLIT", "WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT"):
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    rejected = []
+    for number, option in enumerate(found["options"]):
+        parts = option["footprint"]
+        if not option["fits"]:
+            rejected.append(option)
+            continue
+        rest = sum(parts[name] for name in ("peak", "graphs", "context", "processes"))
+        table.add_row(
+            escape(option["format"]),
+            str(option["nodes"]),
+            _split(option),
+            gib(parts["weights"]),
+            gib(parts["kv"]),
+            gib(rest),
+            gib(parts["free"]),
+            f"{option['max_model_len']:,}",
+            f"< {parts['decode_tokens_s']:,.0f}" if parts["decode_tokens_s"] else "-",
+            duration(parts["first_load_s"]),
+            duration(parts["next_load_s"]),
+            style="bold green" if number == 0 else "",
+        )
+    if table.row_count:
+        console.print(table)
+        console.print("Weights, cache and the rest are of one node. TOKENS/S: bound of one request by memory bandwidth.\n", style="dim")
+    shown = rejected if every else [one for one in rejected if one["footprint"] is not None][:GENEROUS]
+    for option in shown:
+        way = f"{option['format']} on {option['nodes']} node{'s' if option['nodes'] > 1 else ''}"
+        split = f" ({_split(option)})" if option["nodes"] > 1 else ""
+        console.print(f"{way}{split}: {option['reason']}.", style="yellow", markup=False)
+    hidden = len(rejected) - len(shown)
+    if hidden:
+        console.print(f"{hidden} more that cannot be: --all tells why.", style="dim")
+    if rejected:
+        console.print()
+
+
+def _bars(choice: Mapping[str, Any], console: Console) -> None:
+    parts = choice["footprint"]
+    cells = min(BAR_CELLS, max(20, console.width - 16))
+    line = Text()
+    drawn = 0
+    total = 0
+    for name, letter, style in SEGMENTS:
+        total += max(0, parts[name])
+        width = round(cells * total / max(parts["memory"], total)) - drawn
+        if parts[name] > 0 and width == 0 and drawn < cells and name != "free":
+            width = 1
+        line.append(letter * max(0, width), style=style)
+        drawn += max(0, width)
+    for number in range(choice["nodes"]):
+        console.print(Text(f"node {number}  ").append_text(line).append(f"  {gib(parts['memory'])}"))
+    legend = Text()
+    for name, letter, style in SEGMENTS:
+        if parts[name]:
+            legend.append(f"{letter} ", style=style).append(f"{_WORDS[name]} {gib(parts[name])}  ")
+    console.print(legend)
+    kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
+    disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
+    console.print(f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n", markup=False)
+
+
+def _how(choice: Mapping[str, Any], console: Console) -> None:
+    console.print("In sparkd.yaml:", style="bold")
+    console.print("models:", markup=False)
+    console.print(f"  {choice['name']}:", markup=False)
+    for key, value in choice["config"].items():
+        told = json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
+        console.print(f"    {key}: {told}", markup=False)
+    console.print("\nWhat sparkd runs then:", style="bold")
+    for rank in choice["ranks"]:
+        if len(choice["ranks"]) > 1:
+            console.print(f"# node {rank['node']}", style="dim", markup=False)
+        words = [f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items()]
+        console.print(" ".join([*words, shlex.join(rank["command"])]), markup=False, soft_wrap=True)
+    console.print()
+
+
+def _floor(found: Mapping[str, Any], console: Console) -> None:
+    console.print("With vLLM's own --gpu-memory-utilization instead:", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("UTILIZATION", "ALLOWED", "FOR THE CACHE", ""):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for row in found["floor"]:
+        verdict = "the smallest that works" if row["smallest"] else "works" if row["works"] else "fails"
+        style = "bold green" if row["smallest"] else "" if row["works"] else "red"
+        table.add_row(f"{row['utilization']:.2f}", gib(row["allowed"]), gib(row["kv"]), verdict, style=style)
+    console.print(table)
+
+
+def _split(option: Mapping[str, Any]) -> str:
+    words = [f"{name}={option[key]}" for name, key in (("TP", "tensor_parallel"), ("PP", "pipeline_parallel")) if option[key] > 1]
+    return " ".join(words) or "-"
