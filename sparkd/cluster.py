@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sparkd.admission import Account, account, machine, no_room, too_large
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
 from sparkd.kv_sizing import without_cpu_space
 from sparkd.memory import GIB, reading
-from sparkd.placement import Placement, free_on, kv_limit_bytes, needed_gib, nodes_with_room, offered_gib
+from sparkd.placement import Placement, kv_limit_bytes, needed_gib, nodes_with_room, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
@@ -128,13 +129,13 @@ class Cluster:
             )
         if spec.executor == "ray":
             raise RankError("executor: ray serves across nodes, which this release of sparkd does not do: leave it out or set it to mp.")
-        platform, entrypoint, need_gib = await asyncio.to_thread(self._need, spec)
-        node_ip = await self._reserve(spec.name, need_gib)
+        platform, entrypoint, need_gib, known = await asyncio.to_thread(self._need, spec)
+        node_ip = await self._reserve(spec, need_gib, known, platform)
         return Placement(node_ip, _slug(spec.name), need_gib, platform, entrypoint)
 
     async def hold(self, spec: ModelConfig, node_ip: str) -> None:
         """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
-        _, _, need_gib = await asyncio.to_thread(self._need, spec)
+        _, _, need_gib, _ = await asyncio.to_thread(self._need, spec)
         self._reserved[spec.name] = (node_ip, need_gib)
         if self._link.connected:
             await self._reserve_again([node_ip])
@@ -148,7 +149,7 @@ class Cluster:
         if placement.platform == "cuda":
             dropped = await self._link.call(placement.node_id, lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
             log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
-        limit_bytes = await asyncio.to_thread(kv_limit_bytes, spec)
+        limit_bytes = await asyncio.to_thread(lambda: kv_limit_bytes(spec, self._account(spec, placement.platform)))
         fields = {
             "rank_id": rank_id,
             "model_name": spec.name,
@@ -276,26 +277,22 @@ class Cluster:
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
 
-    async def _reserve(self, model: str, need_gib: int) -> str:
+    async def _reserve(self, spec: ModelConfig, need_gib: int, known: Account | None, platform: str) -> str:
         """The node that has room, by our own book: Ray forgets what was reserved on a node that it lost, and the rank there lives on."""
         offered = {ip: self._link.gib_of[ip] for ip in self._link.nodes() if ip in self._link.gib_of and ip not in self._silent}
+        model = spec.name
         most_gib = int(max(offered.values(), default=self.total_gib))
-        if need_gib > most_gib:
-            where = "the largest node in sight" if len(self._link.gib_of) > 1 else "this node"
-            raise DoesNotFit(
-                f"{model} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
-                "context or format, give kv_cache a size, or set memory_gib to what it really needs."
-            )
+        where = "the largest node in sight" if len(self._link.gib_of) > 1 else "this node"
+        if why := await asyncio.to_thread(
+            too_large, spec, need_gib, known, most_gib, where, platform, spec.environment(self._config.engine)
+        ):
+            raise DoesNotFit(why)
         others = [reserved for name, reserved in self._reserved.items() if name != model]
         for node_ip in nodes_with_room(offered, others, self.node_ip, need_gib):
             if await self._link.reserve(model, need_gib, node_ip, PLACE_TIMEOUT_S):
                 self._reserved[model] = (node_ip, need_gib)
                 return node_ip
-        free = ", ".join(f"{ip} {gib:.0f} of {offered[ip]:.0f}" for ip, gib in free_on(offered, others).items())
-        raise DoesNotFit(
-            f"{model} asks for {need_gib} GiB of unified memory on one node, and other models hold too much; free GiB: {free}. "
-            "Unload one (`sparkd ps`), or set memory_gib to what it really needs."
-        )
+        raise DoesNotFit(no_room(model, need_gib, offered, {name: held for name, held in self._reserved.items() if name != model}))
 
     async def _reserve_again(self, nodes: Iterable[str]) -> None:
         """What runs on these nodes already: a reservation that does not fit is a word in the log, not an end."""
@@ -304,8 +301,8 @@ class Cluster:
             if not await self._link.reserve(model, gib, node_ip, PLACE_AGAIN_TIMEOUT_S):
                 log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, node_ip, gib)
 
-    def _need(self, spec: ModelConfig) -> tuple[str, str, int]:
-        """(platform, entry point, GiB to reserve). Blocks. Raises RankError where the runtime has nothing to run."""
+    def _need(self, spec: ModelConfig) -> tuple[str, str, int, Account | None]:
+        """(platform, entry point, GiB to reserve, what the headers say). Blocks. Raises RankError where the runtime has nothing to run."""
         engine = self._config.engine
         if spec.model.startswith("/") and not Path(spec.model).is_dir():
             raise RankError(f"The folder {spec.model} is not on this node: check the path in `model`, or use a hub id (owner/name).")
@@ -320,7 +317,14 @@ class Cluster:
                 f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
                 "to the Python interpreter of an environment that has it."
             )
-        return platform, entrypoint, needed_gib(spec, platform, _mem_total_gib(), spec.environment(engine), self.total_gib)
+        known = self._account(spec, platform)
+        need_gib = needed_gib(spec, platform, _mem_total_gib(), spec.environment(engine), self.total_gib, known)
+        return platform, entrypoint, need_gib, known
+
+    def _account(self, spec: ModelConfig, platform: str) -> Account | None:
+        """Reads the headers of a checkpoint that is on this node's disk, once while its files stay the same."""
+        here = machine(platform, int(_mem_total_gib() * GIB), 0)
+        return account(spec, here, spec.environment(self._config.engine), str(self._config.profiles_path()))
 
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None

@@ -16,6 +16,9 @@ from sparkd.model_shape import DTYPE_BYTES, Attention, Mixer, Shape, State
 # Of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 LATENT_BLOCK_TOKENS = {"cuda": 64, "cpu": 16}
+# vLLM's own where nobody says, for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
+BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
+SEQUENCES = {"cuda": 1024, "cpu": 128}
 # With asynchronous scheduling, vLLM's default, a second batch is in flight (vllm/config/vllm.py, max_concurrent_batches).
 BATCHES_IN_FLIGHT = 2
 
@@ -28,8 +31,8 @@ class Serving:
     """
 
     max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = SEQUENCES["cuda"]
+    max_num_batched_tokens: int = BATCH_TOKENS["cuda"]
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     kv_dtype: str = "auto"

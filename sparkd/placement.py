@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkd.admission import Account, free_on
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
@@ -36,8 +37,17 @@ class Placement:
     entrypoint: str
 
 
-def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapping[str, str], offered_gib: float | None = None) -> int:
+def needed_gib(
+    spec: ModelConfig,
+    platform: str,
+    mem_total_gib: float,
+    env: Mapping[str, str],
+    offered_gib: float | None = None,
+    known: Account | None = None,
+) -> int:
     """Whole GiB to reserve; Ray's custom resources are whole numbers above one.
+
+    known: by the checkpoint's headers; where a cache has a size, that account goes before the sizes of files.
 
     memory_gib where it is given. A cache of so many bytes: that, the weights on disk and the engine's processes. Else on CUDA
     gpu_memory_utilization of the node, and so much, but no more than the node offers, for a cache of all that is left or of a size that
@@ -55,6 +65,8 @@ def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapp
     weights = weights_gib(spec.model)
     sized = spec.kv_cache is not None and not vllm_sizes(spec)
     kv_gib = spec.kv_cache["bytes"] / GIB if isinstance(spec.kv_cache, dict) and "bytes" in spec.kv_cache else None
+    if known is not None and known.asked is not None and sized:
+        return math.ceil(known.asked / GIB)
     if platform == "cuda" and not (kv_gib and weights):
         most = math.ceil((share or VLLM_DEFAULT_UTILIZATION) * mem_total_gib)
         return most if share or offered_gib is None else min(most, int(offered_gib))
@@ -66,16 +78,23 @@ def needed_gib(spec: ModelConfig, platform: str, mem_total_gib: float, env: Mapp
     if kv_gib is None:
         most = math.ceil(VLLM_DEFAULT_UTILIZATION * mem_total_gib)
         return most if offered_gib is None else min(most, int(offered_gib))
+    if known is not None:
+        return math.ceil(known.fixed / GIB + kv_gib)
     return math.ceil(weights * LOADING_FACTOR + kv_gib + PROCESSES_GIB)
 
 
-def kv_limit_bytes(spec: ModelConfig) -> int | None:
+def kv_limit_bytes(spec: ModelConfig, known: Account | None = None) -> int | None:
     """What the KV cache may take so that the model stays within its memory_gib, by the same account as above.
 
     None where that cannot be said beforehand: memory_gib is auto, the weights are not on this disk or become smaller while they load, or
     nothing would be left. The worker then goes by what it sees alone.
     """
-    if spec.memory_gib == "auto" or spec.quantize is not None or spec.quantization is not None:
+    if spec.memory_gib == "auto":
+        return None
+    if known is not None:
+        left = int(spec.memory_gib * GIB) - known.fixed
+        return left if left > 0 else None
+    if spec.quantize is not None or spec.quantization is not None:
         return None
     weights = weights_gib(spec.model)
     left_gib = spec.memory_gib - weights * LOADING_FACTOR - PROCESSES_GIB
@@ -90,15 +109,6 @@ def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[s
     free_gib = free_on(offered_gib, reserved)
     fitting = [node for node, gib in free_gib.items() if gib >= need_gib]
     return sorted(fitting, key=lambda node: (node != here, -free_gib[node], node))
-
-
-def free_on(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]]) -> dict[str, float]:
-    """node -> GiB that no model has reserved there."""
-    free = dict(offered_gib)
-    for node, gib in reserved:
-        if node in free:
-            free[node] -= gib
-    return free
 
 
 def offered_gib(config: Config) -> int:

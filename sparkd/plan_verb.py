@@ -13,7 +13,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.fit import Wish, choose
 from sparkd.hardware import hardware_of
-from sparkd.kv_cost import Serving
+from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.layers import located, value_of
 from sparkd.model_shape import shape_of
 from sparkd.planned import to_json
@@ -33,7 +33,7 @@ def plan(
     seqs: Annotated[int, option("--seqs", metavar="N", min=1, help="Requests of that length at once; 1.")] = 1,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe; all formats are tried.")] = None,
     hardware: Annotated[str, option("--hardware", metavar="X", help="spark (the default), h200, or a YAML file.")] = "spark",
-    batch: Annotated[int, option("--batch", metavar="TOKENS", min=1, help="max_num_batched_tokens; 8192.")] = 8192,
+    batch: Annotated[int | None, option("--batch", metavar="TOKENS", min=1, help="max_num_batched_tokens; vLLM's default.")] = None,
     kv_dtype: Annotated[str, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = "auto",
     margin: Annotated[float | None, option("--margin", metavar="GIB", min=0, help="To stay free; 1 GiB or 3 %.")] = None,
     eager: Annotated[bool, option("--eager", help="Without CUDA graphs.")] = False,
@@ -56,7 +56,13 @@ def plan(
         max_model_len=context,
         requests=seqs,
         nodes=nodes,
-        serving=Serving(0, max_num_batched_tokens=batch, kv_dtype=kv_dtype, platform=machine.platform),
+        serving=Serving(
+            0,
+            max_num_seqs=SEQUENCES[machine.platform],
+            max_num_batched_tokens=batch or BATCH_TOKENS[machine.platform],
+            kv_dtype=kv_dtype,
+            platform=machine.platform,
+        ),
         quantize=value_of(quantize) if quantize is not None else configured,
         eager=eager,
         margin_bytes=None if margin is None else int(margin * 2**30),

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from sparkd.admission import free_on
 from sparkd.config import parse_model
 from sparkd.errors import ConfigError
-from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, free_on, kv_limit_bytes, needed_gib, nodes_with_room, weights_gib
+from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, kv_limit_bytes, needed_gib, nodes_with_room, weights_gib
 from workers.command import CPU_KV_CACHE_GIB
 
 SPARK_GIB = 121.6

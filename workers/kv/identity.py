@@ -5,13 +5,13 @@ Importing this module imports vLLM.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+
+from workers.kv.profiles import checkpoint_of
 
 # Of the loader's settings, those that change what is in memory; the rest are paths and limits.
 _RECIPE = "quantize"
@@ -25,7 +25,7 @@ def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "config": vllm_config.compute_hash(),
-        "checkpoint": _checkpoint(str(model.model), str(model.revision)),
+        "checkpoint": checkpoint_of(str(model.model), str(model.revision)),
         "draft": _draft(vllm_config),
         "load_format": str(loader.load_format),
         "quantize": json.dumps((loader.model_loader_extra_config or {}).get(_RECIPE), sort_keys=True, default=str),
@@ -45,16 +45,3 @@ def _draft(vllm_config: Any) -> Any:
     if speculative is None:
         return None
     return [str(speculative.method), speculative.num_speculative_tokens, str(speculative.model)]
-
-
-def _checkpoint(model: str, revision: str) -> str:
-    """Names, sizes and times of the weight files, and the configuration's text; for a model that is not a folder its name and revision."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"{model}@{revision}"
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".json", ".gguf", ".bin"):
-            found = path.stat()
-            digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:24]

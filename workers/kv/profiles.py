@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from workers.kv.arithmetic import Demand
@@ -35,6 +36,33 @@ class Learned:
 def key_of(parts: Mapping[str, Any]) -> str:
     """A file name for everything that the demand depends on."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def checkpoint_of(model: str, revision: str = "None") -> str:
+    """Names, sizes and times of the weight files, and the configuration's text; for a model that is not a folder its name and revision."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"{model}@{revision}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".gguf", ".bin"):
+            found = path.stat()
+            digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:24]
+
+
+def profiles_of(folder: str, about: Mapping[str, Any]) -> list[Learned]:
+    """What engines learned whose description has all of `about`, the newest first; a file that cannot be read is passed over."""
+    kept = Profiles(folder)
+    found: list[tuple[float, Learned]] = []
+    with contextlib.suppress(OSError):
+        for path in Path(folder).glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                raw = json.loads(path.read_bytes()[:MAX_BYTES])
+                known = kept.find(path.stem) if all(raw["about"].get(name) == value for name, value in about.items()) else None
+                if known is not None:
+                    found.append((float(raw["at"]), known))
+    return [known for _, known in sorted(found, key=lambda one: -one[0])]
 
 
 class Profiles:

@@ -1,0 +1,199 @@
+"""Owns whether a configured model is let in: what it needs at least, what it will take, and what would fit where it does not. Never starts
+anything, and says nothing where a model's headers are not on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import CheckpointError, ConfigError
+from sparkd.fit import AS_STORED, Wish, choose, gib
+from sparkd.footprint import Footprint, Learned, footprint
+from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
+from sparkd.model_config import ModelConfig
+from sparkd.model_shape import shape_of
+from sparkd.source import snapshot_of
+from sparkd.weight_cost import Inventory, inventory
+from workers.kv.profiles import checkpoint_of, profiles_of
+from workers.stream.recipe import Recipe
+
+_KNOWN_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Bytes on one node. least: without which the model cannot serve one request of full length; fixed: all of it but the cache.
+
+    cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message.
+    """
+
+    least: int
+    fixed: int
+    cache: int | None
+    sentence: str
+
+    @property
+    def asked(self) -> int | None:
+        """Of the whole model, None where it takes what is left."""
+        return None if self.cache is None else self.fixed + self.cache
+
+
+def account(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], profiles: str | None = None) -> Account | None:
+    """None where nothing can be said beforehand: headers that are not here or cannot be read, a kind of layer that is not known, flags of
+    the operator's own that change the account. profiles: the folder of what earlier starts measured."""
+    known = _inventory(spec, env)
+    if known is None or spec.quantization is not None or spec.tensor_parallel not in ("auto", 1):
+        return None
+    try:
+        recipe = Recipe.parse(spec.quantize or None, dict(env)) if spec.quantize is not None else Recipe.parse("bf16")
+        serving = _serving(spec, known, hardware)
+        if serving is None:
+            return None
+        learned = _learned(spec, known, serving, recipe, profiles)
+        found = footprint(known, recipe, serving, hardware, eager=spec.enforce_eager, margin_bytes=0, learned=learned)
+    except (CheckpointError, ConfigError):
+        return None  # the engine says it, with the tensor's name
+    fixed = found.fixed
+    cache = _cache(spec, found, serving)
+    least = fixed + max(found.kv.least, 0 if cache is None else cache)
+    return Account(least, fixed, cache, _sentence(found, serving, least))
+
+
+def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int) -> str:
+    """What would fit into offered_bytes instead, as the end of a sentence; empty where nothing is known that would."""
+    known = _inventory(spec, env)
+    if known is None:
+        return ""
+    serving = _serving(spec, known, hardware)
+    if serving is None:
+        return ""
+    machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
+    asked = Wish(serving.max_model_len, 1, 1, serving, None, spec.enforce_eager, 0)
+    found = choose(known, machine, asked)
+    own = (Recipe.parse(spec.quantize).default.spelling if spec.quantize else AS_STORED) if spec.quantize is not None else AS_STORED
+    told = []
+    shorter = next((one.longest for one in found.options if one.format == own and one.longest), 0)
+    if shorter:
+        told.append(f"max_model_len {shorter:,} as it is")
+    better = next((one for one in found.options if one.fits and one.format not in (own, AS_STORED)), None)
+    if better is not None and better.footprint is not None:
+        told.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
+    return f"What would fit: {', or '.join(told)}" if told else ""
+
+
+def too_large(
+    spec: ModelConfig, need_gib: int, known: Account | None, most_gib: int, where: str, platform: str, env: Mapping[str, str]
+) -> str | None:
+    """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers. Blocks."""
+    if known is not None and known.least > most_gib * GIB and spec.memory_gib == "auto":
+        cure = advice(spec, machine(platform, most_gib * GIB, 0), env, most_gib * GIB) or "Choose a smaller context or format"
+        return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB. {cure}."
+    if need_gib > most_gib:
+        return (
+            f"{spec.name} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
+            "context or format, give kv_cache a size, or set memory_gib to what it really needs."
+        )
+    return None
+
+
+def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Mapping[str, tuple[str, int]]) -> str:
+    """Why it has to wait, and which model's end would make room. reserved: other model -> (node, GiB)."""
+    left = free_on(offered_gib, reserved.values())
+    free = ", ".join(f"{node} {room:.0f} of {offered_gib[node]:.0f}" for node, room in left.items())
+    enough = sorted((held, name) for name, (node, held) in reserved.items() if left.get(node, 0.0) + held >= need_gib)
+    unload = f"Unload {' or '.join(name for _, name in enough[:3])}" if enough else "Unload some (`sparkd ps`)"
+    return (
+        f"{model} asks for {need_gib} GiB of unified memory on one node, and other models hold too much; free GiB: {free}. "
+        f"{unload}, give kv_cache a size, or set memory_gib to what it really needs."
+    )
+
+
+def free_on(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """node -> GiB that no model has reserved there."""
+    free = dict(offered_gib)
+    for node, held in reserved:
+        if node in free:
+            free[node] -= held
+    return free
+
+
+def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:
+    """This node, for planning: a Spark's bandwidths where nothing else is known."""
+    return replace(SPARK, name="node", memory_bytes=mem_total_bytes, system_bytes=reserve_bytes, platform=platform)
+
+
+def _inventory(spec: ModelConfig, env: Mapping[str, str]) -> Inventory | None:
+    folder = spec.model if spec.model.startswith("/") else str(snapshot_of(spec.model, spec.revision, env) or "")
+    if not folder:
+        return None
+    try:
+        return _read(folder, checkpoint_of(folder))
+    except (CheckpointError, OSError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def _read(folder: str, _identity: str) -> Inventory:
+    """Kept while the files are the same: a model that waits for room is asked about again and again."""
+    checkpoint = read_checkpoint(folder)
+    return inventory(checkpoint, shape_of(checkpoint.config))
+
+
+def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware) -> Serving | None:
+    kv_dtype = spec.kv_cache_dtype or "auto"
+    if kv_dtype not in _KNOWN_KV_DTYPES or any(flag.startswith("--") for flag in spec.extra_args):
+        return None
+    length = known.shape.max_len if spec.max_model_len in (None, "auto") else spec.max_model_len
+    return Serving(
+        max_model_len=int(length or known.shape.max_len),
+        max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
+        max_num_batched_tokens=spec.max_num_batched_tokens or BATCH_TOKENS[hardware.platform],
+        kv_dtype=kv_dtype,
+        platform=hardware.platform,
+    )
+
+
+def _cache(spec: ModelConfig, found: Footprint, serving: Serving) -> int | None:
+    """Bytes of a cache of a given size."""
+    size = spec.kv_cache
+    if not isinstance(size, dict):
+        return None
+    if "bytes" in size:
+        return int(size["bytes"])
+    if "tokens" in size:
+        return ceil(size["tokens"] * found.kv.per_token) + found.kv.block_bytes
+    if "sequences" in size:
+        share = min(1.0, (size.get("at") or serving.max_model_len) / serving.max_model_len)
+        return ceil(size["sequences"] * share * found.kv.per_request) + found.kv.block_bytes
+    return None
+
+
+def _learned(spec: ModelConfig, known: Inventory, serving: Serving, recipe: Recipe, profiles: str | None) -> Learned | None:
+    if profiles is None:
+        return None
+    about = {
+        "checkpoint": checkpoint_of(known.checkpoint.folder),
+        "quantize": json.dumps(recipe.canonical() if spec.quantize is not None else None, sort_keys=True),
+        "max_model_len": serving.max_model_len,
+        "max_num_seqs": serving.max_num_seqs,
+        "max_num_batched_tokens": serving.max_num_batched_tokens,
+    }
+    found = profiles_of(profiles, about)
+    return Learned(found[0].demand.peak, found[0].demand.graphs) if found else None
+
+
+def _sentence(found: Footprint, serving: Serving, least: int) -> str:
+    parts = [f"weights {gib(found.parts['weights'])}"]
+    parts.append(f"KV cache {gib(found.kv.least)} for one request of {serving.max_model_len:,} tokens")
+    rest = sum(found.parts[name] for name in ("peak", "graphs", "context"))
+    parts += (
+        [f"{gib(rest)} for the largest batch and what CUDA holds"] if serving.platform == "cuda" else [f"{gib(rest)} for the largest batch"]
+    )
+    parts.append(f"processes {gib(found.parts['processes'])}")
+    return f"it needs at least {gib(least)}: {', '.join(parts)}"
