@@ -14,10 +14,11 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, Learned, footprint
-from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.hardware import SPARK, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
+from sparkd.quantizing import AUTO
 from sparkd.source import snapshot_of
 from sparkd.weight_cost import Inventory, inventory
 from workers.kv.profiles import checkpoint_of, profiles_of
@@ -65,6 +66,35 @@ def account(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], profi
     return Account(least, fixed, cache, _sentence(found, serving, least))
 
 
+def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_bytes: int) -> ModelConfig:
+    """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes,
+    and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what refuses it says so.
+    """
+    if AUTO not in (spec.quantize, spec.max_model_len):
+        return spec
+    known = _inventory(spec, env)
+    plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
+    serving = _serving(plain, known, hardware) if known is not None else None
+    if known is None or serving is None:
+        return plain
+    recipe = None if spec.quantize == AUTO else spec.quantize if spec.quantize is not None else "bf16"
+    length = serving.max_model_len if spec.max_model_len != AUTO else None
+    there = replace(hardware, memory_bytes=free_bytes, system_bytes=0)
+    try:
+        found = choose(known, there, Wish(length, 1, 1, serving, recipe, spec.enforce_eager, 0))
+    except (CheckpointError, ConfigError):
+        return plain
+    best = found.best or max((one for one in found.options if one.footprint is not None), key=lambda one: one.longest, default=None)
+    if best is None:
+        return plain
+    told: dict[str, object] = {}
+    if spec.quantize == AUTO and best.format != AS_STORED:
+        told["quantize"] = Recipe.parse(best.format).canonical()
+    if spec.max_model_len == AUTO and best.longest:
+        told["max_model_len"] = best.longest
+    return plain.model_copy(update=told)
+
+
 def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int) -> str:
     """What would fit into offered_bytes instead, as the end of a sentence; empty where nothing is known that would."""
     known = _inventory(spec, env)
@@ -85,21 +115,6 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offere
     if better is not None and better.footprint is not None:
         told.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
     return f"What would fit: {', or '.join(told)}" if told else ""
-
-
-def too_large(
-    spec: ModelConfig, need_gib: int, known: Account | None, most_gib: int, where: str, platform: str, env: Mapping[str, str]
-) -> str | None:
-    """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers. Blocks."""
-    if known is not None and known.least > most_gib * GIB and spec.memory_gib == "auto":
-        cure = advice(spec, machine(platform, most_gib * GIB, 0), env, most_gib * GIB) or "Choose a smaller context or format"
-        return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB. {cure}."
-    if need_gib > most_gib:
-        return (
-            f"{spec.name} asks for {need_gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
-            "context or format, give kv_cache a size, or set memory_gib to what it really needs."
-        )
-    return None
 
 
 def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Mapping[str, tuple[str, int]]) -> str:

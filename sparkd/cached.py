@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import CheckpointError, ConfigError, Conflict
+from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, name_of, snapshot_of, source_of
 from workers.stream import cache
 from workers.stream.manifest import model_name
@@ -78,7 +79,8 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
         if snapshot is None:
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
         source = str(snapshot)
-    value = _value(quantize) if quantize is not None else configured.quantize if configured else None
+    own = configured.quantize if configured is not None and configured.quantize != AUTO else None
+    value = _value(quantize) if quantize is not None else own
     recipe = Recipe.parse(value, env)
     if not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4.")

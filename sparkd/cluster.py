@@ -8,18 +8,18 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sparkd.admission import Account, account, machine, no_room, too_large
+from sparkd.admission import free_on, no_room
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
 from sparkd.kv_sizing import without_cpu_space
-from sparkd.memory import GIB, reading
-from sparkd.placement import Placement, kv_limit_bytes, needed_gib, nodes_with_room, offered_gib
+from sparkd.memory import reading
+from sparkd.needs import Need, account_of, need_of, runtime_of, too_large
+from sparkd.placement import Placement, kv_limit_bytes, nodes_with_room, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
@@ -27,7 +27,6 @@ from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, RankHandle
 from sparkd.upstream import Upstream, served_names
 from workers.agent import Agent
-from workers.meminfo import sample
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -129,14 +128,14 @@ class Cluster:
             )
         if spec.executor == "ray":
             raise RankError("executor: ray serves across nodes, which this release of sparkd does not do: leave it out or set it to mp.")
-        platform, entrypoint, need_gib, known = await asyncio.to_thread(self._need, spec)
-        node_ip = await self._reserve(spec, need_gib, known, platform)
-        return Placement(node_ip, _slug(spec.name), need_gib, platform, entrypoint)
+        need = await asyncio.to_thread(need_of, spec, self._config, self._here, self._most_free_gib(spec.name), self.total_gib)
+        node_ip = await self._reserve(need)
+        return Placement(node_ip, _slug(spec.name), need.gib, need.platform, need.entrypoint, need.spec)
 
     async def hold(self, spec: ModelConfig, node_ip: str) -> None:
         """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
-        _, _, need_gib, _ = await asyncio.to_thread(self._need, spec)
-        self._reserved[spec.name] = (node_ip, need_gib)
+        need = await asyncio.to_thread(need_of, spec, self._config, self._here, self.total_gib, self.total_gib)
+        self._reserved[spec.name] = (node_ip, need.gib)
         if self._link.connected:
             await self._reserve_again([node_ip])
 
@@ -146,10 +145,11 @@ class Cluster:
 
     async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
         """Free the page cache, then start the one rank of `spec`. Raises RankError or AgentLost."""
+        spec = placement.spec or spec
         if placement.platform == "cuda":
             dropped = await self._link.call(placement.node_id, lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
             log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
-        limit_bytes = await asyncio.to_thread(lambda: kv_limit_bytes(spec, self._account(spec, placement.platform)))
+        limit_bytes = await asyncio.to_thread(lambda: kv_limit_bytes(spec, account_of(spec, self._config, placement.platform)))
         fields = {
             "rank_id": rank_id,
             "model_name": spec.name,
@@ -158,7 +158,7 @@ class Cluster:
             "generation": generation,
             "node_id": placement.node_id,
             "rank": 0,
-            "runtime": self._runtime(spec),
+            "runtime": runtime_of(spec, self._config),
             "entrypoint": placement.entrypoint,
             # A name: the node has a folder of its own for it.
             "log_path": f"{placement.slug}.log",
@@ -277,22 +277,19 @@ class Cluster:
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
 
-    async def _reserve(self, spec: ModelConfig, need_gib: int, known: Account | None, platform: str) -> str:
+    async def _reserve(self, need: Need) -> str:
         """The node that has room, by our own book: Ray forgets what was reserved on a node that it lost, and the rank there lives on."""
-        offered = {ip: self._link.gib_of[ip] for ip in self._link.nodes() if ip in self._link.gib_of and ip not in self._silent}
-        model = spec.name
+        offered, model = self._offered(), need.spec.name
         most_gib = int(max(offered.values(), default=self.total_gib))
         where = "the largest node in sight" if len(self._link.gib_of) > 1 else "this node"
-        if why := await asyncio.to_thread(
-            too_large, spec, need_gib, known, most_gib, where, platform, spec.environment(self._config.engine)
-        ):
+        if why := await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(self._config.engine)):
             raise DoesNotFit(why)
-        others = [reserved for name, reserved in self._reserved.items() if name != model]
-        for node_ip in nodes_with_room(offered, others, self.node_ip, need_gib):
-            if await self._link.reserve(model, need_gib, node_ip, PLACE_TIMEOUT_S):
-                self._reserved[model] = (node_ip, need_gib)
+        others = {name: held for name, held in self._reserved.items() if name != model}
+        for node_ip in nodes_with_room(offered, others.values(), self.node_ip, need.gib):
+            if await self._link.reserve(model, need.gib, node_ip, PLACE_TIMEOUT_S):
+                self._reserved[model] = (node_ip, need.gib)
                 return node_ip
-        raise DoesNotFit(no_room(model, need_gib, offered, {name: held for name, held in self._reserved.items() if name != model}))
+        raise DoesNotFit(no_room(model, need.gib, offered, others))
 
     async def _reserve_again(self, nodes: Iterable[str]) -> None:
         """What runs on these nodes already: a reservation that does not fit is a word in the log, not an end."""
@@ -301,30 +298,12 @@ class Cluster:
             if not await self._link.reserve(model, gib, node_ip, PLACE_AGAIN_TIMEOUT_S):
                 log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, node_ip, gib)
 
-    def _need(self, spec: ModelConfig) -> tuple[str, str, int, Account | None]:
-        """(platform, entry point, GiB to reserve, what the headers say). Blocks. Raises RankError where the runtime has nothing to run."""
-        engine = self._config.engine
-        if spec.model.startswith("/") and not Path(spec.model).is_dir():
-            raise RankError(f"The folder {spec.model} is not on this node: check the path in `model`, or use a hub id (owner/name).")
-        interpreter = self._runtime(spec)
-        found = self._here.runtime(interpreter)
-        platform = found["platform"] if engine.platform == "auto" else engine.platform
-        entrypoint = spec.entrypoint_of(engine)
-        if entrypoint == "auto":
-            entrypoint = found["entrypoint"]
-        if entrypoint is None:
-            raise RankError(
-                f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
-                "to the Python interpreter of an environment that has it."
-            )
-        known = self._account(spec, platform)
-        need_gib = needed_gib(spec, platform, _mem_total_gib(), spec.environment(engine), self.total_gib, known)
-        return platform, entrypoint, need_gib, known
+    def _most_free_gib(self, model: str) -> float:
+        others = [held for name, held in self._reserved.items() if name != model]
+        return max(free_on(self._offered(), others).values(), default=self.total_gib)
 
-    def _account(self, spec: ModelConfig, platform: str) -> Account | None:
-        """Reads the headers of a checkpoint that is on this node's disk, once while its files stay the same."""
-        here = machine(platform, int(_mem_total_gib() * GIB), 0)
-        return account(spec, here, spec.environment(self._config.engine), str(self._config.profiles_path()))
+    def _offered(self) -> dict[str, float]:
+        return {ip: self._link.gib_of[ip] for ip in self._link.nodes() if ip in self._link.gib_of and ip not in self._silent}
 
     def _head_died(self) -> bool:
         return self._head is not None and self._head.living_address() is None
@@ -369,9 +348,6 @@ class Cluster:
         run_dir, log_dir, *_ = self._rank_folders
         return str(run_dir.with_name(_folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip
 
-    def _runtime(self, spec: ModelConfig) -> str:
-        return str(spec.runtime_of(self._config.engine) or sys.executable)
-
 
 def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
     """Where the ranks of the node `node_ip` have their status files and sockets, their logs, quantized weights, and what sizing learned.
@@ -388,7 +364,3 @@ def _folder_name(node_ip: str) -> str:
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:48] or "model"
-
-
-def _mem_total_gib() -> float:
-    return float(sample()["mem_total_bytes"]) / GIB

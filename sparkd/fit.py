@@ -18,14 +18,16 @@ AS_STORED = "as stored"
 # Best first, by what they cost a small model's answers (KL to BF16, median of tokens: .012, .159, .217, .267, .348).
 FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4")
 CONTEXT_STEP = 1024
-# A model that may speak for itself is asked for this much where nobody says.
+# Where nobody says, a format counts as fitting from here on (or from the model's own length), and gets as much more as there is room for.
 DEFAULT_CONTEXT = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """max_model_len: tokens, None for as many as fit. requests: that run at once at that length. nodes: that are there. rails: whether
-    they are linked well enough for tensor parallelism; reason: why not. quantize: a recipe, None for any of FORMATS."""
+    """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
+
+    rails: whether they are linked well enough for tensor parallelism, rails_reason: why not. quantize: a recipe, None for any of FORMATS.
+    """
 
     max_model_len: int | None = None
     requests: int = 1
@@ -34,6 +36,7 @@ class Wish:
     quantize: Any = None
     eager: bool = False
     margin_bytes: int | None = None
+    context: int = DEFAULT_CONTEXT
     rails: bool = True
     rails_reason: str = ""
 
@@ -141,7 +144,7 @@ def _option(
     learned: Mapping[str, Learned],
 ) -> Option:
     tensor, pipeline = ways
-    asked = wish.max_model_len or min(inventory.shape.max_len, DEFAULT_CONTEXT)
+    asked = wish.max_model_len or min(inventory.shape.max_len, wish.context)
     serving = replace(wish.serving, max_model_len=asked, tensor_parallel=tensor, pipeline_parallel=pipeline)
     if tensor > 1 and not wish.rails:
         return Option(name, tensor, pipeline, serving, None, wish.rails_reason or "the nodes are not linked by a healthy QSFP rail")
@@ -166,7 +169,7 @@ def _option(
         longest = _longest(found, serving, inventory, wish)
     except CheckpointError as error:
         return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
-    if wish.max_model_len is None and longest >= CONTEXT_STEP:
+    if wish.max_model_len is None and found.fits:
         serving = replace(serving, max_model_len=longest)
         found = at(longest)
     return Option(name, tensor, pipeline, serving, found, None if found.fits else _short(found, hardware, longest), longest)
@@ -176,11 +179,17 @@ def _longest(found: Footprint, serving: Serving, inventory: Inventory, wish: Wis
     """By bisection over the cache's own arithmetic, which is not linear where layers keep a window or a state."""
     if found.load_free_bytes < 0:
         return 0
+
+    def fits(tokens: int) -> bool:
+        cost = kv_cost(inventory.shape, replace(serving, max_model_len=tokens))
+        return wish.requests * cost.per_request + cost.block_bytes <= found.room
+
+    if fits(inventory.shape.max_len):
+        return inventory.shape.max_len
     low, high = 0, inventory.shape.max_len // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        cost = kv_cost(inventory.shape, replace(serving, max_model_len=middle * CONTEXT_STEP))
-        if wish.requests * cost.per_request + cost.block_bytes <= found.room:
+        if fits(middle * CONTEXT_STEP):
             low = middle
         else:
             high = middle - 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint, tensor_class
 from sparkd.errors import CheckpointError, ConfigError, Unavailable
+from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, snapshot_of, source_of
 from workers.stream.recipe import Assignment, Recipe
 
@@ -132,7 +133,7 @@ def _named(
         found = next((each for each in config.models.values() if model in each.served_names()), None)
         if found is not None:
             # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
-            recipe = "bf16" if found.quantize is None else found.quantize
+            recipe = "bf16" if found.quantize in (None, AUTO) else found.quantize
             return found.model, found.revision, recipe, {**environ, **found.environment(config.engine)}
     if "/" in model:
         return model, None, None, environ

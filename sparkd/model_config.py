@@ -107,7 +107,7 @@ class ModelConfig(Section):
     entrypoint: Word | None = None
     env: Environment = Field(default_factory=dict)
 
-    quantize: Annotated[dict[str, Any] | None, BeforeValidator(quantizing.recipe)] = None
+    quantize: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(quantizing.recipe)] = None
     quantized_cache: bool = True
 
     kv_cache: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(kv_sizing.kv_cache)] = None

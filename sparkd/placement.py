@@ -28,13 +28,17 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one model goes. slug is its name as a file name; platform is `cuda` or `cpu`; entrypoint the module that is its engine."""
+    """Where one model goes. slug is its name as a file name; platform is `cuda` or `cpu`; entrypoint the module that is its engine.
+
+    spec: the model with what was `auto` in it decided; None where nothing was.
+    """
 
     node_id: str
     slug: str
     memory_gib: int
     platform: str
     entrypoint: str
+    spec: ModelConfig | None = None
 
 
 def needed_gib(

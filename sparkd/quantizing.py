@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkd import vllm_args
 from sparkd.config_fields import plain, refuse
-from sparkd.errors import SparkdError
+from sparkd.errors import ConfigError, SparkdError
 from workers.stream import variables
 from workers.stream.recipe import Recipe
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 LOAD_FORMAT = "spark_stream"
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
 PLUGIN = "sparkd"
+# The best format that fits, chosen when the model is placed (sparkd/admission.py).
+AUTO = "auto"
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
 
@@ -25,8 +27,8 @@ def recipe(value: Any) -> Any:
 
     An empty text becomes an empty map: the variables of the earlier fork in the engine's env are its rules.
     """
-    if value is None:
-        return None
+    if value is None or (isinstance(value, str) and value.strip().lower() == AUTO):
+        return None if value is None else AUTO
     if not isinstance(value, str | Mapping):
         raise refuse("must be a format, such as nvfp4, or a map of a recipe")
     try:
@@ -53,6 +55,8 @@ def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
     allowed = env.get(_PLUGINS_VARIABLE)
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"{_PLUGINS_VARIABLE} in env shuts out sparkd's plugin for vLLM, which quantize needs: add {PLUGIN} to it, or remove it."
+    if model.quantize == AUTO:
+        return None
     try:
         Recipe.parse(model.quantize or None, env)
     except SparkdError as error:
@@ -62,6 +66,8 @@ def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
 
 def remarks(model: ModelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
     """What `sparkd check` warns of, once the model can be loaded."""
+    if model.quantize == AUTO:
+        return ()
     if model.quantize is not None:
         return Recipe.parse(model.quantize or None, env).notes
     unused = variables.set_in(env)
@@ -72,6 +78,8 @@ def loader_of(model: ModelConfig, env: Mapping[str, str], cache_dir: str, cache_
     """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`."""
     if model.quantize is None:
         return {}
+    if model.quantize == AUTO:
+        raise ConfigError("quantize: auto was not resolved before the model is started.", param="quantize")
     told: dict[str, Any] = {"quantize": Recipe.parse(model.quantize or None, env).canonical(), "cache_dir": None, "cache_limit_bytes": None}
     if model.quantized_cache:
         told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}

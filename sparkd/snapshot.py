@@ -19,7 +19,7 @@ class ModelView:
     metadata: Mapping[str, Any]
     max_model_len: int | None
     source: str
-    quantize: Mapping[str, Any] | None
+    quantize: Mapping[str, Any] | str | None
     kv_cache: Mapping[str, Any] | str | None
     state: ModelState
     want: Want
