@@ -26,6 +26,9 @@ from sparkd.errors import (
     UnknownRoute,
     error_body,
 )
+from sparkd.model_config import ModelConfig
+from sparkd.plan_here import checkpoint_here, hardware_here
+from sparkd.plan_question import QuestionHere, answer
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import Event, Operation, OperationState, Want
 from sparkd.supervisor import Supervisor
@@ -176,6 +179,13 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     @api.get("/plan", summary="What the next tick would do")
     async def plan() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
+
+    @api.post("/plan", summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone")
+    async def fit(question: QuestionHere) -> dict[str, Any]:
+        def find(name: str) -> ModelConfig | None:
+            return supervisor.record(name).spec if _known(supervisor, name) else None
+
+        return await asyncio.to_thread(lambda: answer(question, hardware_here(question.hardware), lambda name: checkpoint_here(name, find)))
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(

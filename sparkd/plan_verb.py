@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
 from sparkd import show, show_plan
-from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import ConfigError, DoesNotFit
-from sparkd.fit import Wish, choose
 from sparkd.hardware import hardware_of
-from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.layers import located, value_of
-from sparkd.model_shape import shape_of
-from sparkd.planned import to_json
+from sparkd.plan_question import Question, answer
+from sparkd.quantizing import AUTO
 from sparkd.verbs import Session, argument, option, verb
-from sparkd.weight_cost import inventory
+
+KV_DTYPES = get_args(Question.model_fields["kv_cache_dtype"].annotation)
 
 
 def register(app: typer.Typer) -> None:
@@ -45,29 +44,25 @@ def plan(
     Reads config.json and the headers of the weights, and needs neither a daemon nor a GPU. A hub id that is not on this machine is looked
     at on the hub; nothing but headers is fetched.
     """
-    if kv_dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"):
-        raise ConfigError(f"--kv-dtype {kv_dtype}: auto, fp8, fp8_e4m3 or fp8_e5m2 is expected.")
-    machine = hardware_of(hardware)
-    source, folder, configured, _ = located(model, config, os.environ, session.client.models)
-    checkpoint = read_checkpoint(folder)
-    shape = shape_of(checkpoint.config)
-    known = inventory(checkpoint, shape)
-    wish = Wish(
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
+
+    def find(name: str) -> tuple[str, Checkpoint, Any]:
+        source, folder, configured, _ = located(name, config, os.environ, session.client.models)
+        return source, read_checkpoint(folder), None if configured in (AUTO, "bf16") else configured
+
+    question = Question(
+        model=model,
+        nodes=nodes,
         max_model_len=context,
         requests=seqs,
-        nodes=nodes,
-        serving=Serving(
-            0,
-            max_num_seqs=SEQUENCES[machine.platform],
-            max_num_batched_tokens=batch or BATCH_TOKENS[machine.platform],
-            kv_dtype=kv_dtype,
-            platform=machine.platform,
-        ),
-        quantize=value_of(quantize) if quantize is not None else configured,
-        eager=eager,
-        margin_bytes=None if margin is None else int(margin * 2**30),
+        quantize=value_of(quantize) if quantize is not None else None,
+        max_num_batched_tokens=batch,
+        kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
+        margin_gib=margin,
+        enforce_eager=eager,
     )
-    found = to_json(source, known, machine, wish, choose(known, machine, wish))
+    found = answer(question, hardware_of(hardware), find)
     if session.json:
         show.say_json(found)
     else:

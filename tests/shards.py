@@ -56,6 +56,18 @@ def write_folder(
     return folder
 
 
+def write_sparse(folder: Path, tensors: Mapping[str, tuple[str, Shape]], config: Mapping[str, Any]) -> Path:
+    """A checkpoint of any size whose data are a hole: its headers are real, and it takes no room."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header = header_of(tensors)
+    begin = pack(header, 0)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(begin)
+        file.truncate(len(begin) + sum(nbytes(dtype, shape) for dtype, shape in tensors.values()))
+    return folder
+
+
 def checkpoint_of(
     tensors: Mapping[str, tuple[str, Shape]], config: Mapping[str, Any] | None = None, quantization: SourceQuantization | None = None
 ) -> Checkpoint:

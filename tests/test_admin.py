@@ -24,8 +24,13 @@ from sparkd.gateway import Edge, Keys
 from sparkd.state import Want
 from tests.fakes import Scene
 from tests.gateway.fakes import soon
+from tests.shards import write_folder
 from tests.test_supervisor import UP, make_ready, stage
 
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64,
+    "max_position_embeddings": 128,
+}  # fmt: skip
 COSTS = {"daemon": {"pss_bytes": 1, "cpu_s": 0.5}, "ray": [], "ray_pss_bytes": 0, "ray_listeners": []}
 SECRET = "sk-0123456789abcdef"
 
@@ -135,6 +140,21 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
+
+
+async def test_whether_a_model_would_fit(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
+    async with admin_of(tmp_path) as made:
+        found = await made.ask("POST", "/plan", 200, json={"model": str(folder), "hardware": "spark", "max_model_len": 64})
+        assert (found["architecture"], found["choice"]["config"]["max_model_len"]) == ("LlamaForCausalLM", 64)
+        assert (await made.ask("POST", "/plan", 200, json={"model": str(folder)}))["hardware"]["name"] == "node"
+        for body, status, told in (
+            ({"model": str(folder), "nodes": 0}, 400, "nodes"),
+            ({"model": str(folder), "quantize": "fp3"}, 400, "fp3"),
+            ({"model": str(tmp_path / "gone")}, 400, "gone"),
+            ({"model": "owner/nothing"}, 400, "sparkd plan"),
+        ):
+            assert told in (await made.ask("POST", "/plan", status, json=body))["error"]["message"]
 
 
 async def test_models_and_one_of_them_by_any_name(tmp_path: Path) -> None:
@@ -581,7 +601,8 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/memory", "get"), ("/plan", "get"), ("/events", "get"), ("/operations", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/memory", "get"), ("/plan", "get"), ("/plan", "post"), ("/events", "get"),
+            ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),

@@ -1,0 +1,70 @@
+"""Owns the question that a plan answers, the same for the command line and the admin API. Never draws anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sparkd.checkpoint import Checkpoint
+from sparkd.fit import Wish, choose
+from sparkd.hardware import GIB, Hardware
+from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
+from sparkd.model_shape import shape_of
+from sparkd.planned import to_json
+from sparkd.weight_cost import inventory
+
+MAX_TOKENS = 1 << 30
+
+
+class Question(BaseModel):
+    """model: a configured name, a folder or a hub id. max_model_len: null for as much as fits. requests: of that length at once.
+
+    quantize: a format or a recipe, null for what is configured, else all formats are tried.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=4096)
+    nodes: int = Field(default=1, ge=1, le=64)
+    max_model_len: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    requests: int = Field(default=1, ge=1, le=1 << 16)
+    quantize: str | dict[str, Any] | None = None
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=1 << 16)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    margin_gib: Annotated[float | None, Field(ge=0, le=1e6)] = None
+    enforce_eager: bool = False
+
+
+class QuestionHere(Question):
+    """hardware: node is the one that the daemon runs on."""
+
+    hardware: Literal["node", "spark", "h200"] = "node"
+
+
+def answer(question: Question, hardware: Hardware, find: Callable[[str], tuple[str, Checkpoint, Any]]) -> dict[str, Any]:
+    """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). Blocks.
+
+    Raises ConfigError and CheckpointError.
+    """
+    source, checkpoint, configured = find(question.model)
+    known = inventory(checkpoint, shape_of(checkpoint.config))
+    platform = hardware.platform
+    wish = Wish(
+        max_model_len=question.max_model_len,
+        requests=question.requests,
+        nodes=question.nodes,
+        serving=Serving(
+            0,
+            max_num_seqs=question.max_num_seqs or SEQUENCES[platform],
+            max_num_batched_tokens=question.max_num_batched_tokens or BATCH_TOKENS[platform],
+            kv_dtype=question.kv_cache_dtype,
+            platform=platform,
+        ),
+        quantize=question.quantize if question.quantize is not None else configured,
+        eager=question.enforce_eager,
+        margin_bytes=None if question.margin_gib is None else int(question.margin_gib * GIB),
+    )
+    return to_json(source, known, hardware, wish, choose(known, hardware, wish))
