@@ -150,9 +150,9 @@ async def test_whether_a_model_would_fit(tmp_path: Path) -> None:
         assert (await made.ask("POST", "/plan", 200, json={"model": str(folder)}))["hardware"]["name"] == "node"
         for body, status, told in (
             ({"model": str(folder), "nodes": 0}, 400, "nodes"),
-            ({"model": str(folder), "quantize": "fp3"}, 400, "fp3"),
-            ({"model": str(tmp_path / "gone")}, 400, "gone"),
-            ({"model": "owner/nothing"}, 400, "sparkd plan"),
+            ({"model": str(folder), "quantize": "fp3"}, 422, "fp3"),
+            ({"model": str(tmp_path / "gone")}, 422, "gone"),
+            ({"model": "owner/nothing"}, 422, "sparkd plan"),
         ):
             assert told in (await made.ask("POST", "/plan", status, json=body))["error"]["message"]
 
