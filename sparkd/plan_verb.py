@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+import yaml
 
 from sparkd import show, show_plan
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.container import containers, shell
 from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.hardware import hardware_of
 from sparkd.layers import located, value_of
@@ -36,6 +39,9 @@ def plan(
     kv_dtype: Annotated[str, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = "auto",
     margin: Annotated[float | None, option("--margin", metavar="GIB", min=0, help="To stay free; 1 GiB or 3 %.")] = None,
     eager: Annotated[bool, option("--eager", help="Without CUDA graphs.")] = False,
+    docker: Annotated[bool, option("--docker", help="Print `docker run` for the choice instead.")] = False,
+    compose: Annotated[bool, option("--compose", help="Print a compose file for the choice instead.")] = False,
+    image: Annotated[str | None, option("--image", metavar="NAME", help="With --docker or --compose: the container's image.")] = None,
     every: Annotated[bool, option("--all", help="Also tell why each other way cannot be.")] = False,
     config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that knows MODEL.")] = None,
 ) -> None:
@@ -63,9 +69,23 @@ def plan(
         enforce_eager=eager,
     )
     found = answer(question, hardware_of(hardware), find)
-    if session.json:
+    if image is not None and not (docker or compose):
+        raise ConfigError("--image belongs to --docker or --compose.")
+    if docker or compose:
+        _containers(found, image, compose=compose)
+    elif session.json:
         show.say_json(found)
     else:
         show_plan.plan(found, session.out, every=every)
     if found["choice"] is None:
         raise typer.Exit(DoesNotFit.exit_code)
+
+
+def _containers(found: dict[str, Any], image: str | None, *, compose: bool) -> None:
+    """On standard output alone, so that it can go to a file."""
+    made = containers(found, image)
+    for number, one in enumerate(made):
+        if len(made) > 1:
+            sys.stdout.write(f"# node {number}; HEAD is the address of node 0 on the QSFP link\n")
+        text = yaml.safe_dump({"services": {one.name: one.compose()}}, sort_keys=False) if compose else shell(one) + "\n"
+        sys.stdout.write(text)

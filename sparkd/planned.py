@@ -22,7 +22,7 @@ from workers.spec import RankSpec
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 MASTER_PORT = 29500
 # Where a packaged sparkd keeps both; a plan is made without its configuration.
-_QUANTIZED, _PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/profiles"
+_QUANTIZED, _PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles"
 _OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
 
 

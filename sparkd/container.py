@@ -1,0 +1,156 @@
+"""Owns how a planned rank runs in a container: `docker run`, or a compose file. Never starts one, and never names an image itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+from sparkd.errors import ConfigError
+from sparkd.source import name_of
+
+# Of the cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
+CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
+JIT_CACHES = {"~/.cache/flashinfer": "/root/.cache/flashinfer", "~/.triton": "/root/.triton"}
+# Images of vLLM's project begin with the command `vllm serve`; all others, NVIDIA's among them, with a shell of their own.
+_SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai")
+# Where the plugin's packages lie in the container: the loader and the worker class come from the host.
+PLUGIN_FOLDER = "/opt/sparkd"
+# What sparkd keeps of a model: quantized weights, and what sizing the cache has learned.
+KEPT = ("/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles")
+PORT = 8000
+_METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
+_SKIPPED_FLAGS = ("--uds", "--host", "--port")
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One rank's. folders: host -> container, read-write where they are caches; network_host: what ranks on several nodes need."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    folders: Mapping[str, str]
+    network_host: bool
+    rdma: bool
+
+    def docker(self) -> list[str]:
+        """argv."""
+        argv = ["docker", "run", "-d", "--name", self.name, "--restart", "unless-stopped", "--gpus", "all", "--ipc", "host"]
+        argv += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+        argv += ["--network", "host"] if self.network_host else ["-p", f"127.0.0.1:{PORT}:{PORT}"]
+        if self.rdma:
+            argv += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"]
+        for host, inside in self.folders.items():
+            argv += ["-v", f"{host}:{inside}{_mode(inside)}"]
+        for name, value in self.environment.items():
+            argv += ["-e", f"{name}={value}"]
+        return [*argv, self.image, *self.command]
+
+    def compose(self) -> dict[str, Any]:
+        """One service of a compose file, as plain values."""
+        service: dict[str, Any] = {
+            "image": self.image,
+            "container_name": self.name,
+            "restart": "unless-stopped",
+            "ipc": "host",
+            "ulimits": {"memlock": -1, "stack": 67108864},
+            "volumes": [f"{host}:{inside}{_mode(inside)}" for host, inside in self.folders.items()],
+            # A dollar sign in a compose file begins a variable.
+            "environment": {name: value.replace("$", "$$") for name, value in self.environment.items()},
+            "command": [word.replace("$", "$$") for word in self.command],
+            "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}},
+        }
+        if self.network_host:
+            service["network_mode"] = "host"
+        else:
+            service["ports"] = [f"127.0.0.1:{PORT}:{PORT}"]
+        if self.rdma:
+            service |= {"devices": ["/dev/infiniband"], "cap_add": ["IPC_LOCK"]}
+        return service
+
+
+def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
+    """Of each node of a plan's choice. image: None where nobody named one. Raises ConfigError."""
+    choice = plan["choice"]
+    if choice is None:
+        return []
+    if not image:
+        raise ConfigError(
+            "--docker needs an image: give --image NAME, one of vLLM's own or of NVIDIA's, for ARM64 on a Spark.", param="image"
+        )
+    if any(sign in image for sign in " \t\n'\"$`;&|<>") or image.startswith("-"):
+        raise ConfigError(f"--image {image!r} is no image's name.", param="image")
+    return [_container(plan, rank, image, len(choice["ranks"])) for rank in choice["ranks"]]
+
+
+def shell(container: Container) -> str:
+    """The `docker run` line, one option a line."""
+    words = container.docker()
+    lines: list[str] = []
+    for word in words:
+        text = shlex.quote(word)
+        if not lines or (word.startswith("-") and word not in ("-d",)) or word == container.image:
+            lines.append(text)
+        else:
+            lines[-1] += f" {text}"
+    return " \\\n  ".join(lines)
+
+
+def _container(plan: Mapping[str, Any], rank: Mapping[str, Any], image: str, nodes: int) -> Container:
+    model = str(plan["model"])
+    folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **JIT_CACHES}.items()}
+    environment = dict(rank["environment"])
+    words = _served(rank["command"], model, folders)
+    ours = any(word.startswith(("workers.", "spark_stream")) for word in words)
+    if ours:
+        folders |= _plugin()
+        environment["PYTHONPATH"] = PLUGIN_FOLDER
+        told = " ".join([*words, *environment.values()])
+        # At the same place inside: the paths in the arguments hold. The state database beside them stays outside.
+        folders |= {kept: kept for kept in KEPT if kept in told}
+    if "--headless" not in words:
+        # Inside it may be any address, because the port is published on the loopback alone; with the host's network it is the loopback.
+        words += ["--host", "127.0.0.1" if nodes > 1 else "0.0.0.0", "--port", str(PORT)]
+    first = [] if _serves(image) else ["vllm", "serve"]
+    suffix = f"-{rank['node']}" if nodes > 1 else ""
+    return Container(f"{name_of(model)}{suffix}", image, (*first, *words), environment, folders, nodes > 1, nodes > 1)
+
+
+def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list[str]:
+    """`vllm serve`'s own arguments: the model first, and a local folder as it is called inside."""
+    words = list(command[command.index("--model") + 2 :])
+    for flag in _SKIPPED_FLAGS:
+        while flag in words:
+            at = words.index(flag)
+            del words[at : at + 2]
+    if model.startswith("/"):
+        folders[model] = f"/models/{os.path.basename(model.rstrip('/'))}"
+        model = folders[model]
+    return [model, *words]
+
+
+def _serves(image: str) -> bool:
+    plain = image.partition("@")[0]
+    return any(plain.rpartition(":")[0].endswith(one) or plain.endswith(one) for one in _SERVE_ENTRYPOINT)
+
+
+def _plugin() -> dict[str, str]:
+    """The two packages that an engine imports, and the metadata by which vLLM finds the plugin; nothing else of this environment."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    try:
+        metadata = str(distribution("sparkd").locate_file(""))
+        found = next(name for name in sorted(os.listdir(metadata)) if _METADATA.fullmatch(name))
+    except (PackageNotFoundError, OSError, StopIteration):
+        raise ConfigError("sparkd is not installed in this environment, so a container cannot find its plugin: install it.") from None
+    folders = {os.path.join(root, name): f"{PLUGIN_FOLDER}/{name}" for name in ("sparkd", "workers")}
+    return {**folders, os.path.join(metadata, found): f"{PLUGIN_FOLDER}/{found}"}
+
+
+def _mode(inside: str) -> str:
+    return ":ro" if inside.startswith((f"{PLUGIN_FOLDER}/", "/models/")) else ""

@@ -1,0 +1,120 @@
+"""How a plan becomes `docker run` and a compose file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from sparkd import container
+from sparkd.container import Container, containers, shell
+from sparkd.errors import ConfigError
+
+OURS = [
+    "python",
+    "-m",
+    "api",
+    "--model",
+    "M",
+    "--worker-cls",
+    "workers.kv.SparkWorker",
+    "--max-model-len",
+    "64",
+    "--served-model-name",
+    "m",
+]
+
+
+def plan(model: str = "owner/Name", command: list[str] | None = None, nodes: int = 1, **environment: str) -> dict[str, Any]:
+    rank = {"command": command or [*OURS[:4], model, *OURS[5:]], "environment": environment}
+    return {"model": model, "choice": {"ranks": [{"node": number, **rank} for number in range(nodes)]}}
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
+    folders = {"/site/workers": "/opt/sparkd/workers", "/site/sparkd-1.dist-info": "/opt/sparkd/sparkd-1.dist-info"}
+    monkeypatch.setattr(container, "_plugin", lambda: folders)
+    return folders
+
+
+def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> Container:
+    (made,) = containers(found, image)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("image", "first"),
+    [
+        ("vllm/vllm-openai:v0.27.1", []),
+        ("registry:5000/vllm/vllm-openai:nightly", []),
+        ("vllm/vllm-openai", []),
+        ("vllm/vllm-openai@sha256:00", []),
+        ("nvidia/vllm:26.04-py3", ["vllm", "serve"]),
+        ("me/mine", ["vllm", "serve"]),
+    ],
+)
+def test_only_some_images_begin_with_the_command(image: str, first: list[str]) -> None:
+    assert list(one(plan(), image).command[: len(first) + 1]) == [*first, "owner/Name"]
+
+
+def test_a_folder_is_mounted_and_called_by_its_place_inside() -> None:
+    made = one(plan("/data/my models/X"))
+    assert made.command[0] == "/models/X"
+    assert made.folders["/data/my models/X"] == "/models/X"
+    assert "'/data/my models/X:/models/X:ro'" in shell(made)
+    assert shlex.split(shell(made).replace("\\\n", "")) == made.docker()
+
+
+def test_the_plugin_comes_along_only_where_it_is_used() -> None:
+    assert one(plan()).environment["PYTHONPATH"] == "/opt/sparkd"
+    assert "/site/workers:/opt/sparkd/workers:ro" in one(plan()).docker()
+    stock = one(plan(command=["python", "-m", "api", "--model", "owner/Name", "--max-model-len", "64"]))
+    assert "PYTHONPATH" not in stock.environment
+    assert not any("sparkd" in word for word in stock.docker())
+
+
+def test_what_is_kept_is_mounted_and_the_state_is_not() -> None:
+    made = one(plan(SPARKD_KV='{"profiles": "/var/lib/sparkd/kv-profiles"}'))
+    assert made.folders["/var/lib/sparkd/kv-profiles"] == "/var/lib/sparkd/kv-profiles"
+    assert not {"/var/lib/sparkd", "/var/lib/sparkd/quantized"} & made.folders.keys()
+
+
+def test_one_node_publishes_on_the_loopback_and_several_share_the_hosts_network() -> None:
+    alone = one(plan()).docker()
+    assert alone[alone.index("-p") + 1] == "127.0.0.1:8000:8000"
+    assert "/dev/infiniband" not in alone
+    first, second = containers(plan(nodes=2), "vllm/vllm-openai:v1")
+    assert (first.name, second.name) == ("name-0", "name-1")
+    argv = first.docker()
+    assert argv[argv.index("--network") + 1] == "host"
+    assert argv[argv.index("--device") + 1] == "/dev/infiniband"
+    assert first.command[-4:] == ("--host", "127.0.0.1", "--port", "8000")
+
+
+def test_a_second_rank_listens_on_nothing() -> None:
+    made = one(plan(command=[*OURS, "--headless"]))
+    assert "--host" not in made.command
+
+
+def test_compose_says_the_same_and_a_dollar_is_a_dollar() -> None:
+    made = one(plan(A="a $HOME"))
+    service = yaml.safe_load(yaml.safe_dump(made.compose()))
+    assert service["environment"]["A"] == "a $$HOME"
+    assert service["command"] == list(made.command)
+    assert (service["ipc"], service["ulimits"]["memlock"]) == ("host", -1)
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+
+
+@pytest.mark.parametrize(
+    ("image", "told"), [(None, "needs an image"), ("", "needs an image"), ("a b", "no image's name"), ("-v", "no image's")]
+)
+def test_an_image_must_be_named(image: str | None, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        containers(plan(), image)
+
+
+def test_nothing_that_fits_is_no_container() -> None:
+    assert containers({"model": "x", "choice": None}, None) == []
