@@ -16,6 +16,7 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
+from tests.architectures import gpt_oss
 from tests.checkpoints import Entry, normal, write_checkpoint
 from workers.stream import export as program
 from workers.stream.cache_writer import CacheWriter, layout_of
@@ -216,6 +217,45 @@ def test_a_program_that_is_ended_or_not_listened_to_leaves_nothing(source: Check
         assert child.wait(120) == (1 if how is None else program.INTERRUPTED)
 
     assert not list(tmp_path.glob("*out*"))
+
+
+STOCK = """
+import sys
+print("INFO: whatever a vLLM says of itself")
+if {refuses}:
+    raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+"""
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_vllm_beside_it_is_asked_before_anything_is_written(tmp_path: Path, there: bool) -> None:
+    """There: one whose class takes no experts of ours, and which writes to stdout; not there: nobody can be asked."""
+    model = gpt_oss("bf16")
+    source = write_checkpoint(tmp_path / "gpt-oss", model.config, model.entries)
+    for package in ("vllm", "vllm/model_executor", "vllm/model_executor/models"):
+        (tmp_path / "other" / package).mkdir(parents=True)
+        (tmp_path / "other" / package / "__init__.py").write_text("" if package != "vllm" else STOCK.format(refuses=not there))
+    (tmp_path / "other" / "vllm" / "model_executor" / "models" / "gpt_oss.py").write_text("")
+    path = os.pathsep.join((str(tmp_path / "other"), str(ROOT)))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.stream.export"],
+        input=json.dumps({"source": str(source), "quantize": RECIPE, "target": str(tmp_path / "deep" / "out"), "device": "cpu"}),
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    *_, last = map(json.loads, done.stdout.splitlines())
+    if not there:
+        assert last["event"] == "done"
+        return
+    assert (done.returncode, last["event"], (tmp_path / "deep").exists()) == (1, "error", False)
+    assert last["message"].startswith(f"{source}/model-0")
+    assert ": this vLLM takes gpt-oss's experts quantized only as OpenAI published them (MXFP4), not in int4-g32" in last["message"]
+    assert last["message"].endswith("Load the published checkpoint, use vLLM 0.32 or later, or add 'experts' to `keep`.")
 
 
 def test_the_program_says_what_is_wrong(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.checkpoints import MIB, write_checkpoint
 from workers import plugin
 from workers.stream import served
 from workers.stream.ct_config import quantization_config
+from workers.stream.export import Request, export
 from workers.stream.format import Format
 from workers.stream.formats import quantizer
 from workers.stream.pipeline import Pipeline
@@ -217,3 +218,9 @@ def test_on_a_gpu_only_int4_has_biases(folder: Path, quantize: str, served_there
         return
     with pytest.raises(CheckpointError, match=rf"{quantize} experts have no biases on a GPU.*Use int4-g32"):
         described(folder, quantize)
+
+
+def test_an_export_that_vllms_class_could_not_take_is_refused_too(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"experts\.\w+_proj: vLLM's gpt-oss has no place for the second scale of nvfp4 experts"):
+        export(Request(str(folder), {"format": "nvfp4"}, str(tmp_path / "out"), device="cpu"), lambda *_: None)
+    assert not list(tmp_path.glob("*out*"))

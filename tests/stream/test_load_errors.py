@@ -6,25 +6,23 @@ import json
 import os
 import shutil
 import struct
-import warnings
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sparkd.errors import CheckpointError
 from tests.architectures import llama
 from tests.checkpoints import MIB, write_checkpoint
+from tests.stream.loading import load
 from workers import plugin
-
-with warnings.catch_warnings():
-    # vLLM's own warnings are not ours.
-    warnings.simplefilter("ignore")
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
+from workers.stream import pipeline
+from workers.stream.trace import PhantomTensor
 
 INDEX = "model.safetensors.index.json"
 DAMAGED = "model.layers.1.mlp.up_proj"
@@ -155,23 +153,10 @@ def test_one_sentence_and_nothing_left(sound: Path, tmp_path: Path, damage: Call
     shutil.copytree(sound, folder)
     damage(folder)
     progress, cache = tmp_path / "progress", tmp_path / "cache"
-    settings = {"quantize": quantize, "cache_dir": str(cache), "progress": str(progress)}
     before = set(os.listdir("/dev/shm"))
 
-    with warnings.catch_warnings(), pytest.raises((ValueError, CheckpointError), match=sentence) as caught:
-        warnings.simplefilter("ignore")
-        arguments = EngineArgs(
-            str(folder),
-            load_format=plugin.LOAD_FORMAT,
-            model_loader_extra_config=settings,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=256,
-        )
-        config = arguments.create_engine_config()
-        with set_current_vllm_config(config):
-            model = initialize_model(config)
-            get_model_loader(config.load_config).load_weights(model, config.model_config)
+    with pytest.raises((ValueError, CheckpointError), match=sentence) as caught:
+        load(folder, {"quantize": quantize, "cache_dir": str(cache), "progress": str(progress)})
 
     said = json.loads(progress.read_text())
     assert said["phase"] == "failed"
@@ -179,3 +164,66 @@ def test_one_sentence_and_nothing_left(sound: Path, tmp_path: Path, damage: Call
     assert "\n" not in str(caught.value)
     assert [one.name for one in cache.rglob("*")] in ([], [".lock"])
     assert set(os.listdir("/dev/shm")) <= before
+
+
+# Memory that is used up in the middle
+
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it.")
+HOST = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."
+)
+
+
+class Exhausted:
+    """A quantizer that finds no memory for its `after` + 1st weight."""
+
+    def __init__(self, real: Any, error: Exception, after: int = 5) -> None:
+        self.real, self.error, self.left = real, error, after
+
+    def __call__(self, form: Any) -> Any:
+        return SimpleNamespace(parts=self.real(form).parts, quantize=partial(self._quantize, self.real(form)))
+
+    def _quantize(self, kind: Any, weight: torch.Tensor, **more: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return kind.quantize(weight, **more)
+
+
+def placing(model: Any, error: Exception) -> None:
+    """A model that finds no memory for the 20th tensor that it is handed."""
+    real = model.load_weights
+
+    def some(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(tensors):
+            if number >= 20 and not isinstance(tensor, PhantomTensor):
+                raise error
+            yield name, tensor
+
+    model.load_weights = lambda tensors: real(some(tensors))
+
+
+@pytest.mark.parametrize("where", ["quantizing", "placing"])
+@pytest.mark.parametrize("error", [CUDA, HOST, MemoryError()], ids=["device", "torch's allocator", "Python"])
+def test_memory_that_is_used_up_in_the_middle(
+    sound: Path, tmp_path: Path, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, cache = tmp_path / "progress", tmp_path / "cache"
+    if where == "quantizing":
+        monkeypatch.setattr(pipeline, "quantizer", Exhausted(pipeline.quantizer, error))
+
+    with pytest.raises(type(error)) as caught:
+        settings = {"quantize": "nvfp4", "cache_dir": str(cache), "progress": str(progress)}
+        load(sound, settings, partial(placing, error=error) if where == "placing" else lambda _model: None)
+
+    assert caught.value is error
+    said = json.loads(progress.read_text())
+    assert said["phase"] == "failed"
+    assert 0 < said["bytes_done"] < said["bytes_total"]
+    told = str(error).partition("\n")[0].rstrip(".") or "MemoryError"
+    assert said["error"]["message"] == (
+        f"The memory was used up while the weights were loaded ({told}). Free some, or choose a smaller format."
+    )
+    assert said["cache"]["state"] == "failed"
+    assert [one.name for one in cache.rglob("*")] == [".lock"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -237,3 +238,86 @@ def test_closing_before_the_end_leaves_what_was_not_written(tmp_path: Path) -> N
 
     assert not made.put(slot, 0, torch.zeros(BLOCK, dtype=torch.uint8))
     assert made.bytes_written < made.bytes_total
+
+
+# A device. Only what the writer asks of one: whose turn it is there, and when it is done.
+
+
+class Device:
+    """Notes what is done with it, by which thread. busy: an event that passes only when somebody has waited for the stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, busy: bool = False) -> None:
+        self.done: list[str] = []
+        self.idle = threading.Event()
+        self.awaited = threading.Event()
+        if not busy:
+            self.idle.set()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _device: self)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+
+    def synchronize(self) -> None:
+        self.done.append("stream")
+        self.idle.set()
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        self.device.awaited.set()
+        assert self.device.idle.wait(WAIT_S)
+        self.device.done.append("event")
+
+
+class OnDevice(torch.Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(OnDevice)
+
+
+@pytest.mark.parametrize("sizes", [[3 * BLOCK], [100, 200, 300], [BLOCK + 1, BLOCK - 1, 500], [100, 20 * BLOCK]], ids=str)
+def test_once_it_has_left_the_device_it_never_goes_back(tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks, parts of blocks, both, and a tensor that is held beside the ring: none is written before it leaves, but the last."""
+    device = Device(monkeypatch)
+    shards = lay_out({f"t{number}": ("U8", (size,)) for number, size in enumerate(sizes)})
+    values = content(shards)
+    gate = Gate(tmp_path)
+    made = writer(tmp_path, shards, blocks=8, prepare=gate, hold_bytes=30 * BLOCK)
+    for name, slot in made.slots.items():
+        assert made.put(slot, 0, on_device(values[name].clone()))
+    if max(sizes) > 4 * BLOCK:
+        gate.open.set()  # its copy is on the device, and is waited for
+
+    made.leave_device()
+    assert "stream" in device.done
+    device.done.clear()
+    gate.open.set()
+
+    assert fill_gaps(made, values) == 0
+    made.settle()
+    made.close()
+    assert device.done == []
+    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)
+
+
+def test_it_has_not_left_while_a_thread_waits_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, busy=True)
+    shards = lay_out({"t": ("U8", (BLOCK // 2,))})
+    values = content(shards)
+    made = writer(tmp_path, shards)
+    assert made.put(made.slots["t"], 0, on_device(values["t"].clone()))
+    assert device.awaited.wait(WAIT_S)
+
+    made.leave_device()
+
+    assert device.done == ["stream", "event"]
+    made.settle()
+    made.close()
+    assert (tmp_path / shards[0].name).read_bytes() == expected(shards[0], values)

@@ -1,4 +1,5 @@
-"""Hands out a quantized checkpoint: copies the cache's, or quantizes the source unit by unit. Never imports vLLM.
+"""Hands out a quantized checkpoint: copies the cache's, or quantizes the source unit by unit. Never needs vLLM: it asks the one that is
+there only whether a model class known to be choosy takes the formats.
 
     python -m workers.stream.export < REQUEST
 
@@ -9,6 +10,7 @@ gets one JSON object a line: {"event": "progress", "from", "bytes_done", "bytes_
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -29,10 +31,12 @@ from workers.stream.cache import CachedCheckpoint, find
 from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of, sync_folder
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.format import Format
 from workers.stream.layout import lay_out, neighbours
 from workers.stream.pipeline import Pipeline
 from workers.stream.reader import Piece, Reader
 from workers.stream.recipe import Recipe
+from workers.stream.served import refuse_unserved
 from workers.stream.target import TargetFile
 from workers.stream.virtual import VirtualCheckpoint
 from workers.stream.writer import MIB, ShardWriter
@@ -90,16 +94,18 @@ def export(request: Request, tell: Tell) -> tuple[str, int]:
     """
     recipe = Recipe.parse(request.quantize)
     checkpoint = read_checkpoint(request.source)
+    formats = recipe.assign(checkpoint)
     if os.path.lexists(request.target) and (not os.path.isdir(request.target) or os.listdir(request.target)):
         raise CheckpointError("it is there already", file=request.target, cure="Give a folder that is not there yet, or an empty one")
+    _refuse_unserved(checkpoint, formats)
     parent, name = os.path.split(os.path.abspath(request.target))
     os.makedirs(parent, exist_ok=True)
     writing = os.path.join(parent, f".{name}.writing-{os.getpid()}")
     os.mkdir(writing)
     try:
-        done = _copied(request, checkpoint, recipe, writing, tell)
+        done = _copied(request, checkpoint, recipe, formats, writing, tell)
         if done is None:
-            done = "checkpoint", _quantize(checkpoint, recipe, writing, _device(request.device), tell)
+            done = "checkpoint", _quantize(checkpoint, formats, writing, _device(request.device), tell)
         sync_folder(writing)
         os.rename(writing, request.target)
     except BaseException:
@@ -109,13 +115,22 @@ def export(request: Request, tell: Tell) -> tuple[str, int]:
     return done
 
 
-def _copied(request: Request, checkpoint: Checkpoint, recipe: Recipe, folder: str, tell: Tell) -> tuple[str, int] | None:
+def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
+    """Raises CheckpointError for what this vLLM's model class could not take. Where there is no vLLM nobody can be asked."""
+    # Its logger writes to the stdout that it finds, and ours is for our reader.
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):
+        refuse_unserved(checkpoint, formats, tensor_parallel_size=1)
+
+
+def _copied(
+    request: Request, checkpoint: Checkpoint, recipe: Recipe, formats: Mapping[str, Format], folder: str, tell: Tell
+) -> tuple[str, int] | None:
     """From the cache; None where it has nothing of this, or not all: an engine keeps only what it takes itself."""
     cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
     if cached is None:
         return None
     with cached:
-        needed = layout_of(VirtualCheckpoint(checkpoint, recipe.assign(checkpoint)))[0]
+        needed = layout_of(VirtualCheckpoint(checkpoint, formats))[0]
         if not needed.keys() <= cached.checkpoint.tensors.keys():
             return None
         return "cache", _copy(cached, folder, tell)
@@ -144,8 +159,7 @@ def _copy(cached: CachedCheckpoint, folder: str, tell: Tell) -> int:
     return sum(shard.size_bytes for shard in cached.checkpoint.shards)
 
 
-def _quantize(checkpoint: Checkpoint, recipe: Recipe, folder: str, device: torch.device, tell: Tell) -> int:
-    formats = recipe.assign(checkpoint)
+def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str, device: torch.device, tell: Tell) -> int:
     if not formats:
         known = f"is quantized already ({checkpoint.quantization.method})" if checkpoint.quantization else "has nothing that it quantizes"
         raise CheckpointError(f"this checkpoint {known}", file=checkpoint.folder, cure="Copy it as it is, or give another recipe")

@@ -30,7 +30,7 @@ from workers.stream.early import Early
 from workers.stream.experts import answered, families
 from workers.stream.formats import amax_each, global_scale, quantizer
 from workers.stream.method import NAME, formats_of, is_ours
-from workers.stream.mismatch import mismatch, refuse_integers, source_of
+from workers.stream.mismatch import ended, is_out_of_memory, mismatch, refuse_integers, source_of
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
 from workers.stream.ranks import experts_are_spread, rank_of_world, ranks, tensor_parallel_rank
@@ -40,6 +40,7 @@ from workers.stream.served import refuse_unserved
 from workers.stream.settings import Settings
 from workers.stream.source import Source
 from workers.stream.trace import Trace, phantoms
+from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
 from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -132,6 +133,13 @@ def compile_kernels(described: Mapping[str, Any], device: torch.device) -> None:
     threading.Thread(target=run, name="stream-compile", daemon=True).start()
 
 
+def _fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpoint) -> bool:
+    """Whether every weight of the model has to come out of this checkpoint: what speculates takes some from its target, what pools
+    may get a head from elsewhere, and what others have quantized may lack what has a default."""
+    ours = bool(virtual.formats) or model_config.quantization is None
+    return ours and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())
+
+
 class SparkStreamLoader(DefaultModelLoader):
     """Load format `spark_stream`: hands vLLM the tensors of a virtual quantized checkpoint, each as soon as its bytes are there."""
 
@@ -160,12 +168,16 @@ class SparkStreamLoader(DefaultModelLoader):
         """As the base class does. Raises CheckpointError, with file and tensor, where vLLM's class does not take what it is given."""
         try:
             super().load_weights(model, model_config)
-        except (SparkdError, torch.OutOfMemoryError, torch.AcceleratorError):
+        except SparkdError:
             raise
-        except (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError) as error:
-            if self._virtual is None or self._tensors is None or self._progress is None:
+        except (MemoryError, AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError) as error:
+            if self._tensors is not None:
+                self._tensors.close()  # the traceback would keep it, and with it a cache that is half written
+            if self._progress is None:
                 raise
-            self._tensors.close()  # the traceback would keep it, and with it a cache that is half written
+            if self._virtual is None or self._tensors is None or is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+                self._progress.failed(ended(error))
+                raise
             refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
             self._progress.failed(refused.message)
             raise refused from error
@@ -190,7 +202,7 @@ class SparkStreamLoader(DefaultModelLoader):
         if device.type == "cuda":
             repack_in_place()
         virtual = self._virtual = VirtualCheckpoint(checkpoint, formats)
-        trace = self._trace(virtual, model, device)
+        trace = self._trace(virtual, model, model_config, device)
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,
@@ -244,17 +256,17 @@ class SparkStreamLoader(DefaultModelLoader):
         source.pipeline.sink = source.writer
         return source
 
-    def _trace(self, virtual: VirtualCheckpoint, model: torch.nn.Module, device: torch.device) -> Trace | None:
+    def _trace(self, virtual: VirtualCheckpoint, model: torch.nn.Module, model_config: Any, device: torch.device) -> Trace | None:
         """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is
-        read."""
-        trace = Trace()
+        read. Raises CheckpointError where it wants what the checkpoint does not have."""
+        trace, writes, storages = Trace(), Writes(), storages_of(model)
         emitted = virtual.emitted()
         alike = [] if experts_are_spread() else families(emitted)
         skipped = {name for family in alike for number, name in family.names.items() if number not in family.asked}
         asked = [one for one in emitted if one.name not in skipped]
         try:
-            with torch.no_grad():
-                model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
+            with torch.no_grad(), writes:
+                loaded = model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
         except (KeyError, AttributeError) as error:
             ref = source_of(virtual, next(reversed(trace.taken), ""))
             raise CheckpointError(
@@ -263,6 +275,8 @@ class SparkStreamLoader(DefaultModelLoader):
                 tensor=None if ref is None else ref.name,
                 cure="Keep that layer as it is: add its name to `keep`",
             ) from error
+        except torch.OutOfMemoryError:
+            raise
         except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
             logger.warning(
                 "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.",
@@ -275,6 +289,10 @@ class SparkStreamLoader(DefaultModelLoader):
             return None
         refuse_integers(virtual, trace)
         trace.straight = answered(alike, trace.taken)
+        if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, virtual):
+            counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
+            experts = model_config.get_num_experts() if counted else None
+            refuse_unfilled(Asked(model, trace, writes, loaded, storages, experts), virtual.checkpoint.folder)
         return trace
 
     def _streamed(self, source: Source, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
@@ -292,7 +310,7 @@ class SparkStreamLoader(DefaultModelLoader):
         except BaseException as error:
             source.abandon(f"the load ended by {type(error).__name__}")
             if isinstance(error, Exception):
-                source.progress.failed(f"The load ended: {type(error).__name__}: {error}")
+                source.progress.failed(ended(error))
             raise
         finally:
             source.close()

@@ -1,4 +1,4 @@
-"""Why vLLM's model class does not take a checkpoint's tensor, as one sentence. Never loads anything.
+"""Why vLLM's model class does not take a checkpoint's tensor, or why a load ended, as one sentence. Never loads anything.
 
 A class checks shapes by assertions without a text and looks names up in dictionaries; what it says names neither file nor tensor.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from sparkd.checkpoint import TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.trace import Trace
 from workers.stream.virtual import DTYPES, VirtualCheckpoint
 
+_NO_MEMORY = "can't allocate memory"
 _CURE = "Check that config.json and the shards are of one model, and download them again"
 # vLLM's sentences go on with every name that it would have taken.
 _TEXT = 160
@@ -26,6 +29,21 @@ def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: Exception
         return CheckpointError(f"vLLM's {model} does not take it ({reason})", tensor=name or None, cure=_CURE)
     shape = f"{ref.dtype} of shape {list(ref.shape)}"
     return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=_CURE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the device, or of the host: torch's CPU allocator says that by a RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY in str(error))
+
+
+def ended(error: BaseException) -> str:
+    """What is to be said of a load that was ended by something else than its checkpoint."""
+    said = str(error).partition("\n")[0].rstrip(". ")
+    if is_out_of_memory(error):
+        return (
+            f"The memory was used up while the weights were loaded ({said or type(error).__name__}). Free some, or choose a smaller format."
+        )
+    return f"The load ended: {type(error).__name__}" + (f": {said}." if said else ".")
 
 
 def refuse_integers(virtual: VirtualCheckpoint, trace: Trace) -> None:

@@ -170,11 +170,11 @@ class Pipeline:
                 first, rows = plan.rows
                 shape = (rows, *one.shape[1:]) if one.shape else ()
                 found[one.name] = Handed(one.dtype, shape, one.shape, (first, *(0 for _ in one.shape[1:])) if one.shape else (), plain=True)
-            for number, need, *_ in plan.weights:
-                weight = plan.unit.weights[number]
+            for planned in plan.weights:
+                weight, need = plan.unit.weights[planned.number], planned.need
                 parts = quantizer(weight.format).parts(need.row_stop - need.row_start, need.col_stop - need.col_start)
                 for one in self._emitted[plan.index]:
-                    if one.weight == number:
+                    if one.weight == planned.number:
                         shape = one.shape if one.suffix == SHAPE else tuple(parts[one.suffix][1])
                         found[one.name] = Handed(
                             one.dtype, shape, one.shape, _place(one, weight, need) if shape != one.shape else (0, 0), plain=False
@@ -246,7 +246,7 @@ class Pipeline:
     def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Units of one shape and format: matrices [units * weights of one unit, N, K]."""
         each = len(plans[0].weights)
-        weights = [plan.unit.weights[number] for plan in plans for number, *_ in plan.weights]
+        weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
         form = quantizer(weights[0].format)
         largest = amax_each(matrices)
         self._note(weights, largest)
@@ -257,9 +257,9 @@ class Pipeline:
         emitted = {(plan.index, one.weight, one.suffix): one for plan in plans for one in self._emitted[plan.index]}
         for suffix, tensor in parts.items():
             made = [
-                (emitted[plan.index, number, suffix], plan.unit.weights[number], need)
+                (emitted[plan.index, planned.number, suffix], plan.unit.weights[planned.number], planned.need)
                 for plan in plans
-                for number, need, *_ in plan.weights
+                for planned in plan.weights
             ]
             yield from self._stacked(made, tensor)
 
@@ -291,14 +291,14 @@ class Pipeline:
     def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         raw = [feed.take(one) for one in plan.inputs]
         needed: list[tuple[Weight, int, Need, torch.Tensor]] = []
-        for number, need, box, slot, scale in plan.weights:
-            weight = plan.unit.weights[number]
-            matrix = raw[slot].view(DTYPES[weight.stored.ref.dtype]).view(box.rows, box.cols)
+        for planned in plan.weights:
+            weight, need, box = plan.unit.weights[planned.number], planned.need, planned.box
+            matrix = raw[planned.slot].view(DTYPES[weight.stored.ref.dtype]).view(box.rows, box.cols)
             part = cut(matrix, weight.stored, box, need)
-            if weight.scale is not None and scale is not None:
-                scales = raw[scale].view(dtype_of(weight.scale)).view(weight.scale.shape)
+            if weight.scale is not None and planned.scale_slot is not None:
+                scales = raw[planned.scale_slot].view(dtype_of(weight.scale)).view(weight.scale.shape)
                 part = dequantize_fp8(part, scales, weight.stored.shape, (need.row_start, need.col_start), dtype=self._dtype)
-            needed.append((weight, number, need, part))
+            needed.append((weight, planned.number, need, part))
         largest = [amax(part) for *_, part in needed]
         shared = None
         if needed[0][0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one

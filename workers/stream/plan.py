@@ -27,15 +27,28 @@ class Input:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """What is read for one weight of a unit. number: its place in `unit.weights`; box: what is read of the file's matrix for `need`.
+
+    slot, scale_slot: which of the plan's inputs hold that box and an FP8 source's scales, None where there are none.
+    """
+
+    number: int
+    need: Need
+    box: Box
+    slot: int
+    scale_slot: int | None = None
+
+
 @dataclass(slots=True)
 class Plan:
-    """What is read for one unit. For a weight: (its number, what is needed of it, box that was read, which input, which input holds its
-    scales)."""
+    """What is read for one unit. rows: (the first, how many) of a tensor that passes through."""
 
     index: int
     unit: Unit
     inputs: list[Input] = field(default_factory=list)
-    weights: list[tuple[int, Need, Box, int, int | None]] = field(default_factory=list)
+    weights: list[WeightPlan] = field(default_factory=list)
     rows: tuple[int, int] | None = None
 
     @property
@@ -105,11 +118,11 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
         if (slot := seen.get((weight.stored.offset, box))) is None:
             slot = seen[(weight.stored.offset, box)] = len(plan.inputs)
             plan.inputs.append(Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
-        scale = None
+        scale_slot = None
         if weight.scale is not None:
-            scale = len(plan.inputs)
+            scale_slot = len(plan.inputs)
             plan.inputs.append(Input((Piece(index, weight.scale.path, weight.scale.offset, weight.scale.nbytes),), weight.scale.nbytes))
-        plan.weights.append((number, need, box, slot, scale))
+        plan.weights.append(WeightPlan(number, need, box, slot, scale_slot))
     return plan if plan.weights else None
 
 
@@ -128,11 +141,11 @@ def kind_of(plan: Plan) -> object | None:
     if plan.unit.plain is not None or len(plan.inputs) != len(plan.weights):
         return None
     kinds = set()
-    for slot, (number, need, box, at, scale) in enumerate(plan.weights):
-        weight = plan.unit.weights[number]
+    for slot, one in enumerate(plan.weights):
+        weight, need, box = plan.unit.weights[one.number], one.need, one.box
         stored = weight.stored
         as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
-        if at != slot or scale is not None or stored.transposed or not as_needed:
+        if one.slot != slot or one.scale_slot is not None or stored.transposed or not as_needed:
             return None
         kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype))
     return (len(plan.weights), *kinds) if len(kinds) == 1 else None
@@ -224,5 +237,5 @@ def _joined(plan: Plan) -> Input:
 
 def matrices_of(plan: Plan, raw: torch.Tensor) -> torch.Tensor:
     """[matrices, N, K] of the joined inputs (uint8 [bytes]) of units like `plan`."""
-    number, _, box, *_ = plan.weights[0]
-    return raw.view(DTYPES[plan.unit.weights[number].stored.ref.dtype]).view(-1, box.rows, box.cols)
+    first = plan.weights[0]
+    return raw.view(DTYPES[plan.unit.weights[first.number].stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)

@@ -9,7 +9,7 @@ from typing import Any
 from sparkd.errors import CheckpointError
 from workers.stream.recipe import Recipe
 
-KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct")
+KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
 BLOCK_BYTES = 8 * 2**20
 RING_BYTES = 64 * 2**20
 
@@ -20,7 +20,8 @@ class Settings:
 
     cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads
     in flight.
-    direct: False forbids O_DIRECT, True demands it, None uses it where the file system has it.
+    direct: False forbids O_DIRECT, True demands it, None uses it where the file system has it. enable_weights_track: False loads a model
+    that the checkpoint does not fill, as vLLM's own loader does under the same name.
     """
 
     recipe: Recipe
@@ -30,6 +31,7 @@ class Settings:
     ring_bytes: int = RING_BYTES
     block_bytes: int = BLOCK_BYTES
     direct: bool | None = None
+    enable_weights_track: bool = True
 
     @classmethod
     def parse(cls, raw: Any, environ: Mapping[str, str]) -> Settings:
@@ -47,6 +49,7 @@ class Settings:
             ("ring_bytes", int, "a number of bytes"),
             ("block_bytes", int, "a number of bytes"),
             ("direct", bool, "true or false"),
+            ("enable_weights_track", bool, "true or false"),
         ):
             if key in given and (not isinstance(given[key], kind) or (kind is int and (isinstance(given[key], bool) or given[key] <= 0))):
                 raise CheckpointError(

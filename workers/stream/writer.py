@@ -23,7 +23,7 @@ from workers.stream.target import TargetFile
 MIB = 1 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Block:
     """A part of a shard that is being gathered. at: which block of the ring holds it; ranges: [start, stop) in it that are there."""
 
@@ -86,6 +86,7 @@ class ShardWriter:
         self._left: dict[tuple[int, int], int] = {}
         self._jobs: deque[_Block] = deque()
         self._large: deque[_Held] = deque()
+        self._awaited: list[_Block] = []  # whose copies from the device a thread is waiting for
         self._busy = 0
         self._held = 0
         self._taken: dict[str, list[tuple[int, int]]] = {}
@@ -145,11 +146,12 @@ class ShardWriter:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._held)
-            streams = {block.stream for block in (*self._blocks.values(), *self._jobs) if block.stream is not None}
+            streams = {block.stream for block in (*self._blocks.values(), *self._jobs, *self._awaited) if block.stream is not None}
             for stream in streams:
                 stream.synchronize()
             for block in (*self._blocks.values(), *self._jobs):
                 block.event = block.stream = None
+            self._changed.wait_for(lambda: self._error is not None or not self._awaited)
         self._ring.unpin()
 
     def gaps(self) -> Iterator[tuple[Slot, int, int]]:
@@ -328,7 +330,10 @@ class ShardWriter:
             self._changed.wait_for(lambda: self._jobs or (large and self._large) or self._stopping or self._error is not None)
             if large and self._large:
                 return self._large.popleft()
-            return self._jobs.popleft() if self._jobs else None
+            block = self._jobs.popleft() if self._jobs else None
+            if block is not None and block.event is not None:
+                self._awaited.append(block)
+            return block
 
     def _finished(self) -> None:
         with self._changed:
@@ -355,6 +360,9 @@ class ShardWriter:
     def _write_block(self, block: _Block) -> None:
         if block.event is not None:
             block.event.synchronize()
+            with self._changed:
+                self._awaited.remove(block)
+                self._changed.notify_all()
         memory = self._ring.memory(block.at)
         for start, stop in [(0, self._block_bytes)] if block.filled == self._block_bytes else block.ranges:
             self._write(block.shard, block.number * self._block_bytes + start, memory[start:stop])

@@ -1,0 +1,39 @@
+"""A checkpoint on its way into vLLM's real model class through our loader, as an engine does it, without the engine. Importing it imports
+vLLM; needs `one_rank` of conftest.py and a registered plugin."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workers import plugin
+
+with warnings.catch_warnings():
+    # vLLM's own warnings are not ours.
+    warnings.simplefilter("ignore")
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+
+def load(folder: Path, settings: dict[str, Any], change: Callable[[Any], Any] = lambda _model: None) -> Any:
+    """settings: of the loader. change: is given vLLM's model before its weights are loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments = EngineArgs(
+            str(folder),
+            load_format=plugin.LOAD_FORMAT,
+            model_loader_extra_config=settings,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=256,
+        )
+        config = arguments.create_engine_config()
+        with set_current_vllm_config(config):
+            model = initialize_model(config)
+            change(model)
+            get_model_loader(config.load_config).load_weights(model, config.model_config)
+    return model

@@ -1,0 +1,201 @@
+"""Which parameters of vLLM's model nothing fills: what a checkpoint lacks though neither a shard nor the index says so. Never reads a
+weight, never changes a parameter.
+
+vLLM looks for that only where nothing is quantized, and excuses every module that has a quantization method there, which is every linear
+layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). What is missing keeps the memory's
+old content then, and the model talks nonsense. Here the model is watched while it is asked what it takes (trace.py). Kernels may round
+shapes up and models may leave scales at their defaults, so nobody asks that every element is written; something is missing where
+
+* nothing at all is written to a parameter, and the model does not say that it was loaded;
+* nothing is written to one of the parts that a linear layer multiplies as one matrix (k of q/k/v);
+* nothing is written to one of a layer's experts, or one expert lacks a matrix that its neighbours have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparkd.errors import CheckpointError
+from workers.stream.fusion import EXPERT
+from workers.stream.trace import PhantomTensor, Trace
+
+_NAMED = 3
+_CURE = "Download it again, and check that its config.json is its own"
+# What our formats hand over, and what vLLM's own methods have; a module with a method may have more, and each of that has a default.
+_FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias")
+_EXPERTS = ("w13_", "w2_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """The elements of a storage between which it lies, both included."""
+
+    first: int
+    last: int
+
+
+class Writes(TorchDispatchMode):
+    """Notes which memory is written to while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._to: dict[int, list[_Write]] = {}
+        self._places: dict[Any, tuple[tuple[int, str], ...]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if (places := self._places.get(function)) is None:
+            arguments = enumerate(function._schema.arguments)
+            places = tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+            self._places[function] = places
+        for at, name in places:
+            self.add(args[at] if at < len(args) else kwargs.get(name))
+        return function(*args, **kwargs)
+
+    def add(self, written: Any) -> None:
+        """written: a tensor, or a list of them; anything else is nothing."""
+        if isinstance(written, list | tuple):
+            for one in written:
+                self.add(one)
+        elif isinstance(written, torch.Tensor) and not isinstance(written, PhantomTensor) and written.numel():
+            self._to.setdefault(written.untyped_storage().data_ptr(), []).append(_Write(*_span(written)))
+
+    def to(self, parameter: torch.Tensor) -> list[_Write]:
+        first, last = _span(parameter)
+        return [one for one in self._to.get(parameter.untyped_storage().data_ptr(), ()) if one.first <= last and one.last >= first]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came of asking a model. loaded: the parameters that it says were; storages: where its parameters lay before.
+
+    experts: how many each layer has on this rank, None where that is not known.
+    """
+
+    model: torch.nn.Module
+    trace: Trace
+    writes: Writes
+    loaded: Collection[str]
+    storages: Mapping[str, int]
+    experts: int | None
+
+
+def storages_of(model: torch.nn.Module) -> dict[str, int]:
+    return {name: one.untyped_storage().data_ptr() for name, one in model.named_parameters(remove_duplicate=False)}
+
+
+def refuse_unfilled(asked: Asked, folder: str) -> None:
+    """Raises CheckpointError, naming the first of them and how many there are. folder: the checkpoint's."""
+    found = unfilled(asked)
+    if not found:
+        return
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    told = f"it has nothing for {', '.join(found[:_NAMED])}{more} of vLLM's {type(asked.model).__name__}"
+    raise CheckpointError(told, file=folder, cure=_CURE)
+
+
+def unfilled(asked: Asked) -> list[str]:
+    """Names, as a user can look for them: `model.norm.weight`, `model.layers.0.self_attn.qkv_proj.weight (rows 256 to 319)`."""
+    return list(dict.fromkeys([*_lone(asked.trace), *_parameters(asked)]))
+
+
+def _parameters(asked: Asked) -> Iterator[str]:
+    for target in asked.trace.straight.values():
+        asked.writes.add(target.memory)
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in asked.model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    seen: set[int] = set()
+    for path, module in asked.model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or not _counts(module, name, parameter):
+                continue
+            seen.add(id(parameter))
+            names = aliases[id(parameter)]
+            if any(asked.storages.get(one) != parameter.untyped_storage().data_ptr() for one in names):
+                continue  # the model has put something else in its place
+            shown = ".".join(filter(None, (path, _shown(name))))
+            writes = asked.writes.to(parameter)
+            if not writes:
+                if not any(one in asked.loaded for one in names):
+                    yield shown
+                continue
+            parts = list(_parts(module, name, parameter, writes, asked.experts))
+            if parts and not _shares(asked.model.get_submodule(path.rpartition(".")[0])):
+                yield f"{shown} ({', '.join(parts)})"
+
+
+def _counts(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> bool:
+    if parameter.is_meta or not parameter.numel():
+        return False
+    return getattr(module, "quant_method", None) is None or _bare(name) in _FILLED
+
+
+def _shares(parent: torch.nn.Module) -> bool:
+    """Whether attention uses another layer's keys and values (Gemma 3n, Gemma 4): nobody needs its own."""
+    return any(getattr(child, "kv_sharing_target_layer_name", None) is not None for child in parent.children())
+
+
+def _bare(name: str) -> str:
+    return next((name.removeprefix(prefix) for prefix in _EXPERTS if name.startswith(prefix)), name)
+
+
+def _shown(name: str) -> str:
+    """The parts of one weight are missing together."""
+    return name.partition("weight_")[0] + "weight" if "weight_" in name else name
+
+
+def _parts(module: torch.nn.Module, name: str, parameter: torch.Tensor, writes: list[_Write], experts: int | None) -> Iterator[str]:
+    """The parts of a parameter that nothing is written to."""
+    if not parameter.is_contiguous() or not parameter.dim():
+        return
+    rows = parameter.shape[0]
+    if name.startswith(_EXPERTS):
+        if rows == experts:
+            touched = _rows(parameter, writes)
+            yield from (f"expert {row}" for row in range(rows) if not touched[row])
+        return
+    widths = getattr(module, "output_partition_sizes", None) or []
+    if len(widths) > 1 and sum(widths) == rows:
+        touched = _rows(parameter, writes)
+        yield from (
+            f"rows {start} to {stop - 1}" for start, stop in pairwise(accumulate(widths, initial=0)) if not any(touched[start:stop])
+        )
+
+
+def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
+    """For each row whether anything is written to it."""
+    touched = [False] * parameter.shape[0]
+    origin, step = parameter.storage_offset(), max(1, parameter.stride(0))
+    for write in writes:
+        first, last = max(0, (write.first - origin) // step), min(len(touched) - 1, (write.last - origin) // step)
+        touched[first : last + 1] = [True] * (last + 1 - first)
+    return touched
+
+
+def _lone(trace: Trace) -> Iterator[str]:
+    """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all."""
+    layers: dict[str, dict[str, set[int]]] = {}
+    wanted: set[tuple[str, str]] = set()
+    for name, taken in trace.taken.items():
+        if (expert := EXPERT.search(name)) is not None:
+            prefix, suffix = name[: expert.start(1)], name[expert.end(1) :]
+            layers.setdefault(prefix, {}).setdefault(suffix, set()).add(int(expert[1]))
+            if taken.region is not None:
+                wanted.add((prefix, suffix))
+    for prefix, kinds in layers.items():
+        every = set().union(*(numbers for suffix, numbers in kinds.items() if (prefix, suffix) in wanted))
+        for suffix, numbers in kinds.items():
+            if (prefix, suffix) in wanted:
+                yield from (f"{prefix}{number}{_shown(suffix)}" for number in sorted(every - numbers))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    first = tensor.storage_offset()
+    return first, first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
