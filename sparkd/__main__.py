@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from sparkd import __version__, export, launch, plan_verb, talk, verbs
+from sparkd import __version__, export, launch, plan_verb, recipe_verbs, talk, verbs
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.verbs import Asked, Json, KeyFile, Url
 
@@ -103,6 +103,7 @@ talk.register(app)
 verbs.register(app)
 plan_verb.register(app)
 export.register(app)
+recipe_verbs.register(app)
 launch.register(app)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
@@ -23,12 +24,16 @@ from sparkd.errors import (
     MethodNotAllowed,
     SparkdError,
     UnknownModel,
+    UnknownRecipe,
     UnknownRoute,
     error_body,
 )
 from sparkd.model_config import ModelConfig
 from sparkd.plan_here import checkpoint_here, hardware_here
 from sparkd.plan_question import QuestionHere, answer
+from sparkd.recipe_book import AsWritten, Book, split
+from sparkd.recipe_check import Choice, described, resolve, summary
+from sparkd.recipe_file import Method, ProfileName
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import Event, Operation, OperationState, Want
 from sparkd.supervisor import Supervisor
@@ -176,6 +181,19 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     async def cancel(operation_id: str) -> dict[str, Any]:
         return asdict(supervisor.cancel(operation_id))
 
+    @api.get("/recipes", summary="The recipes that a model may name")
+    async def recipes() -> dict[str, Any]:
+        return await asyncio.to_thread(_recipes, supervisor.config.recipes_dir)
+
+    @api.get("/recipes/{name}", summary="One recipe, or NAME@VARIANT, and what it comes to with a profile and a way to speculate")
+    async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
+        recipe_name, variant = split(name)
+        book = Book(supervisor.config.recipes_dir, AsWritten())
+        if "/" in name or recipe_name not in book.names():
+            raise UnknownRecipe(name)
+        choice = Choice(recipe_name, variant, profile, speculative)
+        return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
+
     @api.get("/plan", summary="What the next tick would do")
     async def plan() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
@@ -199,6 +217,13 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     return api
+
+
+def _recipes(folder: Path | None) -> dict[str, Any]:
+    book = Book(folder, AsWritten())
+    read = [book.read(name) for name in book.names()]
+    problems = [str(problem) for _, wrong in read for problem in wrong]
+    return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
 
 
 def model_body(view: ModelView) -> dict[str, Any]:

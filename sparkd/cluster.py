@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from sparkd.admission import free_on, no_room
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
-from sparkd.kv_sizing import without_cpu_space
 from sparkd.memory import reading
-from sparkd.needs import Need, account_of, need_of, runtime_of, too_large
+from sparkd.needs import Need, account_of, need_of, runtime_of, said_to, too_large
 from sparkd.placement import Placement, kv_limit_bytes, nodes_with_room, offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
@@ -129,8 +128,10 @@ class Cluster:
         if spec.executor == "ray":
             raise RankError("executor: ray serves across nodes, which this release of sparkd does not do: leave it out or set it to mp.")
         need = await asyncio.to_thread(need_of, spec, self._config, self._here, self._most_free_gib(spec.name), self.total_gib)
+        if refused := said_to(need.spec, self._config, need.vllm).refused:
+            raise RankError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
         node_ip = await self._reserve(need)
-        return Placement(node_ip, _slug(spec.name), need.gib, need.platform, need.entrypoint, need.spec)
+        return Placement(node_ip, _slug(spec.name), need.gib, need.platform, need.entrypoint, need.vllm, need.spec)
 
     async def hold(self, spec: ModelConfig, node_ip: str) -> None:
         """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
@@ -150,6 +151,9 @@ class Cluster:
             dropped = await self._link.call(placement.node_id, lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
             log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
         limit_bytes = await asyncio.to_thread(lambda: kv_limit_bytes(spec, account_of(spec, self._config, placement.platform)))
+        said = said_to(spec, self._config, placement.vllm)
+        for note in said.notes:
+            log.info("%s: %s", spec.name, note)
         fields = {
             "rank_id": rank_id,
             "model_name": spec.name,
@@ -166,10 +170,10 @@ class Cluster:
             "platform": placement.platform,
             # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
             "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
-            "extra_args": spec.vllm_flags(),
+            "extra_args": list(said.args),
             **self._config.loader_of(spec),
             **self._config.sizing_of(spec, placement.platform, placement.entrypoint, limit_bytes),
-            "env": without_cpu_space(spec, spec.environment(self._config.engine)),
+            "env": dict(said.env),
             "log_max_bytes": self._config.engine.log_max_bytes,
             "log_backups": self._config.engine.log_backups,
             "stop_timeout_s": float(self._config.engine.stop_timeout_s),

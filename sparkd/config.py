@@ -6,7 +6,6 @@ configs/sparkd.yaml explains every key; a test holds the two together.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd import kv_sizing, quantizing, vllm_args, yamlfile
+from sparkd import kv_sizing, quantizing, yamlfile
+from sparkd.added import refuse_over_admin, refuse_paths
 from sparkd.config_fields import (
     AbsolutePath,
     Address,
@@ -31,6 +31,7 @@ from sparkd.config_fields import (
     Seconds,
     Section,
     Word,
+    is_loopback,
     split_address,
 )
 from sparkd.config_source import (
@@ -46,6 +47,8 @@ from sparkd.config_source import (
 from sparkd.errors import ConfigError
 from sparkd.keys import Keys, load_keys
 from sparkd.model_config import ModelConfig, config_hash
+from sparkd.recipe_book import Book
+from sparkd.recipes import book_of, expand_models, expanded
 from sparkd.yamlfile import Place, Problem
 
 __all__ = ["Config", "ModelConfig", "Problem", "check", "config_hash", "is_loopback", "load_config", "parse_model"]
@@ -162,6 +165,7 @@ class Config(Section):
     backoff: Backoff = Backoff()
     memory: Memory = Memory()
     quantized_cache: QuantizedCache = QuantizedCache()
+    recipes_dir: AbsolutePath | None = None
     hooks: Hooks = Hooks()
     models: dict[str, ModelConfig] = Field(default_factory=dict)
 
@@ -213,6 +217,10 @@ class Config(Section):
         limit_gib = self.quantized_cache.limit_gib
         limit_bytes = None if limit_gib is None else int(limit_gib * GIB)
         return quantizing.loader_of(model, model.environment(self.engine), str(self.quantized_path()), limit_bytes)
+
+    def book(self) -> Book:
+        """The recipes that a model may name."""
+        return Book(self.recipes_dir, os.environ)
 
     def names(self) -> dict[str, str]:
         """Every name a request may use -> the model's canonical name."""
@@ -288,41 +296,28 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
     return [*problems, *_warnings(config, path)]
 
 
-def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool) -> ModelConfig:
+def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Book | None = None) -> ModelConfig:
     """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
 
     over_admin refuses what an admin key alone must not bring in (vllm_args.refused_over_admin): code, files, addresses, another Python.
-    A path that begins with '.' or '~' is refused there too, because the daemon's folders are not the caller's.
+    What a recipe of this machine brings is its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
     problems: list[Problem] = []
-    tree = canonical(table_of({"models": {name: dict(raw)}}, Place()), Config, problems)["models"].get(name)
-    model: ModelConfig | None = None
+    own = canonical(table_of({"models": {name: dict(raw)}}, Place()), Config, problems)["models"].get(name)
+    model, tree = None, own
+    if over_admin and own is not None:
+        refuse_paths(own)
     try:
-        model = ModelConfig.model_validate(tree) if tree is not None else None
+        if own is not None:
+            tree = expanded(name, own, book or Book(None, {}), problems)
+            model = ModelConfig.model_validate(tree)
     except ValidationError as error:
         problems += problems_of(error, tree, ("models", name))
     if model is None or problems:
         raise error_of(problems)
     if over_admin:
-        for key in ("trust_remote_code", "runtime", "entrypoint"):
-            if getattr(model, key):
-                raise ConfigError(f"{key} is refused over the admin API: set it in the configuration file.", param=key)
-        if str(raw["model"]).startswith((".", "~")):
-            raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")
-        vllm_args.refused_over_admin(model.extra_args, model.env)
+        refuse_over_admin(own, model)
     return model
-
-
-def is_loopback(host: str) -> bool:
-    """True only for what cannot be reached from outside. A host name other than localhost counts as reachable, it is not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
@@ -338,9 +333,10 @@ def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str
     tree = canonical(document.table, Config, problems)
     overlay_environ(tree, environ, document.env_names, problems, Config)
     overlay_flags(tree, flags, problems, Config)
-    config: Config | None = None
+    config, base = None, path.absolute().parent if path else None
+    expand_models(tree.get("models"), book_of(tree.get("recipes_dir"), base, environ), problems)
     try:
-        config = Config.model_validate(tree, context={"base": path.absolute().parent if path else None})
+        config = Config.model_validate(tree, context={"base": base})
     except ValidationError as error:
         problems += problems_of(error, tree)
     if config is not None:

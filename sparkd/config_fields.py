@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -53,6 +54,11 @@ def refuse(message: str, **context: Any) -> PydanticCustomError:
 
 def absolute(path: Path, info: ValidationInfo) -> Path:
     """`~` is the home folder; a relative path counts from the configuration file's folder. Symbolic links stay: a venv's python is one."""
+    return absolute_from(path, (info.context or {}).get("base"))
+
+
+def absolute_from(path: Path, base: Path | None) -> Path:
+    """As `absolute`, from the folder `base`, None for the working folder. Raises ValueError."""
     text = str(path)
     if not text or _CONTROL.search(text):
         raise ValueError("a path is expected, without control characters")
@@ -60,8 +66,7 @@ def absolute(path: Path, info: ValidationInfo) -> Path:
         expanded = path.expanduser()
     except RuntimeError as error:
         raise ValueError("the home folder that '~' stands for is not known; write the whole path") from error
-    base = (info.context or {}).get("base") or Path.cwd()
-    return Path(os.path.normpath(base / expanded))
+    return Path(os.path.normpath((base or Path.cwd()) / expanded))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -72,6 +77,18 @@ def split_address(address: str) -> tuple[str, int]:
     host = match["six"] or match["host"]
     # The socket is bound to what was checked, whatever /etc/hosts says about the name.
     return "127.0.0.1" if host == "localhost" else host, int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """True only for what cannot be reached from outside. A host name other than localhost counts as reachable, it is not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
 
 
 def check_address(value: str) -> str:

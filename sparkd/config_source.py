@@ -276,6 +276,7 @@ def _sentence(kind: str, message: str, context: Mapping[str, Any]) -> str:
 
 _EXPECTED: Mapping[str, str] = {
     "missing": "it is required",
+    "extra_forbidden": "a known key",
     "string_type": "text (put it in quotes)",
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -303,6 +304,8 @@ def _explain(path: Sequence[str], place: Place, value: Any, sentences: Sequence[
     name = dotted(path) or "The configuration"
     if complete:
         return f"{name}: {'; '.join(sentences).rstrip('.')}."
+    if sentences == [_EXPECTED["extra_forbidden"]]:
+        return f"{name} is not a known key: mend its spelling, or remove it."
     if sentences == [_EXPECTED["missing"]]:
         return f"{name} is missing, and it is required."
     return f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."

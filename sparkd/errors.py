@@ -12,7 +12,7 @@
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
-    - UnknownResponse 404
+    - UnknownResponse 404       - UnknownRecipe 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
     - HeadersTooLarge 431
@@ -170,6 +170,15 @@ class UnknownResponse(RequestError):
             f"The response {response_id[:128]!r} did not pass through here since sparkd started, so it is not known which model has it. "
             "Create it anew, or load that model alone and ask again."
         )
+
+
+class UnknownRecipe(RequestError):
+    status = 404
+    type = "not_found_error"
+    code = "recipe_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name[:128]!r} is no recipe here: `sparkd recipes ls` lists them.", param="recipe")
 
 
 class UnknownOperation(RequestError):

@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     config: ConfigFile = None,
-    model: Annotated[str | None, option(metavar="MODEL", help="Also serve this folder or hub id, loaded at start.")] = None,
+    model: Annotated[str | None, option(metavar="MODEL", help="Also serve this folder, hub id or recipe, loaded at start.")] = None,
     name: Annotated[str | None, option(metavar="NAME", help="What to call --model; default its last part.")] = None,
     state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for what survives a reboot.")] = None,
     listen: Annotated[str | None, option(metavar="HOST:PORT", help="Default 127.0.0.1:4000.")] = None,
@@ -56,7 +56,7 @@ def serve(
         source = source_of(model)
         if source.startswith("/") and not Path(source).is_dir():
             raise ConfigError(f"--model {model}: there is no such folder. Check the path, or give a hub id (owner/name).")
-        flags["models"] = {name or name_of(source): {"model": source, "preload": True}}
+        flags["models"] = {name or name_of(source): {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}}
     elif name is not None:
         raise ConfigError("--name names the model that --model brings: give both, or none.")
     from sparkd.config import load_config
@@ -78,6 +78,16 @@ def serve(
     if log_file:
         show.terminal().print(f"[dim]The log is in {log_file}[/]", soft_wrap=True)
     serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
+
+
+def _is_recipe(source: str, path: Path | None, flags: Mapping[str, Any]) -> bool:
+    """Whether a word without '/' names a recipe, of the operator's folder or of those that come with sparkd."""
+    if "/" in source:
+        return False
+    from sparkd.config import load_config
+    from sparkd.recipe_book import split
+
+    return split(source)[0] in load_config(path, flags=flags, environ=os.environ).book().names()
 
 
 def ray_node(config: ConfigFile = None, settings: Settings = None) -> None:

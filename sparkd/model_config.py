@@ -78,6 +78,11 @@ def _auto_is_none(value: Any) -> Any:
     return None if kinds.no_bool(value) == "auto" else value
 
 
+def _false_is_off(value: Any) -> Any:
+    """YAML 1.1 reads `off` as false, which is how a flag of the command line arrives."""
+    return "off" if value is False else value
+
+
 Length = Annotated[PositiveCount | Literal["auto"] | None, BeforeValidator(_readable_int)]
 Tokens = Annotated[PositiveCount | None, BeforeValidator(_readable_int)]
 
@@ -86,6 +91,10 @@ class ModelConfig(Section):
     """One model. configs/sparkd.yaml tells what each key means; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
 
     name: Name
+    # What the other keys come from where they were not written here: sparkd.recipes has laid it under them already.
+    recipe: Word | None = None
+    profile: Literal["single-user", "balanced", "throughput"] | None = None
+    speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
     model: Annotated[str, AfterValidator(_model)]
     revision: Word | None = None
 

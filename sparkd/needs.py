@@ -15,24 +15,28 @@ from sparkd.admission import Account, account, advice, machine, resolved
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import RankError
 from sparkd.hardware import Hardware
+from sparkd.kv_sizing import without_cpu_space
 from sparkd.placement import GIB, needed_gib
+from sparkd.vllm_flags import Translation, release_of, translated
 from workers.meminfo import sample
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing."""
+    """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
+    version where it is known."""
 
     spec: ModelConfig
     platform: str
     entrypoint: str
     gib: int
     account: Account | None
+    vllm: str | None = None
 
 
 class Node(Protocol):
     def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        """What a Python environment has: `platform`, and `entrypoint` or None."""
+        """What a Python environment has: `platform`, and `entrypoint` and `vllm` (its version) or None."""
 
 
 def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float) -> Need:
@@ -55,11 +59,16 @@ def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offe
     spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB))
     known = account_of(spec, config, platform)
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
-    return Need(spec, platform, entrypoint, gib, known)
+    return Need(spec, platform, entrypoint, gib, known, found.get("vllm"))
 
 
 def account_of(spec: ModelConfig, config: Config, platform: str) -> Account | None:
     return account(spec, _this_node(platform), spec.environment(config.engine), str(config.profiles_path()))
+
+
+def said_to(spec: ModelConfig, config: Config, vllm: str | None) -> Translation:
+    """The model's flags and variables as its release of vLLM knows them."""
+    return translated(spec.vllm_flags(), without_cpu_space(spec, spec.environment(config.engine)), release_of(vllm))
 
 
 def runtime_of(spec: ModelConfig, config: Config) -> str:

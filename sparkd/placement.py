@@ -28,9 +28,8 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one model goes. slug is its name as a file name; platform is `cuda` or `cpu`; entrypoint the module that is its engine.
-
-    spec: the model with what was `auto` in it decided; None where nothing was.
+    """Where one model goes. slug: its name as a file name. platform: `cuda` or `cpu`. entrypoint: the module that is its engine. vllm: its
+    version where it is known. spec: the model with what was `auto` in it decided; None where nothing was.
     """
 
     node_id: str
@@ -38,6 +37,7 @@ class Placement:
     memory_gib: int
     platform: str
     entrypoint: str
+    vllm: str | None = None
     spec: ModelConfig | None = None
 
 

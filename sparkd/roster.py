@@ -62,7 +62,7 @@ class Roster:
 
     def add(self, name: str, raw: Mapping[str, Any]) -> None:
         """See Supervisor.add."""
-        spec = parse_model(name, raw, over_admin=True)
+        spec = parse_model(name, raw, over_admin=True, book=self._base.book())
         if name in self._base.models:
             raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.")
         for alias in spec.served_names():
@@ -95,11 +95,12 @@ class Roster:
 
     def _with_added(self, config: Config) -> Config:
         """One that a newer release refuses, or whose name the file has taken since, is left out."""
+        book = config.book()
         for name, raw in self._store.specs().items():
             if name in config.models:
                 continue
             try:
-                config = config.with_model(parse_model(name, raw, over_admin=True))
+                config = config.with_model(parse_model(name, raw, over_admin=True, book=book))
             except SparkdError as error:
                 log.warning("the model %s, added earlier, is left out: %s", name, error.message)
         return config

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import sys
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from sparkd import show
 from sparkd.client import Client, model_path
-from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel
+from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
 from sparkd.source import name_of, source_of
 from sparkd.verbs import Session, argument, option, verb
 
@@ -25,10 +26,12 @@ def register(app: typer.Typer) -> None:
 
 def run(
     session: Session,
-    model: Annotated[str, argument(metavar="MODEL", help="A known name, a folder, or a hub id (owner/name).")],
+    model: Annotated[str, argument(metavar="MODEL", help="A known name, a recipe, a folder, or a hub id (owner/name).")],
     vllm_args: Annotated[list[str] | None, argument(metavar="VLLM_ARGS", help="What stands after `--`: handed to vLLM unchanged.")] = None,
     name: Annotated[str | None, option("--name", metavar="NAME", help="What to call a model that is not known yet.")] = None,
     prompt: Annotated[str | None, option("-p", "--prompt", metavar="TEXT", help="Ask this and end.")] = None,
+    profile: Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")] = None,
+    speculative: Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")] = None,
 ) -> None:
     """Load a model, bringing it in if it is not known, and talk to it.
 
@@ -37,8 +40,10 @@ def run(
     extra = list(vllm_args or [])
     if extra and not extra[0].startswith("-"):
         raise ConfigError(f"{extra[0]!r} is no flag of vLLM: those stand after `--`; a question is given by -p.")
-    known = _known(session.client, model, name, extra)
-    operation = session.client.post(f"{model_path(known)}/load") if known else _bring_in(session.client, model, name, extra)
+    chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
+    asked = {key: value for key, value in chosen.items() if value}
+    known = _known(session.client, model, name, bool(asked))
+    operation = session.client.post(f"{model_path(known)}/load") if known else _bring_in(session.client, model, name, asked)
     operation = session.wait(operation)
     canonical = str(operation["model"])
     question = prompt
@@ -59,39 +64,48 @@ def print_how_to_call(session: Session, model: str) -> None:
     session.out.print(show.curl(session.client.base_url, model, GREETING, session.client.has_key), markup=False, soft_wrap=True)
 
 
-def _known(client: Client, model: str, name: str | None, extra: list[str]) -> str | None:
-    """The known model that is meant, or None for one to bring in. Raises where it is neither, and for arguments that come too late."""
+def _known(client: Client, model: str, name: str | None, asked: bool) -> str | None:
+    """The known model that is meant, or None for one to bring in. Raises where it is neither, and for settings that come too late."""
     views, source = client.models(), source_of(model)
     names = {alias: view for view in views for alias in (view["name"], *view["aliases"])}
     found = names.get(name or model)
     if found is None and name is None:
         found = next((view for view in views if view["source"] == source), None) or names.get(name_of(source))
     if found is None:
-        if name is None and "/" not in source:
+        if name is None and "/" not in source and not _is_recipe(client, source):
             raise _unknown(model, list(names))
         return None
-    if model not in names and found["source"] != source:
+    if model not in names and found["source"] != source and not _is_recipe(client, source):
         raise Conflict(f"A model called {found['name']} is known already, with the source {found['source']}: give another --name.")
-    if extra:
+    if asked:
         cure = f"`sparkd rm {found['name']}` first if `run` brought it in, change sparkd.yaml if that has it, or give another --name"
-        raise Conflict(f"{found['name']} is known already and keeps the arguments it has: {cure}.")
+        raise Conflict(f"{found['name']} is known already and keeps the settings it has: {cure}.")
     return str(found["name"])
 
 
 def _unknown(model: str, names: list[str]) -> SparkdError:
     """A bare word is more often a typing error than a hub id without an owner, and a download must not begin with a typing error."""
     near = difflib.get_close_matches(model, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "A new one is given by its folder or hub id (owner/name), or with --name."
+    hint = f"Did you mean {near[0]}?" if near else "A new one is a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
     error = UnknownModel(model, names)
     error.message += f" {hint}"
     return error
 
 
-def _bring_in(client: Client, model: str, name: str | None, extra: list[str]) -> dict[str, Any]:
+def _is_recipe(client: Client, source: str) -> bool:
+    """Whether the daemon has a recipe of this name; its recipes count, not those of the machine that asks."""
+    if "/" in source:
+        return False
+    try:
+        client.get(f"/recipes/{quote(source)}")
+    except (UnknownRecipe, UnknownRoute):
+        return False
+    return True
+
+
+def _bring_in(client: Client, model: str, name: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     source = source_of(model)
-    spec: dict[str, Any] = {"model": source}
-    if extra:
-        spec["extra_args"] = extra
+    spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **asked}
     return client.post("/models", {"name": name or name_of(source), "spec": spec})
 
 

@@ -359,6 +359,30 @@ async def test_a_model_of_the_configuration_file_is_not_removed(tmp_path: Path) 
         await made.refused("DELETE", "/models/gpt-4o", 409)
 
 
+async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
+    recipe = "description: d\nmodel: o/m\nsources: {s: s}\nsettings: {max_num_seqs: 8, env: {A: '${env.HOME}'}}\n"
+    (tmp_path / "mine.yaml").write_text(recipe)
+    (tmp_path / "broken.yaml").write_text("model: [\n")
+    async with admin_of(tmp_path, recipes_dir=str(tmp_path)) as made:
+        found = await made.ask("GET", "/recipes")
+        assert {"mine", "gpt-oss-120b"} <= {row["name"] for row in found["recipes"]} and "broken.yaml" in found["problems"][0]
+        shown = await made.ask("GET", "/recipes/mine?profile=balanced&speculative=ngram")
+        assert shown["spec"]["max_num_seqs"] == 4 and shown["env"] == {"A": "${env.HOME}"}
+        assert (await made.ask("GET", "/recipes/qwen3.6-27b-nvfp4@yarn-1m"))["spec"]["max_model_len"] == 1010000
+        for name in ("nobody", "..%2Fmine", "broken%2F.."):
+            assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] in ("recipe_not_found", "route_not_found")
+        for path in ("mine?profile=x", "mine@x", "broken"):
+            assert (await made.refused("GET", f"/recipes/{path}", 400 if "?" in path else 422))["message"]
+
+        spec = {"recipe": "mine", "profile": "balanced", "speculative": "ngram"}
+        added = await made.ask("POST", "/models", 202, json={"name": "new", "spec": spec, "load": False})
+        assert added["model"]["source"] == "o/m"
+        spec = made.scene.supervisor.config.models["new"]
+        assert (spec.recipe, spec.max_num_seqs, spec.kv_cache) == ("mine", 4, "auto")
+        for wrong in ({"recipe": f"{tmp_path}/mine.yaml"}, {"recipe": "nobody"}, {"recipe": "mine@x"}):
+            assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
+
+
 async def test_what_an_added_model_needs_is_not_read_from_a_number_that_cannot_be(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         spec = {"model": "/y", "env": {"VLLM_CPU_KVCACHE_SPACE": "much"}}
@@ -604,7 +628,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/status", "get"), ("/nodes", "get"), ("/memory", "get"), ("/plan", "get"), ("/plan", "post"), ("/events", "get"),
             ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
-            ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
+            ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
         }  # fmt: skip
         operations = [operation for item in raw["paths"].values() for operation in item.values()]

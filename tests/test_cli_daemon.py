@@ -25,6 +25,13 @@ from tests.daemon_process import ROOT, DaemonProcess, alive, until
 
 ANSWER = "The capital of France is Paris."
 SLOW = {"SPARKD_STUB_START_DELAY_S": "20"}
+RECIPE = """
+description: a recipe
+model: {folder}
+sources: {{none: none}}
+settings: {{memory_gib: 1, env: {{VLLM_USE_FLASHINFER_MOE_FP4: 0, B: recipe}}, extra_args: [--seed, "1"]}}
+variants: {{long: {{description: longer, settings: {{max_model_len: 1K}}}}}}
+"""
 
 
 class Cli:
@@ -32,7 +39,10 @@ class Cli:
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str] | None = None) -> None:
         model = {"model": str(folder), "memory_gib": 1}
+        (folder / "recipes").mkdir()
+        (folder / "recipes" / "mine.yaml").write_text(RECIPE.format(folder=folder))
         settings = {
+            "recipes_dir": str(folder / "recipes"),
             "engine": {
                 "entrypoint": "workers.stub",
                 "stop_timeout_s": 2,
@@ -157,6 +167,26 @@ def test_run_brings_a_model_in_with_its_arguments_unchanged(cli: Cli) -> None:
     assert cli.run("rm", "guest")[0] == 0
     assert cli.run("rm", "quick")[0] == 5
     until(lambda: "guest" not in {model["name"] for model in cli.json("ls")["models"]}, 10, "guest is forgotten")
+
+
+def test_run_takes_a_recipe_of_the_daemon_and_the_engine_gets_what_its_release_knows(cli: Cli) -> None:
+    argv = ["run", "mine@long", "--profile", "balanced", "--speculative", "suffix", "-p", "What?", "--", "--seed", "2"]
+    assert cli.run(*argv)[:2] == (0, f"{ANSWER}\n")
+    told = json.loads((cli.folder / "record.json").read_text())
+    passed = told["argv"][told["argv"].index("--max-model-len") :]
+    assert passed[:6] == ["--max-model-len", "1024", "--max-num-seqs", "4", "--seed", "1"]
+    assert [passed[passed.index(flag) + 1] for flag in ("--moe-backend", "--speculative-config")] == [
+        "marlin",
+        '{"method": "suffix", "num_speculative_tokens": 8}',
+    ]
+    assert passed.index("2") > passed.index("1")
+
+    assert cli.run("run", "mine@long", "-p", "Again?")[0] == 0, "it is known by now"
+    assert cli.run("run", "mine@long", "--profile", "throughput")[0] == 5
+    assert cli.run("run", "mine@short")[0] == 2
+    assert "`sparkd recipes ls`" in cli.run("run", "nobodys-recipe")[2]
+    assert cli.run("rm", "mine-long")[0] == 0
+    until(lambda: "mine-long" not in {model["name"] for model in cli.json("ls")["models"]}, 10, "it is forgotten")
 
 
 def test_run_refuses_what_it_cannot_mean(cli: Cli) -> None:

@@ -58,7 +58,7 @@ CHANGES_ENGINE = {
     "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
     "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"], "quantize": "nvfp4", "kv_cache": "auto",
-    "kv_margin_gib": 2,
+    "kv_margin_gib": 2, "profile": "balanced", "speculative": "ngram",
 }  # fmt: skip
 CHANGES_NOTHING = {
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "concurrency_limit": 1, "wait_for_load_s": 1,
@@ -71,7 +71,8 @@ def test_the_hash_changes_exactly_with_what_changes_the_engine() -> None:
     hashes = {key: config_hash(model(**{key: value}), Engine()) for key, value in CHANGES_ENGINE.items()}
 
     assert re.fullmatch("[0-9a-f]{16}", plain)
-    assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name"} == set(ModelConfig.model_fields)
+    # Of a recipe, only what it brings: tests/test_recipes.py.
+    assert set(CHANGES_ENGINE) | set(CHANGES_NOTHING) | {"name", "recipe"} == set(ModelConfig.model_fields)
     assert len({plain, *hashes.values()}) == len(CHANGES_ENGINE) + 1
     for key, value in CHANGES_NOTHING.items():
         assert config_hash(model(**{key: value}), Engine()) == plain

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from sparkd.admission import free_on
-from sparkd.config import parse_model
-from sparkd.errors import ConfigError
+from sparkd.cluster import Cluster
+from sparkd.config import Config, parse_model
+from sparkd.errors import ConfigError, RankError
+from sparkd.needs import Need
 from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, kv_limit_bytes, needed_gib, nodes_with_room, weights_gib
 from workers.command import CPU_KV_CACHE_GIB
 
@@ -170,3 +172,12 @@ def test_a_model_goes_where_there_is_room(
 
 def test_what_is_free_is_what_nobody_reserved() -> None:
     assert free_on({"a": 4.0, "b": 6.0}, [("a", 3), ("b", 1), ("b", 2), ("gone", 9)]) == {"a": 1.0, "b": 3.0}
+
+
+async def test_what_the_release_of_the_runtime_does_not_understand_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
+    spec = parse_model("m", {"model": "o/m", "env": {"VLLM_USE_V1": "0"}}, over_admin=False)
+    monkeypatch.setattr("sparkd.cluster.need_of", lambda *_: Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0"))
+
+    with pytest.raises(RankError, match="by the vLLM of its runtime: VLLM_USE_V1: vLLM 0"):
+        await cluster.place(spec)

@@ -1,0 +1,207 @@
+"""Owns reading a `vllm serve` command line, as scripts and other recipes write it, into a model's keys. Never runs one, nor a shell."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkd.errors import ConfigError
+from sparkd.vllm_args import owned_args
+from sparkd.vllm_flags import flag_name
+
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_SHELL = re.compile(r"[();<>|&]+")
+_UNKNOWN = re.compile(r"\$(?:[A-Za-z_{(])|`")
+_SERVERS = (("vllm", "serve"), ("-m", "vllm.entrypoints.openai.api_server"), ("-m", "vllm.entrypoints.cli.main", "serve"))
+_SHORT = {
+    "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "quantization",
+    "-n": "nnodes", "-r": "node-rank", "-sc": "speculative-config",
+}  # fmt: skip
+_ONE_VALUE = ("model", "host", "port", "api-key", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
+              "pipeline-parallel-size", "data-parallel-size", "kv-cache-memory-bytes")  # fmt: skip
+
+
+def _as_is(text: str) -> Any:
+    return text
+
+
+def _number(text: str) -> Any:
+    """131072, and 128K as it stands, which the key reads too."""
+    return int(text) if re.fullmatch(r"\d+", text) else text
+
+
+def _share(text: str) -> Any:
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+# Flag -> key and how its value is read. Anything else stays a flag.
+_KEYS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "max-model-len": ("max_model_len", _number),
+    "max-num-seqs": ("max_num_seqs", _number),
+    "max-num-batched-tokens": ("max_num_batched_tokens", _number),
+    "gpu-memory-utilization": ("gpu_memory_utilization", _share),
+    "tensor-parallel-size": ("tensor_parallel", _number),
+    "kv-cache-dtype": ("kv_cache_dtype", _as_is),
+    "dtype": ("dtype", _as_is),
+    "quantization": ("quantization", _as_is),
+    "load-format": ("load_format", _as_is),
+    "revision": ("revision", _as_is),
+    "reasoning-parser": ("reasoning_parser", _as_is),
+    "tool-call-parser": ("tool_call_parser", _as_is),
+}
+_SWITCHES = {"trust-remote-code": "trust_remote_code", "enforce-eager": "enforce_eager"}
+# Set again by the key tool_call_parser.
+_IMPLIED = ("enable-auto-tool-choice",)
+_WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "trust-remote-code", "enforce-eager", "enable-auto-tool-choice")
+
+
+@dataclass(slots=True)
+class Command:
+    """What a command line says. notes: one sentence for each thing that was left out."""
+
+    model: str | None = None
+    served: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_command(text: str) -> Command:
+    """A script whose last line serves: lines of `export NAME=value` before it count, others are left out. Raises ConfigError."""
+    command = Command()
+    words: list[str] | None = None
+    for line in _lines(text):
+        tokens = _split(line)
+        assigned, rest = _assignments(tokens)
+        if not rest:
+            for name, value in assigned:
+                _set(command, name, value)
+        elif (served := _served(rest)) is None:
+            command.notes.append(f"the line that begins with {rest[0]!r} is not run: sparkd runs no shell.")
+        elif words is not None:
+            raise ConfigError("command: two lines of it start an engine, and a recipe is one model: split it.")
+        else:
+            words = served
+            for name, value in assigned:
+                _set(command, name, value)
+    if words is None:
+        raise ConfigError("command: it does not start with `vllm serve`, and sparkd runs vLLM only.")
+    read_arguments(words, command)
+    return command
+
+
+def read_arguments(words: Sequence[str], command: Command) -> None:
+    """The arguments behind `vllm serve`, into `command`."""
+    owned: list[str] = []
+    index = 0
+    while index < len(words):
+        word = words[index]
+        index += 1
+        if not _is_flag(word):
+            if command.model is None:
+                command.model = word
+            else:
+                command.notes.append(f"{word[:48]!r} is left out: nothing says what it is for.")
+            continue
+        spelled, equals, value = word.partition("=")
+        name = _SHORT.get(spelled) or flag_name(word) or ""
+        taken = [value] if equals else _values(words, index, name)
+        index += 0 if equals else len(taken)
+        if name == "model" and taken:
+            command.model = taken[0]
+        elif name == "served-model-name":
+            command.served += taken
+        elif name in _IMPLIED:
+            continue
+        elif list(owned_args(["--seed=0", word])) and name not in _KEYS:
+            owned.append(f"--{name}")
+        elif any(_UNKNOWN.search(each) for each in taken):
+            command.notes.append(f"--{name} is left out: its value comes from a shell's variable. Set it on the model.")
+        elif name in _KEYS and taken and "." not in spelled:
+            key, read = _KEYS[name]
+            command.settings[key] = read(taken[0])
+        elif name in _SWITCHES and "." not in spelled:
+            command.settings[_SWITCHES[name]] = True
+        elif name == "kv-cache-memory-bytes" and taken:
+            command.settings["kv_cache"] = {"bytes": _number(taken[0])}
+        else:
+            command.args += [word] if equals else [_long(word), *taken]
+    if owned:
+        command.notes.append(f"left out, because sparkd itself sees to it: {', '.join(dict.fromkeys(owned))}.")
+
+
+def _long(word: str) -> str:
+    return f"--{_SHORT[word]}" if word in _SHORT else word
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not _NUMBER.fullmatch(word)
+
+
+def _values(words: Sequence[str], start: int, name: str) -> list[str]:
+    """What belongs to the flag before `start`: all words up to the next flag, but of one that takes one value, or none, no more."""
+    most = 0 if name in _WITHOUT_VALUE else 1 if name in _KEYS or name in _ONE_VALUE else len(words)
+    found: list[str] = []
+    for word in words[start : start + most]:
+        if _is_flag(word):
+            break
+        found.append(word)
+    return found
+
+
+def _lines(text: str) -> list[str]:
+    """Whole lines: continuations joined, also those with blanks behind the backslash; comments and empty lines left out."""
+    kept = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\[ \t]*(?:\n|$)", " ", "\n".join(kept))
+    return [line.strip() for line in joined.splitlines() if line.strip()]
+
+
+def _split(line: str) -> list[str]:
+    """As a shell splits it. Raises ConfigError where only a shell could say what it means."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        tokens = list(lexer)
+    except ValueError as error:
+        raise ConfigError(f"command: it cannot be split into words ({str(error).lower()}): mend its quotes.") from None
+    if shell := next((token for token in tokens if _SHELL.fullmatch(token)), None):
+        raise ConfigError(f"command: {shell!r} is for a shell, and sparkd runs none: leave one `vllm serve` line.")
+    return tokens
+
+
+def _assignments(tokens: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """NAME=value words at the beginning, as `env` and `export` have them, and what is left."""
+    found: list[tuple[str, str]] = []
+    rest = tokens[1:] if tokens and tokens[0] in ("export", "env", "exec") else tokens
+    while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
+        found.append((match[1], match[2]))
+        rest = rest[1:]
+    return found, rest
+
+
+def _served(words: list[str]) -> list[str] | None:
+    """The arguments, where the words start vLLM's server."""
+    for server in _SERVERS:
+        for start in range(min(2, len(words))):
+            if tuple(word.rpartition("/")[2] for word in words[start : start + len(server)]) == server:
+                return words[start + len(server) :]
+    return None
+
+
+def _set(command: Command, name: str, value: str) -> None:
+    if _UNKNOWN.search(value):
+        command.notes.append(f"{name} is left out: its value comes from a shell's variable. Set it in the model's 'env:'.")
+    else:
+        command.env[name] = value
+
+
+def as_argument(value: Any) -> str:
+    """A default's value as the flag takes it."""
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -1,0 +1,217 @@
+"""Owns the recipe file: its schema, and one file read with every problem named. Never decides what a model takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+
+from sparkd import yamlfile
+from sparkd.config_fields import Arguments, Metadata, PositiveCount, Section, Word, no_bool
+from sparkd.config_source import canonical, in_order, problems_of
+from sparkd.model_config import ModelConfig
+from sparkd.yamlfile import Place, Problem, Table
+
+SUFFIX = ".yaml"
+Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
+ProfileName = Literal["single-user", "balanced", "throughput"]
+Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
+
+# What the operator says of a model of his, not what a recipe knows about it.
+_THE_OPERATORS = ("recipe", "profile", "speculative", "model", "aliases", "unlisted", "preload", "ttl", "runtime", "entrypoint")
+# Sections below which the keys of a model stand.
+_SETTINGS = "settings"
+
+
+def _image(value: Any) -> Any:
+    return {"image": value} if isinstance(value, str) else value
+
+
+class Container(Section):
+    """A container image. kind: how its entry point takes the command: vllm-openai has `vllm serve` in it, ngc passes the command on."""
+
+    image: Word
+    kind: Literal["vllm-openai", "ngc", "other"] = "other"
+    shm_size: Word | None = None
+    note: Text | None = None
+
+
+class Nodes(Section):
+    """On how many nodes it was run, which on a Spark is the tensor-parallel size."""
+
+    min: PositiveCount = 1
+    max: PositiveCount | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Nodes:
+        if self.max is not None and self.max < self.min:
+            raise ValueError("max must be at least min")
+        return self
+
+
+class Draft(Section):
+    """How one method speculates for this model. needs: keys of the model that it cannot do without; args: flags of vLLM, likewise."""
+
+    num_speculative_tokens: PositiveCount | None = None
+    # '{model}' is the model's own folder: a draft that lies inside a checkpoint has no hub id.
+    model: Text | None = None
+    moe_backend: Word | None = None
+    needs: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = ()
+    note: Text | None = None
+    source: Word | None = None
+
+
+class Speculation(Section):
+    """default: what a model of this recipe does where nobody chose."""
+
+    default: Method = "off"
+    mtp: Draft | None = None
+    dflash: Draft | None = None
+
+    @model_validator(mode="after")
+    def _there(self) -> Speculation:
+        if self.default in ("mtp", "dflash") and getattr(self, self.default) is None:
+            raise ValueError(f"default is {self.default}, and there is no {self.default} section")
+        return self
+
+
+class Figure(Section):
+    """A published figure, and where it stands. Nothing here is an estimate."""
+
+    what: Literal[
+        "active_parameters", "decode_tokens_per_s", "disk_gb", "kv_bytes_per_token", "kv_gib", "kv_tokens", "load_s", "parameters",
+        "prefill_tokens_per_s", "total_decode_tokens_per_s", "total_gb", "ttft_s", "weights_gib_per_rank",
+    ]  # fmt: skip
+    value: Annotated[float, BeforeValidator(no_bool), Field(ge=0)]
+    to: Annotated[float, Field(ge=0)] | None = None
+    when: Text | None = None
+    source: Word
+
+
+class Variant(Section):
+    """The recipe with other weights or other settings: `NAME@VARIANT`."""
+
+    description: Text
+    model: Word | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    speculative: Speculation | None = None
+    container: Annotated[Container, BeforeValidator(_image)] | None = None
+    expected: tuple[Figure, ...] = ()
+    notes: tuple[Text, ...] = ()
+
+
+class Recipe(Section):
+    """One model, as it is served well. settings: keys of a model in sparkd.yaml. sources: the names that figures and notes cite."""
+
+    description: Text
+    model: Word
+    sources: Annotated[dict[str, Text], Field(min_length=1)]
+    needs_vllm: Annotated[str, StringConstraints(pattern=r"^\d{1,3}\.\d{1,4}$")] | None = None
+    nodes: Nodes = Nodes()
+    settings: dict[str, Any] = Field(default_factory=dict)
+    profiles: dict[ProfileName, dict[str, Any]] = Field(default_factory=dict)
+    speculative: Speculation = Speculation()
+    variants: dict[Word, Variant] = Field(default_factory=dict)
+    sampling: dict[str, Metadata] = Field(default_factory=dict)
+    expected: tuple[Figure, ...] = ()
+    notes: tuple[Text, ...] = ()
+    container: Annotated[Container, BeforeValidator(_image)] | None = None
+
+    @model_validator(mode="after")
+    def _cited(self) -> Recipe:
+        every: list[Recipe | Variant] = [self, *self.variants.values()]
+        offers = [each.speculative for each in every if each.speculative is not None]
+        drafts = [draft for offer in offers for draft in (offer.mtp, offer.dflash)]
+        cited = {figure.source for each in every for figure in each.expected}
+        cited |= {draft.source for draft in drafts if draft and draft.source}
+        if unknown := sorted(cited - self.sources.keys()):
+            raise ValueError(f"'{unknown[0]}' is cited and does not stand below sources")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """A recipe and where it stands. table: the same with the line of each key, which an error about a model can then name."""
+
+    name: str
+    path: str
+    recipe: Recipe
+    table: Table
+
+    def settings(self, variant: str | None) -> list[Table]:
+        """The keys of a model, the recipe's and then the variant's."""
+        return [found for found in (_inner(self.table, _SETTINGS), _inner(self.table, "variants", variant, _SETTINGS)) if found is not None]
+
+    def profile(self, name: str) -> Table | None:
+        """What the recipe changes in a profile."""
+        return _inner(self.table, "profiles", name)
+
+    def model(self, variant: str | None) -> str:
+        chosen = self.recipe.variants[variant].model if variant else None
+        return chosen or self.recipe.model
+
+    def speculation(self, variant: str | None) -> Speculation:
+        chosen = self.recipe.variants[variant].speculative if variant else None
+        return chosen or self.recipe.speculative
+
+    def place(self) -> Place:
+        return self.table.places.get("model", Place(self.path))
+
+
+def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+    """The file, or what is wrong with it: each problem with file, line, key, reason and cure. Never raises."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(yamlfile.MAX_BYTES + 1)
+    except OSError as error:
+        return None, [Problem(str(path), None, f"The recipe cannot be read: {error.strerror}. Give the path of a recipe's file.")]
+    return parse_recipe(path.stem, raw, str(path), environ)
+
+
+def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+    """As read_recipe, of a text. shown: the file's name in messages."""
+    document = yamlfile.parse(raw, shown, environ)
+    problems = document.problems
+    table = canonical(document.table, Recipe, problems)
+    _canonical_settings(table, problems)
+    recipe: Recipe | None = None
+    try:
+        recipe = Recipe.model_validate(table)
+    except ValidationError as error:
+        problems += problems_of(error, table)
+    problems = [problem if problem.file else Problem(shown, None, problem.message, problem.severity) for problem in problems]
+    if recipe is None or problems:
+        return None, in_order(problems)
+    return RecipeFile(name, shown, recipe, table), []
+
+
+def _canonical_settings(table: Table, problems: list[Problem]) -> None:
+    """Keys of a model under the names that they have in sparkd.yaml; those that are not a recipe's business are refused."""
+    holders: list[tuple[Table, str, tuple[str, ...]]] = [(table, _SETTINGS, (_SETTINGS,))]
+    for section in ("profiles", "variants"):
+        inner = _inner(table, section) or Table()
+        for name, entry in inner.items():
+            if section == "profiles":
+                holders.append((inner, name, (section, name)))
+            elif isinstance(entry, Table):
+                holders.append((entry, _SETTINGS, (section, name, _SETTINGS)))
+    for holder, key, path in holders:
+        settings = holder.get(key)
+        if not isinstance(settings, Table):
+            continue
+        for name in [name for name in settings if name in _THE_OPERATORS]:
+            message = f"{'.'.join((*path, name))} is not for a recipe: it is set on the model that uses it. Remove it."
+            problems.append(settings.places[name].problem(message))
+            del settings[name]
+        holder[key] = canonical(settings, ModelConfig, problems, path)
+
+
+def _inner(table: Table, *keys: str | None) -> Table | None:
+    value: Any = table
+    for key in keys:
+        value = value.get(key) if isinstance(value, Table) and key is not None else None
+    return value if isinstance(value, Table) else None

@@ -1,0 +1,229 @@
+"""Owns how a recipe becomes a model: recipe, variant, profile and speculation, under the model's own keys. Never validates a key's value.
+
+What comes out is a plain entry of sparkd.yaml, so that nothing behind it knows of recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from sparkd.config_fields import absolute_from
+from sparkd.config_source import table_of
+from sparkd.recipe_book import Book, split
+from sparkd.recipe_file import Method, ProfileName, RecipeFile
+from sparkd.speculation import speculating
+from sparkd.vllm_flags import SPECULATIVE, flag_name, without
+from sparkd.yamlfile import Items, Place, Problem, Table
+
+KEYS = ("recipe", "profile", "speculative")
+METHODS: tuple[Method, ...] = get_args(Method)
+# Added to what a layer below says; every other key replaces it.
+_MAPS = ("env", "metadata")
+_ARGS = "extra_args"
+# Who sets the first key has decided against the others.
+_INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
+    "gpu_memory_utilization": ("kv_cache", "kv_margin_gib"),
+    "kv_cache": ("gpu_memory_utilization",),
+    "kv_margin_gib": ("gpu_memory_utilization",),
+    "quantize": ("quantization", "load_format"),
+    "quantization": ("quantize",),
+    "load_format": ("quantize",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """For whom a model is served. speculative: what holds where the model itself does not say."""
+
+    description: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    speculative: Method | None = None
+
+
+# The numbers of requests are those of the Spark vLLM guide: 2 for one person and the calls that a chat program makes by itself (8, the
+# walk-through to 256K), 4 as the most that one stream hardly notices (2 and 8; the vLLM blog on DGX Spark), 16 as the most it measured on
+# a 30B model (2). Speculation costs throughput where many are served (14.1).
+PROFILES: Mapping[ProfileName, Profile] = {
+    "single-user": Profile(
+        "one person: the cache holds two requests of full length, the rest stays free", {"max_num_seqs": 2, "kv_cache": {"sequences": 2}}
+    ),
+    "balanced": Profile("a few people: four requests at a time, the cache takes what is left", {"max_num_seqs": 4, "kv_cache": "auto"}),
+    "throughput": Profile("many requests: sixteen at a time, no speculation", {"max_num_seqs": 16, "kv_cache": "auto"}, "off"),
+}  # fmt: skip
+
+
+def book_of(recipes_dir: Any, base: Path | None, environ: Mapping[str, str]) -> Book:
+    """The recipes for a configuration that was not validated yet: what is no path, its validation will say."""
+    try:
+        return Book(absolute_from(Path(recipes_dir), base) if isinstance(recipes_dir, str) else None, environ)
+    except ValueError:
+        return Book(None, environ)
+
+
+def expand_models(models: Any, book: Book, problems: list[Problem]) -> None:
+    """Replace, in the tree of the configuration, each model's entry by what it stands for."""
+    if not isinstance(models, Table):
+        return
+    for name, entry in models.items():
+        if isinstance(entry, Table):
+            models[name] = expanded(name, entry, book, problems)
+
+
+def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Table:
+    """The entry of the model `name` with what its recipe, profile and speculation bring, each key with its place.
+
+    The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. What contradicts itself is a
+    problem; a value of the wrong kind is left for the validation.
+    """
+    given = {key: "off" if key == "speculative" and entry.get(key) is False else entry.get(key) for key in KEYS}
+    if not any(isinstance(value, str) for value in given.values()):
+        return entry
+    path = f"models.{name}"
+    file, variant = None, None
+    if isinstance(given["recipe"], str):
+        file, variant = _looked_up(given["recipe"], entry.places["recipe"], path, book, problems)
+        if file is None:
+            return _with_some_model(entry)
+    merged = Table()
+    for layer in _layers(file, variant, given["profile"], entry):
+        _lay(merged, layer)
+    place = entry.places.get("recipe", Place())
+    if file is not None and "model" not in entry:
+        merged.put("model", file.model(variant), file.place())
+    _lay(merged, _speculation(path, file, variant, given, merged, entry, problems))
+    _lay(merged, entry)
+    if file is not None:
+        _check_nodes(path, file, merged, problems, place)
+    return merged
+
+
+def offered(file: RecipeFile, variant: str | None) -> list[Method]:
+    """The choices of speculative decoding that a recipe has."""
+    found = file.speculation(variant)
+    return [method for method in METHODS if method not in ("mtp", "dflash") or getattr(found, method) is not None]
+
+
+def _looked_up(wanted: str, place: Place, path: str, book: Book, problems: list[Problem]) -> tuple[RecipeFile | None, str | None]:
+    name, variant = split(wanted)
+    file, wrong = book.read(name)
+    if file is None:
+        problems += [problem if problem.file else place.problem(f"{path}.recipe: {problem.message}") for problem in wrong]
+    elif variant is not None and variant not in file.recipe.variants:
+        known = ", ".join(file.recipe.variants) or "none"
+        problems.append(place.problem(f"{path}.recipe: {name} has no variant {variant[:64]!r}. It has: {known}."))
+        return None, None
+    return file, variant
+
+
+def _with_some_model(entry: Table) -> Table:
+    """So that a recipe that is not there is told of once, not once more as a model that is missing."""
+    stand_in = Table()
+    _lay(stand_in, entry)
+    if "model" not in stand_in:
+        stand_in.put("model", "unknown/unknown", entry.places["recipe"])
+    return stand_in
+
+
+def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: Table) -> Iterable[Table]:
+    if file is not None:
+        yield from file.settings(variant)
+    if profile in PROFILES:
+        yield table_of(PROFILES[profile].settings, entry.places["profile"])
+        if file is not None and (own := file.profile(profile)) is not None:
+            yield own
+
+
+def _speculation(
+    path: str, file: RecipeFile | None, variant: str | None, given: Mapping[str, Any], merged: Table, entry: Table, problems: list[Problem]
+) -> Table:
+    """What the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
+    method, place = given["speculative"], entry.places.get("speculative", entry.places.get("recipe", Place()))
+    own_args = [str(arg) for arg in entry.get(_ARGS) or () if isinstance(arg, str | int | float)]
+    configured = any(flag_name(arg) == SPECULATIVE[2:] for arg in own_args)
+    if method is None and not configured:
+        method = PROFILES[given["profile"]].speculative if given["profile"] in PROFILES else None
+        if method is None and file is not None:
+            method = file.speculation(variant).default
+    if method not in METHODS:
+        return Table()
+    model = entry.get("model", merged.get("model"))
+    offers = file.speculation(variant) if file is not None else None
+    try:
+        sequences, quantize = (entry.get(key, merged.get(key)) for key in ("max_num_seqs", "quantize"))
+        found = speculating(method, offers, str(model), sequences, quantize is not None)
+    except ValueError as error:
+        problems.append(place.problem(f"{path}.speculative {error}."))
+        return Table()
+    if configured:
+        problems.append(place.problem(f"{path}: {SPECULATIVE} in extra_args and 'speculative:' contradict each other: remove one of them."))
+    for key, allowed in found.fixed.items():
+        if key in entry and entry[key] is not None and entry[key] not in allowed:
+            problems.append(
+                entry.places[key].problem(
+                    f"{path}.{key}: speculative {method} needs {' or '.join(map(str, allowed))}, because {found.why}. "
+                    f"Remove {key}, or choose another method."
+                )
+            )
+    layer = table_of({**found.settings, "env": dict(found.env)} if found.env else dict(found.settings), place)
+    if isinstance(merged.get(_ARGS), Items):
+        kept = [arg for arg in without([str(arg) for arg in merged[_ARGS]], SPECULATIVE[2:]) if flag_name(arg) not in found.drops]
+        merged.put(_ARGS, _items(kept, merged.places[_ARGS]), merged.places[_ARGS])
+    if found.args:
+        layer.put(_ARGS, _items(found.args, place), place)
+    return layer
+
+
+def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[Problem], place: Place) -> None:
+    nodes, size = file.recipe.nodes, merged.get("tensor_parallel", 1)
+    if isinstance(size, bool) or not isinstance(size, int):
+        return
+    if size < nodes.min or (nodes.max is not None and size > nodes.max):
+        most = "" if nodes.max is None else f", at most {nodes.max}"
+        message = f"{path}.tensor_parallel is {size}; {file.name} needs at least {nodes.min}{most}: set it to that, or take another recipe."
+        problems.append(merged.places.get("tensor_parallel", place).problem(message))
+
+
+def _lay(under: Table, layer: Table) -> None:
+    """Put `layer` over `under`, in place."""
+    for key, value in layer.items():
+        for other in _INSTEAD_OF.get(key, ()):
+            if value is not None and other not in layer and other in under:
+                del under[other]
+        below, place = under.get(key), layer.places[key]
+        if key in _MAPS and isinstance(below, Table):
+            value = _merged_map(below, value)
+        elif key == _ARGS and isinstance(below, Items) and isinstance(value, list | tuple):
+            joined = _items(below, place)
+            joined.places = [*getattr(below, "places", ())]
+            joined += value
+            joined.places += getattr(value, "places", [place] * len(value))
+            value = joined
+        under.put(key, value, place)
+
+
+def _merged_map(below: Table, above: Any) -> Any:
+    """Both maps, the upper one's values first. llama-swap's list of NAME=value is one too; anything else is left for the validation."""
+    if isinstance(above, list | tuple) and all(isinstance(item, str) and "=" in item for item in above):
+        places = getattr(above, "places", [Place()] * len(above))
+        pairs = Table()
+        for item, place in zip(above, places, strict=True):
+            name, _, text = item.partition("=")
+            pairs.put(name, text, place)
+        above = pairs
+    if not isinstance(above, Table):
+        return above
+    both = Table()
+    for source in (below, above):
+        for name, value in source.items():
+            both.put(name, value, source.places[name])
+    return both
+
+
+def _items(values: Iterable[Any], place: Place) -> Items:
+    items = Items()
+    items.extend(values)
+    items.places = [place] * len(items)
+    return items

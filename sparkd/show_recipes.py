@@ -1,0 +1,135 @@
+"""How the command line shows recipes: the list, and one with what it comes to. Never reads a file."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sparkd.show import printable
+
+# Figure -> words and unit.
+_FIGURES = {
+    "parameters": ("parameters", ""),
+    "active_parameters": ("active for a token", ""),
+    "decode_tokens_per_s": ("one stream", "tokens/s"),
+    "total_decode_tokens_per_s": ("all streams", "tokens/s"),
+    "prefill_tokens_per_s": ("prompt", "tokens/s"),
+    "ttft_s": ("first token after", "s"),
+    "load_s": ("load", "s"),
+    "disk_gb": ("on disk", "GB"),
+    "total_gb": ("memory in all", "GB"),
+    "weights_gib_per_rank": ("weights of a rank", "GiB"),
+    "kv_gib": ("KV cache", "GiB"),
+    "kv_tokens": ("KV cache", "tokens"),
+    "kv_bytes_per_token": ("a token in the KV cache", "B"),
+}
+
+
+def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
+    """`sparkd recipes ls`."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column, right in (("RECIPE", False), ("MODEL", False), ("NODES", True), ("TOKENS/S", True), ("SPECULATION", False)):
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        speed = row["decode_tokens_per_s"]
+        others = [method for method in row["methods"] if method not in ("off", "ngram", "suffix", row["speculative"])]
+        table.add_row(
+            escape(row["name"]),
+            escape(row["model"]),
+            str(row["nodes"]),
+            "-" if speed is None else f"{speed:g}",
+            escape(", ".join([row["speculative"], *others])),
+        )
+        for variant in row["variants"]:
+            table.add_row(escape(f"  @{variant}"), "", "", "", "", style="dim")
+    console.print(table)
+    console.print("TOKENS/S is the first published figure for one stream. `sparkd recipes show NAME` tells its source.", style="dim")
+
+
+def described(recipe: Mapping[str, Any], console: Console) -> None:
+    """`sparkd recipes show`."""
+    say = _Say(console)
+    say.line(f"{recipe['name']}: {recipe['description']}", style="bold")
+    say.row("model", recipe["model"])
+    say.row("file", recipe["path"])
+    most = recipe["nodes"]["max"]
+    say.row("nodes", f"{recipe['nodes']['min']} to {most}" if most else f"{recipe['nodes']['min']} or more")
+    if recipe["needs_vllm"]:
+        say.row("vLLM", f"{recipe['needs_vllm']} or newer")
+    if recipe["container"]:
+        say.row("container", recipe["container"]["image"])
+    speculation = recipe["speculation"]
+    say.row("speculation", f"{speculation['method']}. {speculation['note']}".strip(". ") + ".")
+    say.head("In sparkd.yaml")
+    say.line(f"  {recipe['name']}:")
+    for key, value in recipe["choice"].items():
+        say.line(f"    {key}: {value}")
+    say.head("It comes to")
+    for name, value in recipe["env"].items():
+        say.line(f"  {name}={shlex.quote(str(value))}")
+    if recipe["spec"].get("quantize"):
+        say.line(f"  quantize: {recipe['spec']['quantize'].get('format')}")
+    if recipe["spec"].get("kv_cache"):
+        say.line(f"  kv_cache: {recipe['spec']['kv_cache']}")
+    for pair in _pairs(recipe["flags"]):
+        say.line(f"  {pair}")
+    say.block("Translated", recipe["translated"])
+    say.block("Variants", [f"@{name}: {text}" for name, text in recipe["variants"].items()])
+    say.block("Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
+    say.block("Published figures", [_figure(figure) for figure in recipe["expected"]])
+    say.block("Notes", recipe["notes"])
+    say.block("Sources", [f"{name}: {text}" for name, text in recipe["sources"].items()])
+
+
+class _Say:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def line(self, text: str, style: str | None = None) -> None:
+        self._console.print(printable(text), style=style, markup=False, soft_wrap=True)
+
+    def row(self, name: str, text: str) -> None:
+        self.line(f"  {name:<12} {text}")
+
+    def head(self, text: str) -> None:
+        self.line(f"\n{text}", style="bold")
+
+    def block(self, head: str, lines: Iterable[str]) -> None:
+        found = list(lines)
+        if found:
+            self.head(head)
+        for line in found:
+            self.line(f"  {line}")
+
+
+def _pairs(flags: list[str]) -> list[str]:
+    """A flag and its values on a line."""
+    lines: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not lines:
+            lines.append([word])
+        else:
+            lines[-1].append(word)
+    return [shlex.join(line) for line in lines]
+
+
+def _figure(figure: Mapping[str, Any]) -> str:
+    words, unit = _FIGURES[figure["what"]]
+    value = _amount(figure["value"]) + (f" to {_amount(figure['to'])}" if "to" in figure else "")
+    when = f" ({figure['when']})" if "when" in figure else ""
+    return f"{words} {value}{' ' + unit if unit else ''}{when} [{figure['source']}]"
+
+
+def _amount(value: float) -> str:
+    if value >= 1e9:
+        return f"{value / 1e9:g} billion"
+    return f"{value:,.0f}" if value == int(value) and value >= 1000 else f"{value:g}"
+
+
+def _flat(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -1,0 +1,92 @@
+"""Owns what a choice of speculative decoding means: vLLM's configuration of it, and the rules that go with each method. Never measures.
+
+The rules are those of the Spark vLLM guide, chapter 14, held against vLLM 0.32 (config/speculative.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkd.recipe_file import Draft, Method, Speculation
+from sparkd.vllm_flags import PER_BATCH, SPECULATIVE, schedule
+
+# From this many requests at a time on, drafting costs more than it brings (14.1, 14.7).
+BATCH_LIMIT = 32
+# Where nobody sets max_num_seqs, vLLM's own number is above the limit (arg_utils.py, get_batch_defaults).
+_MANY = 256
+_NATIVE = ("auto", "bfloat16")
+# A ValueError at the start of vLLM 0.32, with methods that draft on the CPU (config/vllm.py, "async scheduling is only supported with").
+_ASYNC = ("async-scheduling",)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculating:
+    """What a choice adds to a model. settings: keys that it sets. fixed: key -> values it can live with. why: the reason, for a message.
+    drops: switches of vLLM that it does not start with."""
+
+    args: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+    drops: tuple[str, ...] = ()
+
+
+NOTES: Mapping[Method, str] = {
+    "off": "",
+    "ngram": "Fast where answers repeat the prompt (edits, retrieved text, JSON), nothing gained on new prose.",
+    "suffix": "As ngram, with a tree of suffixes; vLLM needs the package arctic-inference for it in the engine's environment.",
+    "mtp": "The model's own prediction heads draft; keep to few tokens, and look at the acceptance (`spec_decode` in the metrics).",
+    "dflash": "A drafter made for this model proposes whole blocks; look at the acceptance (`spec_decode` in the metrics).",
+}
+
+
+def speculating(method: Method, offered: Speculation | None, model: str, max_num_seqs: Any, quantized: bool = False) -> Speculating:
+    """What `method` means for a model. Raises ValueError, a reason and a cure, where it cannot be done.
+
+    offered: what the recipe offers, None without a recipe. model: its folder or hub id. max_num_seqs: None where vLLM chooses.
+    quantized: the model is quantized while it loads.
+    """
+    if method == "off":
+        return Speculating()
+    if method == "ngram":
+        config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        return Speculating(_args(config, max_num_seqs), drops=_ASYNC)
+    if method == "suffix":
+        return Speculating(_args({"method": "suffix", "num_speculative_tokens": 8}, max_num_seqs), drops=_ASYNC)
+    draft = getattr(offered, method) if offered is not None else Draft() if method == "mtp" else None
+    if draft is None:
+        what = "heads that predict several tokens" if method == "mtp" else "a DFlash drafter"
+        raise ValueError(f"is {method}, and nothing is known of {what} for this model: choose off, ngram or suffix, or another recipe")
+    config = {"method": method, "num_speculative_tokens": draft.num_speculative_tokens or 1}
+    if draft.model is not None:
+        if "{model}" in draft.model and not model.startswith("/"):
+            raise ValueError(f"is {method}, whose draft lies inside the checkpoint: download {model} and set 'model:' to its folder")
+        config["model"] = draft.model.replace("{model}", model)
+        if quantized:
+            # Else the draft would come through the target's loader, and be quantized too (model_loader/utils.py, get_draft_load_config).
+            config["draft_load_config"] = {"load_format": "auto"}
+    if draft.moe_backend is not None:
+        config["moe_backend"] = draft.moe_backend
+    if method == "mtp":
+        fixed = {key: (value,) for key, value in draft.needs.items()}
+        return Speculating((*draft.args, *_args(config, max_num_seqs)), draft.needs, fixed, why="the draft works with nothing else")
+    # The drafter's attention is left to vLLM. DeepGEMM is incompatible with the draft's path, and other attention crashes on SM121 (14.7).
+    return Speculating(
+        ("--attention-backend", "TRITON_ATTN", *draft.args, *_args(config, max_num_seqs)),
+        {"kv_cache_dtype": "bfloat16", **draft.needs},
+        {"kv_cache_dtype": _NATIVE, **{key: (value,) for key, value in draft.needs.items() if key != "kv_cache_dtype"}},
+        {"VLLM_USE_DEEP_GEMM": "0"},
+        "a DFlash drafter works on a BF16 cache only",
+    )
+
+
+def _args(config: dict[str, Any], max_num_seqs: Any) -> tuple[str, ...]:
+    """vLLM's own --speculative-disable-by-batch-size has done nothing since 0.10 (vLLM PR #35060); a schedule does."""
+    sequences = max_num_seqs if isinstance(max_num_seqs, int) and not isinstance(max_num_seqs, bool) else _MANY
+    if sequences >= BATCH_LIMIT:
+        config = config | {PER_BATCH: schedule(config["num_speculative_tokens"], BATCH_LIMIT)}
+    return (SPECULATIVE, json.dumps(config))

@@ -1,0 +1,162 @@
+"""`sparkd recipes`: what it prints, its JSON, its exit codes; `run` and `serve --model` with a recipe's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sparkd.__main__ import app, exit_code
+from sparkd.launch import _is_recipe
+from tests.test_recipe_import import ONE
+from tests.test_recipes import BOOK, OURS, RECIPE
+
+SECRET = "sk-canary-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SPARKD_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text(RECIPE.replace("A: recipe", "A: '${env.CANARY}'"))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
+    assert exit_code(["recipes", *argv]) == code
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(capsys, *argv, "--json", code=code)[0])
+    return found
+
+
+def test_ls_names_every_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run(capsys, "ls", "--dir", str(folder))
+    assert all(f"\n{name} " in out for name in [*OURS, "mine"]) and err == ""
+    found = as_json(capsys, "ls", "--dir", str(folder))
+    assert [row["name"] for row in found["recipes"]] == sorted([*OURS, "mine"]) and found["problems"] == []
+    (folder / "broken.yaml").write_text("description: x\nmodel: [\n")
+    out, err = run(capsys, "ls", "--dir", str(folder))
+    assert "broken" not in out and "broken.yaml:" in err
+
+
+def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", SECRET)
+    argv = ("show", "mine@long", "--profile", "single-user", "--speculative", "dflash", "--dir", str(folder))
+    out, _ = run(capsys, *argv)
+
+    for words in ("owner/long", "--max-model-len 65536", "VLLM_USE_DEEP_GEMM=0", "TRITON_ATTN", "@long: longer", "paper: a paper",
+                  "recipe: mine@long", "profile: single-user", "${env.CANARY}"):  # fmt: skip
+        assert words in out, words
+    found = as_json(capsys, *argv)
+    assert found["spec"]["max_model_len"] == 65536 and found["choice"] == {
+        "recipe": "mine@long", "profile": "single-user", "speculative": "dflash",
+    }  # fmt: skip
+    assert SECRET not in out + json.dumps(found)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_show_has_a_line_for_every_figure(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "show", name)
+
+    assert out.count(f"[{BOOK.find(name).recipe.expected[0].source}]") >= 1
+    assert "Published figures" in out and "Sources" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("show", "gpt-oss"), "did you mean gpt-oss-120b?"),
+        (("show", "gpt-oss-120b@x"), "no variant 'x'"),
+        (("show", "gpt-oss-120b", "--profile", "x"), "profile is 'x'"),
+        (("show", "gpt-oss-120b", "--speculative", "mtp"), "choose off, ngram or suffix"),
+        (("show", "gpt-oss-120b", "--vllm", "new"), "a version such as 0.32.0"),
+        (("ls", "--dir", "/nowhere"), "no such folder"),
+        (("import", "/nowhere"), "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_code_2(argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run(capsys, *argv, code=2)
+
+    assert out == "" and err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+def test_check_passes_ours_and_says_what_an_older_release_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "check")
+    assert out.endswith(": can be used\n") and out.count("\n") == 1
+    found = as_json(capsys, "check", "--vllm", "0.19.0", code=2)
+    assert not found["ok"] and found["recipes"] == len(OURS) and found["choices"] > 400
+    told = "\n".join(problem["message"] for problem in found["problems"])
+    assert "DFlash: vLLM 0.19 does not have it" in told and "it needs vLLM 0.20 or newer" in told
+
+
+def test_check_takes_other_formats_and_marks_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, mine = tmp_path / "theirs.yaml", tmp_path / "mine.yaml"
+    theirs.write_text(ONE + "mods: [mods/fix]\n")
+    mine.write_text(RECIPE.replace("max_num_seqs: 8", "max_num_seqs: many"))
+
+    out, _ = run(capsys, "check", str(theirs))
+    assert f"{theirs}: warning: mods is refused" in out and out.endswith("1 recipe, 16 ways to use them: can be used\n")
+    out, _ = run(capsys, "check", str(theirs), str(mine), code=2)
+    assert f"{mine}: mine: " in out and "max_num_seqs is 'many'" in out and "1 to mend" in out
+    assert run(capsys, "check", str(tmp_path / "no.yaml"), code=2)[0].count("cannot be read") == 1
+
+
+def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = tmp_path / "python"
+    # As `python -m workers.parse_args` answers: the first line is taken, the others are not.
+    answer = "import json,sys; lines = json.load(sys.stdin); json.dump([None] + ['no such flag'] * (len(lines) - 1), sys.stdout)"
+    python.write_text(f'#!/bin/sh\ntest "$*" = "-m workers.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    out, _ = run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(python), code=2)
+    assert out.count("vLLM's parser says: no such flag") == 47
+    assert run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(tmp_path / "no"), code=1)[1].count("\n") == 1
+    assert "has no parser to ask" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/false", code=1)[1]
+
+
+def test_import_prints_or_writes_and_tells_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(ONE + "pre_exec: [touch /tmp/x]\n")
+
+    out, err = run(capsys, "import", str(theirs), "-o", "max_model_len=4096")
+    assert "max_model_len: 4096" in out and "pre_exec is refused" in err and "# pre_exec is refused" in out
+    assert run(capsys, "import", str(theirs), "-o", "max_model_len=4096", "--to", str(ours))[0] == ""
+    assert ours.read_text() == out
+    assert "cannot be written: File exists" in run(capsys, "import", str(theirs), "--to", str(ours), code=2)[1]
+    assert run(capsys, "check", str(ours))[0].endswith("can be used\n")
+    found = as_json(capsys, "import", str(theirs), "--vllm", "0.19.0")
+    assert found["recipe"]["settings"]["env"]["VLLM_USE_FLASHINFER_MOE_FP4"] == "0"
+    assert "KEY=VALUE" in run(capsys, "import", str(theirs), "-o", "x", code=2)[1]
+
+
+def test_the_help_fits() -> None:
+    for argv in ([], ["ls"], ["show"], ["check"], ["import"]):
+        shown = CliRunner().invoke(app, ["recipes", *argv, "-h"])
+        assert shown.exit_code == 0 and max(map(len, shown.output.splitlines())) <= 110
+
+
+def test_serve_knows_a_recipe_from_a_hub_id(tmp_path: Path) -> None:
+    config = tmp_path / "sparkd.yaml"
+    config.write_text("recipes_dir: .\n")
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+
+    assert _is_recipe("gpt-oss-120b", None, {}) and _is_recipe("nemotron-3-nano-30b-a3b-nvfp4@32gb", None, {})
+    assert _is_recipe("mine", config, {}) and not _is_recipe("mine", None, {})
+    assert not _is_recipe("gpt2", None, {}) and not _is_recipe("/models/gpt-oss-120b", None, {})

@@ -1,0 +1,370 @@
+"""Recipes: how one becomes a model, what wins over what, what is refused, and that every one of ours is taken by vLLM's own parser."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Config, Engine, ModelConfig, check, config_hash, load_config, parse_model
+from sparkd.errors import ConfigError
+from sparkd.recipe_book import AsWritten, Book, split
+from sparkd.recipe_check import checked, choices
+from sparkd.recipe_file import parse_recipe
+from sparkd.recipes import METHODS, PROFILES, offered
+from sparkd.vllm_flags import values_of
+from workers import parse_args
+
+BOOK = Book(None, AsWritten())
+OURS = sorted(BOOK.names())
+# Every model of the sources, by its hub id.
+MODELS = {
+    "nvidia/Qwen3.6-35B-A3B-NVFP4", "unsloth/Qwen3.6-27B-NVFP4", "Qwen/Qwen3-Coder-Next-FP8", "RedHatAI/Qwen3.5-122B-A10B-NVFP4",
+    "nvidia/Gemma-4-31B-IT-NVFP4", "bg-digitalservices/Gemma-4-26B-A4B-it-NVFP4",
+    "sakamakismile/gemma-4-12B-coder-fable5-composer2.5-MTP-NVFP4", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
+    "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-NVFP4", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
+    "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4", "openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-122B-A10B",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "Qwen/Qwen3.5-397B-A17B-FP8",
+}  # fmt: skip
+RECIPE = """
+description: a recipe
+model: owner/model
+sources: {paper: a paper}
+nodes: {min: 1, max: 2}
+settings:
+  max_model_len: 8192
+  max_num_seqs: 8
+  kv_cache_dtype: fp8
+  reasoning_parser: qwen3
+  env: {A: recipe, B: recipe}
+  metadata: {a: 1}
+  extra_args: [--moe-backend, marlin]
+profiles:
+  single-user: {max_model_len: 65536}
+speculative:
+  default: ngram
+  mtp: {num_speculative_tokens: 3, moe_backend: triton, needs: {kv_cache_dtype: fp8}, source: paper}
+  dflash: {model: owner/draft, num_speculative_tokens: 15}
+variants:
+  long: {description: longer, model: owner/long, settings: {max_model_len: 1M, env: {B: variant}, extra_args: [--seed, "1"]}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "r.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def model(folder: Path, over_admin: bool = False, **keys: Any) -> ModelConfig:
+    return parse_model("m", keys, over_admin=over_admin, book=Book(folder / "recipes", {}))
+
+
+def refused(folder: Path, over_admin: bool = False, **keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        model(folder, over_admin, **keys)
+    return str(caught.value)
+
+
+def speculation(found: ModelConfig) -> dict[str, Any] | None:
+    texts = [text for _, _, text in values_of(found.extra_args, "speculative-config")]
+    assert len(texts) <= 1
+    made: dict[str, Any] | None = json.loads(texts[0]) if texts else None
+    return made
+
+
+# What wins over what
+
+
+def test_a_recipe_is_a_model_without_further_keys(folder: Path) -> None:
+    found = model(folder, recipe="r", speculative="off")
+
+    assert found == ModelConfig(
+        name="m", recipe="r", speculative="off", model="owner/model", max_model_len=8192, max_num_seqs=8, kv_cache_dtype="fp8",
+        reasoning_parser="qwen3", env={"A": "recipe", "B": "recipe"}, metadata={"a": 1}, extra_args=("--moe-backend", "marlin"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"model": "owner/model", "max_model_len": 8192, "max_num_seqs": 8}),
+        ({"max_model_len": 4096}, {"max_model_len": 4096, "max_num_seqs": 8}),
+        ({"max_model_len": None}, {"max_model_len": None, "max_num_seqs": 8}),
+        ({"model": "/folder"}, {"model": "/folder"}),
+        ({"recipe": "r@long"}, {"model": "owner/long", "max_model_len": 1024**2, "max_num_seqs": 8}),
+        ({"profile": "balanced"}, {"max_num_seqs": 4, "kv_cache": "auto", "max_model_len": 8192}),
+        ({"profile": "single-user"}, {"max_num_seqs": 2, "kv_cache": {"sequences": 2}, "max_model_len": 65536}),
+        ({"profile": "single-user", "recipe": "r@long"}, {"max_model_len": 65536, "model": "owner/long"}),
+        ({"profile": "single-user", "max_num_seqs": 3, "kv_cache": {"tokens": 9}}, {"max_num_seqs": 3, "kv_cache": {"tokens": 9}}),
+        ({"profile": "balanced", "gpu_memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5, "kv_cache": None}),
+        ({"env": {"A": "own", "C": 1}}, {"env": {"A": "own", "B": "recipe", "C": "1"}}),
+        ({"env": ["A=own"]}, {"env": {"A": "own", "B": "recipe"}}),
+        ({"recipe": "r@long", "env": {"A": "own"}}, {"env": {"A": "own", "B": "variant"}}),
+        ({"metadata": {"b": 2}}, {"metadata": {"a": 1, "b": 2}}),
+    ],
+)
+def test_own_keys_then_the_profile_then_the_variant_then_the_recipe(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = model(folder, **({"recipe": "r", "speculative": "off"} | keys))
+    values = {key: getattr(found, key) for key in expected}
+    if "env" in values:
+        values["env"] = {name: value.get_secret_value() for name, value in found.env.items()}
+
+    assert values == expected
+
+
+def test_arguments_come_in_the_order_in_which_the_last_one_wins(folder: Path) -> None:
+    found = model(folder, recipe="r@long", speculative="dflash", extra_args=["--moe-backend", "triton"])
+
+    assert found.extra_args[:6] == ("--moe-backend", "marlin", "--seed", "1", "--attention-backend", "TRITON_ATTN")
+    assert found.extra_args[-2:] == ("--moe-backend", "triton")
+
+
+def test_profile_and_speculation_need_no_recipe(folder: Path) -> None:
+    found = model(folder, model="o/m", profile="throughput", speculative="mtp")
+
+    assert (found.max_num_seqs, found.kv_cache) == (16, "auto")
+    assert speculation(found) == {"method": "mtp", "num_speculative_tokens": 1}
+    assert model(folder, model="o/m", profile="throughput") == ModelConfig(
+        name="m", model="o/m", profile="throughput", max_num_seqs=16, kv_cache="auto"
+    )
+
+
+def test_the_hash_is_that_of_what_the_recipe_comes_to(folder: Path) -> None:
+    before = config_hash(model(folder, recipe="r"), Engine())
+
+    assert before != config_hash(model(folder, model="owner/model"), Engine())
+    assert before == config_hash(model(folder, recipe="r", ttl=5, preload=True), Engine())
+    hashes = {config_hash(model(folder, recipe="r", speculative=how), Engine()) for how in METHODS}
+    assert len(hashes) == len(METHODS) == 5
+    (folder / "recipes" / "r.yaml").write_text(RECIPE.replace("8192", "16384"))
+    assert before != config_hash(model(folder, recipe="r"), Engine())
+
+
+# Speculation
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}),
+        ({"speculative": "off"}, None),
+        ({"speculative": False}, None),
+        ({"speculative": "suffix"}, {"method": "suffix", "num_speculative_tokens": 8}),
+        ({"speculative": "mtp"}, {"method": "mtp", "num_speculative_tokens": 3, "moe_backend": "triton"}),
+        ({"speculative": "dflash"}, {"method": "dflash", "num_speculative_tokens": 15, "model": "owner/draft"}),
+        (
+            {"speculative": "dflash", "quantize": "mxfp4"},
+            {"method": "dflash", "num_speculative_tokens": 15, "model": "owner/draft", "draft_load_config": {"load_format": "auto"}},
+        ),
+        ({"profile": "throughput"}, None),
+        ({"profile": "throughput", "speculative": "suffix"}, {"method": "suffix", "num_speculative_tokens": 8}),
+        ({"max_num_seqs": 31, "speculative": "suffix"}, {"method": "suffix", "num_speculative_tokens": 8}),
+        (
+            {"max_num_seqs": 32, "speculative": "suffix"},
+            {"method": "suffix", "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 31, 8], [32, 32, 0]]},
+        ),
+        (
+            {"max_num_seqs": None, "speculative": "mtp"},
+            {"method": "mtp", "num_speculative_tokens": 3, "moe_backend": "triton",
+             "num_speculative_tokens_per_batch_size": [[1, 31, 3], [32, 32, 0]]},
+        ),
+        ({"extra_args": ["--speculative-config", '{"method": "eagle"}']}, {"method": "eagle"}),
+    ],
+)  # fmt: skip
+def test_a_choice_is_vllms_configuration_of_it(folder: Path, keys: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    assert speculation(model(folder, recipe="r", **keys)) == expected
+
+
+def test_dflash_brings_the_rules_that_go_with_it(folder: Path) -> None:
+    found = model(folder, recipe="r", speculative="dflash")
+
+    assert found.kv_cache_dtype == "bfloat16"
+    assert found.env["VLLM_USE_DEEP_GEMM"].get_secret_value() == "0"
+    assert "TRITON_ATTN" in found.extra_args
+    assert model(folder, recipe="r", speculative="dflash", kv_cache_dtype="auto").kv_cache_dtype == "auto"
+    assert "a BF16 cache only" in refused(folder, recipe="r", speculative="dflash", kv_cache_dtype="fp8")
+    assert "needs fp8" in refused(folder, recipe="r", speculative="mtp", kv_cache_dtype="nvfp4")
+
+
+def test_a_method_that_drafts_on_the_cpu_leaves_out_what_vllm_does_not_start_with_beside_it() -> None:
+    args = {how: model(Path(), recipe="qwen3.6-35b-a3b-nvfp4", speculative=how).extra_args for how in ("off", "ngram", "suffix", "mtp")}
+
+    assert {how: "--async-scheduling" in found for how, found in args.items()} == {
+        "off": True,
+        "ngram": False,
+        "suffix": False,
+        "mtp": True,
+    }
+    assert all("--enable-prefix-caching" in found for found in args.values())
+
+
+def test_a_draft_inside_the_checkpoint_needs_its_folder(folder: Path) -> None:
+    text = RECIPE.replace("num_speculative_tokens: 3,", "num_speculative_tokens: 3, model: '{model}/assistant',")
+    (folder / "recipes" / "r.yaml").write_text(text)
+    found = speculation(model(folder, recipe="r", speculative="mtp", model="/models/x"))
+
+    assert found is not None and found["model"] == "/models/x/assistant"
+    assert "download owner/model and set 'model:' to its folder" in refused(folder, recipe="r", speculative="mtp")
+
+
+# What is refused, and where it is said to stand
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"recipe": "q"}, "models.m.recipe: 'q' is no recipe: `sparkd recipes ls` lists them."),
+        ({"recipe": "gpt-oss-120"}, "did you mean gpt-oss-120b?"),
+        ({"recipe": "r@short"}, "r has no variant 'short'. It has: long."),
+        ({"recipe": "r", "tensor_parallel": 4}, "r needs at least 1, at most 2"),
+        ({"recipe": "r", "profile": "nobody"}, "models.m.profile is 'nobody'; it must be"),
+        ({"recipe": "r", "speculative": "eagle"}, "models.m.speculative is 'eagle'; it must be"),
+        ({"recipe": 5, "model": "o/m"}, "models.m.recipe is 5"),
+        ({"model": "o/m", "speculative": "dflash"}, "nothing is known of a DFlash drafter for this model"),
+        ({"recipe": "r", "speculative": "mtp", "extra_args": ["--speculative-config", "{}"]}, "contradict each other"),
+        ({"recipe": "r", "extra_args": "--x"}, "must be a list"),
+        ({"recipe": "r", "max_model_len": "x"}, "models.m.max_model_len is 'x'"),
+        ({"profile": "balanced"}, "models.m.model is missing"),
+    ],
+)
+def test_what_cannot_be_is_said(folder: Path, keys: dict[str, Any], words: str) -> None:
+    message = refused(folder, **keys)
+
+    assert words in message
+    assert message.count("\n") == 0, message
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"recipe": "./r.yaml"}, "recipe must be a name here"),
+        ({"recipe": "r", "trust_remote_code": True}, "trust_remote_code is refused over the admin API"),
+        ({"recipe": "r", "extra_args": ["--middleware", "x"]}, "'--middleware' is refused over the admin API"),
+        ({"recipe": "r", "env": {"LD_PRELOAD": "x"}}, "'LD_PRELOAD' is refused over the admin API"),
+        ({"recipe": "r", "env": ["LD_PRELOAD=x"]}, "'LD_PRELOAD' is refused over the admin API"),
+        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "model": "evil/model"}, "another one is refused over the admin API"),
+        ({"recipe": "nemotron-3-nano-30b-a3b-nvfp4", "revision": "evil"}, "another one is refused over the admin API"),
+    ],
+)
+def test_an_admin_key_brings_in_no_more_with_a_recipe(folder: Path, keys: dict[str, Any], words: str) -> None:
+    assert words in refused(folder, over_admin=True, **keys)
+
+
+def test_what_a_recipe_of_this_machine_brings_is_its_operators_word(folder: Path) -> None:
+    found = model(folder, over_admin=True, recipe="qwen3.6-35b-a3b-nvfp4", profile="single-user", env={"OMP_NUM_THREADS": 2})
+
+    assert found.trust_remote_code and found.env["CUTE_DSL_ARCH"].get_secret_value() == "sm_121a"
+    assert speculation(found) is not None
+
+
+def test_problems_have_file_and_line_of_the_recipe(folder: Path) -> None:
+    file = folder / "recipes" / "r.yaml"
+    file.write_text(RECIPE.replace("{paper: a paper}", "{paper: a paper}\nneeds_vlm: '0.2'"))
+    config = folder / "sparkd.yaml"
+    config.write_text("recipes_dir: recipes\nmodels:\n  m: {recipe: r}\n  n: {recipe: q}\n")
+    problems = [str(problem).removeprefix(f"{folder}/") for problem in check(config, {})]
+
+    assert "recipes/r.yaml:5: needs_vlm is not a known key; did you mean needs_vllm?" in problems
+    assert "sparkd.yaml:4: models.n.recipe: 'q' is no recipe: `sparkd recipes ls` lists them." in problems
+    assert len(problems) == 2, problems
+    file.write_text(RECIPE.replace("max_num_seqs: 8", "max_num_seqs: many"))
+    wrong = "recipes/r.yaml:8: models.m.max_num_seqs is 'many'; it must be a whole number."
+    assert wrong in [str(problem).removeprefix(f"{folder}/") for problem in check(config, {})]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("model: owner/model", "", "model is missing"),
+        ("sources: {paper: a paper}", "sources: {}", "sources"),
+        ("source: paper}", "source: book}", "'book' is cited and does not stand below sources"),
+        ("default: ngram", "default: eagle", "speculative.default is 'eagle'"),
+        ("{min: 1, max: 2}", "{min: 3, max: 2}", "max must be at least min"),
+        ("reasoning_parser: q", "reasoning_parsr: q", "settings.reasoning_parsr is not a known key; did you mean reasoning_parser?"),
+        ("reasoning_parser: qwen3", "ttl: 5", "settings.ttl is not for a recipe"),
+        ("reasoning_parser: qwen3", "port: 8000", "settings.port has no meaning here"),
+        ("{max_model_len: 65536}", "{maxlen: 65536}", "profiles.single-user.maxlen is not a known key"),
+        ("single-user:", "lonely-user:", "profiles.lonely-user"),
+        ("{description: longer,", "{describe: longer,", "variants.long.describe is not a known key"),
+        ("mtp: {num_speculative_tokens: 3,", "mtp: {num_speculative_tokens: 0,", "at least 1"),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_is_wrong_says_where_and_why(old: str, new: str, words: str) -> None:
+    assert old in RECIPE
+    file, problems = parse_recipe("r", RECIPE.replace(old, new).encode(), "r.yaml", {})
+
+    assert file is None
+    assert any(words in str(problem) for problem in problems), [str(problem) for problem in problems]
+    assert all(str(problem).startswith("r.yaml") for problem in problems)
+
+
+# Where recipes lie
+
+
+def test_the_operators_recipe_counts_before_ours(folder: Path) -> None:
+    (folder / "recipes" / "gpt-oss-120b.yaml").write_text(RECIPE)
+    book = Book(folder / "recipes", {})
+
+    assert set(book.names()) == {*OURS, "r"}
+    assert book.find("gpt-oss-120b").recipe.model == "owner/model"
+    assert book.find(str(folder / "recipes" / "r.yaml")).name == "r"
+    assert book.find("gpt-oss-120b") is book.find("gpt-oss-120b")
+    assert split("a@b") == ("a", "b") and split("a") == ("a", None)
+
+
+def test_a_file_names_recipes_by_folder_path_and_variable(folder: Path) -> None:
+    (folder / "recipes" / "r.yaml").write_text(RECIPE.replace("A: recipe", "A: '${env.OF_THE_RECIPE}'"))
+    file = folder / "sparkd.yaml"
+    file.write_text(f"recipes_dir: ./recipes\nmodels: {{a: {{recipe: r}}, b: {{recipe: {folder}/recipes/r.yaml, preload: true}}}}")
+    config = load_config(file, environ={"OF_THE_RECIPE": "x"})
+
+    assert config.models["a"].model_copy(update={"name": "b", "recipe": None, "preload": True}) == config.models["b"].model_copy(
+        update={"recipe": None}
+    )
+    assert config.models["a"].env["A"].get_secret_value() == "x"
+    assert config.book().names().keys() == {*OURS, "r"}
+    assert Config().book().names().keys() == set(OURS)
+    with pytest.raises(ConfigError, match="OF_THE_RECIPE is not set"):
+        load_config(file, environ={})
+
+
+# Ours
+
+
+def test_there_is_a_recipe_for_every_model_of_the_sources() -> None:
+    assert {BOOK.find(name).recipe.model for name in OURS} == MODELS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_recipe_of_ours_can_be_used_in_every_way_and_needs_no_translation(name: str) -> None:
+    file = BOOK.find(name)
+    found = checked(file, BOOK)
+
+    assert found.problems == []
+    ways = sum(len(PROFILES) + 1 for variant in (None, *file.recipe.variants) for _ in (None, *offered(file, variant)))
+    assert len(found.resolved) == ways == len(list(choices(file)))
+    assert file.recipe.expected, "what can be expected of it?"
+    assert not any(figure.when and "estimat" in figure.when for figure in file.recipe.expected)
+
+
+def test_the_parser_of_vllm_takes_every_recipe_in_every_profile_with_every_method() -> None:
+    """One import of vLLM for all of them."""
+    resolved = [each for name in OURS for each in checked(BOOK.find(name), BOOK).resolved]
+    wrong = (
+        "--no-such-flag", "--moe-backend nobodys", "--max-num-seqs many", "--enable-auto-tool-choice --tool-call-parser nobodys",
+        "--reasoning-parser nobodys", "--attention-backend nobodys", '--speculative-config {"disable_by_batch_size":1}',
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        # vLLM's own warnings are not ours.
+        warnings.simplefilter("ignore")
+        said = parse_args.parse([*(each.line for each in resolved), *(["--model", "x", *line.split()] for line in wrong)])
+
+    assert len(resolved) > 400
+    assert [(str(each.choice), message) for each, message in zip(resolved, said, strict=False) if message is not None] == []
+    assert all(said[len(resolved) :]), "it refuses what is wrong"
