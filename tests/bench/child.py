@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+WATCH_S = 0.05
 ANSWER = "SPARKD_BENCH_ANSWER "
 _REASON = re.compile(r"(?:^|\s)((?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)|AssertionError)): (.+)")
 # Errors that only report that another process, or another part of this one, has failed.
@@ -83,9 +85,18 @@ def engine_arguments(*, cuda: bool, kv_bytes: int = 2**30) -> dict[str, Any]:
 
 
 def ask(
-    module: str, question: Mapping[str, Any], env: Mapping[str, str], *, limit_s: float, log: str | os.PathLike[str] | None = None
+    module: str,
+    question: Mapping[str, Any],
+    env: Mapping[str, str],
+    *,
+    limit_s: float,
+    log: str | os.PathLike[str] | None = None,
+    watch: Callable[[int], bool] | None = None,
 ) -> Answer:
-    """Runs `python -m module` with the question as JSON on its standard input. Raises ChildFailed with the reason in one line."""
+    """Runs `python -m module` with the question as JSON on its standard input. Raises ChildFailed with the reason in one line.
+
+    watch: called every WATCH_S with the child's process id; the child ends where it says True.
+    """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -96,11 +107,8 @@ def ask(
             cwd=ROOT,
             start_new_session=True,
         )
-        timed_out = False
         try:
-            process.communicate(json.dumps(question).encode(), timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
+            timed_out = not _ended(process, json.dumps(question).encode(), limit_s, watch)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks too
@@ -114,6 +122,20 @@ def ask(
     if answer is not None:
         return Answer(json.loads(answer.removeprefix(ANSWER)), text)
     raise ChildFailed(f"no answer within {limit_s:.0f} s" if timed_out else reason(lines, process.returncode))
+
+
+def _ended(process: subprocess.Popen[bytes], data: bytes | None, limit_s: float, watch: Callable[[int], bool] | None) -> bool:
+    """Whether the child ended, or was to be ended, before its time was up."""
+    deadline = time.monotonic() + limit_s
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            process.communicate(data, timeout=left if watch is None else min(left, WATCH_S))
+            return True
+        except subprocess.TimeoutExpired:
+            data = None  # what of it was not yet taken, communicate keeps
+        if watch is not None and watch(process.pid):
+            return True
+    return False
 
 
 def end_with_children() -> None:
