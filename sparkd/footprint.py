@@ -169,7 +169,7 @@ def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: in
 def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: Hardware) -> float:
     """An upper bound for one request at a short context: every token reads the active weights once; with tensor parallelism two sums over
     the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other."""
-    reading = weights.active_bytes / hardware.bandwidth_bytes_s * serving.pipeline_parallel
+    reading = weights.active_bytes / hardware.bandwidth_bytes_s
     talking = 0.0
     if serving.tensor_parallel > 1:
         row = shape.hidden * shape.dtype_bytes

@@ -7,7 +7,7 @@ of one size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -28,6 +28,7 @@ class Serving:
     """What of an engine's configuration bears on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own.
 
     draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead (multi-token prediction).
+    batches_in_flight: without a pipeline; each further stage has one more.
     """
 
     max_model_len: int
@@ -76,35 +77,56 @@ class KvCost:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window)."""
+
+    block_bytes: int
+    groups: tuple[tuple[int, int | None], ...]
+    serving: Serving
+
+    def cost(self, max_model_len: int) -> KvCost:
+        blocks = sum(_blocks(tokens, window, self.serving, max_model_len) for tokens, window in self.groups)
+        return KvCost(self.block_bytes, blocks, max((tokens for tokens, _ in self.groups), default=0), max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
-    """kind: layers of equal kind may share a group. token_bytes: of attention; page_bytes: of one block."""
+    """kind: layers of equal kind may share a group. page_bytes: of one block. block_tokens: 0 for a state. stage: of the pipeline."""
 
     kind: tuple[object, ...]
-    token_bytes: int
     page_bytes: int
     block_tokens: int
     window: int | None
-    latent: bool
+    stage: int
 
 
 def kv_cost(shape: Shape, serving: Serving) -> KvCost:
-    """Of one rank, and of its share of the layers where they are spread over a pipeline."""
-    mixers = _stage(shape.mixers, serving.pipeline_parallel) + _draft(shape, serving)
-    if not mixers:
-        return KvCost(0, 0, 0, serving.max_model_len)
-    layers = _unified(_layers(mixers, shape, serving))
-    groups = _groups(layers)
-    widest = max(sum(layer.page_bytes for layer in group) for group in groups)
-    blocks = sum(_blocks(group[0], serving) for group in groups)
-    tokens = max((layer.block_tokens for layer in layers if layer.token_bytes), default=0)
-    return KvCost(widest, blocks, tokens, serving.max_model_len)
+    """Of one rank, of the fullest stage where the layers are spread over a pipeline."""
+    return kv_layout(shape, serving).cost(serving.max_model_len)
+
+
+def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
+    """max_model_len of `serving` is not looked at."""
+    layers = _layers(shape, serving)
+    if not layers:
+        return KvLayout(0, (), serving)
+    groups = _groups(_unified(layers))
+    return KvLayout(_block_bytes(groups), tuple((group[0].block_tokens, group[0].window) for group in groups), serving)
+
+
+def stages_of(layers: int, stages: int) -> list[int]:
+    """The stage of each layer (vllm/distributed/utils.py, get_pp_indices): what is left over goes to the middle, from its end."""
+    sizes = [layers // stages] * stages
+    for number in range(layers % stages):
+        sizes[-2 - number] += 1
+    return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
 
 def state_bytes(state: State, shape: Shape, serving: Serving) -> int:
     """One request's state of one layer on one rank (vllm/model_executor/layers/mamba/mamba_utils.py, MambaStateShapeCalculator)."""
     ranks = serving.tensor_parallel
     # Groups that do not divide are given to every rank that has heads of them.
-    groups = state.groups if state.groups % ranks == 0 else state.groups + ranks - state.groups
+    groups = state.groups if state.groups % ranks == 0 else ranks
     channels = state.channels + 2 * groups * state.group_size
     matrix = DTYPE_BYTES.get(state.matrix_dtype or shape.dtype, shape.dtype_bytes)
     inputs = channels // ranks * (state.taps + serving.speculative_tokens) * shape.dtype_bytes
@@ -112,15 +134,36 @@ def state_bytes(state: State, shape: Shape, serving: Serving) -> int:
 
 
 def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
-    """One token of one layer on one rank. Heads that are fewer than the ranks are on several of them."""
-    each = DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
+    """One token of one layer on one rank."""
+    heads, key_dim, value_dim = _on_rank(attention, serving)
+    return heads * (key_dim + value_dim) * DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
+
+
+def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
+    """Heads, and their dimensions. Heads that are fewer than the ranks are on several of them."""
     heads = attention.heads if attention.latent else max(1, attention.heads // serving.tensor_parallel)
-    return heads * (attention.key_dim + attention.value_dim) * each
+    return heads, attention.key_dim, attention.value_dim
 
 
-def _stage(mixers: tuple[Mixer, ...], stages: int) -> tuple[Mixer, ...]:
-    """The largest stage's."""
-    return mixers[: ceil(len(mixers) / stages)]
+def _layers(shape: Shape, serving: Serving) -> list[_Layer]:
+    placed = [*zip(shape.mixers, stages_of(len(shape.mixers), serving.pipeline_parallel), strict=True)]
+    placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
+    attentions = {one: token_bytes(one, shape, serving) for one, _ in placed if isinstance(one, Attention)}
+    states = {one: state_bytes(one, shape, serving) for one, _ in placed if isinstance(one, State)}
+    sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
+    block = serving.block_tokens or sizes[serving.platform]
+    largest, each = max(states.values(), default=0), max(attentions.values(), default=0)
+    if largest and each:
+        # Blocks of attention grow until a state fits into one, and states are padded to them.
+        block *= ceil(largest / (block * each))
+    padded = max(largest, block * each)
+    found = []
+    for one, stage in placed:
+        if isinstance(one, State):
+            found.append(_Layer((one,), padded, 0, None, stage))
+        elif one is not None:
+            found.append(_Layer((one.window, _on_rank(one, serving)), block * attentions[one], block, one.window, stage))
+    return found
 
 
 def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
@@ -128,65 +171,51 @@ def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
     return (whole,) * serving.draft_layers if whole is not None else ()
 
 
-def _layers(mixers: Iterable[Mixer], shape: Shape, serving: Serving) -> list[_Layer]:
-    mixers = list(mixers)
-    attentions = [one for one in mixers if isinstance(one, Attention)]
-    states = [one for one in mixers if isinstance(one, State)]
-    sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
-    block = serving.block_tokens or sizes[serving.platform]
-    largest = max((state_bytes(one, shape, serving) for one in states), default=0)
-    each = max((token_bytes(one, shape, serving) for one in attentions), default=0)
-    if largest and each:
-        # Blocks of attention grow until a state fits into one, and states are padded to them.
-        block *= max(1, ceil(largest / (block * each)))
-    padded = max(largest, block * each)
-    found = []
-    for one in mixers:
-        if isinstance(one, State):
-            found.append(_Layer(("state", padded), 0, padded, 0, None, False))
-        else:
-            size = token_bytes(one, shape, serving)
-            kind = ("window", one.window, size) if one.window else ("all", size)
-            found.append(_Layer(kind, size, block * size, block, one.window, one.latent))
-    return found
-
-
 def _unified(layers: list[_Layer]) -> list[_Layer]:
-    """Pages of one size, unless all layers keep all tokens: then one group holds pages of several sizes."""
+    """Pages of one size, unless all layers keep the same tokens: then one group holds pages of several sizes."""
+    if len({layer.window for layer in layers}) == 1 and all(layer.block_tokens for layer in layers):
+        return [replace(layer, kind=()) for layer in layers]
     largest = max(layer.page_bytes for layer in layers)
-    if all(layer.token_bytes and layer.window is None for layer in layers):
-        return [replace(layer, kind=("all",)) for layer in layers]
-    found = []
-    for layer in layers:
-        if layer.page_bytes < largest and layer.token_bytes and largest % layer.page_bytes == 0:
-            block = layer.block_tokens * (largest // layer.page_bytes)
-            found.append(replace(layer, page_bytes=largest, block_tokens=block, kind=(*layer.kind, block)))
-        else:
-            found.append(replace(layer, page_bytes=largest))
-    return found
+    return [_widened(layer, largest) for layer in layers]
 
 
-def _groups(layers: list[_Layer]) -> list[list[_Layer]]:
+def _widened(layer: _Layer, page_bytes: int) -> _Layer:
+    """More tokens in a block where that makes a whole page, else padding."""
+    times = 1 if page_bytes % layer.page_bytes else page_bytes // layer.page_bytes
+    block = layer.block_tokens * times
+    return replace(layer, page_bytes=page_bytes, block_tokens=block, kind=(*layer.kind, block))
+
+
+def _groups(layers: Sequence[_Layer]) -> list[list[_Layer]]:
     """Groups of equal length, so that their blocks come from one pool; what is missing in the last of a kind is padding."""
     kinds: dict[tuple[object, ...], list[_Layer]] = {}
     for layer in layers:
         kinds.setdefault(layer.kind, []).append(layer)
-    if len(kinds) == 1:
-        return [layers]
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
     length = most if most < 1.5 * fewest else fewest
     found = []
     for members in kinds.values():
-        found += [[members[0]] * length for _ in range(ceil(len(members) / length))]
+        count = ceil(len(members) / length)
+        found += [members[number::count] for number in range(count)]
     return found
 
 
-def _blocks(layer: _Layer, serving: Serving) -> int:
+def _block_bytes(groups: Sequence[Sequence[_Layer]]) -> int:
+    """Of the stage and the group that have most: all stages have equally many blocks."""
+    sums: dict[tuple[int, int], int] = {}
+    for number, group in enumerate(groups):
+        for layer in group:
+            sums[number, layer.stage] = sums.get((number, layer.stage), 0) + layer.page_bytes
+    return max(sums.values())
+
+
+def _blocks(block_tokens: int, window: int | None, serving: Serving, max_model_len: int) -> int:
     """That a request of max_model_len tokens takes of one group."""
-    if not layer.token_bytes:
+    if not block_tokens:
         # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
         return (2 if serving.prefix_caching else 1) + serving.speculative_tokens
-    if layer.window is None:
-        return ceil(serving.max_model_len / layer.block_tokens)
-    held = min(layer.window - 1 + serving.batches_in_flight * serving.max_num_batched_tokens, serving.max_model_len)
-    return ceil(held / layer.block_tokens) + 1
+    if window is None:
+        return ceil(max_model_len / block_tokens)
+    batches = serving.batches_in_flight + serving.pipeline_parallel - 1
+    held = min(window - 1 + batches * serving.max_num_batched_tokens, max_model_len)
+    return ceil(held / block_tokens) + 1

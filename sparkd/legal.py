@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from sparkd.checkpoint import SourceQuantization
 from sparkd.model_shape import Shape, State
-from sparkd.weight_cost import Inventory
+from sparkd.weight_cost import Inventory, Part, format_of, padded_vocabulary, sides
+from workers.stream.format import Format
 from workers.stream.recipe import Recipe
+
+# FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
+# validate_fp8_block_shape).
+BLOCK = 128
 
 
 def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> str | None:
-    """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size."""
+    """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size.
+
+    Raises CheckpointError where the recipe cannot be.
+    """
     return next(_refusals(inventory, recipe, ranks, stages), None)
 
 
@@ -19,36 +28,63 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
     if stages > shape.layers:
         yield f"{shape.layers} layers are fewer than {stages} stages"
     yield from _heads(shape, ranks)
-    yield from _widths(inventory, recipe, ranks)
+    if ranks > 1:
+        yield from _widths(inventory, inventory.assigned(recipe), ranks)
 
 
 def _heads(shape: Shape, ranks: int) -> Iterator[str]:
     """vllm/config/model.py, verify_with_parallel_config; vllm/distributed/utils.py, divide."""
     if shape.heads % ranks:
         yield f"{shape.heads} attention heads do not divide by {ranks} ranks"
-    more, fewer = max(shape.kv_heads, ranks), min(shape.kv_heads, ranks)
-    if more % fewer:
+    if max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         yield f"{shape.kv_heads} KV heads and {ranks} ranks: neither divides by the other"
-    for state in {one for one in shape.mixers if isinstance(one, State)}:
+    for state in dict.fromkeys(one for one in shape.mixers if isinstance(one, State)):
         if state.heads % ranks:
             yield f"{state.heads} heads of linear attention do not divide by {ranks} ranks"
+        if state.key_heads % ranks:
+            yield f"{state.key_heads} key heads of linear attention do not divide by {ranks} ranks"
         if state.groups > 1 and state.groups % ranks:
             yield f"{state.groups} groups of Mamba-2 do not divide by {ranks} ranks"
 
 
-def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
-    """A row-parallel weight is cut across its columns, and no group of columns with one scale may be cut."""
-    if ranks == 1:
-        return
-    formats = recipe.assign(inventory.checkpoint)
+def _widths(inventory: Inventory, formats: Mapping[str, Format], ranks: int) -> Iterator[str]:
+    """What is cut across a side needs a multiple of the ranks there, and no group or block with one scale may be cut."""
+    source = inventory.checkpoint.quantization
+    seen = set()
     for part in inventory.parts:
-        tensor = part.tensor
-        if part.split not in ("column", "row") or len(tensor.shape) < 2 or part.kind in ("vision", "scale", "state_space"):
+        form, gone = format_of(part.tensor, formats)
+        if gone or part.split == "whole" or part.kind in ("vision", "state_space") or len(part.tensor.shape) not in (2, 3):
             continue
-        rows, columns = tensor.shape[-2:]
-        form = formats.get(tensor.name.removesuffix(".weight"))
-        across = columns if part.split == "row" or tensor.name.split(".")[-2:][0] in ("down_proj", "w2") else rows
-        if across % ranks:
-            yield f"{across} columns or rows of {tensor.name} do not divide by {ranks} ranks"
-        elif form is not None and form.group and across == columns and columns // ranks % form.group:
-            yield f"{columns} columns of {tensor.name} over {ranks} ranks are no whole groups of {form.group} ({form.spelling})"
+        kind = part.split, part.kind, part.tensor.shape, part.tensor.dtype, form, part.tensor.name.rpartition(".")[2]
+        if kind not in seen:
+            seen.add(kind)
+            yield from _width(part, form, source, inventory.shape, ranks)
+
+
+def _width(part: Part, form: Format | None, source: SourceQuantization | None, shape: Shape, ranks: int) -> Iterator[str]:
+    name, (rows, columns), ways = part.tensor.name, sides(part.tensor, shape), part.ways(ranks)
+    if part.split == "vocabulary":
+        if padded_vocabulary(rows) % ranks:
+            yield f"{padded_vocabulary(rows)} rows of {name} (with padding) do not divide by {ranks} ranks"
+        return
+    across, called = (columns, "columns") if part.split == "row" else (rows, "rows")
+    if part.kind == "scale":
+        # Each is for a group of columns. gpt-oss is the exception: its kernels pad what a cut leaves over.
+        if part.split == "row" and columns % ways and (source is None or source.method not in ("mxfp4", "fp8_block")):
+            yield f"{columns} groups of columns in {name} do not divide by {ranks} ranks"
+        return
+    if across % ways:
+        yield f"{across} {called} of {name} do not divide by {ranks} ranks"
+    elif (unit := _unit(part, form, source)) and across // ways % unit:
+        yield f"{across} {called} of {name} over {ranks} ranks are no whole groups of {unit}"
+
+
+def _unit(part: Part, form: Format | None, source: SourceQuantization | None) -> int | None:
+    """How many rows or columns, whichever are cut, belong together."""
+    if form is None:
+        blocked = source is not None and source.method == "fp8_block" and part.tensor.dtype.startswith("F8")
+    else:
+        blocked = form.name == "fp8_block"
+    if blocked:
+        return BLOCK
+    return form.group if form is not None and part.split == "row" else None

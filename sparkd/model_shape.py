@@ -5,7 +5,7 @@ Keys are those of transformers' configurations (configuration_*.py) and of vLLM'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,24 @@ _SLIDING = frozenset({"sliding_attention", "local_attention", "sliding_window_at
 _LINEAR = frozenset({"linear_attention", "gated_delta_net"})
 _MAMBA = frozenset({"mamba", "mamba2", "M"})
 _NOTHING = frozenset({"mlp", "moe", "-", "E"})
+# What published configurations leave to their class (transformers, configuration_gemma3.py).
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rope_local_base_freq": 10_000.0,
+    }
+}
+# Every n-th layer sees all tokens, the others a window.
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+# Types of rotary scaling whose max_position_embeddings is the stretched length already (vllm/config/model.py, _get_and_verify_max_len).
+_STRETCHED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"})
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+# Far more than any model has: a count is multiplied and a list made of it.
+_MOST_LAYERS, _MOST = 4096, 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +57,8 @@ class Attention:
 class State:
     """A state of fixed size for each request: a convolution's last inputs and a matrix for every head.
 
-    conv: its channels, `taps` inputs of each are kept. heads, rows, columns: of the matrices. groups: of Mamba-2, which every rank needs
-    whole; matrix_dtype: None for the model's own.
+    channels: of the convolution, `taps` inputs of each are kept. heads, rows, columns: of the matrices. groups: of Mamba-2, whose channels
+    come on top; key_heads: of linear attention. matrix_dtype: None for the model's own.
     """
 
     channels: int
@@ -50,6 +68,7 @@ class State:
     columns: int
     groups: int = 0
     group_size: int = 0
+    key_heads: int = 0
     matrix_dtype: str | None = None
 
 
@@ -58,7 +77,7 @@ Mixer = Attention | State
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """mixers: of the layers that keep something, in order. layers: all of them. dtype: that vLLM computes in.
+    """mixers: of each layer in order, None for one that keeps nothing of a token. dtype: that vLLM computes in.
 
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model. mtp_layers: further layers that
     predict tokens ahead, loaded for speculative decoding only. rotary_bytes: of the tables of sines and cosines.
@@ -74,7 +93,7 @@ class Shape:
     expert_width: int
     max_len: int
     dtype: str
-    mixers: tuple[Mixer, ...]
+    mixers: tuple[Mixer | None, ...]
     experts: int = 0
     active_experts: int = 0
     mtp_layers: int = 0
@@ -87,12 +106,11 @@ class Shape:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model: all of it for a text model."""
-    inner = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
-    if inner is None:
-        return config
-    found = text_config(inner)
-    return {"tie_word_embeddings": config.get("tie_word_embeddings", True), **found}
+    """The part that describes the language model: all of it for a text model. Whether embeddings are tied may be said outside of it."""
+    text: Mapping[str, Any] = config
+    while inner := next((text[key] for key in TEXT_PARTS if isinstance(text.get(key), Mapping)), None):
+        text = {**({"tie_word_embeddings": text["tie_word_embeddings"]} if "tie_word_embeddings" in text else {}), **inner}
+    return {**_CLASS_DEFAULTS.get(_type(text), {}), **text}
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
@@ -100,6 +118,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     text = text_config(config)
     names = config.get("architectures")
     layers = _count(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if layers > _MOST_LAYERS:
+        raise _wrong(f"num_hidden_layers is {layers}, more than {_MOST_LAYERS}")
     heads = _count(text, "num_attention_heads", "n_head", "num_heads", default=1)
     hidden = _count(text, "hidden_size", "n_embd", "d_model")
     return Shape(
@@ -111,45 +131,45 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         vocab=_count(text, "vocab_size"),
         intermediate=_count(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         expert_width=_count(text, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", default=0),
-        max_len=_count(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048),
+        max_len=_max_len(text),
         dtype=_dtype(config, text),
         mixers=tuple(_mixers(text, layers)),
         experts=_count(text, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", default=0),
         active_experts=_count(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", default=0),
         mtp_layers=_count(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", default=0),
         tied=bool(text.get("tie_word_embeddings", True)),
-        rotary_bytes=_rotary_bytes(config, text, heads),
+        rotary_bytes=_rotary_bytes(text, heads) * DTYPE_BYTES[_dtype(config, text)],
     )
 
 
-def _mixers(text: Mapping[str, Any], layers: int) -> list[Mixer]:
-    kinds = _kinds(text, layers)
+def _mixers(text: Mapping[str, Any], layers: int) -> Iterator[Mixer | None]:
     # Layers at the end that read another layer's cache (Gemma 3n, Gemma 4) keep none.
-    shared = _count(text, "num_kv_shared_layers", default=0)
-    kept = kinds[: layers - shared] if shared else kinds
-    return [mixer for kind in kept if (mixer := _mixer(text, kind)) is not None]
+    kept = layers - _count(text, "num_kv_shared_layers", default=0)
+    for number, kind in enumerate(_kinds(text, layers)):
+        mixer = _mixer(text, kind)
+        yield mixer if number < kept else None
 
 
 def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
-    """One word for each layer."""
+    """One word for each layer. Raises CheckpointError where the configuration has more of them, or fewer."""
     pattern = text.get("hybrid_override_pattern")
-    if isinstance(pattern, str) and pattern:
-        return list(pattern.replace("|", ""))[:layers]
-    for key in ("layer_types", "layers_block_type", "attention_layer_types"):
-        found = text.get(key)
-        if isinstance(found, Sequence) and not isinstance(found, str) and found:
-            return [str(one) for one in found][:layers]
-    if (every := text.get("full_attention_interval")) and "linear_num_value_heads" in text:
-        return ["full_attention" if (number + 1) % int(every) == 0 else "linear_attention" for number in range(layers)]
+    stated = [("hybrid_override_pattern", pattern.replace("|", ""))] if isinstance(pattern, str) and pattern else []
+    stated += [(key, text[key]) for key in ("layer_types", "layers_block_type", "attention_layer_types") if isinstance(text.get(key), list)]
+    for key, found in stated:
+        if found and len(found) != layers:
+            raise _wrong(f"{key} is of {len(found)} layers and num_hidden_layers is {layers}")
+        if found:
+            return [str(one) for one in found]
+    if (every := _count(text, "full_attention_interval", default=0)) and "linear_num_value_heads" in text:
+        return ["full_attention" if (number + 1) % every == 0 else "linear_attention" for number in range(layers)]
     if not _window(text):
         return ["full_attention"] * layers
-    if text.get("model_type") == "gpt_oss":
+    if _type(text) == "gpt_oss":
         return ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
-    every = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or {"gemma2": 2, "cohere2": 4}.get(_type(text))
-    if every:
-        return ["full_attention" if (number + 1) % int(every) == 0 else "sliding_attention" for number in range(layers)]
+    if every := _count(text, "sliding_window_pattern", "_sliding_window_pattern", default=_PATTERNS.get(_type(text), 0)):
+        return ["full_attention" if (number + 1) % every == 0 else "sliding_attention" for number in range(layers)]
     if "max_window_layers" in text:  # Qwen2: the layers from there on
-        first = int(text["max_window_layers"])
+        first = _count(text, "max_window_layers", default=0)
         return ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
     return ["sliding_attention"] * layers
 
@@ -194,7 +214,7 @@ def _delta_net(text: Mapping[str, Any]) -> State:
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     own = text.get("mamba_ssm_dtype")
     taps = _count(text, "linear_conv_kernel_dim", default=4) - 1
-    return State(channels, taps, value_heads, value_dim, key_dim, matrix_dtype=str(own) if own else None)
+    return State(channels, taps, value_heads, value_dim, key_dim, key_heads=key_heads, matrix_dtype=str(own) if own else None)
 
 
 def _mamba2(text: Mapping[str, Any]) -> State:
@@ -205,40 +225,65 @@ def _mamba2(text: Mapping[str, Any]) -> State:
     taps = _count(text, "conv_kernel", "mamba_d_conv") - 1
     # Nemotron-H's own default (vllm/model_executor/models/config.py: "Only `float32` is known to have no accuracy issues").
     default = "float32" if _type(text).startswith("nemotron_h") else None
-    own = text.get("mamba_ssm_cache_dtype", default)
+    own = text.get("mamba_ssm_cache_dtype") or default
     return State(heads * head_dim, taps, heads, head_dim, size, groups, size, matrix_dtype=str(own) if own and own != "auto" else None)
 
 
-def _rotary_bytes(config: Mapping[str, Any], text: Mapping[str, Any], heads: int) -> int:
-    """A table for each kind of rotary embedding, max_position rows of the rotated part of a head
-    (vllm/model_executor/layers/rotary_embedding: YaRN's is as long as the stretched context, M-RoPE's four times as long)."""
+def _rotary_bytes(text: Mapping[str, Any], heads: int) -> int:
+    """Elements of the tables of sines and cosines, one for each kind of rotary embedding (vllm/model_executor/layers/rotary_embedding)."""
     if _type(text).startswith("nemotron_h"):
         return 0
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kinds = [one for one in given.values() if isinstance(one, Mapping)] if isinstance(given, Mapping) else []
-    found = kinds or [given if isinstance(given, Mapping) else {}]
-    if not kinds and "rope_local_base_freq" in text:
-        found = found * 2
-    length = _count(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=2048)
-    each = 4 if _dtype(config, text) == "float32" else 2
+    tables = _rotary_tables(text)
+    # A local base beside a single table is that of the layers with a window (Gemma 3), and never stretched.
+    kinds = {**tables, "sliding_attention": {}} if len(tables) == 1 and "rope_local_base_freq" in text else tables
     total = 0
-    for one in found:
-        head = _count(text, "qk_rope_head_dim", default=0) or _head_dim(text, heads)
-        share = one.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
-        rows = length
-        if "yarn" in str(one.get("rope_type", one.get("type", ""))):
-            rows = int(float(one.get("factor", 1.0)) * int(one.get("original_max_position_embeddings", length)))
-        elif "mrope_section" in one:
-            rows = 4 * length
-        total += rows * int(head * float(share)) * each
+    for kind, table in kinds.items():
+        own = _count(text, "global_head_dim", default=0) if kind == "full_attention" else 0
+        head = own or _count(text, "qk_rope_head_dim", default=0) or _head_dim(text, heads)
+        # Gemma 4's proportional tables keep the part that is not rotated.
+        share = 1.0 if _rope_type(table) == "proportional" else _factor({**text, **table}, "partial_rotary_factor")
+        total += _rotary_rows(text, table) * int(head * share)
     return total
+
+
+def _rotary_tables(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """By kind of layer where the configuration tells them apart."""
+    given = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(given, Mapping):
+        return {"": {}}
+    return {kind: one for kind, one in given.items() if isinstance(one, Mapping)} or {"": given}
+
+
+def _rotary_rows(text: Mapping[str, Any], table: Mapping[str, Any]) -> int:
+    length, kind = _count(text, *_LENGTHS, default=2048), _rope_type(table)
+    original = _count({**text, **table}, "original_max_position_embeddings", default=length)
+    rows = length
+    if "yarn" in kind or kind == "deepseek_llama_scaling":
+        rows = int(original * _factor(table, "factor"))
+    elif kind == "linear":
+        rows = int(length * _factor(table, "factor"))
+    elif kind in ("longrope", "su"):
+        rows = length + original
+    return 4 * rows if "mrope_section" in table else rows
+
+
+def _rope_type(table: Mapping[str, Any]) -> str:
+    return str(table.get("rope_type") or table.get("type") or "default")
+
+
+def _max_len(text: Mapping[str, Any]) -> int:
+    """What vLLM takes as the longest request (vllm/config/model.py, _get_and_verify_max_len)."""
+    length = _count(text, *_LENGTHS, default=2048)
+    if "gemma3" in _type(text):
+        return length
+    factors = [_factor(table, "factor") for table in _rotary_tables(text).values() if _rope_type(table) not in _STRETCHED]
+    return int(length * (factors[-1] if factors else 1.0))
 
 
 def _window(text: Mapping[str, Any]) -> int | None:
     if text.get("use_sliding_window") is False:
         return None
-    window = text.get("sliding_window") or text.get("sliding_window_size")
-    return int(window) if isinstance(window, int) and window > 0 else None
+    return _count(text, "sliding_window", "sliding_window_size", default=0) or None
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
@@ -248,15 +293,18 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
 
 
 def _head_dim(text: Mapping[str, Any], heads: int) -> int:
-    return _count(text, "head_dim", "attention_head_dim", "kv_channels", default=_count(text, "hidden_size", "n_embd", "d_model") // heads)
+    own = max(1, _count(text, "hidden_size", "n_embd", "d_model") // heads)
+    return _count(text, "head_dim", "attention_head_dim", "kv_channels", default=own)
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """What vLLM makes of `auto`: float32 is computed in bfloat16 (vllm/config/model.py; in float16 where a device has nothing else)."""
     for place in (text, config):
         name = str(place.get("dtype") or place.get("torch_dtype") or "").removeprefix("torch.")
-        if name in DTYPE_BYTES:
-            return "bfloat16" if name in ("float32", "float") else name
+        if name in ("float32", "float"):
+            return "bfloat16"
+        if name in ("float16", "half", "bfloat16"):
+            return name
     return "bfloat16"
 
 
@@ -264,14 +312,26 @@ def _type(text: Mapping[str, Any]) -> str:
     return str(text.get("model_type", ""))
 
 
+def _factor(table: Mapping[str, Any], key: str) -> float:
+    """A number above 0, 1 where there is none."""
+    value = table.get(key)
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MOST
+    return float(value) if usable and value is not None else 1.0
+
+
 def _count(text: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """A whole number, above 0 unless the default is 0. The largest of a list, which has one for each layer."""
     for key in keys:
         value = text.get(key)
         if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
-            return max(value)  # one for each layer
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value == int(value):
+            value = max(value)
+        usable = isinstance(value, (int, float)) and not isinstance(value, bool) and (default != 0) <= value <= _MOST
+        if usable and value is not None and value == int(value):
             return int(value)
     if default is not None:
         return default
-    cure = "Give the folder of a language model, with its own config.json"
-    raise CheckpointError(f"there is no {keys[0]} in it", file="config.json", cure=cure)
+    raise _wrong(f"there is no usable {keys[0]} in it")
+
+
+def _wrong(reason: str) -> CheckpointError:
+    return CheckpointError(reason, file="config.json", cure="Give the folder of a language model, with its own config.json")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import dataclass, field, replace
+from math import ceil, prod
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
-from sparkd.model_shape import Shape
+from sparkd.kv_cost import stages_of
+from sparkd.model_shape import Attention, Shape, text_config
 from workers.stream.format import Format
-from workers.stream.recipe import Recipe
+from workers.stream.recipe import Assignment, Recipe
 
 
 def _words(text: str) -> frozenset[str]:
@@ -37,6 +38,8 @@ _STORED = _words(
     weight_shape weight_zero_point input_global_scale"""
 )
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+# Stored with the input dimension first (AWQ, GPTQ).
+_INPUT_FIRST = _words("qweight qzeros scales")
 # Stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -45,20 +48,27 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 @dataclass(frozen=True, slots=True)
 class Part:
     """Alike tensors: `count` of them. split: column, row, keys, vocabulary or whole; kind: a tensor_class; active: whether every token
-    uses it, for experts the share that it uses."""
+    uses it, for experts the share that it uses. heads: that keys are split by. copies: how often vLLM holds it."""
 
     tensor: TensorRef
     kind: str
     count: int
     split: str
     active: float
+    heads: int = 1
+    copies: int = 1
+
+    def ways(self, ranks: int) -> int:
+        """Into how many pieces `ranks` ranks cut it."""
+        return {"whole": 1, "keys": min(ranks, self.heads)}.get(self.split, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes on one rank: by tensor_class, and of those that one token reads. disk_bytes: what a quantized copy of the model takes on disk.
+    """Bytes on one rank: by tensor_class. active_bytes: of them, that one token reads, in all stages of a pipeline together.
 
-    changed: whether the recipe quantizes anything. notes: what it could not do, one sentence each.
+    disk_bytes: what a quantized copy of the model takes on disk. changed: whether the recipe quantizes anything. notes: what it could not
+    do, one sentence each.
     """
 
     by_kind: Mapping[str, int]
@@ -80,29 +90,41 @@ class Inventory:
     shape: Shape
     parts: tuple[Part, ...]
     unloaded_bytes: int
+    _assigned: dict[Recipe, Assignment] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def assigned(self, recipe: Recipe) -> Assignment:
+        """As Recipe.assign, once. Raises CheckpointError where a rule names a format that a weight cannot have."""
+        if recipe not in self._assigned:
+            self._assigned[recipe] = recipe.assign(self.checkpoint)
+        return self._assigned[recipe]
 
     def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1) -> Weights:
-        """Of the fullest rank. Raises CheckpointError where a rule names a format that a weight cannot have."""
-        assignment = recipe.assign(self.checkpoint)
-        by_kind: dict[str, int] = {}
-        active = disk = 0
+        """Of the fullest rank. Raises CheckpointError as `assigned`."""
+        assignment = self.assigned(recipe)
+        placed: list[dict[str, int]] = [{} for _ in range(stages)]
+        of_layer = stages_of(self.shape.layers, stages)
+        active = disk = head = 0
         changed = False
         for part in self.parts:
-            form, gone = _format(part.tensor, assignment)
+            form, gone = format_of(part.tensor, assignment)
+            if gone:
+                continue
             changed = changed or form is not None
-            each = 0 if gone else _bytes(part, form, self.shape, ranks)
-            share = stages if _LAYER.search(part.tensor.name) else 1
-            by_kind[part.kind] = by_kind.get(part.kind, 0) + ceil(each * part.count / share)
-            active += int(each * part.count * part.active / share)
-            disk += 0 if gone else _whole(part, form) * part.count
-        if self.shape.tied and "lm_head" not in by_kind:
+            held = part.copies * part.count * _bytes(part, form, self.shape, ranks)
+            for stage in _places(part, of_layer, stages, self.shape):
+                placed[stage][part.kind] = placed[stage].get(part.kind, 0) + held
+            active += int(held * part.active)
+            disk += _whole(part, form, self.shape) * part.count
+            head = max(head, held) if part.kind == "embedding" else head
+        if self.shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
-            active += by_kind.get("embedding", 0)
-        return Weights(by_kind, active, disk, changed, assignment.adjustments)
+            active += head
+        fullest = max(placed, key=lambda by_kind: sum(by_kind.values()))
+        return Weights(fullest, active, disk, changed, assignment.adjustments)
 
 
-def inventory(checkpoint: Checkpoint, shape: Shape) -> Inventory:
-    """Layers beyond the model's own, which predict tokens ahead, are left out: vLLM loads them for speculative decoding only."""
+def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> Inventory:
+    """ahead: with the layers beyond the model's own that predict tokens ahead, which vLLM loads for speculative decoding only."""
     counts: dict[str, int] = {}
     kept: dict[str, TensorRef] = {}
     unloaded = 0
@@ -118,24 +140,70 @@ def inventory(checkpoint: Checkpoint, shape: Shape) -> Inventory:
             counts[key] += 1
         else:
             kept[name], counts[name] = tensor, 1
+    kinds = {name: tensor_class(name, tensor.shape) for name, tensor in kept.items()}
+    text = text_config(checkpoint.config)
+    if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
+        # Nobody says so, and the classes of most models say no: a head of its own settles it.
+        shape = replace(shape, tied=False)
+    values = {name.partition(".v_proj.")[0] for name in kept if ".v_proj." in name} if text.get("attention_k_eq_v") else None
     parts = []
     for name, tensor in kept.items():
-        kind = tensor_class(name, tensor.shape)
-        if _ahead(name, shape) or (shape.tied and kind == "lm_head"):
+        kind = kinds[name]
+        if (not ahead and _ahead(name, kind, shape)) or (shape.tied and kind == "lm_head"):
             unloaded += tensor.nbytes * counts[name]
             continue
-        parts.append(Part(tensor, kind, counts[name], _split(name, tensor, kind), _active(name, kind, shape)))
+        # Gemma 4: one matrix in both places of a fused layer.
+        twice = values is not None and ".k_proj." in name and name.partition(".k_proj.")[0] not in values
+        split = _split(name, tensor, kind)
+        heads = _key_heads(tensor, shape) if split == "keys" else 1
+        parts.append(Part(tensor, kind, counts[name], split, _active(name, kind, shape), heads, 2 if twice else 1))
     loaded = {part.tensor.name: part.tensor for part in parts}
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), unloaded)
 
 
-def _ahead(name: str, shape: Shape) -> bool:
-    if name.startswith(("mtp.", "model.mtp.", "language_model.mtp.")) or ".mtp_layers." in name:
+def format_of(tensor: TensorRef, assignment: Mapping[str, Format]) -> tuple[Format | None, bool]:
+    """(its new format, whether it goes into another tensor's)."""
+    stem, _, last = tensor.name.rpartition(".")
+    if last in _SOURCE_SCALES and stem in assignment:
+        return None, True
+    return (assignment.get(stem) if last == "weight" else assignment.get(tensor.name)), False
+
+
+def sides(tensor: TensorRef, shape: Shape) -> tuple[int, int]:
+    """Rows and columns as vLLM multiplies by it. Packed experts may be stored either way round: the model's width tells which."""
+    rows, columns = tensor.shape[-2:]
+    last = tensor.name.rpartition(".")[2]
+    if len(tensor.shape) == 3 and last.endswith("_proj"):
+        own, other = (rows, columns) if last == "down_proj" else (columns, rows)
+        return (columns, rows) if own != shape.hidden == other else (rows, columns)
+    return (columns, rows) if last in _INPUT_FIRST else (rows, columns)
+
+
+def _ahead(name: str, kind: str, shape: Shape) -> bool:
+    if not {"mtp", "mtp_layers"}.isdisjoint(name.split(".")):
         return True
-    if not shape.mtp_layers:
-        return False
-    found = _LAYER.search(name)
+    found = _LAYER.search(name) if shape.mtp_layers and kind != "vision" else None
     return found is not None and int(found[1]) >= shape.layers
+
+
+def _key_heads(tensor: TensorRef, shape: Shape) -> int:
+    """Layers without a window may have heads of their own (Gemma 4): as many as make these rows."""
+    fitting = (one.heads for one in shape.mixers if isinstance(one, Attention) and tensor.shape[:1] == (one.heads * one.key_dim,))
+    return next(fitting, max(1, shape.kv_heads))
+
+
+def _places(part: Part, of_layer: list[int], stages: int, shape: Shape) -> tuple[int, ...]:
+    """The stages of a pipeline that hold it."""
+    if stages == 1:
+        return (0,)
+    if part.kind == "vision":
+        return tuple(range(stages))
+    found = _LAYER.search(part.tensor.name)
+    if found is not None and int(found[1]) < len(of_layer):
+        return (of_layer[int(found[1])],)
+    if part.kind == "embedding":
+        return (0, stages - 1) if shape.tied else (0,)
+    return (stages - 1,)
 
 
 def _active(name: str, kind: str, shape: Shape) -> float:
@@ -151,54 +219,52 @@ def _split(name: str, tensor: TensorRef, kind: str) -> str:
     leaf = parts[-2] if parts[-1] in _STORED and len(parts) > 1 else parts[-1]
     if kind in ("embedding", "lm_head") and len(tensor.shape) == 2:
         return "vocabulary"
-    if kind in ("router", "norm") or ".indexer." in name:
+    if kind in ("router", "norm") or ".indexer." in name or prod(tensor.shape) <= 1:
         return "whole"
-    if ".experts." in name:
-        # A row-parallel layer's bias is on every rank.
-        return "whole" if leaf.endswith("down_proj_bias") else "column"
+    experts = ".experts." in name
+    if leaf in _ROW or (experts and leaf.startswith("down_proj")) or (leaf == "proj" and parts[-3:-2] == ["attn"]):
+        # A bias is added once, and a scale for each row is every rank's.
+        return "whole" if leaf.endswith("bias") or parts[-1] == "bias" or len(tensor.shape) < 2 or tensor.shape[-1] == 1 else "row"
     if leaf in _KEYS:
         return "keys"
-    if leaf in _COLUMN:
-        return "column"
-    if leaf in _ROW:
-        return "whole" if parts[-1] == "bias" or len(tensor.shape) < 2 or tensor.shape[-1] == 1 else "row"
-    return "whole"
-
-
-def _format(tensor: TensorRef, assignment: Mapping[str, Format]) -> tuple[Format | None, bool]:
-    """(its new format, whether it goes into another tensor's)."""
-    stem, _, last = tensor.name.rpartition(".")
-    if last in _SOURCE_SCALES and stem in assignment:
-        return None, True
-    return (assignment.get(stem) if last == "weight" else assignment.get(tensor.name)), False
+    return "column" if experts or leaf in _COLUMN else "whole"
 
 
 def _bytes(part: Part, form: Format | None, shape: Shape, ranks: int) -> int:
     """Of one tensor on one rank."""
     tensor = part.tensor
     if part.split == "vocabulary":
-        rows = ceil(ceil(tensor.shape[0] / VOCAB_PADDING) * VOCAB_PADDING / ranks)
+        rows = ceil(padded_vocabulary(tensor.shape[0]) / ranks)
         return form.nbytes(rows, tensor.shape[1]) if form is not None else rows * tensor.shape[1] * _width(tensor, shape)
-    divisor = {"whole": 1, "keys": min(ranks, max(1, shape.kv_heads))}.get(part.split, ranks)
-    if form is None:
-        return ceil(_plain(tensor, shape) / divisor)
-    rows, columns = tensor.shape[-2:]
-    blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
-    return ceil(blocks * form.nbytes(rows, columns) / divisor)
+    ways = part.ways(ranks)
+    held = ceil(_plain(tensor, shape) / ways) if form is None else _formatted(part, form, shape, ways)
+    return held + _absorbed(tensor, form, shape, ways)
 
 
-def _whole(part: Part, form: Format | None) -> int:
-    tensor = part.tensor
-    if form is None:
-        return tensor.nbytes
-    blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
-    return blocks * form.nbytes(*tensor.shape[-2:])
+def padded_vocabulary(rows: int) -> int:
+    return ceil(rows / VOCAB_PADDING) * VOCAB_PADDING
+
+
+def _formatted(part: Part, form: Format, shape: Shape, ways: int) -> int:
+    rows, columns = sides(part.tensor, shape)
+    blocks = part.tensor.shape[0] if len(part.tensor.shape) == 3 else 1
+    return blocks * (form.nbytes(rows, ceil(columns / ways)) if part.split == "row" else form.nbytes(ceil(rows / ways), columns))
+
+
+def _absorbed(tensor: TensorRef, form: Format | None, shape: Shape, ways: int) -> int:
+    """Latent attention multiplies by kv_b_proj in the model's precision: a quantized one is held so as well
+    (vllm/model_executor/layers/attention/mla_attention.py, process_weights_after_loading)."""
+    if not tensor.name.endswith("kv_b_proj.weight") or (form is None and tensor.dtype in _FLOATS):
+        return 0
+    return prod(tensor.shape) * (2 if tensor.dtype == "U8" else 1) * shape.dtype_bytes // ways
+
+
+def _whole(part: Part, form: Format | None, shape: Shape) -> int:
+    return part.tensor.nbytes if form is None else _formatted(part, form, shape, 1)
 
 
 def _plain(tensor: TensorRef, shape: Shape) -> int:
-    if tensor.dtype not in _FLOATS:
-        return tensor.nbytes
-    return tensor.nbytes // _FLOATS[tensor.dtype] * _width(tensor, shape)
+    return prod(tensor.shape) * _width(tensor, shape) if tensor.dtype in _FLOATS else tensor.nbytes
 
 
 def _width(tensor: TensorRef, shape: Shape) -> int:
@@ -206,12 +272,5 @@ def _width(tensor: TensorRef, shape: Shape) -> int:
     last = tensor.name.rpartition(".")[2]
     stored = _FLOATS.get(tensor.dtype)
     if stored is None or last in _EXACT or "scale" in last:
-        return tensor.nbytes // max(1, _elements(tensor))
+        return tensor.nbytes // max(1, prod(tensor.shape))
     return shape.dtype_bytes
-
-
-def _elements(tensor: TensorRef) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count
