@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from sparkd.errors import CheckpointError
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import Serving, kv_cost
+from sparkd.kv_cost import Serving, kv_layout
 from sparkd.legal import refusal
 from sparkd.weight_cost import Inventory
 from workers.stream.recipe import Recipe
@@ -73,7 +74,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """options: those that fit first, best quality, then speed, then fewer nodes; then the others. notes: what the user should know."""
+    """options: those that fit first; of them those that sparkd runs itself, then those with DEFAULT_CONTEXT where no length was asked for,
+    then best quality, speed, fewer nodes. notes: what the user should know."""
 
     options: tuple[Option, ...]
     notes: tuple[str, ...]
@@ -90,8 +92,15 @@ def choose(inventory: Inventory, hardware: Hardware, wish: Wish, learned: Mappin
         for name, recipe in _recipes(inventory, wish)
         for ways in _ways(wish)
     ]
-    ranked = sorted(found, key=lambda one: (not one.fits, _quality(one.format), -_speed(one), one.nodes))
+    enough = 0 if wish.max_model_len else min(inventory.shape.max_len, DEFAULT_CONTEXT)
+    ranked = sorted(found, key=lambda one: _rank(one, enough))
     return Choice(tuple(ranked), tuple(_notes(inventory, wish)))
+
+
+def _rank(option: Option, enough: int) -> tuple[bool, bool, bool, int, float, int]:
+    """sparkd spreads a model by tensor parallelism only: a pipeline is for those who run vLLM themselves."""
+    speed = option.footprint.decode_tokens_s if option.footprint is not None else 0.0
+    return not option.fits, option.pipeline > 1, option.longest < enough, _quality(option.format), -speed, option.nodes
 
 
 def floor(option: Option, hardware: Hardware, steps: Sequence[float]) -> list[tuple[float, int, int]]:
@@ -145,7 +154,11 @@ def _option(
 ) -> Option:
     tensor, pipeline = ways
     asked = wish.max_model_len or min(inventory.shape.max_len, wish.context)
-    serving = replace(wish.serving, max_model_len=asked, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    seqs = max(wish.serving.max_num_seqs, wish.requests)
+    serving = replace(wish.serving, max_model_len=asked, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    if asked > inventory.shape.max_len:
+        told = f"{asked:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
+        return Option(name, tensor, pipeline, serving, None, told)
     if tensor > 1 and not wish.rails:
         return Option(name, tensor, pipeline, serving, None, wish.rails_reason or "the nodes are not linked by a healthy QSFP rail")
     try:
@@ -176,17 +189,18 @@ def _option(
 
 
 def _longest(found: Footprint, serving: Serving, inventory: Inventory, wish: Wish) -> int:
-    """By bisection over the cache's own arithmetic, which is not linear where layers keep a window or a state."""
+    """The model's own length, or so many whole steps. By bisection over the cache's own arithmetic, which is not linear where layers keep a
+    window or a state."""
     if found.load_free_bytes < 0:
         return 0
+    layout, most = kv_layout(inventory.shape, serving), inventory.shape.max_len
 
     def fits(tokens: int) -> bool:
-        cost = kv_cost(inventory.shape, replace(serving, max_model_len=tokens))
-        return wish.requests * cost.per_request + cost.block_bytes <= found.room
+        return ceil(wish.requests * layout.cost(tokens).per_request) + layout.block_bytes <= found.room
 
-    if fits(inventory.shape.max_len):
-        return inventory.shape.max_len
-    low, high = 0, inventory.shape.max_len // CONTEXT_STEP
+    if fits(most):
+        return most
+    low, high = 0, (most - 1) // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle * CONTEXT_STEP):
@@ -223,11 +237,6 @@ def gib(size: float) -> str:
 
 def _quality(name: str) -> int:
     return FORMATS.index(name) + 1 if name in FORMATS else 0
-
-
-def _speed(option: Option) -> float:
-    found = option.footprint
-    return found.decode_tokens_s or 0.0 if found is not None else 0.0
 
 
 def _notes(inventory: Inventory, wish: Wish) -> Iterator[str]:

@@ -50,7 +50,7 @@ class Learned:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left beside it
-    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request, None without a bandwidth.
+    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request.
     """
 
     parts: Mapping[str, int]
@@ -63,7 +63,7 @@ class Footprint:
     load_peak_bytes: int
     first_load_s: float
     next_load_s: float
-    decode_tokens_s: float | None
+    decode_tokens_s: float
 
     @property
     def total(self) -> int:
@@ -168,7 +168,7 @@ def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: in
 
 def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: Hardware) -> float:
     """An upper bound for one request at a short context: every token reads the active weights once; with tensor parallelism two sums over
-    the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other."""
+    the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other. 0 where nothing is read."""
     reading = weights.active_bytes / hardware.bandwidth_bytes_s
     talking = 0.0
     if serving.tensor_parallel > 1:
@@ -176,4 +176,4 @@ def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: 
         talking = 2 * shape.layers * (hardware.link_latency_s + row / hardware.link_bytes_s)
     if serving.pipeline_parallel > 1:
         talking += (serving.pipeline_parallel - 1) * hardware.link_latency_s
-    return 1 / (reading + talking)
+    return 1 / (reading + talking) if reading + talking else 0.0

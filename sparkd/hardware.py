@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ GIB = 1 << 30
 class Hardware:
     """One node. Bytes and bytes a second; unified: the device's memory is the host's. link_*: between two nodes, one way.
 
-    system_bytes: what the operating system and its services hold. kernels: formats that vLLM has fast kernels for there.
+    system_bytes: what the operating system and its services hold. platform: cuda or cpu.
     """
 
     name: str
@@ -54,15 +55,18 @@ def hardware_of(text: str) -> Hardware:
     values: dict[str, Any] = {name: getattr(SPARK, name) for name in names} | {"name": path.stem}
     for name, value in given.items():
         if not _is_a(type(values[name]), value) or (name == "platform" and value not in ("cuda", "cpu")):
-            raise ConfigError(f"{path}: {name} must be a {_WORDS[type(values[name])]}, not {value!r}.", param="hardware")
+            raise ConfigError(f"{path}: {name} must be {_WORDS[type(values[name])]}, not {value!r}.", param="hardware")
         values[name] = type(values[name])(value)
+    if values["system_bytes"] >= values["memory_bytes"]:
+        told = f"system_bytes {values['system_bytes']} leaves nothing of memory_bytes {values['memory_bytes']}; correct them"
+        raise ConfigError(f"{path}: {told}.", param="hardware")
     return Hardware(**values)
 
 
 def _is_a(expected: type, value: object) -> bool:
     if expected not in (int, float):
         return isinstance(value, expected)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return False
     return value >= 0 and value == int(value) if expected is int else value > 0
 
@@ -73,11 +77,11 @@ def _read(path: Path) -> dict[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f"{path}: {reason}; name a readable YAML file.", param="hardware") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'problem', None) or 'it is no YAML'}; a map is expected.", param="hardware") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a map with memory_bytes and the like is expected.", param="hardware")
     return found
 
 
-_WORDS = {int: "whole number", float: "number above 0", bool: "true or false", str: "word (platform: cuda or cpu)"}
+_WORDS = {int: "a whole number", float: "a number above 0", bool: "true or false", str: "a word (platform: cuda or cpu)"}

@@ -7,7 +7,7 @@ of one size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -90,14 +90,13 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """kind: layers of equal kind may share a group. page_bytes: of one block. block_tokens: 0 for a state. stage: of the pipeline."""
+class _Kind:
+    """Layers that may share a group. page_bytes: of one block. block_tokens: 0 for a state. stages: of the pipeline, one for each layer."""
 
-    kind: tuple[object, ...]
     page_bytes: int
     block_tokens: int
     window: int | None
-    stage: int
+    stages: list[int]
 
 
 def kv_cost(shape: Shape, serving: Serving) -> KvCost:
@@ -107,11 +106,17 @@ def kv_cost(shape: Shape, serving: Serving) -> KvCost:
 
 def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
     """max_model_len of `serving` is not looked at."""
-    layers = _layers(shape, serving)
-    if not layers:
+    kinds = _kinds(shape, serving)
+    if not kinds:
         return KvLayout(0, (), serving)
-    groups = _groups(_unified(layers))
-    return KvLayout(_block_bytes(groups), tuple((group[0].block_tokens, group[0].window) for group in groups), serving)
+    if len({kind.window for kind in kinds}) == 1 and all(kind.block_tokens for kind in kinds):
+        # All layers keep the same tokens: one group, which holds pages of several sizes.
+        pages = [sum(kind.page_bytes * kind.stages.count(stage) for kind in kinds) for stage in range(serving.pipeline_parallel)]
+        return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window),), serving)
+    page_bytes = max(kind.page_bytes for kind in kinds)
+    groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
+    fullest = max(max(map(stages.count, stages)) for _, stages in groups)
+    return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window) for kind, _ in groups), serving)
 
 
 def stages_of(layers: int, stages: int) -> list[int]:
@@ -145,11 +150,12 @@ def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
     return heads, attention.key_dim, attention.value_dim
 
 
-def _layers(shape: Shape, serving: Serving) -> list[_Layer]:
+def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     placed = [*zip(shape.mixers, stages_of(len(shape.mixers), serving.pipeline_parallel), strict=True)]
     placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
-    attentions = {one: token_bytes(one, shape, serving) for one, _ in placed if isinstance(one, Attention)}
-    states = {one: state_bytes(one, shape, serving) for one, _ in placed if isinstance(one, State)}
+    mixers = dict.fromkeys(one for one, _ in placed if one is not None)
+    attentions = {one: token_bytes(one, shape, serving) for one in mixers if isinstance(one, Attention)}
+    states = {one: state_bytes(one, shape, serving) for one in mixers if isinstance(one, State)}
     sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
     block = serving.block_tokens or sizes[serving.platform]
     largest, each = max(states.values(), default=0), max(attentions.values(), default=0)
@@ -157,13 +163,18 @@ def _layers(shape: Shape, serving: Serving) -> list[_Layer]:
         # Blocks of attention grow until a state fits into one, and states are padded to them.
         block *= ceil(largest / (block * each))
     padded = max(largest, block * each)
-    found = []
-    for one, stage in placed:
+    made: dict[object, _Kind] = {}
+    kind_of: dict[Mixer, _Kind] = {}
+    for one in mixers:
         if isinstance(one, State):
-            found.append(_Layer((one,), padded, 0, None, stage))
-        elif one is not None:
-            found.append(_Layer((one.window, _on_rank(one, serving)), block * attentions[one], block, one.window, stage))
-    return found
+            kind_of[one] = _Kind(padded, 0, None, [])
+        else:
+            own = _Kind(block * attentions[one], block, one.window, [])
+            kind_of[one] = made.setdefault((one.window, _on_rank(one, serving)), own)
+    for mixer, stage in placed:
+        if mixer is not None:
+            kind_of[mixer].stages.append(stage)
+    return list({id(kind): kind for kind in kind_of.values()}.values())
 
 
 def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
@@ -171,42 +182,20 @@ def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
     return (whole,) * serving.draft_layers if whole is not None else ()
 
 
-def _unified(layers: list[_Layer]) -> list[_Layer]:
-    """Pages of one size, unless all layers keep the same tokens: then one group holds pages of several sizes."""
-    if len({layer.window for layer in layers}) == 1 and all(layer.block_tokens for layer in layers):
-        return [replace(layer, kind=()) for layer in layers]
-    largest = max(layer.page_bytes for layer in layers)
-    return [_widened(layer, largest) for layer in layers]
+def _widened(kind: _Kind, page_bytes: int) -> _Kind:
+    """Pages of one size: more tokens in a block where that makes a whole page, else padding."""
+    times = 1 if page_bytes % kind.page_bytes else page_bytes // kind.page_bytes
+    return replace(kind, page_bytes=page_bytes, block_tokens=kind.block_tokens * times)
 
 
-def _widened(layer: _Layer, page_bytes: int) -> _Layer:
-    """More tokens in a block where that makes a whole page, else padding."""
-    times = 1 if page_bytes % layer.page_bytes else page_bytes // layer.page_bytes
-    block = layer.block_tokens * times
-    return replace(layer, page_bytes=page_bytes, block_tokens=block, kind=(*layer.kind, block))
-
-
-def _groups(layers: Sequence[_Layer]) -> list[list[_Layer]]:
-    """Groups of equal length, so that their blocks come from one pool; what is missing in the last of a kind is padding."""
-    kinds: dict[tuple[object, ...], list[_Layer]] = {}
-    for layer in layers:
-        kinds.setdefault(layer.kind, []).append(layer)
-    fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
-    length = most if most < 1.5 * fewest else fewest
-    found = []
-    for members in kinds.values():
-        count = ceil(len(members) / length)
-        found += [members[number::count] for number in range(count)]
-    return found
-
-
-def _block_bytes(groups: Sequence[Sequence[_Layer]]) -> int:
-    """Of the stage and the group that have most: all stages have equally many blocks."""
-    sums: dict[tuple[int, int], int] = {}
-    for number, group in enumerate(groups):
-        for layer in group:
-            sums[number, layer.stage] = sums.get((number, layer.stage), 0) + layer.page_bytes
-    return max(sums.values())
+def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
+    """Groups of equal length, so that their blocks come from one pool, and the stages of their layers; what is missing in the last of a
+    kind is padding."""
+    lengths = [len(kind.stages) for kind in kinds]
+    length = max(lengths) if max(lengths) < 1.5 * min(lengths) else min(lengths)
+    for kind in kinds:
+        count = ceil(len(kind.stages) / length)
+        yield from ((kind, kind.stages[number::count]) for number in range(count))
 
 
 def _blocks(block_tokens: int, window: int | None, serving: Serving, max_model_len: int) -> int:

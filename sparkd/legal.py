@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from sparkd.checkpoint import SourceQuantization
 from sparkd.model_shape import Shape, State
-from sparkd.weight_cost import Inventory, Part, format_of, padded_vocabulary, sides
+from sparkd.weight_cost import Inventory, Part, padded_vocabulary, sides
 from workers.stream.format import Format
 from workers.stream.recipe import Recipe
 
@@ -29,7 +29,7 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
         yield f"{shape.layers} layers are fewer than {stages} stages"
     yield from _heads(shape, ranks)
     if ranks > 1:
-        yield from _widths(inventory, inventory.assigned(recipe), ranks)
+        yield from _widths(inventory, recipe, ranks)
 
 
 def _heads(shape: Shape, ranks: int) -> Iterator[str]:
@@ -47,18 +47,12 @@ def _heads(shape: Shape, ranks: int) -> Iterator[str]:
             yield f"{state.groups} groups of Mamba-2 do not divide by {ranks} ranks"
 
 
-def _widths(inventory: Inventory, formats: Mapping[str, Format], ranks: int) -> Iterator[str]:
+def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
     """What is cut across a side needs a multiple of the ranks there, and no group or block with one scale may be cut."""
     source = inventory.checkpoint.quantization
-    seen = set()
-    for part in inventory.parts:
-        form, gone = format_of(part.tensor, formats)
-        if gone or part.split == "whole" or part.kind in ("vision", "state_space") or len(part.tensor.shape) not in (2, 3):
-            continue
-        kind = part.split, part.kind, part.tensor.shape, part.tensor.dtype, form, part.tensor.name.rpartition(".")[2]
-        if kind not in seen:
-            seen.add(kind)
-            yield from _width(part, form, source, inventory.shape, ranks)
+    for one in inventory.alike(recipe)[0]:
+        if one.part.split != "whole" and one.part.kind not in ("vision", "state_space") and len(one.part.tensor.shape) in (2, 3):
+            yield from _width(one.part, one.form, source, inventory.shape, ranks)
 
 
 def _width(part: Part, form: Format | None, source: SourceQuantization | None, shape: Shape, ranks: int) -> Iterator[str]:

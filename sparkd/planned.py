@@ -10,7 +10,7 @@ from typing import Any
 from sparkd import kv_sizing, quantizing
 from sparkd.config import Engine
 from sparkd.fit import AS_STORED, Choice, Option, Wish, floor, smallest
-from sparkd.hardware import Hardware
+from sparkd.hardware import GIB, Hardware
 from sparkd.model_config import ModelConfig
 from sparkd.source import name_of
 from sparkd.weight_cost import Inventory
@@ -18,7 +18,7 @@ from workers.command import build_command, build_environment
 from workers.runtime import API_SERVER
 from workers.spec import RankSpec
 
-# The utilizations of a floor table; around the smallest that works come two more.
+# The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 MASTER_PORT = 29500
 # Where a packaged sparkd keeps both; a plan is made without its configuration.
@@ -83,21 +83,27 @@ def option_json(option: Option) -> dict[str, Any]:
 
 
 def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
-    """config: the model's entry in sparkd.yaml; ranks: what sparkd runs on each node, vLLM's command and the environment it adds."""
+    """config: the model's entry in sparkd.yaml, null for a pipeline, which sparkd does not run; ranks: vLLM's command on each node and the
+    environment that sparkd adds."""
     entry = entry_of(model, option, wish)
     spec = ModelConfig.model_validate({"name": name_of(model), **entry})
-    return {"name": spec.name, "config": entry, "ranks": [_rank(spec, option, number, hardware) for number in range(option.nodes)]}
+    ranks = [_rank(spec, option, number, hardware) for number in range(option.nodes)]
+    return {"name": spec.name, "config": None if option.pipeline > 1 else entry, "ranks": ranks}
 
 
 def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
+    """What the plan counted with is said, also where vLLM has a default: that depends on its release and on the device."""
     entry: dict[str, Any] = {"model": model}
     if option.format != AS_STORED:
         entry["quantize"] = wish.quantize if wish.quantize is not None else option.format
-    entry["max_model_len"] = option.serving.max_model_len
+    for key in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        entry[key] = getattr(option.serving, key)
     if option.tensor > 1:
         entry["tensor_parallel"] = option.tensor
     if wish.requests > 1:
         entry["kv_cache"] = {"sequences": wish.requests}
+    if wish.margin_bytes is not None:
+        entry["kv_margin_gib"] = wish.margin_bytes / GIB
     if wish.eager:
         entry["enforce_eager"] = True
     if option.serving.kv_dtype != "auto":

@@ -39,7 +39,7 @@ _WORDS = {
     "free": "free",
 }
 BAR_CELLS = 64
-GENEROUS = 12
+GENEROUS, NAMED = 12, 4
 
 
 def plan(found: Mapping[str, Any], console: Console, *, every: bool = False) -> None:
@@ -103,15 +103,24 @@ def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
     if table.row_count:
         console.print(table)
         console.print("Weights, cache and the rest are of one node. TOKENS/S: bound of one request by memory bandwidth.\n", style="dim")
-    shown = rejected if every else [one for one in rejected if one["footprint"] is not None][:GENEROUS]
-    for option in shown:
-        way = f"{option['format']} on {option['nodes']} node{'s' if option['nodes'] > 1 else ''}"
-        split = f" ({_split(option)})" if option["nodes"] > 1 else ""
-        console.print(f"{way}{split}: {option['reason']}.", style="yellow", markup=False)
-    hidden = len(rejected) - len(shown)
-    if hidden:
+    _rejected(rejected, console, every or not table.row_count)
+
+
+def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -> None:
+    """One line for each reason; without `every` only where there was something to count."""
+    ways: dict[str, list[str]] = {}
+    for option in options:
+        if every or option["footprint"] is not None:
+            split = f" ({_split(option)})" if option["nodes"] > 1 else ""
+            way = f"{option['format']} on {option['nodes']} node{'s' if option['nodes'] > 1 else ''}{split}"
+            ways.setdefault(option["reason"], []).append(way)
+    shown = list(ways.items()) if every else list(ways.items())[:GENEROUS]
+    for reason, found in shown:
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        console.print(printable(f"{', '.join(found[:NAMED])}{more}: {reason}."), style="yellow", markup=False)
+    if hidden := len(options) - sum(len(found) for _, found in shown):
         console.print(f"{hidden} more that cannot be: --all tells why.", style="dim")
-    if rejected:
+    if options:
         console.print()
 
 
@@ -141,19 +150,26 @@ def _bars(choice: Mapping[str, Any], console: Console) -> None:
 
 
 def _how(choice: Mapping[str, Any], console: Console) -> None:
-    console.print("In sparkd.yaml:", style="bold")
-    console.print("models:", markup=False)
-    console.print(f"  {choice['name']}:", markup=False)
-    for key, value in choice["config"].items():
-        told = json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
-        console.print(f"    {key}: {told}", markup=False)
-    console.print("\nWhat sparkd runs then:", style="bold")
+    if choice["config"] is None:
+        console.print("sparkd runs no pipeline; vLLM's own commands for it:", style="bold")
+    else:
+        _entry(choice, console)
     for rank in choice["ranks"]:
         if len(choice["ranks"]) > 1:
             console.print(f"# node {rank['node']}", style="dim", markup=False)
         words = [f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items()]
-        console.print(" ".join([*words, shlex.join(rank["command"])]), markup=False, soft_wrap=True)
+        console.print(printable(" ".join([*words, shlex.join(rank["command"])])), markup=False, soft_wrap=True)
     console.print()
+
+
+def _entry(choice: Mapping[str, Any], console: Console) -> None:
+    console.print("In sparkd.yaml:", style="bold")
+    lines = ["models:", f"  {choice['name']}:"]
+    for key, value in choice["config"].items():
+        told = json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
+        lines.append(f"    {key}: {told}")
+    console.print(printable("\n".join(lines)), markup=False, soft_wrap=True)
+    console.print("\nWhat sparkd runs then:", style="bold")
 
 
 def _floor(found: Mapping[str, Any], console: Console) -> None:

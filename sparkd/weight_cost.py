@@ -7,7 +7,7 @@ columns, vocabularies by rows after padding, experts along their inner width, ev
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
@@ -15,7 +15,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
 from sparkd.kv_cost import stages_of
 from sparkd.model_shape import Attention, Shape, text_config
 from workers.stream.format import Format
-from workers.stream.recipe import Assignment, Recipe
+from workers.stream.recipe import Recipe
 
 
 def _words(text: str) -> frozenset[str]:
@@ -43,18 +43,21 @@ _INPUT_FIRST = _words("qweight qzeros scales")
 # Stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Alike tensors: `count` of them. split: column, row, keys, vocabulary or whole; kind: a tensor_class; active: whether every token
-    uses it, for experts the share that it uses. heads: that keys are split by. copies: how often vLLM holds it."""
+    uses it, for experts the share that it uses. layer: None for one that is in no layer of the language model. heads: that keys are split
+    by. copies: how often vLLM holds it."""
 
     tensor: TensorRef
     kind: str
     count: int
     split: str
     active: float
+    layer: int | None = None
     heads: int = 1
     copies: int = 1
 
@@ -83,6 +86,15 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Alike:
+    """Parts that differ in their layer only, with the format that a recipe gives them; None where they keep their own."""
+
+    part: Part
+    form: Format | None
+    layers: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """A checkpoint, with one tensor for all experts of a layer that are alike. unloaded_bytes: of layers that vLLM leaves on the disk."""
 
@@ -90,37 +102,38 @@ class Inventory:
     shape: Shape
     parts: tuple[Part, ...]
     unloaded_bytes: int
-    _assigned: dict[Recipe, Assignment] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def assigned(self, recipe: Recipe) -> Assignment:
-        """As Recipe.assign, once. Raises CheckpointError where a rule names a format that a weight cannot have."""
-        if recipe not in self._assigned:
-            self._assigned[recipe] = recipe.assign(self.checkpoint)
-        return self._assigned[recipe]
+    def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
+        """What the recipe makes of the tensors, and what it could not do, one sentence each; made once.
+
+        Raises CheckpointError where a rule names a format that a weight cannot have.
+        """
+        if recipe not in self._alike:
+            assignment = recipe.assign(self.checkpoint)
+            self._alike[recipe] = tuple(_grouped(self.parts, assignment)), assignment.adjustments
+        return self._alike[recipe]
 
     def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1) -> Weights:
-        """Of the fullest rank. Raises CheckpointError as `assigned`."""
-        assignment = self.assigned(recipe)
+        """Of the fullest rank. Raises CheckpointError as `alike`."""
+        found, notes = self.alike(recipe)
         placed: list[dict[str, int]] = [{} for _ in range(stages)]
         of_layer = stages_of(self.shape.layers, stages)
         active = disk = head = 0
-        changed = False
-        for part in self.parts:
-            form, gone = format_of(part.tensor, assignment)
-            if gone:
-                continue
-            changed = changed or form is not None
-            held = part.copies * part.count * _bytes(part, form, self.shape, ranks)
-            for stage in _places(part, of_layer, stages, self.shape):
-                placed[stage][part.kind] = placed[stage].get(part.kind, 0) + held
-            active += int(held * part.active)
-            disk += _whole(part, form, self.shape) * part.count
+        for one in found:
+            part = one.part
+            held = part.copies * part.count * _bytes(part, one.form, self.shape, ranks)
+            for layer in one.layers:
+                for stage in _places(part.kind, layer, of_layer, stages, self.shape):
+                    placed[stage][part.kind] = placed[stage].get(part.kind, 0) + held
+            active += len(one.layers) * int(held * part.active)
+            disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else _formatted(part, one.form, self.shape, 1))
             head = max(head, held) if part.kind == "embedding" else head
         if self.shape.tied:
             # One matrix in both roles: a token reads one of its rows as an embedding, and all of it as the head.
             active += head
         fullest = max(placed, key=lambda by_kind: sum(by_kind.values()))
-        return Weights(fullest, active, disk, changed, assignment.adjustments)
+        return Weights(fullest, active, disk, any(one.form is not None for one in found), notes)
 
 
 def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> Inventory:
@@ -156,17 +169,26 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         twice = values is not None and ".k_proj." in name and name.partition(".k_proj.")[0] not in values
         split = _split(name, tensor, kind)
         heads = _key_heads(tensor, shape) if split == "keys" else 1
-        parts.append(Part(tensor, kind, counts[name], split, _active(name, kind, shape), heads, 2 if twice else 1))
+        layer = _LAYER.search(name) if kind != "vision" else None
+        active = _active(name, kind, shape)
+        parts.append(Part(tensor, kind, counts[name], split, active, int(layer[1]) if layer else None, heads, 2 if twice else 1))
     loaded = {part.tensor.name: part.tensor for part in parts}
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), unloaded)
 
 
-def format_of(tensor: TensorRef, assignment: Mapping[str, Format]) -> tuple[Format | None, bool]:
-    """(its new format, whether it goes into another tensor's)."""
-    stem, _, last = tensor.name.rpartition(".")
-    if last in _SOURCE_SCALES and stem in assignment:
-        return None, True
-    return (assignment.get(stem) if last == "weight" else assignment.get(tensor.name)), False
+def _grouped(parts: Iterable[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:
+    first: dict[object, tuple[Part, Format | None]] = {}
+    layers: dict[object, list[int | None]] = {}
+    for part in parts:
+        tensor = part.tensor
+        stem, _, last = tensor.name.rpartition(".")
+        if last in _SOURCE_SCALES and stem in assignment:
+            continue  # It goes into the weight's new format.
+        form = assignment.get(stem) if last == "weight" else assignment.get(tensor.name)
+        key = _NUMBER.sub("*", tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
+        first.setdefault(key, (part, form))
+        layers.setdefault(key, []).append(part.layer)
+    yield from (Alike(part, form, tuple(layers[key])) for key, (part, form) in first.items())
 
 
 def sides(tensor: TensorRef, shape: Shape) -> tuple[int, int]:
@@ -192,17 +214,14 @@ def _key_heads(tensor: TensorRef, shape: Shape) -> int:
     return next(fitting, max(1, shape.kv_heads))
 
 
-def _places(part: Part, of_layer: list[int], stages: int, shape: Shape) -> tuple[int, ...]:
+def _places(kind: str, layer: int | None, of_layer: list[int], stages: int, shape: Shape) -> tuple[int, ...]:
     """The stages of a pipeline that hold it."""
-    if stages == 1:
-        return (0,)
-    if part.kind == "vision":
+    if layer is not None and layer < len(of_layer):
+        return (of_layer[layer],)
+    if kind == "vision":
         return tuple(range(stages))
-    found = _LAYER.search(part.tensor.name)
-    if found is not None and int(found[1]) < len(of_layer):
-        return (of_layer[int(found[1])],)
-    if part.kind == "embedding":
-        return (0, stages - 1) if shape.tied else (0,)
+    if kind == "embedding":
+        return (0, stages - 1) if shape.tied and stages > 1 else (0,)
     return (stages - 1,)
 
 
@@ -257,10 +276,6 @@ def _absorbed(tensor: TensorRef, form: Format | None, shape: Shape, ways: int) -
     if not tensor.name.endswith("kv_b_proj.weight") or (form is None and tensor.dtype in _FLOATS):
         return 0
     return prod(tensor.shape) * (2 if tensor.dtype == "U8" else 1) * shape.dtype_bytes // ways
-
-
-def _whole(part: Part, form: Format | None, shape: Shape) -> int:
-    return part.tensor.nbytes if form is None else _formatted(part, form, shape, 1)
 
 
 def _plain(tensor: TensorRef, shape: Shape) -> int:
