@@ -108,7 +108,7 @@ def footprint(
     """requests: of max_model_len tokens that are to run at once. Raises CheckpointError where the recipe cannot be."""
     shape = inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
-    weights = inventory.weights(recipe, ranks, stages)
+    weights = inventory.weights(recipe, ranks, stages, hardware.platform)
     kv = kv_cost(shape, serving)
     cuda = hardware.platform == "cuda"
     parts = {

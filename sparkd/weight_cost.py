@@ -24,6 +24,10 @@ def _words(text: str) -> frozenset[str]:
 
 # vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
 VOCAB_PADDING = 64
+# Hidden and inner width of gpt-oss's experts are padded to these for Marlin, which vLLM takes on a Spark (fused_moe/oracle/mxfp4.py,
+# mxfp4_round_up_hidden_size_and_intermediate_size; gpt-oss-120b was logged with 65.97 GiB so, not 60.8). The B12X kernels of later
+# releases, where FlashInfer has them, pad nothing.
+MARLIN_TILES = (256, 128)
 _COLUMN = _words(
     """q_proj gate_proj up_proj gate_up_proj w1 w3 wi wi_0 wi_1 fc1 c_fc linear_fc1 linear_1 q_b_proj kv_b_proj qkv_proj qkv Wqkv
     query_key_value c_attn in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_a in_proj_b wq w13 dense_h_to_4h conv1d A_log D
@@ -114,15 +118,16 @@ class Inventory:
             self._alike[recipe] = tuple(_grouped(self.parts, assignment)), assignment.adjustments
         return self._alike[recipe]
 
-    def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1) -> Weights:
-        """Of the fullest rank. Raises CheckpointError as `alike`."""
+    def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
+        """Of the fullest rank. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
         found, notes = self.alike(recipe)
         placed: list[dict[str, int]] = [{} for _ in range(stages)]
         of_layer = stages_of(self.shape.layers, stages)
         active = disk = head = 0
         for one in found:
             part = one.part
-            held = part.copies * part.count * _bytes(part, one.form, self.shape, ranks)
+            each = _bytes(part, one.form, self.shape, ranks) * _padding(part, one.form, self.shape, ranks, platform)
+            held = part.copies * part.count * ceil(each)
             for layer in one.layers:
                 for stage in _places(part.kind, layer, of_layer, stages, self.shape):
                     placed[stage][part.kind] = placed[stage].get(part.kind, 0) + held
@@ -289,3 +294,16 @@ def _width(tensor: TensorRef, shape: Shape) -> int:
     if stored is None or last in _EXACT or "scale" in last:
         return tensor.nbytes // max(1, prod(tensor.shape))
     return shape.dtype_bytes
+
+
+def _padding(part: Part, form: Format | None, shape: Shape, ranks: int, platform: str) -> float:
+    """By how much gpt-oss's experts grow in memory. A checkpoint of another class keeps its sizes, or is refused."""
+    four_bit = part.tensor.dtype == "U8" or (form is not None and form.name == "mxfp4")
+    if platform != "cuda" or not four_bit or shape.architecture != "GptOssForCausalLM" or ".experts." not in part.tensor.name:
+        return 1.0
+    hidden, inner = (_up(size, tile) for size, tile in zip((shape.hidden, ceil(shape.expert_width / ranks)), MARLIN_TILES, strict=True))
+    return hidden * inner * ranks / (shape.hidden * shape.expert_width)
+
+
+def _up(size: int, tile: int) -> int:
+    return ceil(size / tile) * tile

@@ -13,11 +13,11 @@ from typing import Any
 from sparkd.checkpoint import Checkpoint
 from sparkd.safetensors import DTYPE_BITS, TensorRef
 from sparkd.source_quantization import source_quantization
-from tests.published_stored import FP8_BLOCK, elements, stored
+from tests.published_stored import FP8_BLOCK, MXFP4_THROUGHOUT, elements, stored
 from tests.published_tensors import tensors_of
 
 CONFIGS = Path(__file__).parent / "fixtures" / "configs"
-WAYS = ("as published", "bf16", "fp8_block")
+WAYS = {"as published": None, "bf16": None, "fp8_block": FP8_BLOCK, "mxfp4 throughout": MXFP4_THROUGHOUT}
 _CORRECTIONS = "e_score_correction_bias"
 # By what the source of a total says that it counts: what it leaves out.
 _LEFT_OUT: Mapping[str, Callable[[TensorRef], bool]] = {
@@ -42,7 +42,8 @@ def config_of(fixture: str) -> dict[str, Any]:
 
 
 def checkpoint_of(fixture: str, way: str = "as published") -> Checkpoint:
-    """way: `as published`: as its configuration says it is quantized; bf16; fp8_block: as Qwen's FP8 builds are. Raises ValueError."""
+    """way: `as published`: as its configuration says it is quantized; bf16; fp8_block: as Qwen's FP8 builds are;
+    mxfp4 throughout: gpt-oss with every linear layer in four bits. Raises ValueError."""
     if way not in WAYS:
         raise ValueError(f"{way} is no way to store a model; {', '.join(WAYS)} are.")
     config = config_of(fixture)
@@ -51,8 +52,8 @@ def checkpoint_of(fixture: str, way: str = "as published") -> Checkpoint:
     tensors = tensors_of(config)
     if way != "as published":
         config.pop("quantization_config", None)
-    if way == "fp8_block":
-        config["quantization_config"] = dict(FP8_BLOCK)
+    if (other := WAYS[way]) is not None:
+        config["quantization_config"] = dict(other)
     quantization: Mapping[str, Any] | None = modelopt["quantization"] if modelopt else config.get("quantization_config")
     if quantization:
         tensors = stored(tensors, quantization)
