@@ -6,19 +6,22 @@ Only the standard library is needed: the loader imports this inside Python envir
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import AGAIN, Shard, TensorRef, loads, open_regular, read_header, shown
+from sparkd.safetensors import AGAIN, Shard, open_regular, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
+from sparkd.tensors import FileTensors, TensorRef, Tensors, any_twice
+from sparkd.weight_index import INDEX, object_of, read_index
 
 __all__ = ["CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class"]
 
-INDEX = "model.safetensors.index.json"
-# Far above any real one (a 60,000-tensor index is 6 MB); a file of another kind under this name is refused before it is parsed.
+CONFIG = "config.json"
+MODELOPT = "hf_quant_config.json"
+# Far above any real one (a 190,000-tensor index is 18 MB); a file of another kind under this name is refused before it is parsed.
 MAX_JSON_BYTES = 64 << 20
 _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
 
@@ -39,41 +42,140 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+class Source(Protocol):
+    """Where the files are. place: what their paths begin with; names: of the files there."""
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def path(self, name: str) -> str: ...
+
+    def content(self, name: str) -> bytes:
+        """All of a file, at most MAX_JSON_BYTES."""
+
+    def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
+        """In the order of `files`: file -> bytes that its header has about, 0 where nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The files that count, in order, and the names of the tensors that the index has in each; None without an index."""
+
+    config: Mapping[str, Any]
+    files: Sequence[str]
+    index: Mapping[str, bytes] | None
+
+
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """What a folder's checkpoint holds, from its headers alone. Raises CheckpointError, which names file, tensor, reason and cure.
 
     The files are those that model.safetensors.index.json names, else every *.safetensors (without consolidated*, Mistral's second copy,
     where model* is there too). The snapshot folders of a hub cache, whose files are links, work.
     """
-    folder = os.path.abspath(os.fspath(folder))
-    names = _listing(folder)
-    if "config.json" not in names:
-        raise CheckpointError("there is no config.json in it", file=folder, cure="Give the folder that holds the model's own files")
-    config = _read_object(os.path.join(folder, "config.json"))
-    weight_map = _weight_map(folder) if INDEX in names else None
-    files = sorted(set(weight_map.values())) if weight_map is not None else _weight_files(folder, names)
-    tensors: dict[str, TensorRef] = {}
+    source = Folder(folder)
+    return assembled(source, selected(source))
+
+
+def selected(source: Source) -> Selection:
+    """What a source's small files say. Raises CheckpointError."""
+    if CONFIG not in source.names:
+        raise CheckpointError("there is no config.json in it", file=source.place, cure="Give the folder that holds the model's own files")
+    config = object_of(source.content(CONFIG), source.path(CONFIG), AGAIN)
+    if INDEX not in source.names:
+        return Selection(config, _weight_files(source.place, source.names), None)
+    index = read_index(source.content(INDEX), source.path(INDEX))
+    return Selection(config, sorted(index), index)
+
+
+def assembled(source: Source, selection: Selection) -> Checkpoint:
+    """The checkpoint of a selection of its source's files. Raises CheckpointError."""
+    index = dict(selection.index) if selection.index is not None else None
+    expected = {file: _header_bytes(index[file]) if index is not None else 0 for file in selection.files}
     shards: list[Shard] = []
-    for file in files:
-        shard, found = read_header(os.path.join(folder, file))
+    found: list[FileTensors] = []
+    strays: list[frozenset[bytes]] = []
+    for file, (shard, tensors) in zip(selection.files, source.headers(expected), strict=True):
         shards.append(shard)
-        for tensor in found:
-            owner = weight_map.get(tensor.name) if weight_map is not None else None
-            if owner is not None and owner != file:
-                continue
-            if tensor.name in tensors:
-                told = f"the same tensor is in {os.path.basename(tensors[tensor.name].path)} too, and no index says which one counts"
-                raise CheckpointError(told, file=tensor.path, tensor=shown(tensor.name), cure="Remove the file that is left over")
-            tensors[tensor.name] = tensor
-    for name, file in (weight_map or {}).items():
-        if name not in tensors:
-            told = f"{INDEX} says that this tensor is in {file}, and it is not"
-            raise CheckpointError(told, file=os.path.join(folder, file), tensor=shown(name), cure="Download index and shard again")
-    if not tensors:
-        raise CheckpointError("its safetensors files hold no tensor", file=folder, cure=AGAIN.replace("file", "checkpoint"))
-    extra = os.path.join(folder, "hf_quant_config.json")
-    modelopt = _read_object(extra) if "hf_quant_config.json" in names else None
-    return Checkpoint(folder, config, tuple(shards), tensors, source_quantization(config, modelopt, tensors))
+        found.append(tensors)
+        # Popped: the names of 190,000 tensors need not be there twice.
+        strays.append(_strays(tensors, index.pop(file), file, source) if index is not None else frozenset())
+    # Without a stray each file has what the index says, and the index says nothing twice.
+    if index is None or any(strays):
+        found = _without_copies(found, strays)
+        _refuse_copies(found)
+    tensors_by_name = Tensors(found)
+    if not tensors_by_name:
+        raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
+    modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
+    quantization = source_quantization(selection.config, modelopt, tensors_by_name)
+    return Checkpoint(source.place, selection.config, tuple(shards), tensors_by_name, quantization)
+
+
+class Folder:
+    """A folder on this machine. Raises CheckpointError where it cannot be listed."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.place = os.path.abspath(os.fspath(folder))
+        self.names: Collection[str] = _listing(self.place)
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.place, name)
+
+    def content(self, name: str) -> bytes:
+        path = self.path(name)
+        try:
+            with open_regular(path) as file:
+                raw = file.readall() if os.fstat(file.fileno()).st_size <= MAX_JSON_BYTES else None
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure=AGAIN) from None
+        if raw is None:
+            raise CheckpointError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB", file=path, cure=AGAIN)
+        return raw
+
+    def headers(self, files: Mapping[str, int]) -> Iterator[tuple[Shard, FileTensors]]:
+        return (read_header(self.path(file)) for file in files)
+
+
+def _header_bytes(names: bytes) -> int:
+    """About, and hardly less: an entry has up to 95 bytes beside its name (two dimensions, offsets of 11 digits)."""
+    return len(names) + 95 * (names.count(b"\n") + 1) + 1024
+
+
+def _strays(tensors: FileTensors, indexed: bytes, file: str, source: Source) -> frozenset[bytes]:
+    """Names in a file that the index does not have there. Raises CheckpointError where it has one there that is not."""
+    names = tensors.split_names()
+    if b"\n".join(sorted(names)) == indexed:
+        return frozenset()
+    wanted, found = set(indexed.split(b"\n")), set(names)
+    if missing := wanted - found:
+        told = f"{INDEX} says that this tensor is in {file}, and it is not"
+        raise CheckpointError(told, file=source.path(file), tensor=shown(min(missing).decode()), cure="Download index and shard again")
+    return frozenset(found - wanted)
+
+
+def _without_copies(files: list[FileTensors], strays: list[frozenset[bytes]]) -> list[FileTensors]:
+    """Leaves out of each file what the index has in another one; what it does not have at all counts where it is."""
+    everywhere = frozenset().union(*strays)
+    if not everywhere:
+        return files
+    owned = {name for file, own in zip(files, strays, strict=True) for name in everywhere.intersection(file.split_names()) - own}
+    left_out = [frozenset(name.decode() for name in own & owned) for own in strays]
+    return [replace(file, left_out=names) for file, names in zip(files, left_out, strict=True)]
+
+
+def _refuse_copies(files: Sequence[FileTensors]) -> None:
+    if len(files) < 2 or not any_twice(name for file in files for name in file.counting_names()):
+        return
+    first: dict[str, FileTensors] = {}
+    for file in files:
+        for name in file.counting_names():
+            if name in first:
+                told = f"the same tensor is in {os.path.basename(first[name].path)} too, and no index says which one counts"
+                raise CheckpointError(told, file=file.path, tensor=shown(name), cure="Remove the file that is left over")
+            first[name] = file
 
 
 def _listing(folder: str) -> set[str]:
@@ -86,34 +188,6 @@ def _listing(folder: str) -> set[str]:
     except (OSError, ValueError) as error:
         reason, cure = f"the folder cannot be read: {getattr(error, 'strerror', None) or error}", "Check its owner and mode"
     raise CheckpointError(reason, file=shown(folder), cure=cure)
-
-
-def _read_object(path: str) -> dict[str, Any]:
-    cure = "Download the file again"
-    try:
-        with open_regular(path) as file:
-            raw = file.readall() if os.fstat(file.fileno()).st_size <= MAX_JSON_BYTES else None
-    except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure=cure) from None
-    if raw is None:
-        raise CheckpointError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB", file=path, cure=cure)
-    value = loads(raw, path, cure)
-    if not isinstance(value, dict):
-        raise CheckpointError("it holds no JSON object", file=path, cure=cure)
-    return value
-
-
-def _weight_map(folder: str) -> dict[str, str]:
-    """Tensor name -> file name, as the index says. A file outside the folder is refused: an index must not reach other files."""
-    path = os.path.join(folder, INDEX)
-    weight_map = _read_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("it has no weight_map that names a tensor", file=path, cure="Download the index again")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or "/" in file:
-            told = f"its weight_map names {shown(file)}, which is no file of this folder"
-            raise CheckpointError(told, file=path, tensor=shown(name), cure="Download the index again")
-    return weight_map
 
 
 def _weight_files(folder: str, names: Iterable[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """Owns one safetensors file's header: what it says, checked against the file. Never reads a weight, never imports numpy or torch.
 
 The format: github.com/huggingface/safetensors, README.md, "Format"; the checks are those of its Rust reader (`Metadata::validate`).
+A header that is laid out as that library writes it is recognised as a whole; every other one is taken apart entry by entry, and only there
+a fault gets its sentence. What is recognised is what the other way takes, tensor for tensor.
 """
 
 from __future__ import annotations
@@ -9,12 +11,17 @@ import hashlib
 import io
 import json
 import os
+import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from sparkd.errors import CheckpointError
+from sparkd.tensors import FileTensors, Kind, TensorRef
 
 # The limit of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
@@ -49,18 +56,10 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 AGAIN = "Download the file again"
 _SHOWN = 120
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """Where one tensor lies. dtype: safetensors code ("BF16", "F8_E4M3"); path: absolute; offset: bytes from the start of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: str
-    offset: int
-    nbytes: int
+# One entry as serde_json writes it, with a name of printable ASCII that needs no escape: name, kind, offsets.
+_ENTRY = re.compile(rb'"([!#-\[\]-~]+)":\{"dtype":("[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\[([0-9]+,[0-9]+)\]\},')
+_ENTRY_BYTES = len(b'"":{"dtype":,"data_offsets":[]},')
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Shard:
     header_sha256: str
 
 
-def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
+def read_header(path: str) -> tuple[Shard, FileTensors]:
     """One file's identity and its tensors in the order of their offsets. path: absolute. Raises CheckpointError.
 
     Reads the header only: memory is bounded by what the file really holds, whatever the length field claims.
@@ -82,22 +81,37 @@ def read_header(path: str) -> tuple[Shard, list[TensorRef]]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            header = _header_bytes(file, path, status.st_size)
+            length = header_length(file.read(PREFIX_BYTES), path, status.st_size)
+            header = _header_bytes(file, path, length)
     except OSError as error:
         raise CheckpointError(f"it cannot be read: {error.strerror}", file=path, cure="Check the disk") from None
-    data_bytes = status.st_size - PREFIX_BYTES - len(header)
-    table = loads(header, path)
-    if not isinstance(table, dict):
-        raise CheckpointError(f"the header is a JSON {_kind(table)} where an object is expected", file=path, cure=AGAIN)
-    metadata = table.pop("__metadata__", None)
-    if metadata is not None and not isinstance(metadata, dict):
-        raise CheckpointError(f"__metadata__ in the header is a {_kind(metadata)} where an object is expected", file=path, cure=AGAIN)
+    return parse_header(header, path, status.st_size, status.st_mtime_ns)
+
+
+def header_length(prefix: bytes, path: str, size_bytes: int) -> int:
+    """Bytes of the JSON. prefix: the first 8 bytes of the file, or all that it has; size_bytes: the file's. Raises CheckpointError."""
+    if len(prefix) < PREFIX_BYTES:
+        raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
+    if prefix.startswith(b"version "):
+        raise CheckpointError("it is a Git LFS pointer, not the file itself", file=path, cure="Run `git lfs pull` in its folder")
+    length = int.from_bytes(prefix, "little")
+    if length > size_bytes - PREFIX_BYTES:
+        told = f"the header is said to be {length} bytes long, and the file has {size_bytes}"
+        raise CheckpointError(f"{told}: it is cut off or no safetensors file", file=path, cure=AGAIN)
+    if length > MAX_HEADER_BYTES:
+        told = f"the header is said to be {length} bytes long, more than the {MAX_HEADER_BYTES} that the format allows"
+        raise CheckpointError(told, file=path, cure="Store the model in more than one file")
+    return length
+
+
+def parse_header(header: bytes, path: str, size_bytes: int, mtime_ns: int) -> tuple[Shard, FileTensors]:
+    """header: the JSON without its length, checked against the file's size. Raises CheckpointError."""
     begin = PREFIX_BYTES + len(header)
-    tensors = [_tensor(name, entry, path, begin) for name, entry in table.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    _check_cover(tensors, path, begin, data_bytes)
+    found = _recognised(header, path, size_bytes - begin)
+    if found is None:
+        found = _taken_apart(header, path, size_bytes - begin)
     digest = hashlib.sha256(len(header).to_bytes(PREFIX_BYTES, "little") + header).hexdigest()
-    return Shard(path, status.st_size, status.st_mtime_ns, begin, digest), tensors
+    return Shard(path, size_bytes, mtime_ns, begin, digest), found
 
 
 def open_regular(path: str) -> io.FileIO:
@@ -141,19 +155,7 @@ def shown(name: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _header_bytes(file: io.FileIO, path: str, size_bytes: int) -> bytes:
-    prefix = file.read(PREFIX_BYTES)
-    if len(prefix) < PREFIX_BYTES:
-        raise CheckpointError(f"the file ends after {len(prefix)} bytes, before the length of its header", file=path, cure=AGAIN)
-    if prefix.startswith(b"version "):
-        raise CheckpointError("it is a Git LFS pointer, not the file itself", file=path, cure="Run `git lfs pull` in its folder")
-    length = int.from_bytes(prefix, "little")
-    if length > size_bytes - PREFIX_BYTES:
-        told = f"the header is said to be {length} bytes long, and the file has {size_bytes}"
-        raise CheckpointError(f"{told}: it is cut off or no safetensors file", file=path, cure=AGAIN)
-    if length > MAX_HEADER_BYTES:
-        told = f"the header is said to be {length} bytes long, more than the {MAX_HEADER_BYTES} that the format allows"
-        raise CheckpointError(told, file=path, cure="Store the model in more than one file")
+def _header_bytes(file: io.FileIO, path: str, length: int) -> bytes:
     header = bytearray()
     while len(header) < length:
         piece = file.read(length - len(header))
@@ -161,6 +163,76 @@ def _header_bytes(file: io.FileIO, path: str, size_bytes: int) -> bytes:
             raise CheckpointError(f"the file ended at byte {PREFIX_BYTES + len(header)} while its header was read", file=path, cure=AGAIN)
         header += piece
     return bytes(header)
+
+
+def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None:
+    """The tensors of a faultless header in the library's own layout, whose entries follow their data; None for any other.
+
+    Entries that match and are together as long as the text that they were found in are all of it.
+    """
+    first = _ENTRY.search(header)
+    text = header.rstrip(b" ")
+    if first is None or not text.endswith(b"}}") or not _opens(text[: first.start()]):
+        return None
+    text = text[first.start() : -1] + b","
+    names, spellings, offsets = zip(*_ENTRY.findall(text), strict=True)
+    joined, numbers = b"\n".join(names), b",".join(offsets)
+    # The line feeds and commas of the joined ones stand for no byte of the text.
+    if len(joined) + len(numbers) + sum(map(len, spellings)) + len(names) * (_ENTRY_BYTES - 2) + 2 != len(text):
+        return None
+    different = set(names)
+    if len(different) != len(names) or _METADATA.encode() in different:
+        return None
+    try:
+        known = {spelling: _kind_of(spelling) for spelling in set(spellings)}
+        bounds = json.loads(b"[" + numbers + b"]")
+    except (CheckpointError, ValueError):
+        return None
+    kinds = tuple(map(known.__getitem__, spellings))
+    ends = list(accumulate(map(attrgetter("nbytes"), kinds)))
+    if bounds[1::2] != ends or bounds[::2] != [0, *ends[:-1]] or ends[-1] != data_bytes:
+        return None
+    return FileTensors(path, PREFIX_BYTES + len(header), joined, kinds)
+
+
+def _opens(text: bytes) -> bool:
+    """True for what may stand before the first tensor's entry: the brace, and the metadata where there are any."""
+    if text == b"{":
+        return True
+    try:
+        value = json.loads(text.removesuffix(b",").decode() + "}", object_pairs_hook=_object, parse_constant=_constant)
+    except (ValueError, RecursionError):
+        return False
+    return text.endswith(b",") and isinstance(value, dict) and value.keys() == {_METADATA} and isinstance(value[_METADATA], dict)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(spelling: bytes) -> Kind:
+    """`"BF16","shape":[4,8]`. Raises CheckpointError or ValueError."""
+    entry = json.loads(b'{"dtype":' + spelling + b"}")
+    bits = _bits(entry["dtype"], entry["shape"], "", "")
+    if bits % 8:
+        raise ValueError
+    return Kind(entry["dtype"], tuple(entry["shape"]), bits // 8)
+
+
+def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
+    table = loads(header, path)
+    if not isinstance(table, dict):
+        raise CheckpointError(f"the header is a JSON {_json_kind(table)} where an object is expected", file=path, cure=AGAIN)
+    metadata = table.pop(_METADATA, None)
+    if metadata is not None and not isinstance(metadata, dict):
+        told = f"{_METADATA} in the header is a {_json_kind(metadata)} where an object is expected"
+        raise CheckpointError(told, file=path, cure=AGAIN)
+    begin = PREFIX_BYTES + len(header)
+    tensors = [_tensor(name, entry, path, begin) for name, entry in table.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    _check_cover(tensors, path, begin, data_bytes)
+    shared: dict[Kind, Kind] = {}
+    kinds = (Kind(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors)
+    return FileTensors(
+        path, begin, "\n".join(tensor.name for tensor in tensors).encode(), tuple(shared.setdefault(kind, kind) for kind in kinds)
+    )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -176,7 +248,7 @@ def _constant(name: str) -> Any:
     raise _NoJson(f"{name} is no JSON")
 
 
-def _kind(value: object) -> str:
+def _json_kind(value: object) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     return names.get(type(value), "null")
 
@@ -190,28 +262,33 @@ def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN) from None
     if not name.isprintable() or not name:
         raise CheckpointError("a tensor's name is empty or has control characters", file=path, tensor=shown(name), cure=AGAIN)
-    bits = DTYPE_BITS.get(dtype) if type(dtype) is str else None
-    if bits is None:
-        cure = "Update sparkd, or store the tensor in another dtype"
-        raise CheckpointError(f"its dtype {shown(dtype)} is not known", file=path, tensor=shown(name), cure=cure)
     if type(start) is not int or type(end) is not int or not 0 <= start <= end <= MAX_COUNT:
         told = f"its offsets {shown([start, end])} are not two numbers in ascending order from 0"
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
-    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-        told = f"its shape is not an array of at most {MAX_DIMENSIONS} numbers"
-        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
-    count = bits
-    for size in shape:
-        if type(size) is not int or not 0 <= size <= MAX_COUNT:
-            raise CheckpointError(f"its shape {shown(shape)} has a member that is no count", file=path, tensor=shown(name), cure=AGAIN)
-        count *= size
+    count = _bits(dtype, shape, path, name)
     if count != 8 * (end - start):
         told = f"its offsets hold {end - start} bytes, and {dtype} of shape {shown(shape)} has {shown(f'{count} bits')}"
         raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
     return TensorRef(name, dtype, tuple(shape), path, begin + start, end - start)
 
 
-def _check_cover(tensors: list[TensorRef], path: str, begin: int, data_bytes: int) -> None:
+def _bits(dtype: Any, shape: Any, path: str, name: str) -> int:
+    """Of a whole tensor."""
+    count = DTYPE_BITS.get(dtype) if type(dtype) is str else None
+    if count is None:
+        cure = "Update sparkd, or store the tensor in another dtype"
+        raise CheckpointError(f"its dtype {shown(dtype)} is not known", file=path, tensor=shown(name), cure=cure)
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+        told = f"its shape is not an array of at most {MAX_DIMENSIONS} numbers"
+        raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MAX_COUNT:
+            raise CheckpointError(f"its shape {shown(shape)} has a member that is no count", file=path, tensor=shown(name), cure=AGAIN)
+        count *= size
+    return count
+
+
+def _check_cover(tensors: Sequence[TensorRef], path: str, begin: int, data_bytes: int) -> None:
     """The format has the tensors cover the data without hole or overlap; a download that was cut off shows here."""
     if tensors and (need := max(tensor.offset + tensor.nbytes for tensor in tensors) - begin) > data_bytes:
         last = max(tensors, key=lambda tensor: tensor.offset + tensor.nbytes)

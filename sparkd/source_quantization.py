@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sparkd.safetensors import TensorRef
+from sparkd.tensors import TensorRef
 
 # What the loader can turn back into BF16, one tensor at a time; the rest is served as it is.
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
@@ -117,9 +117,13 @@ def _compressed_tensors(details: Mapping[str, Any]) -> str:
 
 def _fp8_by_scales(tensors: Mapping[str, TensorRef], details: Mapping[str, Any]) -> str | None:
     """The kind of the first scaled FP8 weight, None where there is no such weight."""
-    for name, tensor in _fp8_weights(tensors.items()):
+    weights = dict(_fp8_weights(tensors.items()))
+    wanted = {name.removesuffix("weight") + each for name in weights for each in _SCALE_NAMES}
+    # Not looked up by name, see sparkd.tensors.Tensors.
+    scales = {name: tensor for name, tensor in tensors.items() if name in wanted} if wanted else {}
+    for name, tensor in weights.items():
         stem = name.removesuffix("weight")
-        scale = next((tensors[stem + each] for each in _SCALE_NAMES if stem + each in tensors), None)
+        scale = next((scales[stem + each] for each in _SCALE_NAMES if stem + each in scales), None)
         if scale is None:
             continue
         count, rows = _product(scale.shape), tensor.shape[-2]

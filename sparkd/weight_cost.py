@@ -14,6 +14,7 @@ from math import ceil, prod
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
 from sparkd.kv_cost import stages_of
 from sparkd.model_shape import Attention, Shape, text_config
+from sparkd.tensors import alike
 from workers.stream.format import Format
 from workers.stream.recipe import Recipe
 
@@ -46,6 +47,7 @@ _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _INPUT_FIRST = _words("qweight qzeros scales")
 # Stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
+_EXPERT = re.compile(r"\.experts\.\d+\.(?=.)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -146,18 +148,11 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     counts: dict[str, int] = {}
     kept: dict[str, TensorRef] = {}
     unloaded = 0
-    for name, tensor in checkpoint.tensors.items():
-        before, found, after = name.partition(".experts.")
-        number, _, rest = after.partition(".")
-        key = f"{before}.experts.0.{rest}" if found and number.isdigit() and rest else name
-        first = kept.get(key)
-        if first is None:
-            kept[key] = tensor if key == name else replace(tensor, name=key)
-            counts[key] = 1
-        elif first.shape == tensor.shape and first.dtype == tensor.dtype:
-            counts[key] += 1
-        else:
-            kept[name], counts[name] = tensor, 1
+    for group in alike(checkpoint.tensors, _EXPERT, ".experts.0."):
+        # Experts of another kind than the first of their name are a group of their own.
+        name = group.first.name if group.name in kept else group.name
+        kept[name] = group.first._replace(name=name)
+        counts[name] = group.total
     kinds = {name: tensor_class(name, tensor.shape) for name, tensor in kept.items()}
     text = text_config(checkpoint.config)
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():

@@ -1,0 +1,121 @@
+"""Owns model.safetensors.index.json: which file each tensor is in. Never opens a file, never compares with what is there.
+
+An index that is laid out plainly is split at its quotation marks; every other one is parsed as any JSON is, and only there a fault gets its
+sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import compress, count, islice, pairwise
+from operator import lt, ne
+from typing import Any
+
+from sparkd.errors import CheckpointError
+from sparkd.safetensors import loads, shown
+from sparkd.tensors import any_twice
+
+INDEX = "model.safetensors.index.json"
+AGAIN = "Download the index again"
+_OPENING = re.compile(rb'(?<=[{,\s])"weight_map"\s*:\s*\{')
+_KEY = b'"weight_map"'
+_SPACE = b" \t\r\n"
+# Printable ASCII that stands in a JSON string as it is.
+_PLAIN = bytes(code for code in range(0x20, 0x7F) if code not in b'"\\')
+_CHUNK_BYTES = 1 << 20
+
+
+def read_index(raw: bytes, path: str) -> dict[str, bytes]:
+    """File -> names of the tensors that are in it, UTF-8 and joined by line feeds. raw: the index. Raises CheckpointError.
+
+    A file that may lie outside of the folder is refused: an index must not reach other files.
+    """
+    found = _recognised(raw)
+    return found if found is not None else _parsed(raw, path)
+
+
+def _recognised(raw: bytes) -> dict[str, bytes] | None:
+    opening = _OPENING.search(raw)
+    if opening is None or b"\\" in raw:
+        return None
+    start, end = opening.end(), raw.find(b"}", opening.end())
+    # Without its members the map has to be the one that the whole object knows by this name.
+    around = raw[:start] + raw[end:]
+    if end < 0 or around.count(_KEY) != 1:
+        return None
+    try:
+        value = loads(around, INDEX)
+    except CheckpointError:
+        return None
+    if not isinstance(value, dict) or value.get("weight_map") != {}:
+        return None
+    pieces: dict[bytes, list[bytes]] = {}
+    last, ascending = b"", True
+    for chunk in _chunks(raw, start, end):
+        members = _members(chunk)
+        if members is None:
+            return None
+        names, files = members
+        ascending = ascending and last < names[0] and all(map(lt, names, islice(names, 1, None)))
+        last = names[-1]
+        for first, after in pairwise([0, *compress(count(1), map(ne, files, islice(files, 1, None))), len(files)]):
+            pieces.setdefault(files[first], []).append(b"\n".join(names[first:after]))
+    found = {file.decode(): b"\n".join(names) for file, names in pieces.items()}
+    if not all(map(_is_file_name, found)):
+        return None
+    # Most are sorted, and that is cheaper to see than that no name stands twice.
+    if not ascending and any_twice(name for joined in found.values() for name in joined.split(b"\n")):
+        return None
+    return found
+
+
+def _chunks(raw: bytes, start: int, end: int) -> Iterator[bytes]:
+    """raw[start:end], cut at commas that end a member: 190,000 members at once take 50 MB."""
+    while (cut := raw.find(b'",', min(start + _CHUNK_BYTES, end), end)) >= 0:
+        yield raw[start : cut + 1]
+        start = cut + 2
+    yield raw[start:end]
+
+
+def _members(chunk: bytes) -> tuple[list[bytes], list[bytes]] | None:
+    """Names and files of `"name": "file"` and so on; None where anything else stands there. Between quotation marks there is no escape."""
+    parts = chunk.split(b'"')
+    if len(parts) < 5 or len(parts) % 4 != 1 or parts[0].strip(_SPACE) or parts[-1].strip(_SPACE):
+        return None
+    if any(between.strip(_SPACE) != b":" for between in set(parts[2::4])):
+        return None
+    if any(between.strip(_SPACE) != b"," for between in set(parts[4:-1:4])):
+        return None
+    names, files = parts[1::4], parts[3::4]
+    if b"".join(names).translate(None, _PLAIN) or b"" in names or b"".join(set(files)).translate(None, _PLAIN):
+        return None
+    return names, files
+
+
+def _parsed(raw: bytes, path: str) -> dict[str, bytes]:
+    weight_map = object_of(raw, path, AGAIN).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("it has no weight_map that names a tensor", file=path, cure=AGAIN)
+    found: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_file_name(file):
+            told = f"its weight_map names {shown(file)}, which is no file of this folder"
+            raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+        if not name.isprintable() or not name:
+            told = "its weight_map names a tensor whose name is empty or has control characters"
+            raise CheckpointError(told, file=path, tensor=shown(name), cure=AGAIN)
+        found.setdefault(file, []).append(name)
+    return {file: "\n".join(names).encode() for file, names in found.items()}
+
+
+def _is_file_name(name: str) -> bool:
+    return name.isprintable() and name not in ("", ".", "..") and "/" not in name
+
+
+def object_of(raw: bytes, path: str, cure: str) -> dict[str, Any]:
+    """A JSON object as a foreign file has it. Raises CheckpointError."""
+    value = loads(raw, path, cure)
+    if not isinstance(value, dict):
+        raise CheckpointError("it holds no JSON object", file=path, cure=cure)
+    return value
