@@ -1,26 +1,14 @@
-"""`sparkd plan`: whether a model fits, and how, from its headers alone. Never loads a weight."""
+"""The verb `sparkd plan` and its options. Never plans: what does is imported only when it is asked."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
 import typer
-import yaml
 
-from sparkd import show, show_plan
-from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.container import containers, shell
 from sparkd.errors import ConfigError, DoesNotFit
-from sparkd.hardware import hardware_of
-from sparkd.layers import located, value_of
-from sparkd.plan_question import Question, answer
-from sparkd.quantizing import AUTO
 from sparkd.verbs import Session, argument, option, verb
-
-KV_DTYPES = get_args(Question.model_fields["kv_cache_dtype"].annotation)
 
 
 def register(app: typer.Typer) -> None:
@@ -45,47 +33,32 @@ def plan(
     every: Annotated[bool, option("--all", help="Also tell why each other way cannot be.")] = False,
     config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that knows MODEL.")] = None,
 ) -> None:
-    """Will it fit, and how: every format and way over the nodes, the best one, and vLLM's command for it.
+    """Whether a model fits, how, and vLLM's command for it.
 
     Reads config.json and the headers of the weights, and needs neither a daemon nor a GPU. A hub id that is not on this machine is looked
     at on the hub; nothing but headers is fetched.
     """
-    if kv_dtype not in KV_DTYPES:
-        raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
+    from sparkd import plan_command
 
-    def find(name: str) -> tuple[str, Checkpoint, Any]:
-        source, folder, configured, _ = located(name, config, os.environ, session.client.models)
-        return source, read_checkpoint(folder), None if configured in (AUTO, "bf16") else configured
-
-    question = Question(
+    if kv_dtype not in plan_command.KV_DTYPES:
+        raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(plan_command.KV_DTYPES)} are known.")
+    if image is not None and not (docker or compose):
+        raise ConfigError("--image belongs to --docker or --compose.")
+    asked = plan_command.Question(
         model=model,
         nodes=nodes,
         max_model_len=context,
         requests=seqs,
-        quantize=value_of(quantize) if quantize is not None else None,
+        quantize=plan_command.value_of(quantize) if quantize is not None else None,
         max_num_batched_tokens=batch,
         kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
         margin_gib=margin,
         enforce_eager=eager,
     )
-    found = answer(question, hardware_of(hardware), find)
-    if image is not None and not (docker or compose):
-        raise ConfigError("--image belongs to --docker or --compose.")
+    found = plan_command.found(asked, hardware, config, session.client.models)
     if docker or compose:
-        _containers(found, image, compose=compose)
-    elif session.json:
-        show.say_json(found)
+        plan_command.write_containers(found, image, compose=compose)
     else:
-        show_plan.plan(found, session.out, every=every)
+        plan_command.show_found(found, session.out, json=session.json, every=every)
     if found["choice"] is None:
         raise typer.Exit(DoesNotFit.exit_code)
-
-
-def _containers(found: dict[str, Any], image: str | None, *, compose: bool) -> None:
-    """On standard output alone, so that it can go to a file."""
-    made = containers(found, image)
-    for number, one in enumerate(made):
-        if len(made) > 1:
-            sys.stdout.write(f"# node {number}; HEAD is the address of node 0 on the QSFP link\n")
-        text = yaml.safe_dump({"services": {one.name: one.compose()}}, sort_keys=False) if compose else shell(one) + "\n"
-        sys.stdout.write(text)
