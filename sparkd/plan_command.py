@@ -25,7 +25,10 @@ KV_DTYPES = get_args(Question.model_fields["kv_cache_dtype"].annotation)
 
 
 def found(question: Question, hardware: str, config: Path | None, ask: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-    """The plan as plain JSON. ask: the daemon's models, called only where nothing else knows the name. Raises ConfigError, CheckpointError."""
+    """The plan as plain JSON. ask: the daemon's models, called only where nothing else knows the name.
+
+    Raises ConfigError and CheckpointError.
+    """
 
     def find(name: str) -> tuple[str, Checkpoint, Any]:
         source, folder, configured, _ = located(name, config, os.environ, ask)
