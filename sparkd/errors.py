@@ -77,6 +77,7 @@ class CheckpointError(SparkdError):
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None, cure: str | None = None) -> None:
         place = ": ".join(part for part in (file, tensor) if part)
         super().__init__(f"{place + ': ' if place else ''}{message.rstrip('.')}." + (f" {cure.rstrip('.')}." if cure else ""))
+        self.reason = message
         self.file = file
         self.tensor = tensor
         self.cure = cure

@@ -107,16 +107,21 @@ def located(
     model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
 ) -> tuple[str, str, Any, dict[str, str]]:
     """(folder or hub id, folder, configured `quantize`, environment of the engine) of what a user calls MODEL; as `listing_of`."""
-    source, configured, env = source_of(model), None, dict(environ)
-    if source.startswith("/"):
-        return source, source, configured, env
-    source, revision, configured, env = _named(model, config_file, env, ask)
+    source, revision, configured, env = meant(model, config_file, environ, ask)
     if source.startswith("/"):
         return source, source, configured, env
     snapshot = snapshot_of(source, revision, env)
     if snapshot is None:
         raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
     return source, str(snapshot), configured, env
+
+
+def meant(
+    model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
+) -> tuple[str, str | None, Any, dict[str, str]]:
+    """(folder or hub id, revision, configured `quantize`, environment of the engine) of what a user calls MODEL; as `listing_of`."""
+    source = source_of(model)
+    return (source, None, None, dict(environ)) if source.startswith("/") else _named(model, config_file, dict(environ), ask)
 
 
 def _named(

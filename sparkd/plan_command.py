@@ -12,10 +12,11 @@ import yaml
 from rich.console import Console
 
 from sparkd import show, show_plan
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import Checkpoint
 from sparkd.container import containers, shell
 from sparkd.hardware import hardware_of
-from sparkd.layers import located, value_of
+from sparkd.hub_headers import checkpoint_of
+from sparkd.layers import meant, value_of
 from sparkd.plan_question import Question, answer
 from sparkd.quantizing import AUTO
 
@@ -31,8 +32,10 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
     """
 
     def find(name: str) -> tuple[str, Checkpoint, Any]:
-        source, folder, configured, _ = located(name, config, os.environ, ask)
-        return source, read_checkpoint(folder), None if configured in (AUTO, "bf16") else configured
+        source, revision, configured, env = meant(name, config, os.environ, ask)
+        with show.progress(show.terminal(stderr=True)) as line:
+            checkpoint = checkpoint_of(source, revision, env, lambda done, total: line(f"{source}: headers of {done} of {total} files", ""))
+        return source, checkpoint, None if configured in (AUTO, "bf16") else configured
 
     return answer(question, hardware_of(hardware), find)
 

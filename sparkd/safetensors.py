@@ -170,11 +170,15 @@ def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None
 
     Entries that match and are together as long as the text that they were found in are all of it.
     """
-    first = _ENTRY.search(header)
     text = header.rstrip(b" ")
-    if first is None or not text.endswith(b"}}") or not _opens(text[: first.start()]):
+    if not text.endswith(b"}}"):
         return None
-    text = text[first.start() : -1] + b","
+    # With a comma for the last brace all entries are alike.
+    text = text[:-1] + b","
+    first = _ENTRY.search(text)
+    if first is None or not _opens(text[: first.start()]):
+        return None
+    text = text[first.start() :]
     names, spellings, offsets = zip(*_ENTRY.findall(text), strict=True)
     joined, numbers = b"\n".join(names), b",".join(offsets)
     # The line feeds and commas of the joined ones stand for no byte of the text.

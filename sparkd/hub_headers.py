@@ -1,0 +1,121 @@
+"""Owns reading a checkpoint wherever it is: a folder, the hub cache, or a hub, which sends the headers alone. Never fetches a weight.
+
+Nothing is written to the hub cache either: a folder there with some files of a newer commit would keep an engine from starting offline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from sparkd.checkpoint import CONFIG, MAX_JSON_BYTES, MODELOPT, Checkpoint, Folder, Selection, Shard, assembled, read_checkpoint, selected
+from sparkd.errors import CheckpointError
+from sparkd.hub import Hub, Listing, in_parallel
+from sparkd.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
+from sparkd.source import snapshot_of, source_of
+from sparkd.tensors import FileTensors
+from sparkd.weight_index import INDEX
+
+# Of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata: 97 of 100).
+FIRST_BYTES = 100_000
+_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_CURE = "It is so on the hub: choose a repository or a revision that has config.json and whole *.safetensors files"
+
+# (headers that were read, headers to read)
+Progress = Callable[[int, int], None]
+
+
+def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
+    """Of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError, CheckpointError.
+
+    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
+    """
+    source = source_of(text)
+    if source.startswith("/"):
+        return read_checkpoint(source)
+    snapshot = snapshot_of(source, revision, environ)
+    cached = _complete(snapshot) if snapshot is not None else None
+    return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
+
+
+def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
+    """As read_checkpoint of the downloaded folder, under paths hf://ID@COMMIT/FILE and with modification time 0.
+
+    All is of one commit. Raises ConfigError for what is no hub id, CheckpointError for what the hub refuses or has wrong.
+    """
+    hub = Hub(hub_id, revision, environ)
+    source = _Repository(hub, hub.listing(), progress)
+    try:
+        return assembled(source, selected(source))
+    except CheckpointError as error:
+        if not (error.file or "").startswith(source.place):
+            raise
+        # What is wrong there is not mended by what helps with a file on this machine.
+        raise CheckpointError(error.reason, file=error.file, tensor=error.tensor, cure=_CURE) from None
+
+
+def _complete(snapshot: Path) -> tuple[Folder, Selection] | None:
+    """None where a file is not there yet: a download may be on its way, or have been given up."""
+    try:
+        folder = Folder(snapshot)
+        selection = selected(folder)
+    except CheckpointError:
+        return None
+    needed = set(selection.files)
+    if selection.index is None:
+        for found in filter(None, map(_NUMBERED.fullmatch, selection.files)):
+            needed |= {f"{found[1]}-{number:05d}-of-{found[3]}.safetensors" for number in range(1, int(found[3]) + 1)}
+    return (folder, selection) if all(os.path.exists(folder.path(file)) for file in needed) else None
+
+
+class _Repository:
+    """A repository at one commit as a Source."""
+
+    def __init__(self, hub: Hub, listing: Listing, progress: Progress | None) -> None:
+        self.place = f"hf://{hub.hub_id}@{listing.commit}"
+        self.names = listing.sizes.keys()
+        self._hub = hub
+        self._listing = listing
+        self._progress = progress
+        self._small: dict[str, bytes] = {}
+
+    def path(self, name: str) -> str:
+        return f"{self.place}/{name}"
+
+    def content(self, name: str) -> bytes:
+        if not self._small:
+            wanted = [each for each in (CONFIG, INDEX, MODELOPT) if each in self.names]
+            read = partial(self._hub.whole, self._listing.commit, limit=MAX_JSON_BYTES)
+            self._small = {wanted[at]: raw for at, raw in in_parallel([partial(read, each) for each in wanted])}
+        return self._small.pop(name)
+
+    def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
+        for file in files.keys() - self.names:
+            raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))
+        found: dict[int, tuple[Shard, FileTensors]] = {}
+        jobs = [partial(self._header, file, PREFIX_BYTES + expected if expected else FIRST_BYTES) for file, expected in files.items()]
+        for at, (file, header, size_bytes) in in_parallel(jobs):
+            found[at] = parse_header(header, self.path(file), size_bytes, 0)
+            if self._progress is not None:
+                self._progress(len(found), len(jobs))
+        return [found[at] for at in range(len(jobs))]
+
+    def _header(self, file: str, expected: int) -> tuple[str, bytes, int]:
+        """(file, its header without the length, bytes of the file), by one request where the header is as long as expected, else by two."""
+        raw, size = self._hub.part(self._listing.commit, file, 0, min(expected, MAX_HEADER_BYTES))
+        listed = self._listing.sizes[file]
+        size_bytes = listed if size is None else size
+        if size_bytes is None:
+            raise CheckpointError("the hub does not tell how large it is", file=self.path(file))
+        if listed is not None and listed != size_bytes:
+            raise CheckpointError(f"the hub lists it with {listed} bytes, and serves {size_bytes}", file=self.path(file))
+        end = PREFIX_BYTES + header_length(raw[:PREFIX_BYTES], self.path(file), size_bytes)
+        if end > len(raw):
+            more, again = self._hub.part(self._listing.commit, file, len(raw), end)
+            raw += more
+            if again not in (None, size_bytes) or len(raw) < end:
+                raise CheckpointError(f"it was {size_bytes} bytes long, and is another one now", file=self.path(file))
+        return file, raw[PREFIX_BYTES:end], size_bytes

@@ -1,0 +1,449 @@
+"""A checkpoint that is on a hub: the same as the downloaded folder, by few and small requests, and one sentence for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from sparkd import hub
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError, ConfigError
+from sparkd.hub_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
+from tests import checkpoints
+from tests.hub_server import COMMIT, SIGNATURE, Repository, serving
+from tests.shards import header_of, layered, pack, write_folder, write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+ID = "owner/name"
+PLACE = f"hf://{ID}@{COMMIT}"
+TOKEN = "hf_thetokenthatnobodymaysee"
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+SHARDS = {
+    FIRST: {"model.embed_tokens.weight": ("BF16", (512, 64)), "model.norm.weight": ("F32", (64,))},
+    SECOND: {"lm_head.weight": ("BF16", (512, 64))},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def session() -> Iterator[None]:
+    """The library's session, past whatever proxy, token or offline mode this machine has; making one takes longer than a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(hub, "PAUSE_S", 0.0)
+        huggingface_hub.close_session()
+        yield
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    with serving(Repository(write_folder(tmp_path / "there", SHARDS, {"model_type": "llama"}, index=True))) as there:
+        yield there
+
+
+def environ(there: Repository, **more: str) -> dict[str, str]:
+    return {"HF_ENDPOINT": there.hub, "HF_HOME": str(there.folder.parent / "home"), "HF_TOKEN": TOKEN, **more}
+
+
+def read(there: Repository, **more: str) -> Checkpoint:
+    return read_remote_checkpoint(ID, None, environ(there, **more))
+
+
+def content(found: Checkpoint) -> dict[str, Any]:
+    """All but where it is and how old."""
+    return {
+        "config": found.config,
+        "shards": [replace(shard, path=os.path.basename(shard.path), mtime_ns=0) for shard in found.shards],
+        "tensors": [(name, ref._replace(path=os.path.basename(ref.path))) for name, ref in found.tensors.items()],
+        "quantization": found.quantization,
+    }
+
+
+def refused(there: Repository, **more: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read(there, **more)
+    message = caught.value.message
+    assert TOKEN not in message and SIGNATURE not in message and "\n" not in message and caught.value.cure
+    return message
+
+
+# What is read
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp8_block"])
+def test_it_is_the_checkpoint_of_the_downloaded_folder(tmp_path: Path, source: str) -> None:
+    folder = checkpoints.qwen3_moe(tmp_path / "m", layers=2, hidden=128, experts=4, intermediate=128, source=source, shard_bytes=1 << 18)
+    (folder / "original").mkdir()
+    write_shard(folder / "original" / "other.safetensors", {"other": ("BF16", (1,))})
+    here = read_checkpoint(folder)
+    told: list[tuple[int, int]] = []
+    with serving(Repository(folder)) as there:
+        found = read_remote_checkpoint(ID, "v1", environ(there), lambda *progress: told.append(progress))
+
+    assert content(found) == content(here)
+    assert len(here.shards) > 2 and list(found.tensors) == list(here.tensors)
+    assert found.folder == PLACE and {shard.mtime_ns for shard in found.shards} == {0}
+    assert {shard.path for shard in found.shards} == {f"{PLACE}/{os.path.basename(shard.path)}" for shard in here.shards}
+    assert told == [(at, len(here.shards)) for at in range(1, len(here.shards) + 1)]
+    assert there.asked[0].path == f"/api/models/{ID}/revision/v1"
+    small = 2 * sum((folder / name).stat().st_size for name in ("config.json", INDEX))
+    assert there.sent < small + sum(shard.header_bytes + 8192 for shard in here.shards)
+
+
+def test_a_header_takes_one_request_where_the_index_tells_how_long_it_is(tmp_path: Path) -> None:
+    shards = {
+        f"model-0000{number}-of-00004.safetensors": layered(1000, {f"mlp.experts.{number}.up_proj.weight": (4096, 1024)})
+        for number in range(1, 5)
+    }
+    folder = tmp_path / "there"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    weight_map = {}
+    for file, tensors in shards.items():
+        text = json.dumps(header_of(tensors), separators=(",", ":")).encode()
+        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(folder / file, 8 + len(text) + 1000 * 2 * 4096 * 1024)
+        weight_map |= dict.fromkeys(tensors, file)
+        assert len(text) > FIRST_BYTES
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}, indent=2))
+    with serving(Repository(folder)) as there:
+        found = read(there)
+
+    assert content(found) == content(read_checkpoint(folder))
+    assert [len(there.ranges_of(file)) for file in shards] == [1] * 4
+    assert there.sent < 2_000_000 < found.total_bytes
+
+
+def test_a_longer_header_that_nobody_told_of_takes_two_requests(tmp_path: Path) -> None:
+    tensors = layered(2000, {"mlp.up_proj.weight": (1, 8)})
+    with serving(Repository(write_folder(tmp_path / "there", {"model.safetensors": tensors}))) as there:
+        found = read(there)
+
+    header_bytes = found.shards[0].header_bytes
+    assert header_bytes > FIRST_BYTES
+    assert content(found) == content(read_checkpoint(there.folder))
+    assert there.ranges_of("model.safetensors") == [f"bytes=0-{FIRST_BYTES - 1}", f"bytes={FIRST_BYTES}-{header_bytes - 1}"]
+
+
+def test_a_server_without_ranges_is_left_once_the_header_is_there(tmp_path: Path) -> None:
+    tensors = layered(2000, {"mlp.up_proj.weight": (64, 128)})  # 32 MB, more than sockets hold
+    with serving(Repository(write_folder(tmp_path / "there", {"model.safetensors": tensors}), ranges=False)) as there:
+        found = read(there)
+
+    assert content(found) == content(read_checkpoint(there.folder))
+    assert there.sent < found.total_bytes
+
+
+def test_modelopts_file_is_read_and_mistrals_copy_is_not(repository: Repository) -> None:
+    (repository.folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    write_shard(repository.folder / "consolidated.safetensors", {"wq": ("BF16", (1,))})
+
+    found = read(repository)
+    assert found.quantization is not None and found.quantization.method == "nvfp4"
+    assert content(found) == content(read_checkpoint(repository.folder))
+    assert not repository.ranges_of("consolidated.safetensors")
+
+
+def test_the_token_goes_to_the_hub_and_not_to_where_it_leads(repository: Repository) -> None:
+    read(repository)
+
+    assert {asked.token for asked in repository.asked if asked.server == "hub"} == {f"Bearer {TOKEN}"}
+    assert {asked.token for asked in repository.asked if asked.server == "store"} == {None}
+
+
+def test_everything_is_of_the_commit_that_was_listed(repository: Repository) -> None:
+    read(repository)
+
+    first, *others = (asked.path for asked in repository.asked if asked.server == "hub")
+    assert first == f"/api/models/{ID}/revision/main"
+    assert all(path.startswith(f"/{ID}/resolve/{COMMIT}/") for path in others)
+
+
+def test_what_fails_for_a_moment_is_asked_for_again(repository: Repository) -> None:
+    repository.refusals = {FIRST: [(503, {}), (500, {})], "config.json": [(502, {})]}
+    repository.cut = {SECOND: [50, 9]}
+
+    assert content(read(repository)) == content(read_checkpoint(repository.folder))
+
+
+# What goes wrong
+
+GATED = {"X-Error-Code": "GatedRepo"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "headers", "told", "cure"),
+    [
+        (FIRST, 401, GATED, "it is gated, and the account of the token has not accepted its terms (HTTP 401)", f"127.0.0.1/{ID}"),
+        ("config.json", 403, GATED, "it is gated, and the account of the token", "set HF_TOKEN to a token of that account"),
+        ("main", 401, {"X-Error-Code": "RepoNotFound"}, "there is no such model on 127.0.0.1, or it is private (HTTP 401)", "HF_TOKEN"),
+        ("main", 404, {"X-Error-Code": "RepoNotFound"}, "there is no such model on 127.0.0.1", "Check the spelling"),
+        ("main", 404, {"X-Error-Code": "RevisionNotFound"}, "it has no revision 'main'", "Give a branch, a tag or a commit"),
+        ("main", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}, "does not accept the token", "a valid one"),
+        (FIRST, 404, {"X-Error-Code": "EntryNotFound"}, "a file that is listed is not served", "another revision"),
+        ("main", 403, {"X-Error-Message": "Access to this resource is disabled."}, "does not let it be read", "HF_TOKEN"),
+        (SECOND, 429, {}, "has had too many requests from here", "Wait"),
+        ("main", 503, {}, "is in trouble (HTTP 503)", "Check the network"),
+        ("main", 418, {}, "answers with HTTP 418", "Check HF_ENDPOINT"),
+    ],
+)
+def test_what_the_hub_refuses(repository: Repository, path: str, status: int, headers: dict[str, str], told: str, cure: str) -> None:
+    repository.refusals = {path: [(status, headers)] * 3}
+
+    message = refused(repository)
+    assert message.startswith(f"{ID}: ") and told in message and cure in message
+
+
+def test_gated_without_a_token(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    repository.refusals = {FIRST: [(401, GATED)]}
+
+    assert "it is gated, and no token was sent" in refused(repository, HF_TOKEN="")
+
+
+@pytest.mark.parametrize(
+    "listing", [{}, [], "no", {"sha": "main", "siblings": []}, {"sha": COMMIT, "siblings": 3}, {"sha": "../" * 13 + "x"}]
+)
+def test_what_is_no_hub(repository: Repository, listing: Any) -> None:
+    repository.listing = listing
+
+    assert "what 127.0.0.1 answers is no listing of a repository" in refused(repository)
+
+
+def test_a_listing_with_strange_entries_is_read(repository: Repository) -> None:
+    there = repository.answers()
+    repository.listing = {**there, "siblings": [*there["siblings"], 3, {}, {"rfilename": 5}, {"rfilename": "x", "size": "-1"}]}
+
+    assert content(read(repository)) == content(read_checkpoint(repository.folder))
+
+
+def _cut_off(there: Repository) -> None:
+    os.truncate(there.folder / SECOND, 40)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (_cut_off, f"{PLACE}/{SECOND}: the header is said to be"),
+        (lambda there: os.truncate(there.folder / SECOND, 65_000), f"{PLACE}/{SECOND}: lm_head.weight: the file is cut off"),
+        (lambda there: (there.folder / SECOND).write_bytes(b""), f"{PLACE}/{SECOND}: the file ends after 0 bytes"),
+        (lambda there: (there.folder / SECOND).write_bytes(pack(b"[]", 0)), "the header is a JSON array"),
+        (lambda there: there.listed.update({SECOND: 10}), f"{PLACE}/{SECOND}: the hub lists it with 10 bytes, and serves"),
+        (lambda there: there.total.update({SECOND: 1 << 50}), f"{PLACE}/{SECOND}: the hub lists it with"),
+        (
+            lambda there: (there.total.update({SECOND: 1 << 50}), there.listed.update({SECOND: 1 << 50})),
+            f"{PLACE}/{SECOND}: {(1 << 50) - 65_536 - len(pack(header_of(SHARDS[SECOND]), 0))} bytes at its end belong to no tensor",
+        ),
+        (lambda there: (there.folder / SECOND).unlink(), f"{PLACE}/{SECOND}: {INDEX} names it, and the repository does not have it"),
+        (lambda there: (there.folder / "config.json").unlink(), f"{PLACE}: there is no config.json in it"),
+        (lambda there: (there.folder / "config.json").write_text("{"), f"{PLACE}/config.json: the JSON in it cannot be read"),
+        (lambda there: [(there.folder / name).unlink() for name in (INDEX, FIRST, SECOND)], f"{PLACE}: there are no weights in it"),
+        (lambda there: (there.folder / INDEX).write_text('{"weight_map": {"t": "../x"}}'), "names ../x, which is no file"),
+        (
+            lambda there: (there.folder / INDEX).write_text(json.dumps({"weight_map": {"gone.weight": FIRST}})),
+            f"{PLACE}/{FIRST}: gone.weight: {INDEX} says that this tensor is in {FIRST}",
+        ),
+    ],
+)
+def test_what_is_wrong_on_the_hub(repository: Repository, break_it: Callable[[Repository], object], told: str) -> None:
+    break_it(repository)
+
+    message = refused(repository)
+    assert told in message and message.endswith(
+        "It is so on the hub: choose a repository or a revision that has config.json and whole *.safetensors files."
+    )
+
+
+def test_a_size_that_nobody_tells_is_asked_of_nobody_else(repository: Repository) -> None:
+    repository.listed = {SECOND: None}
+    assert content(read(repository)) == content(read_checkpoint(repository.folder))
+
+
+def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
+    repository.cut = {FIRST: [20] * hub.ATTEMPTS}
+
+    assert refused(repository).startswith(f"{ID}: 127.0.0.1 broke off its answer. Check the network")
+    assert len(repository.ranges_of(FIRST)) == hub.ATTEMPTS
+
+
+def test_a_small_file_that_is_not_small(repository: Repository) -> None:
+    os.truncate(repository.folder / "config.json", (64 << 20) + 1)
+
+    assert "config.json is larger than 64 MiB" in refused(repository)
+
+
+def test_nobody_listens(repository: Repository) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        message = refused(repository, HF_ENDPOINT=address)
+
+    assert message.startswith(f"{ID}: 127.0.0.1 cannot be reached: Connection refused. Check the network")
+
+
+def test_nobody_answers(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        message = refused(repository, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+    assert "127.0.0.1 did not answer within" in message
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_nothing_is_asked(repository: Repository, variable: str) -> None:
+    assert "HF_HUB_OFFLINE keeps sparkd from asking the hub. Unset" in refused(repository, **{variable: "1"})
+    assert not repository.asked
+
+
+@pytest.mark.parametrize("token", ["hf_with\nline", "hf_\u00e4\u2603"])
+def test_a_token_that_cannot_be_sent_is_not_shown(repository: Repository, token: str) -> None:
+    message = refused(repository, HF_TOKEN=token)
+
+    assert "HF_TOKEN" in message and token not in message and "hf_" not in message
+
+
+@pytest.mark.parametrize("text", ["a/b/c", "owner/na me", "-x", "owner/name..x"])
+def test_what_is_no_id(repository: Repository, text: str) -> None:
+    with pytest.raises(ConfigError, match="neither a folder that is there nor the id of a model on a hub"):
+        checkpoint_of(text, None, environ(repository))
+
+
+@pytest.mark.parametrize("address", ["hub.example", "file:///etc", "http://"])
+def test_what_is_no_address(repository: Repository, address: str) -> None:
+    with pytest.raises(ConfigError, match="HF_ENDPOINT is no address"):
+        read(repository, HF_ENDPOINT=address)
+
+
+# Threads
+
+
+def test_work_is_shared_by_a_bounded_number_of_threads() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+    full = threading.Barrier(hub.THREADS, timeout=10)
+
+    def job() -> int:
+        nonlocal running, most
+        with lock:
+            running, most = running + 1, max(most, running + 1)
+        full.wait()
+        with lock:
+            running -= 1
+        return 7
+
+    assert sorted(hub.in_parallel([job] * (3 * hub.THREADS))) == [(at, 7) for at in range(3 * hub.THREADS)]
+    assert most == hub.THREADS
+
+
+def test_the_first_error_ends_it() -> None:
+    begun: list[int] = []
+    release = threading.Event()
+
+    def job(at: int) -> None:
+        begun.append(at)
+        if at == 0:
+            raise CheckpointError("broken")
+        release.wait(10)
+
+    with pytest.raises(CheckpointError, match="broken"):
+        list(hub.in_parallel([lambda at=at: job(at) for at in range(100)]))  # type: ignore[misc]
+    release.set()
+    assert len(begun) <= hub.THREADS + 1
+
+
+def test_an_interrupt_does_not_wait_for_the_hub(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from sparkd.hub_headers import read_remote_checkpoint
+print("asking", flush=True)
+try:
+    read_remote_checkpoint("owner/name", None, os.environ, lambda done, total: os.kill(os.getpid(), signal.SIGINT))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    held = threading.Event()
+    with serving(Repository(write_folder(tmp_path / "there", SHARDS, index=True), held={SECOND: held})) as there:
+        # The hub would be waited for longer than this process is.
+        env = {**os.environ, "HF_ENDPOINT": there.hub, "HF_HUB_DOWNLOAD_TIMEOUT": "100", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        held.set()
+
+    assert done.stdout.split() == ["asking", "interrupted"] and done.returncode == 0, done.stderr
+
+
+# Where it is found
+
+
+@pytest.fixture
+def snapshot(repository: Repository) -> Path:
+    """All of the repository in the local cache, as the library lays it out."""
+    home = repository.folder.parent / "home" / "hub" / "models--owner--name"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    (home / "blobs").mkdir()
+    there = home / "snapshots" / COMMIT
+    there.mkdir(parents=True)
+    for file in repository.folder.iterdir():
+        (home / "blobs" / file.name).write_bytes(file.read_bytes())
+        (there / file.name).symlink_to(Path("..") / ".." / "blobs" / file.name)
+    return there
+
+
+def test_a_folder_is_read_where_it_is(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository.folder.parent)
+
+    for text in (str(repository.folder), "there", "./there"):
+        assert checkpoint_of(text, None, environ(repository)) == read_checkpoint(repository.folder)
+    with pytest.raises(CheckpointError, match="the folder is not there"):
+        checkpoint_of("./elsewhere", None, environ(repository))
+    assert not repository.asked
+
+
+def test_what_is_in_the_cache_is_asked_of_nobody(repository: Repository, snapshot: Path) -> None:
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        found = checkpoint_of(ID, None, environ(repository, **more))
+        assert found.folder == str(snapshot) and content(found) == content(read_checkpoint(repository.folder))
+    assert checkpoint_of(ID, COMMIT, environ(repository)).folder == str(snapshot)
+    assert not repository.asked
+
+
+@pytest.mark.parametrize("gone", [(SECOND,), (FIRST, SECOND), (INDEX, FIRST), (INDEX, SECOND), ("config.json",), (INDEX, FIRST, SECOND)])
+def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repository, snapshot: Path, gone: tuple[str, ...]) -> None:
+    for name in gone:
+        (snapshot / name).unlink()
+
+    found = checkpoint_of(ID, None, environ(repository))
+    assert found.folder == PLACE and content(found) == content(read_checkpoint(repository.folder))
+    with pytest.raises(CheckpointError, match="not all that is needed of it is in this machine's hub cache"):
+        checkpoint_of(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
+
+
+def test_a_link_of_the_cache_that_leads_nowhere(repository: Repository, snapshot: Path) -> None:
+    (snapshot / FIRST).resolve().unlink()
+
+    assert checkpoint_of(ID, None, environ(repository)).folder == PLACE
+
+
+def test_another_revision_is_not_what_the_cache_has(repository: Repository, snapshot: Path) -> None:
+    assert snapshot.is_dir()
+    assert checkpoint_of(ID, "v2", environ(repository)).folder == PLACE
+    assert repository.asked[0].path.endswith("/revision/v2")
+
+
+def test_nothing_is_written(repository: Repository) -> None:
+    checkpoint_of(ID, None, environ(repository))
+
+    assert not (repository.folder.parent / "home").exists()
