@@ -1,0 +1,206 @@
+"""What a cache costs: figures that others published, what engines reported, and what must hold for any model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.hardware import GIB
+from sparkd.kv_cost import KvCost, Serving, kv_cost, kv_layout, stages_of, state_bytes, token_bytes
+from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
+from tests.sketches import CONFIGS, architecture, dense, shape
+
+FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
+STATE = State(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
+
+
+def of(mixers: list[Mixer | None]) -> Shape:
+    return replace(shape_of(dense(max_position_embeddings=1 << 20)), layers=len(mixers), mixers=tuple(mixers))
+
+
+@cache
+def published() -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = yaml.safe_load((CONFIGS.parent / "published.yaml").read_text())
+    return loaded
+
+
+def figures(model: str, **conditions: Any) -> list[dict[str, Any]]:
+    """Published numbers of tokens that a cache of stated size held, with all of these conditions."""
+    found = [one for one in published() if one["model"] == model and one["what"] == "kv_tokens"]
+    return [one for one in found if all(one["conditions"].get(key) == value for key, value in conditions.items())]
+
+
+@pytest.mark.parametrize(
+    ("model", "available_gib", "serving"),
+    [
+        ("Qwen3.6-35B-A3B-NVFP4", 76.49, Serving(65536, kv_dtype="fp8", speculative_tokens=3, draft_layers=1)),
+        ("Qwen3.6-35B-A3B-NVFP4", 5.98, Serving(131072, kv_dtype="fp8")),
+        ("Qwen3.6-35B-A3B-NVFP4", 6.01, Serving(131072, kv_dtype="fp8")),
+        ("Qwen3.8-27B-FP8", 4.99, Serving(131072, kv_dtype="fp8", tensor_parallel=2)),
+    ],
+)
+def test_a_published_cache_is_reproduced_to_the_token(model: str, available_gib: float, serving: Serving) -> None:
+    (entry,) = figures(model, available_kv_gib=available_gib, kv_dtype="fp8", max_model_len=serving.max_model_len)
+    found = kv_cost(shape(entry["fixture"]), serving)
+
+    pool = int(available_gib * GIB)
+    assert found.tokens(pool) == entry["value"]
+    assert round(found.requests(pool), 2) == entry["conditions"]["concurrency"]
+    if tokens := entry["conditions"].get("attention_block_tokens"):
+        assert found.block_tokens == tokens
+
+
+def test_a_cache_that_was_printed_in_blocks() -> None:
+    """That version counted whole blocks; the GiB it printed are rounded to hundredths."""
+    (entry,) = figures("Llama-3.1-8B-Instruct", available_kv_gib=2.89)
+    found = kv_cost(shape(entry["fixture"]), Serving(entry["conditions"]["max_model_len"]))
+
+    low, high = (int((2.89 + off) * GIB) // found.block_bytes for off in (-0.005, 0.005))
+    assert low <= entry["conditions"]["blocks"] <= high
+    assert entry["conditions"]["blocks"] * found.block_tokens == entry["value"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix_caching", "per_token"),
+    [
+        ("llama", False, 1024),
+        ("qwen3_moe", False, 1024),
+        ("gemma3", False, 3072),
+        ("deepseek_v3", False, 2304),
+        ("gpt_oss-bf16", False, 768),
+        ("qwen3_next", False, 1152),
+        ("qwen3_next", True, 1728),
+    ],
+)
+def test_what_engines_reported_on_a_cpu(name: str, prefix_caching: bool, per_token: int) -> None:
+    """vLLM 0.32, synchronous: one batch of 256 tokens in flight."""
+    serving = Serving(1024, max_num_batched_tokens=256, prefix_caching=prefix_caching, platform="cpu", batches_in_flight=1)
+
+    assert kv_cost(architecture(name).shape, serving).per_token == per_token
+
+
+def test_a_request_of_layers_that_are_all_alike() -> None:
+    found = kv_cost(of([FULL] * 10), Serving(1000))
+
+    assert found == KvCost(10 * 16 * 8 * 256 * 2, 63, 16, 1000)
+    assert found.per_request == 63 * found.block_bytes and found.least == 64 * found.block_bytes
+    assert found.per_token == found.per_request / 1000
+    assert found.requests(130 * found.block_bytes - 1) == 129 / 63 and found.tokens(63 * found.block_bytes) == 1000
+
+
+def test_a_window_holds_no_more_than_itself_and_the_batches_in_flight() -> None:
+    both = of([FULL, WINDOW])
+    blocks = {tokens: kv_cost(both, Serving(tokens, max_num_batched_tokens=2048)).blocks for tokens in (1024, 65536, 131072)}
+
+    # A window may begin inside a block, so it takes one more.
+    assert blocks == {1024: 64 + 65, 65536: 4096 + (1023 + 4096 + 15) // 16 + 1, 131072: 8192 + 321}
+    assert kv_cost(both, Serving(65536, max_num_batched_tokens=2048, batches_in_flight=1)).blocks == 4096 + 193
+    assert kv_cost(both, Serving(65536, max_num_batched_tokens=2048, pipeline_parallel=2)).blocks == 4096 + 449
+
+
+def test_a_state_costs_the_same_at_every_length() -> None:
+    shape_, serving = of([STATE] * 4), Serving(1000, prefix_caching=False)
+    size = 8192 * 3 * 2 + 32 * 128 * 128 * 4
+
+    assert state_bytes(STATE, shape_, serving) == size
+    assert kv_cost(shape_, serving) == KvCost(4 * size, 1, 0, 1000)
+    assert kv_cost(shape_, replace(serving, prefix_caching=True, speculative_tokens=2)).blocks == 4
+    assert state_bytes(STATE, shape_, replace(serving, speculative_tokens=2)) == size + 8192 * 2 * 2
+    assert state_bytes(STATE, shape_, replace(serving, tensor_parallel=2)) == size // 2
+
+
+def test_a_group_of_mamba_goes_to_every_rank_that_has_heads_of_it() -> None:
+    one = State(4096, 3, 64, 64, 128, groups=1, group_size=128)
+    shape_ = of([one])
+
+    assert [state_bytes(one, shape_, Serving(1, tensor_parallel=ranks)) for ranks in (1, 2)] == [
+        (4096 + 256) * 3 * 2 + 64 * 64 * 128 * 2,
+        (2048 + 256) * 3 * 2 + 32 * 64 * 128 * 2,
+    ]
+
+
+def test_heads_fewer_than_ranks_are_on_several_and_a_latent_one_is_on_all() -> None:
+    def bytes_of(one: Attention, **more: Any) -> list[int]:
+        return [token_bytes(one, of([one]), Serving(1, tensor_parallel=ranks, **more)) for ranks in (1, 2, 8, 16)]
+
+    assert bytes_of(FULL) == [4096, 2048, 512, 512]
+    assert bytes_of(FULL, kv_dtype="fp8") == [2048, 1024, 256, 256]
+    assert bytes_of(Attention(1, 576, 0, latent=True)) == [1152] * 4
+
+
+def test_a_model_without_a_cache_needs_none() -> None:
+    for found in (kv_cost(of([None] * 4), Serving(4096)), kv_cost(shape("gemma-4-12b-it-assistant"), Serving(2048))):
+        assert (found.per_request, found.least, found.block_tokens) == (0, 0, 0)
+        assert found.requests(0) == float("inf") and found.tokens(GIB) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [(8, 1, [8]), (8, 2, [4, 4]), (9, 2, [5, 4]), (10, 4, [2, 3, 3, 2]), (61, 3, [20, 21, 20]), (2, 3, [1, 1, 0])],
+)
+def test_the_stages_of_a_pipeline(layers: int, stages: int, sizes: list[int]) -> None:
+    placed = stages_of(layers, stages)
+
+    assert placed == sorted(placed) and [placed.count(stage) for stage in range(stages)] == sizes
+
+
+def test_a_pipeline_has_the_blocks_of_its_fullest_stage() -> None:
+    whole = kv_cost(of([FULL] * 9), Serving(4096))
+    found = kv_cost(of([FULL] * 9), Serving(4096, pipeline_parallel=2))
+
+    assert found.block_bytes * 9 == whole.block_bytes * 5 and found.blocks == whole.blocks
+    drafted = kv_cost(of([FULL] * 9), Serving(4096, pipeline_parallel=2, draft_layers=2))
+    assert drafted.block_bytes * 9 == whole.block_bytes * 6
+
+
+HEADS, DIMS = st.sampled_from([1, 2, 4, 8]), st.sampled_from([64, 128, 256])
+ATTENTIONS = st.builds(lambda heads, dim, window: Attention(heads, dim, dim, window), HEADS, DIMS, st.sampled_from([None, 100, 1024]))
+SHAPES = st.lists(st.one_of(st.none(), st.just(STATE), ATTENTIONS), min_size=1, max_size=24).map(of)
+SERVINGS = st.builds(
+    Serving,
+    st.just(4096),
+    max_num_batched_tokens=st.sampled_from([256, 8192]),
+    tensor_parallel=st.sampled_from([1, 2, 4]),
+    pipeline_parallel=st.integers(1, 3),
+    kv_dtype=st.sampled_from(["auto", "fp8"]),
+    prefix_caching=st.booleans(),
+    speculative_tokens=st.integers(0, 3),
+    draft_layers=st.integers(0, 1),
+)
+SOME = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+@SOME
+@given(SHAPES, SERVINGS, st.lists(st.integers(1, 1 << 20), min_size=2, max_size=4))
+def test_more_context_never_needs_less(model: Shape, serving: Serving, lengths: list[int]) -> None:
+    layout = kv_layout(model, serving)
+    costs = [layout.cost(tokens) for tokens in sorted(lengths)]
+
+    needs = [cost.per_request for cost in costs]
+    assert needs == sorted(needs)
+    assert costs[0] == kv_cost(model, replace(serving, max_model_len=min(lengths)))
+    for cost in costs:
+        # What one request needs is what vLLM asks for at the start.
+        assert cost.blocks == 0 or cost.requests(cost.least) >= 1 > cost.requests(cost.per_request - 1)
+
+
+def alike(window: int | None) -> st.SearchStrategy[Shape]:
+    one = st.builds(lambda heads, dim: Attention(heads, dim, dim, window), HEADS, DIMS)
+    return st.lists(one, min_size=1, max_size=24).map(of)
+
+
+@SOME
+@given(st.sampled_from([None, 1024]).flatmap(alike), SERVINGS)
+def test_more_ranks_and_fewer_bits_never_need_more(model: Shape, serving: Serving) -> None:
+    """Where blocks of several kinds do not round each other up."""
+    plain = replace(serving, pipeline_parallel=1, kv_dtype="auto", draft_layers=0)
+    one, two, four = (kv_cost(model, replace(plain, tensor_parallel=ranks)).per_request for ranks in (1, 2, 4))
+
+    assert four <= two <= one <= 4 * four
+    assert 2 * kv_cost(model, replace(plain, kv_dtype="fp8")).per_request == kv_cost(model, plain).per_request

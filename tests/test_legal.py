@@ -1,0 +1,164 @@
+"""Which ways of splitting a model are refused, each with the number that breaks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparkd.errors import CheckpointError
+from sparkd.legal import refusal
+from tests.sketches import Tensor, dense, known, mixture, published, tensors_of
+from workers.stream.recipe import Recipe
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+DELTA = {
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_num_value_heads": 16,
+    "linear_value_head_dim": 32,
+}
+MAMBA = {
+    "hybrid_override_pattern": "MMM*",
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 32,
+    "n_groups": 6,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+}
+MLP = "model.layers.0.mlp"
+
+
+def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int = 1, quantize: Any = "bf16") -> str | None:
+    return refusal(known(config, tensors), Recipe.parse(quantize), ranks, stages)
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "stages", "told"),
+    [
+        ({}, 1, 1, None),
+        ({}, 2, 1, None),
+        ({}, 8, 1, None),
+        ({}, 1, 4, None),
+        ({}, 1, 5, "4 layers are fewer than 5 stages"),
+        ({}, 3, 1, "8 attention heads do not divide by 3 ranks"),
+        ({}, 16, 1, "8 attention heads do not divide by 16 ranks"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, 1, "6 KV heads and 4 ranks: neither divides by the other"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 2}, 4, 1, None),
+        (DELTA, 4, 1, None),
+        (DELTA, 8, 1, "4 key heads of linear attention do not divide by 8 ranks"),
+        ({**DELTA, "linear_num_value_heads": 6}, 4, 1, "6 heads of linear attention do not divide by 4 ranks"),
+        (MAMBA, 2, 1, None),
+        (MAMBA, 4, 1, "6 groups of Mamba-2 do not divide by 4 ranks"),
+        ({**MAMBA, "n_groups": 1}, 4, 1, None),
+    ],
+)
+def test_heads_and_layers(more: dict[str, Any], ranks: int, stages: int, told: str | None) -> None:
+    assert said(dense(**more), [], ranks, stages) == told
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ranks", "told"),
+    [
+        (("model.embed_tokens.weight", (1000, 512), "BF16"), 8, None),
+        (
+            ("model.embed_tokens.weight", (1000, 510), "BF16"),
+            3,
+            "1024 rows of model.embed_tokens.weight (with padding) do not divide by 3 ranks",
+        ),
+        ((f"{MLP}.gate_proj.weight", (1026, 512), "BF16"), 6, None),
+        ((f"{MLP}.gate_proj.weight", (1028, 512), "BF16"), 6, f"1028 rows of {MLP}.gate_proj.weight do not divide by 6 ranks"),
+        ((f"{MLP}.down_proj.weight", (512, 1028), "BF16"), 6, f"1028 columns of {MLP}.down_proj.weight do not divide by 6 ranks"),
+        ((f"{MLP}.experts.3.w2.weight", (512, 250), "BF16"), 6, f"250 columns of {MLP}.experts.0.w2.weight do not divide by 6 ranks"),
+        ((f"{MLP}.experts.down_proj", (8, 512, 250), "BF16"), 6, f"250 columns of {MLP}.experts.down_proj do not divide by 6 ranks"),
+        ((f"{MLP}.experts.down_proj", (8, 250, 512), "BF16"), 6, f"250 columns of {MLP}.experts.down_proj do not divide by 6 ranks"),
+        ((f"{MLP}.experts.gate_up_proj", (8, 500, 512), "BF16"), 6, f"500 rows of {MLP}.experts.gate_up_proj do not divide by 6 ranks"),
+        ((f"{MLP}.gate.weight", (7, 512), "BF16"), 6, None),
+        (("visual.blocks.0.mlp.linear_fc1.weight", (7, 512), "BF16"), 6, None),
+    ],
+)
+def test_what_is_cut_needs_a_multiple(tensor: Tensor, ranks: int, told: str | None) -> None:
+    config = mixture(num_attention_heads=24, num_key_value_heads=24)
+
+    assert said(config, [tensor], ranks) == told
+    assert said(config, [tensor], 1, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("quantize", "sides", "ranks", "told"),
+    [
+        ("nvfp4", (512, 1024), 8, None),
+        ("nvfp4", (512, 1056), 4, "1056 columns of {} over 4 ranks are no whole groups of 16"),
+        ("mxfp4", (512, 1056), 2, "1056 columns of {} over 2 ranks are no whole groups of 32"),
+        ("int4-g64", (512, 1024), 8, None),
+        ("int4-g128", (512, 1024), 8, None),
+        ("int4-g128", (512, 1152), 2, "1152 columns of {} over 2 ranks are no whole groups of 128"),
+        ("fp8", (512, 1056), 4, None),
+        ("fp8-block", (512, 1024), 8, None),
+        ("fp8-block", (512, 1152), 2, "1152 columns of {} over 2 ranks are no whole groups of 128"),
+    ],
+)
+def test_a_group_with_one_scale_is_not_cut(quantize: str, sides: tuple[int, int], ranks: int, told: str | None) -> None:
+    name = f"{MLP}.down_proj.weight"
+
+    assert said(dense(), [(name, sides, "BF16")], ranks, quantize=quantize) == (told and told.format(name))
+
+
+def test_groups_lie_across_the_columns_and_blocks_across_both() -> None:
+    square: list[Tensor] = [(f"{MLP}.up_proj.weight", (1056, 1056), "BF16")]
+    blocked: list[Tensor] = [(f"{MLP}.up_proj.weight", (1152, 512), "BF16")]
+
+    assert said(dense(), square, 2, quantize="mxfp4") is None
+    assert said(dense(), blocked, 2, quantize="fp8-block") == f"1152 rows of {MLP}.up_proj.weight over 2 ranks are no whole groups of 128"
+
+
+def test_what_is_stored_in_groups_or_blocks_is_not_cut_either() -> None:
+    """Qwen3-235B-A22B-FP8's experts of 1536 on eight ranks: 192 of them each."""
+    config = published("qwen3-235b-a22b-fp8")
+    expert: list[Tensor] = [("model.layers.0.mlp.experts.0.down_proj.weight", (4096, 1536), "F8_E4M3")]
+    expert.append(("model.layers.0.mlp.experts.0.down_proj.weight_scale_inv", (32, 12), "BF16"))
+
+    assert said(config, expert, 4) is None
+    assert said(config, expert, 8) == f"1536 columns of {expert[0][0]} over 8 ranks are no whole groups of 128"
+    # Quantized anew, the stored blocks are nobody's concern.
+    assert said(config, expert, 8, quantize="nvfp4") is None
+    packed: list[Tensor] = [(f"{MLP}.down_proj.weight", (512, 528), "U8"), (f"{MLP}.down_proj.weight_scale", (512, 66), "F8_E4M3")]
+    assert said(dense(**NVFP4), packed, 2) is None
+    assert said(dense(**NVFP4), packed, 4) == f"66 groups of columns in {MLP}.down_proj.weight_scale do not divide by 4 ranks"
+    kept: list[Tensor] = [("model.layers.0.self_attn.k_proj.weight", (512, 512), "F8_E4M3")]
+    assert said(dense(**FP8, head_dim=128), kept, 8) is None
+    assert (
+        said(dense(**FP8), [(kept[0][0], (256, 512), "F8_E4M3")], 4) == f"256 rows of {kept[0][0]} over 4 ranks are no whole groups of 128"
+    )
+    # Scales of a wide format are one for each row, and gpt-oss pads what a cut leaves over.
+    assert said(dense(), [(f"{MLP}.down_proj.weight_scale", (511, 1), "F32")], 2) is None
+    oss = published("gpt-oss-120b")
+    assert said(oss, [("model.layers.0.mlp.experts.down_proj_scales", (128, 2880, 90), "U8")], 8) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "legal"),
+    [("qwen3.5-397b-a17b", {1, 2, 4, 8, 16}), ("gpt-oss-120b", {1, 2, 4, 8, 16, 32, 64}), ("glm-4.5-air", {1, 2, 4, 8, 16, 32})],
+)
+def test_published_models_on_a_power_of_two(name: str, legal: set[int]) -> None:
+    assert {ranks for ranks in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64) if said(published(name), [], ranks) is None} == legal
+
+
+def test_a_whole_model_divides() -> None:
+    config = mixture()
+    tensors = tensors_of(config)
+
+    for quantize in ("bf16", "fp8", "nvfp4", "mxfp4", "int4-g32"):
+        assert [said(config, tensors, ranks, quantize=quantize) for ranks in (2, 4, 8)] == [None] * 3
+    # The experts' 256 columns.
+    assert (
+        said(config, tensors, 8, quantize="int4-g64")
+        == f"256 columns of {MLP}.experts.0.down_proj.weight over 8 ranks are no whole groups of 64"
+    )
+
+
+def test_a_recipe_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="packed experts in FP8"):
+        said(mixture(), [(f"{MLP}.experts.down_proj", (8, 512, 256), "F8_E4M3")], 2, quantize="nvfp4")

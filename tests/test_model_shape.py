@@ -1,0 +1,233 @@
+"""What a configuration says of a model's layers: published ones, each way of writing a pattern down, and what is no model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.errors import CheckpointError
+from sparkd.model_shape import Attention, Shape, State, shape_of, text_config
+from tests.sketches import CONFIGS, dense, mixture, published, shape
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(".hf_quant_config"))
+# (layers that see all tokens, layers with a window, states, layers that keep nothing).
+MIXED = {
+    "gemma-3-27b-it": (10, 52, 0, 0),
+    "gemma-4-12b-it": (8, 40, 0, 0),
+    "gemma-4-12b-it-assistant": (0, 0, 0, 4),
+    "gemma-4-26b-a4b": (5, 25, 0, 0),
+    "gemma-4-26b-a4b-it-nvfp4a16": (5, 25, 0, 0),
+    "gemma-4-26b-a4b-nvfp4": (5, 25, 0, 0),
+    "gemma-4-31b-it-nvfp4": (10, 50, 0, 0),
+    "gpt-oss-120b": (18, 18, 0, 0),
+    "gpt-oss-20b": (12, 12, 0, 0),
+    "nemotron-3-nano-30b-a3b-bf16": (6, 0, 23, 23),
+    "nemotron-3-nano-30b-a3b-nvfp4": (6, 0, 23, 23),
+    "nemotron-3-nano-omni-30b-a3b": (6, 0, 23, 23),
+    "nemotron-3-super-120b-a12b-bf16": (8, 0, 40, 40),
+    "nemotron-3-super-120b-a12b-nvfp4": (8, 0, 40, 40),
+    "qwen3-coder-next": (12, 0, 36, 0),
+    "qwen3-next-80b-a3b-instruct": (12, 0, 36, 0),
+    "qwen3-next-80b-a3b-instruct-fp8": (12, 0, 36, 0),
+    "qwen3.5-122b-a10b": (12, 0, 36, 0),
+    "qwen3.5-122b-a10b-nvfp4": (12, 0, 36, 0),
+    "qwen3.5-27b": (16, 0, 48, 0),
+    "qwen3.5-35b-a3b": (10, 0, 30, 0),
+    "qwen3.5-397b-a17b": (15, 0, 45, 0),
+    "qwen3.5-397b-a17b-nvfp4": (15, 0, 45, 0),
+    "qwen3.6-27b-nvfp4": (16, 0, 48, 0),
+    "qwen3.6-35b-a3b-nvfp4": (10, 0, 30, 0),
+    "qwen3.8-27b-fp8": (16, 0, 48, 0),
+    "qwen3.8-27b-nvfp4-mixed": (16, 0, 48, 0),
+}
+
+
+def kinds(found: Shape) -> tuple[int, int, int, int]:
+    whole = sum(isinstance(one, Attention) and one.window is None for one in found.mixers)
+    states = sum(isinstance(one, State) for one in found.mixers)
+    nothing = sum(one is None for one in found.mixers)
+    return whole, len(found.mixers) - whole - states - nothing, states, nothing
+
+
+def pattern(found: Shape) -> str:
+    """A letter for each layer: all tokens, a window, a state, nothing."""
+    letters = {Attention: "A", State: "S", type(None): "-"}
+    return "".join("w" if isinstance(one, Attention) and one.window else letters[type(one)] for one in found.mixers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_configuration_is_understood(name: str) -> None:
+    found = shape(name)
+
+    assert kinds(found) == MIXED.get(name, (found.layers, 0, 0, 0))
+    assert (found.experts > 0) == (found.active_experts > 0)
+    assert found.heads % found.kv_heads == 0 and found.max_len >= 2048 and found.dtype == "bfloat16"
+
+
+def test_what_layers_keep_of_a_token() -> None:
+    def of(name: str) -> Counter[object]:
+        return Counter(shape(name).mixers)
+
+    assert of("deepseek-v3") == {Attention(1, 576, 0, latent=True): 61}
+    assert of("llama-3.1-8b") == {Attention(8, 128, 128): 32}
+    assert of("gpt-oss-20b") == {Attention(8, 64, 64): 12, Attention(8, 64, 64, window=128): 12}
+    assert of("gemma-4-31b-it-nvfp4") == {Attention(4, 512, 512): 10, Attention(16, 256, 256, window=1024): 50}
+    delta = State(2 * 16 * 128 + 48 * 128, 3, 48, 128, 128, key_heads=16, matrix_dtype="float32")
+    assert of("qwen3.5-27b") == {Attention(4, 256, 256): 16, delta: 48}
+    mamba = State(64 * 64, 3, 64, 64, 128, groups=8, group_size=128, matrix_dtype="float32")
+    assert of("nemotron-3-nano-30b-a3b-bf16") == {Attention(2, 128, 128): 6, mamba: 23, None: 23}
+
+
+@pytest.mark.parametrize(
+    ("more", "letters"),
+    [
+        ({}, "AAAAAAAA"),
+        ({"sliding_window": 64}, "wwwwwwww"),
+        ({"sliding_window": 64, "use_sliding_window": False}, "AAAAAAAA"),
+        ({"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"] * 4}, "AAAAAAAA"),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4}, "wAwAwAwA"),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, "AAAAAAww"),
+        ({"sliding_window": 64, "sliding_window_pattern": 4}, "wwwAwwwA"),
+        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "wwwwwwww"),
+        ({"sliding_window": 64, "model_type": "gemma2"}, "wAwAwAwA"),
+        ({"sliding_window": 64, "model_type": "gemma3_text"}, "wwwwwAww"),
+        ({"sliding_window": 64, "model_type": "cohere2"}, "wwwAwwwA"),
+        ({"sliding_window": 64, "model_type": "gpt_oss"}, "wAwAwAwA"),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4, "num_kv_shared_layers": 3}, "wAwAw---"),
+        ({"hybrid_override_pattern": "*-*-*E|*E"}, "A-A-A-A-"),
+    ],
+)
+def test_a_pattern_of_layers(more: dict[str, Any], letters: str) -> None:
+    assert pattern(shape_of(dense(num_hidden_layers=8, **more))) == letters
+
+
+def test_a_list_of_numbers_is_one_for_each_layer_and_the_largest_counts() -> None:
+    found = shape_of(dense(num_key_value_heads=[2, 4, 8, 4], intermediate_size=[512, 2048, 512, 512]))
+
+    assert (found.kv_heads, found.intermediate) == (8, 2048)
+
+
+def test_the_language_model_is_found_wherever_it_is() -> None:
+    inner = dense(tie_word_embeddings=None)
+
+    assert text_config({"text_config": inner}) == inner
+    assert text_config({"thinker_config": {"text_config": inner}, "tie_word_embeddings": False})["tie_word_embeddings"] is False
+    assert not shape_of({"llm_config": inner, "tie_word_embeddings": False, "architectures": ["X"]}).tied
+    assert shape_of({"llm_config": {**inner, "tie_word_embeddings": True}, "tie_word_embeddings": False}).tied
+    assert shape_of({"text_config": inner}).architecture == "llama"
+    assert shape_of({"text_config": inner, "architectures": ["X", "Y"]}).architecture == "X"
+
+
+def test_what_gemma_3_leaves_to_its_class() -> None:
+    """google/gemma-3-4b-it: the keys of its text_config that shape memory."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    found = shape_of({"model_type": "gemma3", "text_config": text})
+
+    assert kinds(found) == (5, 29, 0, 0)
+    assert (found.heads, found.kv_heads, found.vocab, found.max_len, found.tied) == (8, 4, 262_208, 131_072, True)
+    assert Attention(4, 256, 256, window=1024) in found.mixers
+    assert found.rotary_bytes == 2 * 256 * (8 * 131_072 + 131_072)
+
+
+@pytest.mark.parametrize(
+    ("more", "length"),
+    [
+        ({}, 8192),
+        ({"max_position_embeddings": None, "n_positions": 1024}, 1024),
+        ({"max_position_embeddings": None}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32768),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, 16384),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 1024}}, 8192),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024}}, 8192),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, 8192),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 8192),
+    ],
+)
+def test_the_longest_request(more: dict[str, Any], length: int) -> None:
+    assert shape_of(dense(**more)).max_len == length
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype", "size"),
+    [
+        ("float32", "bfloat16", 2),
+        ("torch.float16", "float16", 2),
+        ("bfloat16", "bfloat16", 2),
+        (None, "bfloat16", 2),
+        ("fp8", "bfloat16", 2),
+    ],
+)
+def test_what_vllm_computes_in(stated: str | None, dtype: str, size: int) -> None:
+    found = shape_of(dense(torch_dtype=stated))
+
+    assert (found.dtype, found.dtype_bytes) == (dtype, size)
+
+
+def test_experts_and_layers_ahead() -> None:
+    found = shape("deepseek-v3")
+
+    assert (found.experts, found.active_experts, found.expert_width, found.mtp_layers) == (256, 8, 2048, 1)
+    assert shape("nemotron-3-super-120b-a12b-bf16").mtp_layers == 1
+    assert shape("qwen3-32b").experts == shape("qwen3-32b").mtp_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, "no usable num_hidden_layers"),
+        (dense(hidden_size=None), "no usable hidden_size"),
+        (dense(vocab_size=0), "no usable vocab_size"),
+        (dense(num_hidden_layers=-1), "no usable num_hidden_layers"),
+        (dense(num_hidden_layers=1e999), "no usable num_hidden_layers"),
+        (dense(num_hidden_layers=True), "no usable num_hidden_layers"),
+        (dense(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+        (dense(layer_types=["full_attention"] * 3), "layer_types is of 3 layers and num_hidden_layers is 4"),
+        (dense(hybrid_override_pattern="MM"), "hybrid_override_pattern is of 2 layers"),
+        (dense(layer_types=["retention"] * 4), "'retention'"),
+        (dense(layer_types=["linear_attention"] * 4), "no usable linear_num_key_heads"),
+        (dense(layer_types=["mamba2"] * 4), "no usable mamba_num_heads"),
+        ({"text_config": {"num_hidden_layers": 2}}, "no usable hidden_size"),
+    ],
+)
+def test_what_is_no_model_is_one_sentence(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        shape_of(config)
+
+    assert told in caught.value.message and "config.json" in caught.value.message and "\n" not in caught.value.message
+
+
+ANY = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**20),
+    st.floats(),
+    st.text(max_size=6),
+    st.lists(st.one_of(st.integers(-1, 9), st.text(max_size=3)), max_size=5),
+    st.dictionaries(st.sampled_from(["rope_type", "factor", "mrope_section", "full_attention", "x"]), st.integers(-1, 4), max_size=3),
+)
+BASES = [
+    dense(),
+    mixture(),
+    *(published(name) for name in ("gemma-4-26b-a4b", "qwen3.5-27b", "nemotron-3-nano-30b-a3b-bf16", "deepseek-v3")),
+]
+KEYS = sorted({key for base in BASES for key in text_config(base)} | {"max_window_layers", "sliding_window_pattern", "rope_scaling"})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.sampled_from(BASES), st.dictionaries(st.sampled_from(KEYS), ANY, max_size=4))
+def test_whatever_stands_in_it_there_is_a_shape_or_a_sentence(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    text = {**text_config(base), **changes}
+    try:
+        found = shape_of(text)
+    except CheckpointError as error:
+        assert "config.json" in error.message
+        return
+    assert len(found.mixers) == found.layers > 0
+    assert found.rotary_bytes >= 0 and found.max_len > 0
+    assert json.dumps(found.max_len)

@@ -1,0 +1,312 @@
+"""What weights take on a rank: bytes that engines were measured to hold, each way of cutting a layer by hand, and what must always hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.errors import CheckpointError
+from sparkd.weight_cost import Inventory, Weights
+from tests.sketches import Tensor, architecture, dense, known, mixture, tensors_of
+from workers.stream.format import Format
+from workers.stream.recipe import Recipe
+
+BF16 = Recipe.parse("bf16")
+FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4")
+
+
+def held(tensors: list[Tensor], ranks: int, recipe: Recipe = BF16, config: dict[str, Any] | None = None, stages: int = 1) -> int:
+    """Bytes on the fullest rank."""
+    return known(config or dense(), tensors).weights(recipe, ranks, stages).bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("llama", 3_410_432), ("gemma3", 9_181_696), ("deepseek_v3", 9_643_552), ("qwen3_next", 18_542_128)],
+)
+def test_what_an_engine_was_measured_to_hold(name: str, measured: int) -> None:
+    """Parameters and rotary tables of vLLM 0.32 in BF16, without the 32 bytes of scales that Llama's cache has."""
+    inventory = architecture(name)
+
+    assert inventory.weights(BF16).bytes + inventory.shape.rotary_bytes == measured
+
+
+@pytest.mark.parametrize(
+    ("name", "sides", "of_two", "of_eight"),
+    [
+        ("model.embed_tokens.weight", (1000, 512), 512 * 512, 128 * 512),
+        ("lm_head.weight", (1000, 512), 512 * 512, 128 * 512),
+        ("model.layers.0.self_attn.q_proj.weight", (512, 512), 256 * 512, 64 * 512),
+        ("model.layers.0.self_attn.q_proj.bias", (512,), 256, 64),
+        # Four heads of keys: on eight ranks each of them is on two.
+        ("model.layers.0.self_attn.k_proj.weight", (256, 512), 128 * 512, 64 * 512),
+        ("model.layers.0.self_attn.v_proj.bias", (256,), 128, 64),
+        ("model.layers.0.self_attn.o_proj.weight", (512, 512), 512 * 256, 512 * 64),
+        ("model.layers.0.self_attn.o_proj.bias", (512,), 512, 512),
+        ("model.layers.0.mlp.gate_proj.weight", (1024, 512), 512 * 512, 128 * 512),
+        ("model.layers.0.mlp.down_proj.weight", (512, 1024), 512 * 512, 512 * 128),
+        ("model.layers.0.mlp.down_proj.bias", (512,), 512, 512),
+        ("model.layers.0.mlp.experts.3.w1.weight", (256, 512), 128 * 512, 32 * 512),
+        ("model.layers.0.mlp.experts.3.w2.weight", (512, 256), 512 * 128, 512 * 32),
+        ("model.layers.0.mlp.experts.gate_up_proj", (8, 512, 512), 8 * 256 * 512, 8 * 64 * 512),
+        ("model.layers.0.mlp.experts.down_proj", (8, 512, 256), 8 * 512 * 128, 8 * 512 * 32),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (8, 512), 8 * 256, 8 * 64),
+        ("model.layers.0.mlp.experts.down_proj_bias", (8, 512), 8 * 512, 8 * 512),
+        ("model.layers.0.mlp.gate.weight", (8, 512), 8 * 512, 8 * 512),
+        ("model.layers.0.mlp.shared_expert_gate.weight", (1, 512), 512, 512),
+        ("model.layers.0.input_layernorm.weight", (512,), 512, 512),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (576, 512), 576 * 512, 576 * 512),
+        ("model.layers.0.self_attn.kv_b_proj.weight", (2048, 512), 1024 * 512, 256 * 512),
+        ("model.layers.0.linear_attn.in_proj_qkvz.weight", (3072, 512), 1536 * 512, 384 * 512),
+        ("model.layers.0.linear_attn.conv1d.weight", (2048, 1, 4), 1024 * 4, 256 * 4),
+        ("model.layers.0.linear_attn.out_proj.weight", (512, 1024), 512 * 512, 512 * 128),
+        ("model.layers.0.self_attn.sinks", (64,), 32, 8),
+        ("model.visual.blocks.0.attn.qkv.weight", (768, 256), 384 * 256, 96 * 256),
+        ("model.visual.blocks.0.attn.proj.weight", (256, 256), 256 * 128, 256 * 32),
+        ("model.visual.patch_embed.proj.weight", (256, 3, 2, 14, 14), 256 * 1176, 256 * 1176),
+    ],
+)
+def test_a_tensor_is_cut_as_its_layer_is(name: str, sides: tuple[int, ...], of_two: int, of_eight: int) -> None:
+    """Elements of 16 bits on one of two and of eight ranks."""
+    assert (held([(name, sides, "BF16")], 2), held([(name, sides, "BF16")], 8)) == (2 * of_two, 2 * of_eight)
+
+
+@pytest.mark.parametrize(
+    ("name", "sides", "dtype", "of_two"),
+    [
+        ("q_proj.weight", (512, 512), "F8_E4M3", 256 * 512),
+        ("q_proj.weight_scale", (512, 1), "F32", 256 * 4),
+        ("q_proj.weight_scale_inv", (4, 4), "F32", 2 * 4 * 4),
+        ("q_proj.weight_scale_2", (), "F32", 4),
+        ("q_proj.input_scale", (1,), "F32", 4),
+        ("o_proj.weight_scale", (512, 1), "F32", 512 * 4),
+        ("o_proj.weight_scale_inv", (4, 4), "F32", 4 * 2 * 4),
+        ("o_proj.weight_packed", (512, 256), "U8", 512 * 128),
+        ("o_proj.weight_scale", (512, 32), "F8_E4M3", 512 * 16),
+        ("o_proj.qweight", (64, 512), "I32", 32 * 512 * 4),
+        ("o_proj.scales", (4, 512), "F16", 2 * 512 * 2),
+        ("experts.0.down_proj.weight_scale", (512, 1), "F32", 512 * 4),
+        ("experts.0.down_proj.weight_scale_2", (), "F32", 4),
+        ("experts.down_proj_blocks", (8, 512, 8, 16), "U8", 8 * 512 * 4 * 16),
+        ("experts.gate_up_proj_scales", (8, 512, 16), "U8", 8 * 256 * 16),
+    ],
+)
+def test_what_is_stored_quantized_is_cut_with_its_scales(name: str, sides: tuple[int, ...], dtype: str, of_two: int) -> None:
+    assert held([(f"model.layers.0.self_attn.{name}", sides, dtype)], 2) == of_two
+
+
+def test_a_vocabulary_is_padded_before_it_is_cut() -> None:
+    def rows(vocabulary: int, ranks: int) -> int:
+        return held([("model.embed_tokens.weight", (vocabulary, 512), "BF16")], ranks) // 1024
+
+    assert [rows(1000, ranks) for ranks in (1, 2, 4)] == [1024, 512, 256]
+    assert [rows(1024, 1), rows(1025, 1), rows(1025, 2)] == [1024, 1088, 544]
+
+
+@pytest.mark.parametrize(("spelling", "bytes_of"), [(name, Format.parse(name).nbytes) for name in (*FORMATS, "fp8-block", "int4-g128")])
+def test_a_format_is_counted_as_it_lies_on_a_rank(spelling: str, bytes_of: Any) -> None:
+    recipe = Recipe.parse(spelling)
+    column, row = ("model.layers.0.mlp.gate_proj.weight", (1024, 512), "BF16"), ("model.layers.0.mlp.down_proj.weight", (512, 1024), "BF16")
+
+    assert [held([column], ranks, recipe) for ranks in (1, 2)] == [bytes_of(1024, 512), bytes_of(512, 512)]
+    assert [held([row], ranks, recipe) for ranks in (1, 2)] == [bytes_of(512, 1024), bytes_of(512, 512)]
+
+
+def test_packed_experts_may_lie_either_way_round() -> None:
+    """[experts, 2 inner, hidden] and [experts, hidden, inner], or both transposed."""
+    config, recipe = mixture(), Recipe.parse("fp8")
+    stem = "model.layers.0.mlp.experts"
+    linear = [(f"{stem}.gate_up_proj", (8, 768, 512), "BF16"), (f"{stem}.down_proj", (8, 512, 384), "BF16")]
+    turned = [(name, (sides[0], sides[2], sides[1]), dtype) for name, sides, dtype in linear]
+    fp8 = Format.parse("fp8").nbytes
+
+    for tensors in (linear, turned):
+        assert held(tensors, 1, recipe, config) == 8 * (fp8(768, 512) + fp8(512, 384))
+        assert held(tensors, 2, recipe, config) == 8 * (fp8(384, 512) + fp8(512, 192))
+
+
+def test_experts_one_by_one_are_experts_packed() -> None:
+    config = mixture()
+    single, packed = known(config, tensors_of(config)), known(config, tensors_of(config, packed=True))
+
+    assert len(single.parts) == len(packed.parts) + config["num_hidden_layers"]
+    for ranks in (1, 2, 4):
+        assert single.weights(BF16, ranks) == packed.weights(BF16, ranks)
+        assert single.weights(Recipe.parse("mxfp4"), ranks).by_kind == packed.weights(Recipe.parse("mxfp4"), ranks).by_kind
+
+
+def test_an_expert_that_is_stored_otherwise_is_counted_for_itself() -> None:
+    stem = "model.layers.0.mlp.experts"
+    tensors: list[Tensor] = [(f"{stem}.{number}.up_proj.weight", (256, 512), "F8_E4M3" if number == 5 else "BF16") for number in range(8)]
+
+    assert held(tensors, 1, config=mixture()) == (7 * 2 + 1) * 256 * 512
+
+
+def test_layers_that_predict_ahead_are_left_on_the_disk() -> None:
+    config = dense(num_nextn_predict_layers=1)
+    plain = tensors_of(config)
+    ahead: list[Tensor] = [
+        ("model.layers.4.eh_proj.weight", (512, 1024), "BF16"),
+        ("model.layers.4.shared_head.head.weight", (1000, 512), "BF16"),
+    ]
+    mtp: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", (1024, 512), "BF16"), ("model.mtp.norm.weight", (512,), "BF16")]
+    vision: list[Tensor] = [("visual.blocks.7.mlp.linear_fc1.weight", (512, 512), "BF16")]
+    found = known(config, plain + ahead + mtp)
+
+    assert found.unloaded_bytes == 2 * (512 * 1024 + 1000 * 512 + 1024 * 512 + 512)
+    assert found.weights(BF16) == known(config, plain).weights(BF16)
+    assert known(config, plain + vision).weights(BF16).by_kind["vision"] == 2 * 512 * 512
+    assert known(dense(), plain + ahead).unloaded_bytes == 0
+
+
+def test_tied_embeddings_are_held_once_and_read_as_the_head() -> None:
+    config = dense(tie_word_embeddings=True)
+    tied, untied = known(config, tensors_of(config)), known(dense(), tensors_of(dense()))
+    matrix = 1024 * 512 * 2
+
+    assert tied.weights(BF16).bytes + matrix == untied.weights(BF16).bytes
+    assert tied.weights(BF16).active_bytes == untied.weights(BF16).active_bytes == untied.weights(BF16).bytes - matrix
+    # A copy of it on the disk is not loaded, and where nobody says whether they are tied, a head of its own settles it.
+    assert known(config, tensors_of(dense())).unloaded_bytes == 1000 * 512 * 2
+    silent = known(dense(tie_word_embeddings=None), tensors_of(dense()))
+    assert silent.weights(BF16) == untied.weights(BF16) and not silent.shape.tied
+    assert known(dense(tie_word_embeddings=None), tensors_of(config)).weights(BF16) == tied.weights(BF16)
+
+
+def test_a_float32_checkpoint_is_half_as_large_in_memory() -> None:
+    stored = known(dense(torch_dtype="float32"), tensors_of(dense(), dtype="F32"))
+
+    assert stored.weights(BF16) == replace(known(dense(), tensors_of(dense())).weights(BF16), disk_bytes=stored.checkpoint.total_bytes)
+    kept: list[Tensor] = [("model.layers.0.mlp.gate.e_score_correction_bias", (8,), "F32"), ("model.layers.0.mixer.A_log", (64,), "F32")]
+    assert held(kept, 1) == 4 * 72
+
+
+def test_keys_that_are_the_values_too_are_held_twice() -> None:
+    config = dense(attention_k_eq_v=True)
+    name = "model.layers.{}.self_attn.{}_proj.weight"
+    tensors: list[Tensor] = [(name.format(0, "k"), (256, 512), "BF16"), (name.format(1, "k"), (256, 512), "BF16")]
+    tensors.append((name.format(1, "v"), (256, 512), "BF16"))
+
+    assert held(tensors, 1, config=config) == 4 * 256 * 512 * 2
+    assert held(tensors, 1) == 3 * 256 * 512 * 2
+
+
+def test_keys_of_another_width_have_heads_of_their_own() -> None:
+    """Gemma 4: few wide heads in the layers that see all tokens."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = dense(layer_types=kinds, sliding_window=64, global_head_dim=256, num_global_key_value_heads=2)
+    narrow, wide = (
+        ("model.layers.0.self_attn.k_proj.weight", (256, 512), "BF16"),
+        ("model.layers.1.self_attn.k_proj.weight", (512, 512), "BF16"),
+    )
+
+    assert [held([narrow], ranks, config=config) for ranks in (2, 4, 8)] == [128 * 1024, 64 * 1024, 64 * 1024]
+    assert [held([wide], ranks, config=config) for ranks in (2, 4, 8)] == [256 * 1024] * 3
+
+
+def test_latent_attention_holds_a_quantized_projection_in_its_own_precision_too() -> None:
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+
+    assert [held([(name, (2048, 512), "F8_E4M3")], ranks) for ranks in (1, 2)] == [3 * 2048 * 512, 3 * 1024 * 512]
+    assert held([(name, (2048, 256), "U8")], 1) == 2048 * 256 + 2 * 2048 * 512
+    assert held([(name, (2048, 512), "BF16")], 1) == 2 * 2048 * 512
+
+
+def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
+    config = dense(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    stem = "model.layers.0.mlp.gate_proj"
+    tensors: list[Tensor] = [(f"{stem}.weight", (1024, 512), "F8_E4M3"), (f"{stem}.weight_scale_inv", (8, 4), "F32")]
+    nvfp4 = known(config, tensors).weights(Recipe.parse("nvfp4"))
+
+    assert known(config, tensors).weights(BF16) == Weights({"mlp": 1024 * 512, "scale": 128}, 1024 * 512 + 128, 1024 * 512 + 128, False)
+    assert (nvfp4.by_kind, nvfp4.disk_bytes, nvfp4.changed) == ({"mlp": Format("nvfp4").nbytes(1024, 512)}, nvfp4.bytes, True)
+
+
+def test_what_is_quantized_already_stays() -> None:
+    config = dense(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    found = known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).weights(Recipe.parse("nvfp4"))
+
+    assert (found.bytes, found.changed) == (512 * 128 * 4, False)
+    assert "quantized already (awq)" in found.notes[0]
+
+
+def test_a_rule_that_cannot_be_kept_is_an_error_and_one_that_matches_nothing_a_note() -> None:
+    found = known(dense(), tensors_of(dense()))
+    assert "matches no weight" in found.weights(Recipe.parse({"keep": ["nowhere"], "format": "fp8"})).notes[0]
+    packed = known(mixture(), [("model.layers.0.mlp.experts.down_proj", (8, 512, 256), "F8_E4M3")])
+    with pytest.raises(CheckpointError):
+        packed.weights(Recipe.parse("nvfp4"))
+
+
+def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
+    config = mixture(num_experts=16, num_experts_per_tok=4)
+    found = known(config, tensors_of(config)).weights(BF16)
+
+    rest = found.bytes - found.by_kind["expert"] - found.by_kind["embedding"]
+    assert found.active_bytes == rest + found.by_kind["expert"] // 4
+
+
+def test_the_fullest_stage_of_a_pipeline_counts() -> None:
+    layer, matrix = 2 * 512 * 512, 1024 * 512 * 2
+    layers: list[Tensor] = [(f"model.layers.{number}.self_attn.q_proj.weight", (512, 512), "BF16") for number in range(5)]
+    ends: list[Tensor] = [("model.embed_tokens.weight", (1000, 512), "BF16"), ("lm_head.weight", (1000, 512), "BF16")]
+    config = dense(num_hidden_layers=5)
+
+    # Two stages have three layers and two, and a matrix each.
+    assert held(layers, 1, config=config, stages=2) == 3 * layer
+    assert held(layers + ends, 1, config=config, stages=2) == 3 * layer + matrix
+    tied = dense(num_hidden_layers=5, tie_word_embeddings=True)
+    assert known(tied, layers + ends[:1]).weights(BF16, 1, 5).bytes == layer + matrix
+    # A tower of another modality is built on every stage.
+    assert held([*layers, ("visual.merger.mlp.0.weight", (512, 512), "BF16")], 1, config=config, stages=5) == 2 * layer
+    whole = known(config, layers + ends)
+    assert whole.weights(BF16, 1, 3).active_bytes == whole.weights(BF16).active_bytes == 5 * layer + matrix
+
+
+def models() -> st.SearchStrategy[Inventory]:
+    def made(layers: int, heads: int, keys: int, head: int, inner: int, experts: int, tied: bool, packed: bool) -> Inventory:
+        plain = {"num_hidden_layers": layers, "num_attention_heads": 4 * heads, "num_key_value_heads": keys, "head_dim": head}
+        plain |= {"hidden_size": 256, "tie_word_embeddings": tied, "intermediate_size": 128 * inner, "vocab_size": 100 * inner}
+        config = mixture(**plain, num_experts=4 * experts, moe_intermediate_size=128 * inner) if experts else dense(**plain)
+        return known(config, tensors_of(config, packed=packed and experts > 0))
+
+    counts = st.integers(1, 3)
+    return st.builds(
+        made,
+        counts,
+        counts,
+        st.sampled_from([1, 2, 4]),
+        st.sampled_from([64, 128]),
+        counts,
+        st.integers(0, 2),
+        st.booleans(),
+        st.booleans(),
+    )
+
+
+SOME = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@SOME
+@given(models(), st.sampled_from([2, 4]), st.sampled_from(["bf16", *FORMATS]))
+def test_more_ranks_hold_no_more_and_together_all_of_it(inventory: Inventory, ranks: int, spelling: str) -> None:
+    recipe = Recipe.parse(spelling)
+    one, split = inventory.weights(recipe), inventory.weights(recipe, ranks)
+
+    assert one.bytes / ranks <= split.bytes <= one.bytes
+    assert one.active_bytes / ranks <= split.active_bytes <= one.active_bytes <= one.bytes
+    assert inventory.weights(recipe, ranks, 2).bytes <= split.bytes
+
+
+@SOME
+@given(models(), st.sampled_from([1, 2]))
+def test_a_smaller_format_is_never_larger(inventory: Inventory, ranks: int) -> None:
+    sizes = [inventory.weights(Recipe.parse(name), ranks).bytes for name in ("bf16", "fp8", "int4-g32", "int4-g64", "int4-g128")]
+
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] <= inventory.weights(Recipe.parse("mxfp4"), ranks).bytes * 1.01
+    assert inventory.weights(Recipe.parse("mxfp4"), ranks).bytes <= inventory.weights(Recipe.parse("nvfp4"), ranks).bytes <= sizes[1]
