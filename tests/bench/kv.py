@@ -44,7 +44,7 @@ NEW_TOKENS = 16
 # A process that has reached the device holds so much of it before vLLM looks (CUDA's context and the first kernels).
 CONTEXT_BYTES = {True: int(0.6 * GIB), False: 0}
 # A start is done again where other processes took more than this meanwhile, so often at most.
-NOISE_BYTES, TRIES = GIB // 4, 3
+NOISE_BYTES, TRIES = GIB // 4, 2
 # About as many as the search needs from a guess that is a step away.
 SEARCH_STARTS = 4
 FLOOR_BYTES = 3 * GIB
@@ -95,8 +95,6 @@ class Bench:
             # What compilers keep on disk is there before anything is timed.
             self._start(case, "warm-up", beside)
         for kind, rep in kv_figures.schedule(self._given.starts, self._given.reps):
-            if kind == "first":
-                shutil.rmtree(self._profiles(case), ignore_errors=True)
             self._start(case, kind, beside if kind == "timed" else None, rep)
 
     def _guess(self) -> int:
@@ -150,6 +148,8 @@ class Bench:
         env.pop("VLLM_CPU_KVCACHE_SPACE")  # it would be the cache's size
         rounds = 0 if kind in ("timed", "warm-up") else given.rounds
         question = {"model": str(model), "arguments": arguments, "rounds": rounds, "load": given.load, "new_tokens": NEW_TOKENS}
+        if kind == "first":
+            shutil.rmtree(self._profiles(case), ignore_errors=True)
         level = self._level()
         free = question["free"] = level["free"]
         watch = None

@@ -1,9 +1,9 @@
 """One engine start, measured, and the largest load that it admits. Never compares two engines, never sizes a cache.
 
 Standard input: {"model", "arguments", "rounds", "load": longest or prompt-logprobs, "new_tokens", "free": bytes before it}.
-Answer: {"ready_at" (of the machine's monotonic clock), "engine_s", "tokens", "bytes_per_token", "free_ready"}, said when the engine is
-ready, and once more with {"free_lowest", "asked", "finished", "preempted", "load_s"} when the load is done. A child without the second one
-did not survive.
+Answer: {"ready_at" (of the machine's monotonic clock), "engine_s", "tokens", "bytes_per_token", "free_ready", "idle_ready": reserved by
+torch's allocator and in no use}, said when the engine is ready, and once more with {"free_lowest", "asked", "finished", "preempted",
+"load_s"} when the load is done. A child without the second one did not survive.
 
 A round is max_num_seqs prompts of the longest length that still leaves room for an answer. Every prompt begins with other tokens, so the
 prefix cache spares nothing and in the end every block of the cache was written. Half of the requests ask for all that a sampler can do
@@ -59,9 +59,12 @@ def main() -> None:
     began = time.monotonic()
     engine = LLM(question["model"], skip_tokenizer_init=True, disable_log_stats=False, **question["arguments"])
     ready_at = time.monotonic()
+    cuda = torch.cuda.is_available()
     # Of a host, which it shares with others: what was free before, less what it holds itself.
-    free = (lambda: int(torch.cuda.mem_get_info()[0])) if torch.cuda.is_available() else (lambda: question["free"] - own_bytes())
-    answer: dict[str, Any] = {"ready_at": ready_at, "engine_s": ready_at - began, "free_ready": free(), **_cache(engine)}
+    free = (lambda: int(torch.cuda.mem_get_info()[0])) if cuda else (lambda: question["free"] - own_bytes())
+    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if cuda else 0
+    answer: dict[str, Any] = {"ready_at": ready_at, "engine_s": ready_at - began, "free_ready": free(), "idle_ready": idle}
+    answer |= _cache(engine)
     child.say(answer)
     if not question["rounds"]:
         return
@@ -97,12 +100,13 @@ def main() -> None:
 
 
 def _cache(engine: Any) -> dict[str, Any]:
-    """Tokens that the cache holds, for a model with attention alone, where every block is one size."""
+    """Tokens as vLLM counts them (its log's "GPU KV cache size"). Bytes a token: of a model with attention alone."""
     config = engine.llm_engine.vllm_config
     cache, model, parallel = config.cache_config, config.model_config, config.parallel_config
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
     width = 1 if cache.cache_dtype.startswith("fp8") else model.dtype.itemsize
     each = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size() * width
-    return {"tokens": cache.num_gpu_blocks * cache.block_size, "bytes_per_token": each}
+    return {"tokens": tokens, "bytes_per_token": each}
 
 
 if __name__ == "__main__":
