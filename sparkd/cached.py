@@ -46,7 +46,8 @@ def remove(model: str, config: Config) -> list[dict[str, Any]]:
     """
     found = [entry for entry in _entries(config) if _is_of(entry, model, config)]
     if not found:
-        raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there.")
+        hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
+        raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there{hint}.")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for entry in found:
@@ -74,7 +75,8 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     env = {**environ, **(configured.environment(config.engine) if configured else {})}
     if not source.startswith("/"):
         if configured is None and "/" not in source:
-            raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
+            known = "a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config"
+            raise ConfigError(f"No model is called {model}: give {known}.")
         snapshot = snapshot_of(source, configured.revision if configured else None, env)
         if snapshot is None:
             raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")

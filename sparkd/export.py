@@ -47,12 +47,15 @@ def export(
     from sparkd.cached import chosen, config_of
 
     wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
-    began_s = time.monotonic()
+    began: tuple[float, int] | None = None
     with show.progress(session.err) as line:
 
         def shown(event: Mapping[str, Any]) -> None:
+            nonlocal began
+            # Only from here on: what torch's import takes says nothing about the rest.
+            began = began or (time.monotonic(), int(event["bytes_done"]))
             if not session.json:
-                line(f"{model}: {how_far(event, time.monotonic() - began_s)}", event["from"])
+                line(f"{model}: {how_far(event, time.monotonic() - began[0], began[1])}", event["from"])
 
         ended = run(wanted, os.path.abspath(folder), device, shown)
     if session.json:
@@ -102,13 +105,14 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
         return last
 
 
-def how_far(event: Mapping[str, Any], seconds: float) -> str:
-    """`quantizing 37 %, 12.30 GiB of 33.10 GiB, 0.21 GB/s, about 90 s left`."""
+def how_far(event: Mapping[str, Any], seconds: float, before: int) -> str:
+    """`quantizing 37%, 12.3 GiB of 33.1 GiB, 0.21 GB/s, about 90 s left`. seconds: since `before` bytes were done."""
     done, total = int(event["bytes_done"]), int(event["bytes_total"])
     words = f"{'copying' if event['from'] == 'cache' else 'quantizing'} {done / max(1, total):.0%}, {show.size(done)} of {show.size(total)}"
-    if seconds < HONEST_AFTER_S or not done:
+    if seconds < HONEST_AFTER_S or done <= before:
         return words
-    return f"{words}, {done / seconds / 1e9:.2f} GB/s, about {(total - done) * seconds / done:.0f} s left"
+    rate = (done - before) / seconds
+    return f"{words}, {rate / 1e9:.2f} GB/s, about {(total - done) / rate:.0f} s left"
 
 
 def _follow(program: subprocess.Popen[bytes], request: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:

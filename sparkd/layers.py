@@ -12,11 +12,14 @@ from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint, tensor_cla
 from sparkd.errors import CheckpointError, ConfigError, Unavailable
 from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, snapshot_of, source_of
+from workers.stream.format import Format, fitting
 from workers.stream.recipe import Assignment, Recipe
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # What stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
+
+Misfit = tuple[Format, int]  # a format, and columns that its groups do not divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
     """What a checkpoint holds and what `recipe` makes of it, in the order in which the classes first occur."""
     formats = recipe.assign(checkpoint)
     found: dict[tuple[str, tuple[int, ...], str, str | None], list[int]] = {}
-    misfits: dict[str, int] = {}
+    misfits: dict[Misfit, int] = {}
     for name, tensor in checkpoint.tensors.items():
         spelling, result = _result(tensor, formats, checkpoint.config, misfits)
         key = _NUMBER.sub("*", name), tensor.shape, tensor.dtype, spelling
@@ -85,7 +88,9 @@ def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
         for (name, shape, dtype, spelling), (count, stored, result) in found.items()
     )
     told = (
-        f"{what} in {count} weights: loading them would fail, so keep them or choose another format." for what, count in misfits.items()
+        f"{form.spelling} needs a multiple of {form.group} columns, and there are {columns} in {count} weights: loading them would fail, "
+        f"so keep them or give them {fitting(form.group or columns, columns)}."
+        for (form, columns), count in misfits.items()
     )
     source = checkpoint.quantization.method if checkpoint.quantization else None
     return Listing(checkpoint.folder, source, recipe.canonical(), layers, (*formats.adjustments, *told))
@@ -169,7 +174,7 @@ def value_of(text: str) -> Any:
     return value
 
 
-def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], misfits: dict[str, int]) -> tuple[str | None, int]:
+def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], misfits: dict[Misfit, int]) -> tuple[str | None, int]:
     """(spelling, bytes) of what vLLM is handed for one tensor."""
     name = tensor.name
     stem, _, last = name.rpartition(".")
@@ -180,8 +185,7 @@ def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], m
         return None, tensor.nbytes
     rows, columns = _sides(tensor, config)
     if chosen.group is not None and columns % chosen.group:
-        what = f"{chosen.spelling} needs a multiple of {chosen.group} columns, and there are {columns}"
-        misfits[what] = misfits.get(what, 0) + 1
+        misfits[chosen, columns] = misfits.get((chosen, columns), 0) + 1
     blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if blocks > 1 and last == "gate_up_proj":
         # One weight each for gate and up.

@@ -198,7 +198,8 @@ def cached(found: Mapping[str, Any], console: Console, now_s: float | None = Non
     now_s = time.time() if now_s is None else now_s
     rows = found["cached"]
     if not rows:
-        console.print(f"No quantized weights are kept in {found['folder']}.", markup=False, soft_wrap=True)
+        hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
+        console.print(f"No quantized weights are kept in {found['folder']}. {hint}", markup=False, soft_wrap=True)
         return
     table = _table(["MODEL", "FORMAT", "SIZE", "MADE", "USED", "VALID", "SOURCE"], right={"SIZE", "MADE", "USED"})
     for row in rows:

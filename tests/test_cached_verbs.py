@@ -17,6 +17,7 @@ import torch
 
 from sparkd.__main__ import exit_code
 from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.export import how_far
 from tests.checkpoints import Entry, normal, write_checkpoint
 from workers.stream import cache
 from workers.stream.cache_writer import CacheWriter
@@ -68,7 +69,10 @@ def there(tmp_path: Path) -> list[str]:
 
 def test_nothing_is_kept_yet(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["ls", "--cached"]) == 0
-    assert capsys.readouterr().out == f"No quantized weights are kept in {here}/state/quantized.\n"
+    assert capsys.readouterr().out == (
+        f"No quantized weights are kept in {here}/state/quantized. "
+        "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR.\n"
+    )
 
 
 def test_what_is_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +202,10 @@ def test_nothing_of_a_model_is_kept(here: Path, capsys: pytest.CaptureFixture[st
     assert exit_code(["rm", "--cached", "tiny"]) == 2
 
     assert len(there(here)) == 1
-    assert capsys.readouterr().err == (f"error: Nothing of tiny is in {here}/state/quantized. `sparkd ls --cached` lists what is there.\n")
+    assert capsys.readouterr().err == (
+        f"error: Nothing of tiny is in {here}/state/quantized. `sparkd ls --cached` lists what is there; "
+        "a configured name needs its sparkd.yaml as --config.\n"
+    )
 
 
 # export
@@ -234,7 +241,10 @@ def test_a_folder_is_exported_with_a_recipe(here: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["unknown", "out"], "No model is called unknown: give a configured name, a folder, or a hub id (owner/name)."),
+        (
+            ["unknown", "out"],
+            "unknown: give a folder, a hub id (owner/name), or a configured name with its sparkd.yaml as --config.",
+        ),
         (["me/Tiny", "out"], "me/Tiny is not in this machine's hub cache. Load it once, or give a folder."),
         (["plain", "out"], "plain has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4."),
         (["plain", "out", "--quantize", "nf4"], "nf4"),
@@ -261,6 +271,18 @@ def test_what_cannot_be_exported(
 
     assert exit_code(["export", *argv]) in (1, 2)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds", "before", "text"),
+    [
+        (1 << 30, 1.0, 0, "quantizing 25%, 1.00 GiB of 4.00 GiB"),
+        (1 << 30, 10.0, 1 << 30, "quantizing 25%, 1.00 GiB of 4.00 GiB"),
+        (3 << 30, 10.0, 1 << 30, "quantizing 75%, 3.00 GiB of 4.00 GiB, 0.21 GB/s, about 5 s left"),
+    ],
+)
+def test_the_time_left_is_told_from_what_was_measured(done: int, seconds: float, before: int, text: str) -> None:
+    assert how_far({"from": "checkpoint", "bytes_done": done, "bytes_total": 4 << 30}, seconds, before) == text
 
 
 def test_ctrl_c_ends_an_export_and_leaves_nothing(here: Path) -> None:

@@ -87,7 +87,7 @@ def test_columns_that_do_not_divide_are_told() -> None:
     found = listing(checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576)})), Recipe.parse("int4"))
 
     told = "int4-g128 needs a multiple of 128 columns, and there are 576 in 3 weights: "
-    assert found.notes == (f"{told}loading them would fail, so keep them or choose another format.",)
+    assert found.notes == (f"{told}loading them would fail, so keep them or give them int4-g64 or int4-g32.",)
 
 
 def test_the_table() -> None:

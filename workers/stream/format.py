@@ -80,6 +80,12 @@ class Format:
         return _with_group(_parsed(value, where), None, group_size, where)
 
 
+def fitting(group: int, columns: int) -> str:
+    """The nearest formats that a weight of so many columns can have where groups of `group` do not divide them: `int4-g64 or int4-g32`."""
+    fits = [f"int4-g{size}" for size in (64, 32) if size < group and columns % size == 0]
+    return " or ".join(fits or ["nvfp4" if group > 16 and columns % 16 == 0 else "fp8"])
+
+
 def refused(message: str) -> ConfigError:
     """A ConfigError about the key `quantize`, ended as a sentence."""
     return ConfigError(message.rstrip(".") + ".", param="quantize")

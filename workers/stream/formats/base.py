@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
+from workers.stream.format import fitting
 
 # Elements worked on at once: a float32 temporary of 1 MiB. Five of them stay in the cache of a CPU and under 8 MiB together.
 CHUNK_ELEMENTS = 1 << 18
@@ -67,9 +68,7 @@ class Quantizer(ABC):
         size = self.group_size
         if size is None or k % size == 0:
             return
-        fits = [f"int4-g{group}" for group in (64, 32) if group < size and k % group == 0]
-        fits = fits or ["nvfp4" if size > 16 and k % 16 == 0 else "fp8"]
-        raise CheckpointError(f"K={k} is not divisible by the group size {size}", tensor=name, cure=f"Use {' or '.join(fits)} for it")
+        raise CheckpointError(f"K={k} is not divisible by the group size {size}", tensor=name, cure=f"Use {fitting(size, k)} for it")
 
     @abstractmethod
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
