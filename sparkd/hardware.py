@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sparkd.errors import ConfigError
 
 GIB = 1 << 30
@@ -72,6 +70,8 @@ def _is_a(expected: type, value: object) -> bool:
 
 
 def _read(path: Path) -> dict[str, object]:
+    import yaml
+
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,8 @@ def plan(
 
     if kv_dtype not in plan_command.KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(plan_command.KV_DTYPES)} are known.")
+    if margin is not None and not math.isfinite(margin):
+        raise ConfigError(f"--margin {margin}: a number of GiB is expected.")
     if image is not None and not (docker or compose):
         raise ConfigError("--image belongs to --docker or --compose.")
     asked = plan_command.Question(

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sparkd import kv_sizing, quantizing
-from sparkd.config import Engine
+from sparkd.config import Engine, parse_model
 from sparkd.fit import AS_STORED, Choice, Option, Wish, floor, smallest
 from sparkd.hardware import GIB, Hardware
 from sparkd.model_config import ModelConfig
@@ -86,7 +86,7 @@ def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str,
     """config: the model's entry in sparkd.yaml, null for a pipeline, which sparkd does not run; ranks: vLLM's command on each node and the
     environment that sparkd adds."""
     entry = entry_of(model, option, wish)
-    spec = ModelConfig.model_validate({"name": name_of(model), **entry})
+    spec = parse_model(name_of(model), entry, over_admin=False)
     ranks = [_rank(spec, option, number, hardware) for number in range(option.nodes)]
     return {"name": spec.name, "config": None if option.pipeline > 1 else entry, "ranks": ranks}
 

@@ -128,25 +128,24 @@ def _bars(choice: Mapping[str, Any], console: Console) -> None:
     parts = choice["footprint"]
     cells = min(BAR_CELLS, max(20, console.width - 16))
     line = Text()
-    drawn = 0
-    total = 0
-    for name, letter, style in SEGMENTS:
-        total += max(0, parts[name])
-        width = round(cells * total / max(parts["memory"], total)) - drawn
-        if parts[name] > 0 and width == 0 and drawn < cells and name != "free":
-            width = 1
-        line.append(letter * max(0, width), style=style)
-        drawn += max(0, width)
+    for (_, letter, style), width in zip(SEGMENTS, _widths([max(0, parts[name]) for name, *_ in SEGMENTS], cells), strict=True):
+        line.append(letter * width, style=style)
     for number in range(choice["nodes"]):
         console.print(Text(f"node {number}  ").append_text(line).append(f"  {gib(parts['memory'])}"))
-    legend = Text()
-    for name, letter, style in SEGMENTS:
-        if parts[name]:
-            legend.append(f"{letter} ", style=style).append(f"{_WORDS[name]} {gib(parts[name])}  ")
-    console.print(legend)
+    known = [Text.assemble((letter, style), f" {_WORDS[name]} {gib(parts[name])}") for name, letter, style in SEGMENTS if parts[name]]
+    console.print(Text("  ").join(known))
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
     console.print(f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n", markup=False)
+
+
+def _widths(sizes: list[int], cells: int) -> list[int]:
+    """Cells of each segment: at least one for what is there, the last has what is left over."""
+    total = max(1, sum(sizes))
+    widths = [max(1, round(cells * size / total)) if size else 0 for size in sizes[:-1]]
+    while sum(widths) > cells:
+        widths[widths.index(max(widths))] -= 1
+    return [*widths, cells - sum(widths)]
 
 
 def _how(choice: Mapping[str, Any], console: Console) -> None:

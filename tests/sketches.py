@@ -1,4 +1,4 @@
-"""Checkpoints that are names, dtypes and shapes only: what a plan reads, without a file. Never draws a value."""
+"""Checkpoints that are names, dtypes and shapes only: what a plan reads, in memory or as files with holes. Never draws a value."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from hypothesis import strategies as st
 
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.model_shape import Shape, shape_of
@@ -47,6 +49,23 @@ def architecture(name: str) -> Inventory:
 
     model = ARCHITECTURES[name]()
     return known(model.config, ((entry.name, entry.shape, entry.dtype) for entry in model.entries))
+
+
+def write(folder: Path, config: Mapping[str, Any], tensors: Iterable[Tensor]) -> Path:
+    """A folder with config.json and one file: its header is real, its data a hole, whatever its size."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, sides, dtype in tensors:
+        end = at + prod(sides) * DTYPE_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(sides), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return folder
 
 
 def dense(**more: Any) -> dict[str, Any]:
@@ -96,3 +115,26 @@ def tensors_of(config: Mapping[str, Any], *, dtype: str = "BF16", packed: bool =
             found += [(f"{module}.{name}_proj.weight", (inner, hidden), dtype) for name in ("gate", "up")]
             found.append((f"{module}.down_proj.weight", (hidden, inner), dtype))
     return found
+
+
+def models() -> st.SearchStrategy[Inventory]:
+    """Small ones that two and four ranks can share."""
+
+    def made(layers: int, heads: int, keys: int, head: int, inner: int, experts: int, tied: bool, packed: bool) -> Inventory:
+        plain = {"num_hidden_layers": layers, "num_attention_heads": 4 * heads, "num_key_value_heads": keys, "head_dim": head}
+        plain |= {"hidden_size": 256, "tie_word_embeddings": tied, "intermediate_size": 128 * inner, "vocab_size": 100 * inner}
+        config = mixture(**plain, num_experts=4 * experts, moe_intermediate_size=128 * inner) if experts else dense(**plain)
+        return known(config, tensors_of(config, packed=packed and experts > 0))
+
+    counts = st.integers(1, 3)
+    return st.builds(
+        made,
+        counts,
+        counts,
+        st.sampled_from([1, 2, 4]),
+        st.sampled_from([64, 128]),
+        counts,
+        st.integers(0, 2),
+        st.booleans(),
+        st.booleans(),
+    )

@@ -27,7 +27,10 @@ from sparkd.source import name_of, source_of
 from tests.daemon_process import ROOT, free_port
 
 KEY = "correct-horse-battery-staple"
-VERBS = ("serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "export", "check", "ray-node", "version")
+VERBS = (
+    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "export", "check", "ray-node",
+    "version",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
 from sparkd.weight_cost import Inventory, Weights
-from tests.sketches import Tensor, architecture, dense, known, mixture, tensors_of
+from tests.sketches import Tensor, architecture, dense, known, mixture, models, tensors_of
 from workers.stream.format import Format
 from workers.stream.recipe import Recipe
 
@@ -265,27 +265,6 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     assert held([*layers, ("visual.merger.mlp.0.weight", (512, 512), "BF16")], 1, config=config, stages=5) == 2 * layer
     whole = known(config, layers + ends)
     assert whole.weights(BF16, 1, 3).active_bytes == whole.weights(BF16).active_bytes == 5 * layer + matrix
-
-
-def models() -> st.SearchStrategy[Inventory]:
-    def made(layers: int, heads: int, keys: int, head: int, inner: int, experts: int, tied: bool, packed: bool) -> Inventory:
-        plain = {"num_hidden_layers": layers, "num_attention_heads": 4 * heads, "num_key_value_heads": keys, "head_dim": head}
-        plain |= {"hidden_size": 256, "tie_word_embeddings": tied, "intermediate_size": 128 * inner, "vocab_size": 100 * inner}
-        config = mixture(**plain, num_experts=4 * experts, moe_intermediate_size=128 * inner) if experts else dense(**plain)
-        return known(config, tensors_of(config, packed=packed and experts > 0))
-
-    counts = st.integers(1, 3)
-    return st.builds(
-        made,
-        counts,
-        counts,
-        st.sampled_from([1, 2, 4]),
-        st.sampled_from([64, 128]),
-        counts,
-        st.integers(0, 2),
-        st.booleans(),
-        st.booleans(),
-    )
 
 
 SOME = settings(max_examples=40, deadline=None, derandomize=True)

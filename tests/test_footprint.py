@@ -1,0 +1,151 @@
+"""What a node must hold: the parts and their sum, on each kind of machine; and the bounds of time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkd.footprint import (
+    CONTEXT_BYTES,
+    ENCODER_BYTES,
+    GRAPH_LAYER_BYTES,
+    GRAPH_SIZES,
+    NCCL_BYTES,
+    PROCESS_BYTES,
+    Footprint,
+    Learned,
+    footprint,
+    peak_bytes,
+)
+from sparkd.hardware import GIB, H200, SPARK
+from sparkd.kv_cost import Serving, kv_cost
+from sparkd.weight_cost import Inventory
+from tests.sketches import Tensor, dense, known, mixture, models, tensors_of
+from workers.stream.recipe import Recipe
+
+BF16, NVFP4 = Recipe.parse("bf16"), Recipe.parse("nvfp4")
+CPU = replace(SPARK, name="desk", platform="cpu")
+
+
+def plain() -> Inventory:
+    return known(dense(), tensors_of(dense()))
+
+
+def of(
+    recipe: Recipe = BF16, hardware: Any = SPARK, serving: Serving | None = None, inventory: Inventory | None = None, **more: Any
+) -> Footprint:
+    return footprint(inventory or plain(), recipe, serving or Serving(4096), hardware, **more)
+
+
+def test_the_parts_are_the_whole() -> None:
+    inventory = plain()
+    found = of(inventory=inventory, requests=3)
+
+    cost = kv_cost(inventory.shape, Serving(4096))
+    assert found.parts["weights"] == inventory.weights(BF16).bytes + inventory.shape.rotary_bytes
+    assert found.parts["kv"] == 3 * cost.per_request + cost.block_bytes
+    assert found.total == sum(found.parts.values()) == found.fixed + found.parts["kv"]
+    assert found.free_bytes == SPARK.memory_bytes - SPARK.system_bytes - found.margin_bytes - found.total
+    assert found.room == found.free_bytes + found.parts["kv"]
+    assert found.margin_bytes == int(0.03 * SPARK.memory_bytes) and of(margin_bytes=5).margin_bytes == 5
+    assert of(hardware=replace(SPARK, memory_bytes=9 * GIB)).margin_bytes == GIB
+
+
+def test_what_each_kind_of_machine_adds() -> None:
+    graphs = GRAPH_LAYER_BYTES * GRAPH_SIZES * 4
+    spark, gpu, desk = of(), of(hardware=H200), of(hardware=CPU, serving=Serving(4096, platform="cpu"))
+
+    def added(found: Footprint) -> list[int]:
+        return [found.parts[name] for name in ("graphs", "context", "processes")]
+
+    assert added(spark) == [graphs, CONTEXT_BYTES, PROCESS_BYTES["cuda"]]
+    # On a discrete GPU the processes are in another memory.
+    assert added(gpu) == [graphs, CONTEXT_BYTES, 0]
+    assert added(desk) == [0, 0, PROCESS_BYTES["cpu"]]
+    assert added(of(eager=True)) == [0, *added(spark)[1:]]
+    pair = of(serving=Serving(4096, tensor_parallel=2))
+    assert pair.parts["context"] == CONTEXT_BYTES + NCCL_BYTES and pair.parts["graphs"] == graphs
+    assert of(serving=Serving(4096, pipeline_parallel=2)).parts["graphs"] == graphs // 2
+
+
+def test_what_was_learned_goes_before_what_is_reckoned() -> None:
+    found = of(learned=Learned(peak=123, graphs=45))
+
+    assert (found.parts["peak"], found.parts["graphs"]) == (123, 45)
+
+
+def test_a_model_fits_where_it_can_be_loaded_and_served() -> None:
+    found = of()
+    least = SPARK.memory_bytes - found.free_bytes
+    tight = replace(SPARK, memory_bytes=least)
+
+    def at(size: int) -> Footprint:
+        return of(hardware=replace(tight, memory_bytes=size), margin_bytes=found.margin_bytes)
+
+    assert (at(least).fits, at(least).free_bytes, at(least - 1).fits, at(least - 1).free_bytes) == (True, 0, False, -1)
+    loading = SPARK.system_bytes + found.load_peak_bytes + found.parts["processes"] + found.parts["context"]
+    assert (at(loading).load_free_bytes, at(loading - 1).load_free_bytes) == (0, -1)
+
+
+def test_the_largest_step_grows_with_what_it_holds() -> None:
+    shape, wide = plain().shape, known(mixture(), tensors_of(mixture())).shape
+    serving = Serving(4096, max_num_batched_tokens=8192, max_num_seqs=8)
+
+    assert peak_bytes(shape, replace(serving, max_num_batched_tokens=16384)) == 2 * peak_bytes(shape, serving)
+    assert peak_bytes(shape, replace(serving, tensor_parallel=2)) <= peak_bytes(shape, serving)
+    # A batch of single tokens costs its logits.
+    assert peak_bytes(shape, Serving(1, max_num_batched_tokens=1, max_num_seqs=200)) == 2 * peak_bytes(
+        shape, Serving(1, max_num_batched_tokens=1, max_num_seqs=100)
+    )
+    assert peak_bytes(shape, serving, encoders=True) == peak_bytes(shape, serving) + ENCODER_BYTES
+    assert peak_bytes(wide, serving) > 0
+    seeing: list[Tensor] = [("visual.merger.norm.weight", (512,), "BF16")]
+    assert of(inventory=known(dense(), tensors_of(dense()) + seeing)).parts["peak"] == of().parts["peak"] + ENCODER_BYTES
+
+
+def test_how_long_a_load_takes_at_most_of_the_disk() -> None:
+    inventory = plain()
+    stored = sum(part.tensor.nbytes for part in inventory.parts)
+    as_is, quantized = of(inventory=inventory), of(NVFP4, inventory=inventory)
+
+    assert as_is.first_load_s == as_is.next_load_s == stored / SPARK.disk_bytes_s
+    assert quantized.first_load_s >= as_is.first_load_s > quantized.next_load_s
+    assert quantized.next_load_s == quantized.weights.disk_bytes / SPARK.disk_bytes_s
+    assert of(serving=Serving(4096, tensor_parallel=2)).first_load_s == as_is.first_load_s / 2
+    assert quantized.load_peak_bytes - quantized.parts["weights"] > as_is.load_peak_bytes - as_is.parts["weights"]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
+def test_a_token_takes_as_long_as_reading_what_it_uses(ranks: int, stages: int) -> None:
+    inventory = plain()
+    found = of(inventory=inventory, serving=Serving(4096, tensor_parallel=ranks, pipeline_parallel=stages))
+
+    active = inventory.weights(BF16, ranks, stages).active_bytes
+    sums = 2 * 4 * (SPARK.link_latency_s + 512 * 2 / SPARK.link_bytes_s) if ranks > 1 else 0.0
+    hops = SPARK.link_latency_s if stages > 1 else 0.0
+    assert 1 / found.decode_tokens_s == pytest.approx(active / SPARK.bandwidth_bytes_s + sums + hops)
+
+
+def test_where_nothing_is_read_there_is_no_bound() -> None:
+    rows: list[Tensor] = [("model.embed_tokens.weight", (1000, 512), "BF16")]
+
+    assert of(inventory=known(dense(), rows)).decode_tokens_s == 0.0
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    models(), st.sampled_from(["bf16", "nvfp4"]), st.lists(st.integers(1, 65536), min_size=2, max_size=2), st.integers(1, 16), st.booleans()
+)
+def test_more_is_never_less(inventory: Inventory, spelling: str, lengths: list[int], requests: int, unified: bool) -> None:
+    recipe, hardware = Recipe.parse(spelling), replace(SPARK, unified=unified)
+
+    def total(tokens: int, count: int) -> int:
+        return of(recipe, hardware, Serving(tokens), inventory, requests=count).total
+
+    assert total(min(lengths), requests) <= total(max(lengths), requests) <= total(max(lengths), requests + 1)
+    two = of(recipe, hardware, Serving(max(lengths), tensor_parallel=2), inventory, requests=requests)
+    assert two.parts["weights"] <= of(recipe, hardware, Serving(max(lengths)), inventory, requests=requests).parts["weights"]

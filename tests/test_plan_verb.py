@@ -1,0 +1,237 @@
+"""`sparkd plan` as it is typed: a real folder, no daemon, no GPU; what it prints, what it answers as JSON, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparkd.__main__ import exit_code
+from sparkd.config import load_config
+from tests.daemon_process import ROOT
+from tests.sketches import dense, mixture, tensors_of, write
+
+PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("SPARKD_", "HF_", "VLLM_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def model(folder: Path, **more: Any) -> Path:
+    config = mixture(**more)
+    return write(folder, config, tensors_of(config))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("models") / "tiny-moe", max_position_embeddings=4096)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    assert exit_code(["--json", "plan", *map(str, argv)]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: object, columns: int = 200, code: int = 0) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert exit_code(["plan", *map(str, argv)]) == code
+    return capsys.readouterr().out
+
+
+def test_the_picture_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = drawn(capsys, monkeypatch, folder)
+    lines = out.splitlines()
+
+    assert lines[0] == f"{folder}: Qwen3MoeForCausalLM, 4 layers, 0.0 GiB on disk, up to 4,096 tokens"
+    assert lines[1] == "on spark with 121.6 GiB each, 1 request at once of as many tokens as fit"
+    assert [line.split("  ")[0] for line in lines[4:10]] == ["as stored", "fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4"]
+    (bar,) = re.findall(r"^node 0  ([SWKBGCPM]+\.+)  121\.6 GiB$", out, re.MULTILINE)
+    # In the order of what is held, and none of it left out.
+    assert len(bar) == 64 and re.fullmatch(r"S+W+K+B+G+C+P+M+\.+", bar)
+    entry = yaml.safe_load(out[out.index("models:") : out.index("\nWhat sparkd runs")])
+    assert entry["models"]["tiny-moe"]["model"] == str(folder)
+    assert re.search(rf"-m vllm\.entrypoints\.openai\.api_server --model {folder} .*--max-model-len 4096", out)
+    assert out.count("the smallest that works") == 1
+
+
+def test_the_entry_is_one_that_sparkd_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ("--quantize", "nvfp4", "--seqs", "4", "--margin", "2.5", "--kv-dtype", "fp8", "--eager", "--batch", "2048")
+    out = drawn(capsys, monkeypatch, folder, *options)
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(out[out.index("models:") : out.index("\nWhat sparkd runs")])
+    spec = load_config(file, environ={}).models["tiny-moe"]
+
+    assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens) == (str(folder), 4096, 2048)
+    assert (spec.kv_cache, spec.kv_margin_gib, spec.kv_cache_dtype, spec.enforce_eager) == ({"sequences": 4}, 2.5, "fp8", True)
+    assert spec.quantize is not None and spec.quantize["format"] == "nvfp4"
+    flags = spec.vllm_flags()
+    assert all(re.search(rf"{flag}(?: |$)", out) for flag in flags if flag.startswith("--"))
+    assert "4 requests at once" in out
+
+
+def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, folder, "--nodes", "2", "--ctx", "2048", "--seqs", "3", "--quantize", "int4-g32")
+
+    assert found["asked"] == {"nodes": 2, "requests": 3, "max_model_len": 2048, "eager": False}
+    assert {(one["tensor_parallel"], one["pipeline_parallel"]) for one in found["options"]} == {(1, 1), (2, 1), (1, 2)}
+    for option in found["options"]:
+        parts = option["footprint"]
+        assert option["fits"] and option["reason"] is None and option["format"] == "int4-g32" and option["max_model_len"] == 2048
+        assert sum(parts[name] for name in PARTS) == parts["total"]
+        assert parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"]
+        assert sum(parts["by_class"].values()) <= parts["weights"] and parts["requests"] == 3
+        assert parts["kv_bytes_per_request"] == parts["kv_bytes_per_token"] * 2048
+    choice = found["choice"]
+    assert {key: choice[key] for key in found["options"][0]} == found["options"][0]
+    assert choice["config"]["quantize"] == "int4-g32" and len(choice["ranks"]) == choice["nodes"]
+    assert all(row["works"] == (row["kv"] >= choice["footprint"]["kv_bytes_per_request"]) or not row["smallest"] for row in found["floor"])
+    assert sum(row["smallest"] for row in found["floor"]) == 1
+    works = [row["works"] for row in found["floor"]]
+    assert works == sorted(works) and found["floor"] == sorted(found["floor"], key=lambda row: row["utilization"])
+
+
+def test_two_nodes_have_two_bars_and_two_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So large that reading half of it is worth the talking."""
+    file = tmp_path / "linked.yaml"
+    file.write_text("link_latency_s: 1.0e-9\n")
+    folder = model(tmp_path / "tiny-moe")
+    out = drawn(capsys, monkeypatch, folder, "--nodes", "2", "--hardware", file)
+
+    assert re.search(r"^on 2 x linked with", out, re.MULTILINE)
+    assert len(re.findall(r"^node [01]  S", out, re.MULTILINE)) == 2
+    commands = re.findall(
+        r"^# node (\d)\n.*--tensor-parallel-size 2 --nnodes 2 --node-rank (\d) --master-addr HEAD.*?( --headless)? --max", out, re.MULTILINE
+    )
+    assert [(node, rank, bool(headless)) for node, rank, headless in commands] == [("0", "0", False), ("1", "1", True)]
+    assert "    tensor_parallel: 2\n" in out
+
+
+def test_a_pipeline_is_nothing_for_sparkd_and_the_plan_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven heads; each of two nodes holds half of 24 GiB."""
+    wide = {"hidden_size": 1792, "head_dim": 256, "num_attention_heads": 7, "num_key_value_heads": 7}
+    folder = model(tmp_path / "odd", **wide, num_hidden_layers=8, num_experts=64, num_experts_per_tok=2, moe_intermediate_size=4480)
+    small = tmp_path / "small.yaml"
+    small.write_text(f"memory_bytes: {22 << 30}\nsystem_bytes: 0\n")
+    asked = (folder, "--nodes", "2", "--hardware", small, "--quantize", "bf16", "--ctx", "4096")
+    out = drawn(capsys, monkeypatch, *asked)
+
+    assert "sparkd runs no pipeline; vLLM's own commands for it:" in out and "In sparkd.yaml" not in out
+    assert out.count("--pipeline-parallel-size 2") == 2
+    refused = "as stored on 2 nodes (TP=2): 7 attention heads do not divide by 2 ranks."
+    assert refused not in out and "1 more that cannot be: --all tells why." in out
+    assert refused in drawn(capsys, monkeypatch, *asked, "--all")
+
+
+def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(f"memory_bytes: {2**30}\nsystem_bytes: 0\n")
+    out = drawn(capsys, monkeypatch, folder, "--hardware", small, code=4)
+
+    assert "Nothing fits." in out and "to load them." in out and "In sparkd.yaml" not in out
+    assert exit_code(["plan", "--json", str(folder), "--hardware", str(small)]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert found["choice"] is None and found["floor"] == [] and all(one["reason"] for one in found["options"])
+    out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
+    assert "and 2 more: 5,000 tokens are more than the 4,096 that the model was made for." in out
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_a_narrow_terminal_is_no_obstacle(
+    columns: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = drawn(capsys, monkeypatch, folder, "--nodes", "2", columns=columns)
+
+    assert "In sparkd.yaml:" in out
+    commands = [line for line in out.splitlines() if "vllm.entrypoints" in line]
+    # A command is never folded, so that it can be copied.
+    assert commands and all("--max-num-batched-tokens 8192" in line for line in commands)
+
+
+def test_a_model_may_be_configured_by_name(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"moe": {"model": str(folder), "quantize": "mxfp4"}, "plain": {"model": str(folder)}}}))
+
+    assert [one["format"] for one in planned(capsys, "moe", "--config", file)["options"]] == ["mxfp4"]
+    assert len(planned(capsys, "plain", "--config", file)["options"]) == 6
+    assert len(planned(capsys, folder)["options"]) == 6
+
+
+def test_a_name_that_would_steer_the_terminal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model(tmp_path / "a\x1b[31m[red]b")
+
+    assert exit_code(["plan", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and "control characters" in err and err.count("\n") == 1
+
+
+def test_what_a_configuration_holds_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = drawn(capsys, monkeypatch, model(tmp_path / "m", architectures=["\x1b[31m[red]"]))
+
+    assert "\x1b" not in out and "m: [31m[red], 4 layers" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "told"),
+    [
+        ([], 2, "Missing argument"),
+        (["MODEL", "--quantize", "int3"], 2, "int3"),
+        (["MODEL", "--quantize", "{format: [}"], 2, "--quantize"),
+        (["MODEL", "--hardware", "gb11"], 2, "neither spark nor h200 nor a file"),
+        (["MODEL", "--kv-dtype", "int4"], 2, "fp8_e5m2 are known"),
+        (["MODEL", "--nodes", "0"], 2, "--nodes"),
+        (["MODEL", "--nodes", "65"], 2, "--nodes"),
+        (["MODEL", "--ctx", "0"], 2, "--ctx"),
+        (["MODEL", "--seqs", "0"], 2, "--seqs"),
+        (["MODEL", "--margin", "-1"], 2, "--margin"),
+        (["MODEL", "--margin", "nan"], 2, "--margin"),
+        (["MODEL", "--margin", "inf"], 2, "--margin"),
+        (["MODEL", "--batch", "0"], 2, "--batch"),
+        (["/nowhere/model"], 2, "the folder is not there"),
+        (["no-such-model"], 2, "No model is called no-such-model"),
+        (["owner/model"], 2, "in this machine's hub cache"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(
+    argv: list[str], code: int, told: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert exit_code(["plan", *(str(folder) if word == "MODEL" else word for word in argv)]) == code
+
+    out, err = capsys.readouterr()
+    assert out == "" and told in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "m", {}, tensors_of(dense()))
+
+    assert exit_code(["plan", str(folder)]) == 2
+    assert "there is no usable num_hidden_layers in it" in capsys.readouterr().err
+
+
+def test_a_plan_loads_no_engine(folder: Path) -> None:
+    code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+
+    assert not {"torch", "vllm", "numpy", "transformers", "ray", "fastapi"} & set(done.stderr.split())
+    assert json.loads(done.stdout)["choice"]["format"] == "as stored"
