@@ -72,7 +72,8 @@ def test_what_is_missing_is_named_before_anything_is_read(
 
     assert re.fullmatch(
         rf"{re.escape(f'{folder}: it has nothing for {named}')} of vLLM's \w+\. "
-        r"Download it again, and check that its config\.json is its own\.",
+        r"Download it again, and check that its config\.json is its own"
+        + (r"\." if quantize == "bf16" else r"; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it\."),
         caught.value.message,
     )
     said = json.loads(progress.read_text())
@@ -225,6 +226,6 @@ def test_what_the_model_does_not_take_of_an_expert_is_not_missed() -> None:
 def test_a_model_that_lacks_nothing_is_not_refused() -> None:
     layer = Layer(False, weight=torch.zeros(4))
     asked = Asked(layer, Trace(), Writes(), {"weight"}, storages_of(layer), None)
-    refuse_unfilled(asked, "/models/x")
+    refuse_unfilled(asked, "/models/x", quantized=True)
     with pytest.raises(CheckpointError, match=r"^/models/x: it has nothing for weight of vLLM's Layer\. Download it again"):
-        refuse_unfilled(dataclasses.replace(asked, loaded=()), "/models/x")
+        refuse_unfilled(dataclasses.replace(asked, loaded=()), "/models/x", quantized=False)

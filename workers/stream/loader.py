@@ -292,7 +292,8 @@ class SparkStreamLoader(DefaultModelLoader):
         if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, virtual):
             counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
             experts = model_config.get_num_experts() if counted else None
-            refuse_unfilled(Asked(model, trace, writes, loaded, storages, experts), virtual.checkpoint.folder)
+            answers = Asked(model, trace, writes, loaded, storages, experts)
+            refuse_unfilled(answers, virtual.checkpoint.folder, quantized=bool(virtual.formats))
         return trace
 
     def _streamed(self, source: Source, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:

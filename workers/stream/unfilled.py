@@ -27,6 +27,7 @@ from workers.stream.trace import PhantomTensor, Trace
 
 _NAMED = 3
 _CURE = "Download it again, and check that its config.json is its own"
+_WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
 # What our formats hand over, and what vLLM's own methods have; a module with a method may have more, and each of that has a default.
 _FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias")
 _EXPERTS = ("w13_", "w2_")
@@ -90,14 +91,14 @@ def storages_of(model: torch.nn.Module) -> dict[str, int]:
     return {name: one.untyped_storage().data_ptr() for name, one in model.named_parameters(remove_duplicate=False)}
 
 
-def refuse_unfilled(asked: Asked, folder: str) -> None:
-    """Raises CheckpointError, naming the first of them and how many there are. folder: the checkpoint's."""
+def refuse_unfilled(asked: Asked, folder: str, *, quantized: bool) -> None:
+    """Raises CheckpointError, naming the first of them and how many there are. folder: the checkpoint's; quantized: by a recipe."""
     found = unfilled(asked)
     if not found:
         return
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     told = f"it has nothing for {', '.join(found[:_NAMED])}{more} of vLLM's {type(asked.model).__name__}"
-    raise CheckpointError(told, file=folder, cure=_CURE)
+    raise CheckpointError(told, file=folder, cure=_CURE + _WHOLE if quantized else _CURE)
 
 
 def unfilled(asked: Asked) -> list[str]:
