@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-import httpx
 
 from sparkd.errors import (
     ConfigError,
@@ -20,6 +19,9 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
 )
+
+if TYPE_CHECKING:
+    import httpx
 
 DEFAULT_URL = "http://127.0.0.1:4000"
 ADMIN = "/admin/v1"
@@ -47,18 +49,27 @@ class Client:
     def __init__(self, base_url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
         self.base_url = base_url
         self.has_key = key is not None
-        self._http = httpx.Client(
-            base_url=base_url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+        self._key = key
+        self._transport = transport
+
+    @cached_property
+    def _http(self) -> httpx.Client:
+        # Not before a daemon is asked: to import it takes longer than most of what needs no daemon.
+        import httpx
+
+        return httpx.Client(
+            base_url=self.base_url,
+            headers={"authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,
             # Without https no certificate is ever looked at, and reading the authorities' takes 50 ms.
-            verify=base_url.startswith("https:"),
-            transport=transport,
+            verify=self.base_url.startswith("https:"),
+            transport=self._transport,
         )
 
     def close(self) -> None:
-        self._http.close()
+        if "_http" in vars(self):
+            self._http.close()
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
         """`path` below the admin API. wait_s among the parameters lengthens the time that the answer may take."""
@@ -105,15 +116,15 @@ class Client:
 
     def _ask(self, method: str, path: str, parameters: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         read_s = READ_TIMEOUT_S + float(parameters.get("wait_s", 0.0))
-        timeout = httpx.Timeout(read_s, connect=CONNECT_TIMEOUT_S)
+        limits_s = (CONNECT_TIMEOUT_S, read_s, read_s, read_s)
         with self._translated():
-            response = self._http.request(method, ADMIN + path, params=dict(parameters), json=body, timeout=timeout)
+            response = self._http.request(method, ADMIN + path, params=dict(parameters), json=body, timeout=limits_s)
         return self._checked(response)
 
     @contextmanager
     def _stream(self, method: str, path: str, **request: Any) -> Iterator[httpx.Response]:
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        with self._translated(), self._http.stream(method, path, timeout=timeout, **request) as response:
+        limits_s = (CONNECT_TIMEOUT_S, None, None, None)
+        with self._translated(), self._http.stream(method, path, timeout=limits_s, **request) as response:
             if response.status_code != 200:
                 response.read()
                 self._checked(response)
@@ -136,6 +147,8 @@ class Client:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         """The one seam between httpx's exceptions and ours."""
+        import httpx
+
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -150,6 +163,10 @@ class Client:
 
 def base_url(text: str) -> str:
     """`host:port`, `host`, or a whole URL, with or without /v1, as scheme://host:port. Raises ConfigError."""
+    if text == DEFAULT_URL:
+        return text
+    import httpx
+
     whole = text if "://" in text else f"http://{text}"
     try:
         url = httpx.URL(whole)

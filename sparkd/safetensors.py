@@ -58,7 +58,6 @@ AGAIN = "Download the file again"
 _SHOWN = 120
 # One entry as serde_json writes it, with a name of printable ASCII that needs no escape: name, kind, offsets.
 _ENTRY = re.compile(rb'"([!#-\[\]-~]+)":\{"dtype":("[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\[([0-9]+,[0-9]+)\]\},')
-_ENTRY_BYTES = len(b'"":{"dtype":,"data_offsets":[]},')
 _METADATA = "__metadata__"
 
 
@@ -168,7 +167,7 @@ def _header_bytes(file: io.FileIO, path: str, length: int) -> bytes:
 def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None:
     """The tensors of a faultless header in the library's own layout, whose entries follow their data; None for any other.
 
-    Entries that match and are together as long as the text that they were found in are all of it.
+    Between its first entry and its end nothing may stand that is no entry.
     """
     text = header.rstrip(b" ")
     if not text.endswith(b"}}"):
@@ -178,25 +177,23 @@ def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None
     first = _ENTRY.search(text)
     if first is None or not _opens(text[: first.start()]):
         return None
-    text = text[first.start() :]
-    names, spellings, offsets = zip(*_ENTRY.findall(text), strict=True)
-    joined, numbers = b"\n".join(names), b",".join(offsets)
-    # The line feeds and commas of the joined ones stand for no byte of the text.
-    if len(joined) + len(numbers) + sum(map(len, spellings)) + len(names) * (_ENTRY_BYTES - 2) + 2 != len(text):
+    parts = _ENTRY.split(text[first.start() :])
+    if any(parts[::4]):
         return None
+    names, spellings, offsets = parts[1::4], parts[2::4], parts[3::4]
     different = set(names)
     if len(different) != len(names) or _METADATA.encode() in different:
         return None
     try:
         known = {spelling: _kind_of(spelling) for spelling in set(spellings)}
-        bounds = json.loads(b"[" + numbers + b"]")
+        bounds = json.loads(b"[" + b",".join(offsets) + b"]")
     except (CheckpointError, ValueError):
         return None
     kinds = tuple(map(known.__getitem__, spellings))
     ends = list(accumulate(map(attrgetter("nbytes"), kinds)))
     if bounds[1::2] != ends or bounds[::2] != [0, *ends[:-1]] or ends[-1] != data_bytes:
         return None
-    return FileTensors(path, PREFIX_BYTES + len(header), joined, kinds)
+    return FileTensors(path, PREFIX_BYTES + len(header), b"\n".join(names), kinds)
 
 
 def _opens(text: bytes) -> bool:

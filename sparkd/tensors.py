@@ -9,7 +9,7 @@ from collections.abc import Hashable, ItemsView, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress, repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 _SIZE = attrgetter("nbytes")
@@ -128,7 +128,7 @@ class Tensors(Mapping[str, TensorRef]):
         found: dict[tuple[str, Kind], Alike] = {}
         for file in self._files:
             names = pattern.sub(replacement, file.names.decode()).split("\n") if file.kinds else []
-            counts = Counter(zip(names, file.kinds, strict=True))
+            counts = _counted(names, file.kinds)
             if new := [key for key in counts if key not in found]:
                 firsts = file.refs_at(_position(names, file.kinds, key) for key in new)
                 found.update((key, Alike(key[0], first, 0)) for key, first in zip(new, firsts, strict=True))
@@ -148,6 +148,13 @@ def alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacemen
     pattern, replacement: of re.sub; what the pattern finds may not hold a line feed.
     """
     return tensors.alike(pattern, replacement) if isinstance(tensors, Tensors) else _alike(tensors, pattern, replacement)
+
+
+def _counted(names: Sequence[str], kinds: Sequence[Kind]) -> Mapping[tuple[str, Kind], int]:
+    kind_of = dict(zip(names, kinds, strict=True))
+    if all(map(is_, map(kind_of.__getitem__, names), kinds)):
+        return {(name, kind_of[name]): count for name, count in Counter(names).items()}
+    return Counter(zip(names, kinds, strict=True))
 
 
 def _position(names: Sequence[str], kinds: Sequence[Kind], key: tuple[str, Kind]) -> int:

@@ -88,7 +88,7 @@ def _members(chunk: bytes) -> tuple[list[bytes], list[bytes]] | None:
     if any(between.strip(_SPACE) != b"," for between in set(parts[4:-1:4])):
         return None
     names, files = parts[1::4], parts[3::4]
-    if b"".join(names).translate(None, _PLAIN) or b"" in names or b"".join(set(files)).translate(None, _PLAIN):
+    if b"".join(names).translate(None, _PLAIN) or not all(names) or b"".join(set(files)).translate(None, _PLAIN):
         return None
     return names, files
 

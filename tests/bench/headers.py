@@ -69,9 +69,12 @@ ROWS = {
     "read_checkpoint, every tensor looked at": f"{_READ}; all(t.nbytes for t in c.tensors.values())",
     "read_checkpoint, one looked up": f"{_READ}; c.tensors['lm_head.weight']",
     "read_checkpoint, weights of 2 formats on 1, 2, 4 ranks": _COUNTED,
-    "the same after the imports of the command line": f"import sparkd.__main__, rich.table; {_COUNTED}",
+    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.plan_command",
+    "`sparkd plan` for 4 nodes": "import sparkd.__main__ as m; m.main(['plan', 'FOLDER', '--nodes', '4'])",
 }
-_TOLD = "\nprint(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+_TOLD = """import atexit
+atexit.register(lambda: print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))))
+"""
 
 Named = tuple[str, str, tuple[int, ...]]
 
@@ -153,7 +156,7 @@ def cost(code: str) -> Cost:
     """Of a fresh interpreter that runs `code`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     since = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code + _TOLD], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", _TOLD + code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     wall_s = time.monotonic() - since
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
