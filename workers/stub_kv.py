@@ -105,3 +105,6 @@ class _Machine:
 
     def untouched(self, pool_bytes: int) -> int:
         return pool_bytes
+
+    def idle(self) -> int:
+        return 0

@@ -26,7 +26,7 @@ def test_the_cache_is_what_is_left(room, demand, margin, asked, at_most, expecte
     made = pool(room, demand, margin, NEED, asked, at_most)
     assert made.bytes == expected
     assert made.bytes + made.demand.ahead + made.margin + made.spare == room
-    assert made.expected_slack == room - expected - demand.graphs
+    assert made.expected_slack == room - expected - demand.graphs + demand.reusable
     assert made.spare >= 0
 
 

@@ -13,7 +13,7 @@ from workers.kv.arithmetic import GIB, Demand, Need
 from workers.kv.profiles import Learned, Profiles, key_of
 from workers.kv.readings import Reading
 from workers.kv.settings import Settings
-from workers.kv.sizing import Sizing
+from workers.kv.sizing import RanOut, Sizing
 from workers.kv.symbols import Missing
 
 BLOCK = GIB // 256
@@ -25,11 +25,13 @@ STOCK = 4711
 class Machine:
     """A rehearsal whose machine has so much room, of which the cache takes its part once it is there."""
 
-    def __init__(self, room: int, demand: Demand = DEMAND, *, missing: str = "", sharers: int = 1) -> None:
+    def __init__(self, room: int, demand: Demand = DEMAND, *, missing: str = "", ran_out: str = "", sharers: int = 1) -> None:
         self.room = room
         self.sharers = sharers
         self.demand = demand
         self.missing = missing
+        self.ran_out = ran_out
+        self.reserve = 0
         self.did: list[str] = []
 
     def warm(self) -> None:
@@ -39,6 +41,8 @@ class Machine:
         self.did.append(f"rehearse {scale}")
         if self.missing:
             raise Missing(self.missing)
+        if self.ran_out:
+            raise RanOut(self.ran_out)
         return self.demand
 
     def read(self) -> Reading:
@@ -46,6 +50,9 @@ class Machine:
 
     def untouched(self, pool_bytes: int) -> int:
         return 0
+
+    def idle(self) -> int:
+        return self.reserve
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +242,26 @@ def test_a_rehearsal_that_runs_out_of_memory_ends_and_the_next_is_smaller(tmp_pa
         assert machine.did == [f"rehearse {expected}"]
     assert codes == [75, 75]
     assert Profiles(str(tmp_path / "profiles")).setbacks(key_of({"model": "m"})) == 0
+
+
+def test_a_device_that_refuses_memory_in_a_rehearsal_is_said_so_and_the_next_is_smaller(tmp_path):
+    machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(
+        ValueError, match=r"ran out in the rehearsal of the KV cache \(CUDA out of memory\. .*a smaller max_num_b"
+    ):
+        start(machine, tmp_path)
+    assert told(tmp_path)["phase"] == "refused"
+    following = Machine(40 * GIB)
+    assert start(following, tmp_path)[1] == int(35.5 * GIB)
+    assert following.did == ["rehearse 0.5"]
+
+
+def test_what_the_allocator_keeps_is_not_missing(tmp_path):
+    machine = Machine(40 * GIB, Demand(graphs=GIB, peak=2 * GIB, reusable=GIB // 4))
+    sizing, size = start(machine, tmp_path)
+    machine.reserve = GIB
+    serve(sizing, machine, size, GIB + GIB // 2)  # of what it takes, 1 GiB is kept for the next batch; a quarter was kept before
+    assert told(tmp_path)["error_bytes"] == GIB // 4
 
 
 def test_nothing_is_tried_where_nothing_is_left(tmp_path):

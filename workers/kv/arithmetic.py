@@ -63,8 +63,9 @@ class Pool:
 
     @property
     def expected_slack(self) -> int:
-        """What should be left when the engine is ready and idle: the margin, what the largest batch needs for a moment, and the spare."""
-        return self.room - self.bytes - self.demand.graphs
+        """What should be left when the engine is ready and idle, its allocator's own reserve included: the margin, what the largest batch
+        needs for a moment, and the spare."""
+        return self.room - self.bytes - self.demand.graphs + self.demand.reusable
 
 
 class DoesNotFit(Exception):

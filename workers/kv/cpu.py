@@ -15,12 +15,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import identity_of
+from workers.kv.minimal import largest_batches, minimal_cache
 from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
 from workers.kv.sizing import Sizing
-from workers.kv.symbols import largest_batches, method, minimal_cache, need_of
+from workers.kv.symbols import method, need_of
 
 
 class CpuRehearsal:
@@ -51,6 +52,10 @@ class CpuRehearsal:
     def read(self) -> Reading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
         return replace(host(), sharers=max(1, self._worker.parallel_config.local_world_size))
+
+    def idle(self) -> int:
+        """The C allocator's free pages are given back before anybody looks."""
+        return 0
 
     def untouched(self, pool_bytes: int) -> int:
         """The cache's pages are zero pages until a request writes them."""

@@ -6,6 +6,7 @@ Importing this module imports vLLM.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
 from workers.kv.identity import identity_of
+from workers.kv.minimal import graphs_of, is_v2, largest_batches, minimal_cache, smaller_batches
 from workers.kv.readings import Reading, host
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
-from workers.kv.sizing import Sizing
-from workers.kv.symbols import Missing, largest_batches, method, minimal_cache, need_of
+from workers.kv.sizing import RanOut, Sizing
+from workers.kv.symbols import Missing, need_of
 
 
 class CudaRehearsal:
@@ -35,23 +37,26 @@ class CudaRehearsal:
 
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
-        # The first run compiles; what the compiler takes for a moment is not the model's peak.
-        self.warm()
-        base = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        runner.profile_run()
-        with minimal_cache(runner):
-            self._tune_kernels()
-            largest_batches(runner, scale)
-            torch.cuda.synchronize()
-        peak = int(max(0, torch.cuda.max_memory_allocated() - base) / scale)
-        self._settle()
-        graphs = 0
-        if getattr(self._worker.vllm_config.compilation_config.cudagraph_mode, "name", "NONE") != "NONE":
-            graphs = max(0, method(runner, "profile_cudagraph_memory")())
+        try:
+            # The first run compiles; what the compiler takes for a moment is not the model's peak.
+            with smaller_batches(runner, scale):
+                self.warm()
+                peaks = [self._peak(runner.profile_run)]
+            with minimal_cache(runner, self._block_bytes()):
+                peaks.append(self._peak(lambda: self._largest(runner, scale)))
             self._settle()
-        reusable = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return Demand(graphs, peak, reusable, int(runner.model_memory_usage))
+            before, _ = torch.cuda.mem_get_info()
+            graphs = graphs_of(runner)
+            self._settle()
+        except torch.OutOfMemoryError as error:
+            raise RanOut(str(error).partition(". ")[0]) from None
+        # What a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken again.
+        left_behind = max(0, before - torch.cuda.mem_get_info()[0])
+        weights = int(runner.model_memory_usage)
+        return Demand(max(0, graphs - left_behind), int(max(peaks) / scale), self.idle(), weights)
+
+    def idle(self) -> int:
+        return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     def read(self) -> Reading:
         free, total = torch.cuda.mem_get_info()
@@ -62,13 +67,32 @@ class CudaRehearsal:
         """Device memory is taken when it is allocated."""
         return 0
 
-    def _tune_kernels(self) -> None:
-        """JIT compilers and autotuners run now and not after the cache has taken what they need for a moment."""
+    def _peak(self, run: Callable[[], Any]) -> int:
+        """Bytes that torch's allocator hands out at most meanwhile, beyond what it has handed out before."""
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return max(0, torch.cuda.max_memory_allocated() - base)
+
+    def _largest(self, runner: Any, scale: float) -> None:
+        """JIT compilers and autotuners run now, and not after the cache has taken what they need for a moment."""
         try:
             from vllm.model_executor.warmup.kernel_warmup import kernel_warmup
         except ImportError:
             raise Missing("vllm.model_executor.warmup.kernel_warmup") from None
         kernel_warmup(self._worker)
+        largest_batches(runner, scale)
+        if is_v2(runner):
+            # Its profile run samples without any wish; this asks for every one that a request can have.
+            from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+            warmup_kernels(runner, self._worker.execute_model, self._worker.sample_tokens)
+
+    def _block_bytes(self) -> int:
+        need = need_of(self._worker.vllm_config, self._worker.get_kv_cache_spec())
+        return 0 if need is None else need.least - need.per_request
 
     def _settle(self) -> None:
         torch.cuda.synchronize()

@@ -37,12 +37,19 @@ class Rehearsal(Protocol):
         """What every start does before its cache is there: the model is compiled."""
 
     def rehearse(self, scale: float) -> Demand:
-        """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing."""
+        """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
 
     def read(self) -> Reading: ...
 
     def untouched(self, pool_bytes: int) -> int:
         """Of an allocated cache, the bytes that the system still counts as free."""
+
+    def idle(self) -> int:
+        """Bytes that the engine's own allocator keeps and that a batch can have at once, though the system counts them as taken."""
+
+
+class RanOut(Exception):
+    """The device has refused memory in a rehearsal; the message is the allocator's own."""
 
 
 class Sizing:
@@ -96,6 +103,11 @@ class Sizing:
         except DoesNotFit as sentence:
             self._report.tell("refused", why=str(sentence))
             raise ValueError(str(sentence)) from None
+        except RanOut as refusal:
+            self._profiles.set_back(self._key)
+            why = f"memory ran out in the rehearsal of the KV cache ({refusal}); the next start tries a smaller batch"
+            self._report.tell("refused", why=why)
+            raise ValueError(f"{why}. What helps at once: a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights.") from None
         except Missing as symbol:
             why = f"this vLLM has no {symbol}"
         except (AttributeError, TypeError, ImportError, AssertionError) as error:
@@ -133,7 +145,7 @@ class Sizing:
         if self._pool is None or self._need is None:
             return
         reading = lowest(self._rehearsal.read, KNOWN_WINDOW_S)
-        slack = reading.room - self._rehearsal.untouched(self._pool.bytes)
+        slack = reading.room + self._rehearsal.idle() - self._rehearsal.untouched(self._pool.bytes)
         error = slack - self._pool.expected_slack
         wrong = abs(error) > max(ERROR_BYTES, int(ERROR_SHARE * reading.size))
         demand = self._pool.demand

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import importlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from workers.kv.arithmetic import Need
@@ -15,7 +14,6 @@ from workers.kv.arithmetic import Need
 _MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")
 # Enough for more blocks than any rounding matters for; nothing of it is taken.
 _MUCH = 1 << 50
-MINIMAL_BLOCKS = 8
 
 
 class Missing(Exception):
@@ -63,29 +61,3 @@ def method(holder: Any, name: str) -> Any:
     if found is None:
         raise Missing(f"{type(holder).__name__}.{name}")
     return found
-
-
-@contextlib.contextmanager
-def minimal_cache(runner: Any) -> Iterator[None]:
-    """A KV cache of a few blocks, for forward passes with attention before there is a real one. Raises Missing."""
-    allocate = method(runner, "_init_minimal_kv_cache_for_profiling")
-    tear_down = method(runner, "_cleanup_profiling_kv_cache")
-    compilation = runner.compilation_config
-    captured = compilation.max_cudagraph_capture_size
-    if captured is None:  # eager: the method takes the smaller of it and max_num_seqs (gpu_model_runner.py)
-        compilation.max_cudagraph_capture_size = MINIMAL_BLOCKS
-    try:
-        allocate()
-        yield
-    finally:
-        compilation.max_cudagraph_capture_size = captured
-        tear_down()
-
-
-def largest_batches(runner: Any, scale: float = 1.0) -> None:
-    """What the scheduler may ask at most: a prefill of max_num_batched_tokens at the end of the longest context, and every sequence
-    decoding. scale: of the prefill's tokens. Raises Missing."""
-    run = method(runner, "_dummy_run")
-    tokens = max(1, int(runner.max_num_tokens * scale))
-    run(tokens, force_attention=True, skip_eplb=True, profile_seq_lens=runner.max_model_len)
-    run(min(runner.max_num_reqs, runner.max_num_tokens), force_attention=True, uniform_decode=True, skip_eplb=True)

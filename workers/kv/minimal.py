@@ -1,0 +1,202 @@
+"""A KV cache of a few blocks and what is run against it before there is a real one. Never leaves any of it behind.
+
+vLLM has two runners: `v1.worker.gpu_model_runner` (V1) has methods for such a cache; `v1.worker.gpu.model_runner` (V2, the usual one for
+dense models since 0.24 and for most models since 0.30) has functions for it since 0.30, and none before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from workers.kv.symbols import Missing, function, method
+
+MINIMAL_BLOCKS = 8
+# Where every sequence cannot have a block of its own within this, fewer sequences are run.
+MOST_BYTES = 1 << 30
+# What a captured graph takes at least: its nodes and the driver's own (the floor that vLLM's estimate has, too).
+GRAPH_BYTES = 1 << 20
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+
+
+def is_v2(runner: Any) -> bool:
+    return not hasattr(runner, "_init_minimal_kv_cache_for_profiling") and hasattr(runner, "cudagraph_manager")
+
+
+@contextlib.contextmanager
+def minimal_cache(runner: Any, block_bytes: int = 0) -> Iterator[None]:
+    """For forward passes with attention. block_bytes: of one block of all layers, as far as it is known. Raises Missing."""
+    allocate, tear_down = _v2(runner, block_bytes) if is_v2(runner) else _v1(runner)
+    from vllm.config import set_current_vllm_config
+
+    try:
+        with set_current_vllm_config(runner.vllm_config):
+            allocate()
+        yield
+    finally:
+        tear_down()
+
+
+def largest_batches(runner: Any, scale: float = 1.0) -> None:
+    """What the scheduler may ask at most: a prefill of max_num_batched_tokens at the end of the longest context, and every sequence
+    decoding. scale: of the prefill's tokens. Raises Missing."""
+    run = method(runner, "_dummy_run")
+    tokens = max(1, int(runner.max_num_tokens * scale))
+    each = -(-tokens // min(tokens, runner.max_num_reqs))
+    # Each runner has its own word for a context that is there already, and V2 takes what it does not know for nothing.
+    context = {"context_len": max(0, runner.max_model_len - each)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
+    run(tokens, force_attention=True, skip_eplb=True, **context)
+    run(min(runner.max_num_reqs, runner.max_num_tokens), force_attention=True, uniform_decode=True, skip_eplb=True)
+
+
+@contextlib.contextmanager
+def smaller_batches(runner: Any, scale: float) -> Iterator[None]:
+    """While the runner profiles itself, of its own accord, with max_num_batched_tokens."""
+    given = runner.max_num_tokens
+    runner.max_num_tokens = max(min(given, runner.max_num_reqs), int(given * scale))
+    try:
+        yield
+    finally:
+        runner.max_num_tokens = given
+
+
+def graphs_of(runner: Any) -> int:
+    """Bytes that capturing every CUDA graph takes, from a few that are captured and thrown away. 0 without graphs. Raises Missing."""
+    if getattr(runner.compilation_config.cudagraph_mode, "name", "NONE") == "NONE":
+        return 0
+    found = max(0, int(method(runner, "profile_cudagraph_memory")()))
+    # Before 0.30 V2's own method answered 0 whatever there was to capture.
+    return found if found or not is_v2(runner) else _sampled(runner)
+
+
+def _v1(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    start, end = method(runner, "_init_minimal_kv_cache_for_profiling"), method(runner, "_cleanup_profiling_kv_cache")
+    compilation = runner.compilation_config
+    captured = compilation.max_cudagraph_capture_size
+
+    def allocate() -> None:
+        if captured is None:  # eager: the method takes the smaller of it and max_num_seqs (gpu_model_runner.py)
+            compilation.max_cudagraph_capture_size = MINIMAL_BLOCKS
+        start()
+
+    def tear_down() -> None:
+        compilation.max_cudagraph_capture_size = captured
+        end()
+
+    return allocate, tear_down
+
+
+def _v2(runner: Any, block_bytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """With a block for each sequence where that is not too much: V2's warm-up runs as many real requests as there are blocks for."""
+    wanted = 1 + 2 * runner.max_num_reqs
+    blocks = max(MINIMAL_BLOCKS, min(wanted, MOST_BYTES // block_bytes if block_bytes else wanted))
+
+    def allocate() -> None:
+        cache = runner.cache_config
+        groups = function("get_kv_cache_groups")(runner.vllm_config, runner.get_kv_cache_spec())
+        given, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, blocks
+        try:
+            config = function("get_kv_cache_config_from_groups")(runner.vllm_config, groups, 0)
+        finally:
+            cache.num_gpu_blocks_override = given
+        method(runner, "initialize_kv_cache")(config, **_profiling(runner.initialize_kv_cache))
+        cache.num_gpu_blocks = config.num_blocks
+
+    return allocate, lambda: _tear_down(runner)
+
+
+def _profiling(initialize: Callable[..., Any]) -> dict[str, bool]:
+    """Releases since 0.30 want to be told that a cache is not the real one."""
+    code = getattr(initialize, "__code__", None)
+    return {"is_profiling": True} if code is not None and "is_profiling" in code.co_varnames[: code.co_argcount] else {}
+
+
+def _tear_down(runner: Any) -> None:
+    """The V2 runner as it was before a cache was there."""
+    theirs = getattr(importlib.import_module(_GRAPHS), "_teardown_profiling_state", None)
+    if theirs is not None:
+        theirs(runner)
+        return
+    torch.accelerator.synchronize()
+    for name, empty in (("_mamba_ctx", None), ("_mamba_group_ids", []), ("_mamba_spec", None)):
+        if hasattr(runner.model_state, name):
+            setattr(runner.model_state, name, empty)
+    for name in ("kv_caches", "attn_groups"):
+        if hasattr(runner, name):
+            getattr(runner, name).clear()
+    runner.__dict__.pop("kv_cache_config", None)
+    runner.cudagraph_manager = None
+    for layer in itertools.chain(runner.compilation_config.static_forward_context.values(), runner.model.modules()):
+        cache = getattr(layer, "kv_cache", None)
+        if cache is not None:
+            layer.kv_cache = torch.tensor([]) if isinstance(cache, torch.Tensor) else []
+    runner.cache_config.num_gpu_blocks = None
+    gc.collect()
+    torch.accelerator.empty_cache()
+
+
+def _sampled(runner: Any) -> int:
+    """V2 without an estimate of its own. The largest graph of each kind brings the kind's memory, the next ones share it: so of each kind
+    two are captured, largest first, as the real capture does."""
+    total = 0
+    with _throwaway_pool(runner), minimal_cache(runner):
+        manager = runner.cudagraph_manager
+        if manager is None or not manager.needs_capture():
+            return 0
+        capture = method(runner, "capture_model")
+        every = dict(_descriptors(manager))
+        if getattr(runner, "speculator", None) is not None:
+            return max(0, int(capture()))  # its own graphs are captured with the first, and only once
+        for number in range(2):
+            for mode in sorted(every, key=lambda mode: getattr(mode, "name", "") != "PIECEWISE"):
+                if len(every[mode]) > number:
+                    manager._capture_descs = {mode: [every[mode][number]]}
+                    taken = int(capture())
+                    total += max(0, taken) if number == 0 else max(GRAPH_BYTES, taken) * (len(every[mode]) - 1)
+        del manager
+    return total
+
+
+def _descriptors(manager: Any) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] | None = getattr(manager, "_capture_descs", None)
+    if found is None:
+        raise Missing(f"{type(manager).__name__}._capture_descs")
+    return found
+
+
+@contextlib.contextmanager
+def _throwaway_pool(runner: Any) -> Iterator[None]:
+    """Graphs that are captured meanwhile take their memory from a pool of their own, which goes with them: torch's allocator refuses a
+    pool whose last graph is gone (create_or_incref_pool in CUDACachingAllocator.cpp)."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    if not hasattr(platform, "_global_graph_pool"):
+        raise Missing("vllm.platforms.Platform._global_graph_pool")
+    pool = current_platform.graph_pool_handle()
+    kinds = [CUDAGraphWrapper]
+    with contextlib.suppress(ImportError):
+        from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+
+        kinds.append(BreakableCUDAGraphWrapper)
+    wrappers = [(wrapper, wrapper.graph_pool) for kind in kinds for wrapper in list(kind._all_instances)]
+    given, platform._global_graph_pool = platform._global_graph_pool, pool
+    for wrapper, _ in wrappers:
+        wrapper.graph_pool = pool
+    try:
+        yield
+    finally:
+        platform._global_graph_pool = given
+        for kind in kinds:
+            kind.clear_all_graphs()
+        for wrapper, own in wrappers:
+            wrapper.graph_pool = own
+        gc.collect()
+        torch.accelerator.empty_cache()
