@@ -60,6 +60,8 @@ def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, p
     arguments = child.engine_arguments(cuda=cuda)
     if "kv_lora_rank" in model.config:
         arguments.pop("attention_backend", None)  # latent attention has backends of its own
+    if cuda and "linear_num_key_heads" in model.config:
+        arguments["gdn_prefill_backend"] = "triton"  # the others are not everywhere either
     ours = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": quantize}}
     runs: dict[str, tuple[Path, dict[str, Any]]] = {"ours": (source, ours), "reference": (reference, {}), "stock": (source, {})}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -70,10 +71,10 @@ def tensors() -> dict[str, torch.Tensor]:
     return made
 
 
-def early(model: Model) -> tuple[Early, Trace]:
+def early(model: Model, device: torch.device | None = None) -> tuple[Early, Trace]:
     trace = Trace()
     model.load_weights(phantoms(((name, tuple(t.shape), t.dtype) for name, t in tensors().items()), CPU, trace))
-    return Early(model, trace, lambda method: isinstance(method, Method), ("shape_note",)), trace
+    return Early(model, trace, lambda method: isinstance(method, Method), ("shape_note",), device), trace
 
 
 def load(model: Model, watch: Early, values: dict[str, torch.Tensor]) -> list[tuple[str, int]]:
@@ -158,6 +159,65 @@ def test_a_kernel_that_refuses_its_module_names_it():
         CheckpointError, match=r"layers\.1.*kernel's layout \(AssertionError: hidden_size = 96 unsupported by Marlin tiles\)"
     ):
         load(model, watch, tensors())
+
+
+def test_layouts_in_a_thread_of_their_own_are_the_same_and_awaited():
+    model, values = Model(), tensors()
+    threads: set[str] = set()
+
+    class Told(Method):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            threads.add(threading.current_thread().name)
+            super().process_weights_after_loading(layer)
+
+    for layer in model.layers:
+        layer.quant_method = Told()
+    watch, _ = early(model, CPU)
+    load(model, watch, values)
+    watch.wait()
+    assert (watch.done, threads) == (list(model.layers), {"stream-layout"})
+    for number, layer in enumerate(model.layers):
+        assert torch.equal(layer.weight.t(), torch.cat([values[f"{number}.{half}.weight"] for half in range(2)]))
+    watch.wait()  # twice is once
+
+
+def test_a_refusal_in_that_thread_is_raised_by_who_waits_and_nothing_begins_after_it():
+    model, began, go = Model(), threading.Event(), threading.Event()
+
+    class Refuses(Method):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            began.set()
+            assert go.wait(10)
+            raise AssertionError("unsupported by Marlin tiles")
+
+    model.layers[0].quant_method = Refuses()
+    watch, _ = early(model, CPU)
+    load(model, watch, tensors())
+    assert began.wait(10)
+    go.set()
+    with pytest.raises(CheckpointError, match=r"layers\.0.*unsupported by Marlin tiles"):
+        watch.wait()
+    assert watch.done == []
+    watch.abandon()
+
+
+def test_an_abandoned_load_leaves_what_has_not_begun():
+    model, began, go = Model(), threading.Event(), threading.Event()
+
+    class Slow(Method):
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            began.set()
+            assert go.wait(10)
+            super().process_weights_after_loading(layer)
+
+    model.layers[0].quant_method = Slow()
+    watch, _ = early(model, CPU)
+    load(model, watch, tensors())
+    assert began.wait(10)
+    threading.Timer(0.05, go.set).start()
+    watch.abandon()
+    assert watch.done == [model.layers[0]]
+    assert model.layers[1].quant_method.calls == 0
 
 
 def test_weights_that_live_elsewhere_are_left_to_vllm():

@@ -48,11 +48,18 @@ def largest_batches(runner: Any, scale: float = 1.0) -> None:
     decoding. scale: of the prefill's tokens. Raises Missing."""
     run = method(runner, "_dummy_run")
     tokens = max(1, int(runner.max_num_tokens * scale))
-    each = -(-tokens // min(tokens, runner.max_num_reqs))
-    # Each runner has its own word for a context that is there already, and V2 takes what it does not know for nothing.
-    context = {"context_len": max(0, runner.max_model_len - each)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
-    run(tokens, force_attention=True, skip_eplb=True, **context)
-    run(min(runner.max_num_reqs, runner.max_num_tokens), force_attention=True, uniform_decode=True, skip_eplb=True)
+    each = -(-tokens // min(tokens, runner.max_num_reqs))  # of one sequence
+    decoding = min(runner.max_num_reqs, runner.max_num_tokens)
+    if is_v2(runner):
+        run(tokens, skip_eplb=True, context_len=max(0, runner.max_model_len - each))  # releases before 0.30 take no notice of it
+        run(decoding, uniform_decode=True, skip_eplb=True)
+        return
+    from vllm.config import CUDAGraphMode
+
+    # V1 would capture what it can: into the pool that the real graphs are to have, and against this cache.
+    plain = {"force_attention": True, "skip_eplb": True, "cudagraph_runtime_mode": CUDAGraphMode.NONE}
+    run(tokens, profile_seq_lens=runner.max_model_len, **plain)
+    run(decoding, uniform_decode=True, **plain)
 
 
 @contextlib.contextmanager

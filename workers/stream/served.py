@@ -1,4 +1,4 @@
-"""Which formats this vLLM's own model class takes for gpt-oss's experts, asked before anything is loaded. Never reads a weight.
+"""Which formats this vLLM has no kernel or no place for, asked before anything is loaded. Never reads a weight.
 
 Importing this module imports no vLLM; asking does. vLLM 0.26 takes these experts a layer at a time and only in the MXFP4 that OpenAI
 published; from 0.32 on its class has a list of what it takes one expert at a time (models/gpt_oss.py, _get_streamed_expert_info), and
@@ -14,11 +14,14 @@ from sparkd.errors import CheckpointError
 from workers.stream.format import Format
 from workers.stream.packed import PACKED, is_interleaved
 
+BLOCK = 128
+
 _KEEP = "add 'experts' to `keep`"
 
 
 def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tensor_parallel_size: int) -> None:
-    """Raises CheckpointError for the first set of experts whose format vLLM could not take."""
+    """Raises CheckpointError for the first matrix or set of experts whose format vLLM could not take."""
+    _refuse_torn_blocks(checkpoint, formats)
     asked: dict[Format, str] = {}
     for module, form in formats.items():
         found = PACKED.match(module)
@@ -27,6 +30,19 @@ def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tenso
     for form, module in asked.items():
         if (said := _unserved(form, tensor_parallel_size)) is not None:
             raise CheckpointError(said[0], file=checkpoint.tensors[module].path, tensor=module, cure=said[1])
+
+
+def _refuse_torn_blocks(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
+    """vLLM's kernels for FP8 in blocks cut the activations into groups of 128 (per_token_group_quant_fp8); its CPU has another way."""
+    for module, form in formats.items():
+        ref = checkpoint.tensors.get(f"{module}.weight")
+        if form.spelling == "fp8-block" and ref is not None and len(ref.shape) == 2 and ref.shape[1] % BLOCK and not _is_cpu():
+            raise CheckpointError(
+                f"K={ref.shape[1]} is not divisible by {BLOCK}, and vLLM's fp8-block kernels on a GPU need that",
+                file=ref.path,
+                tensor=ref.name,
+                cure="Use fp8, or give that layer another format",
+            )
 
 
 def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None:
