@@ -20,7 +20,7 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.checkpoints import Entry, normal, write_checkpoint
 from workers.stream import cache, cache_writer, manifest, target
-from workers.stream.cache import CachedCheckpoint, entries, fault_of, find, locked, make_room, remove, sweep
+from workers.stream.cache import CachedCheckpoint, entries, fault_of, find, has_entry, locked, make_room, remove, sweep
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
 
@@ -387,6 +387,15 @@ def test_a_source_with_other_files_is_another_one(cache_dir: str, source: Checkp
     assert before.change(manifest.Source(before.folder, before.shards[1:], before.config_sha256)) == (
         f"its source has {len(before.shards) - 1} other files instead of {len(before.shards)}: {shard.name} is one of them"
     )
+
+
+def test_whether_an_entry_may_be_there_is_known_from_names_alone(cache_dir: str, source: Checkpoint) -> None:
+    assert not has_entry(cache_dir, source.folder, RECIPE)
+    written(cache_dir, source)
+    assert has_entry(cache_dir, source.folder, RECIPE)
+    assert has_entry(cache_dir, "Someone/Tiny-1B", RECIPE)  # the same model by its hub id
+    assert not has_entry(cache_dir, source.folder, {**RECIPE, "format": "mxfp4"})
+    assert not has_entry(cache_dir, "/models/tiny", RECIPE)
 
 
 def test_nothing_there_yet(cache_dir: str, source: Checkpoint) -> None:

@@ -422,6 +422,21 @@ def test_neighbours_in_the_file_and_in_the_parameter_are_one_copy(tmp_path, monk
 
 
 @pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
+def test_what_is_handed_whole_is_known_without_a_plan(tmp_path, quantize):
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", random_weights(), shards=1)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    whole = Source.of(virtual, CPU, READER, Fused().trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
+    planned = whole.handed()
+    at_once = whole.handed_whole()
+    assert at_once is not None
+    shapes = {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in planned.items() if name in at_once}
+    assert {name: (one.dtype, one.shape, one.whole, one.plain) for name, one in at_once.items()} == shapes
+    assert all(name.endswith("weight_shape") for name in planned.keys() - at_once.keys())
+    half = Source.of(virtual, CPU, READER, Fused(2, 1).trace(virtual), torch.bfloat16, ProgressFile(None)).pipeline
+    assert half.handed_whole() is None
+
+
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32", "fp8"])
 def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, quantize):
     """What a rank keeps are parts; the model's loader wants tensors whole, so parts that have one place go there without it."""
     monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)

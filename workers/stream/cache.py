@@ -20,9 +20,34 @@ from typing import Any
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.manifest import CODE_VERSION, MANIFEST, USED, Manifest, Source, TpSlice, cache_key, entry_name, file_sha256
+from workers.stream.manifest import (
+    CODE_VERSION,
+    MANIFEST,
+    USED,
+    Manifest,
+    Source,
+    TpSlice,
+    cache_key,
+    entry_name,
+    file_sha256,
+    format_name,
+    model_name,
+)
 
-__all__ = ["CachedCheckpoint", "Entry", "cache_key", "entries", "fault_of", "find", "locked", "make_room", "remove", "sweep", "turn"]
+__all__ = [
+    "CachedCheckpoint",
+    "Entry",
+    "cache_key",
+    "entries",
+    "fault_of",
+    "find",
+    "has_entry",
+    "locked",
+    "make_room",
+    "remove",
+    "sweep",
+    "turn",
+]
 
 GIB = 1 << 30
 # What is left to others on the cache's disk: a full one stops more than this cache.
@@ -105,6 +130,14 @@ def find(
     with contextlib.suppress(OSError):  # on a read-only disk nothing is evicted either
         os.utime(os.path.join(folder, USED))
     return CachedCheckpoint(folder, manifest, found, lock)
+
+
+def has_entry(cache_dir: str, model: str, recipe: Mapping[str, Any]) -> bool:
+    """Whether there is an entry for a model of this name, folder or hub id, in this format; whether it is valid, `find` says."""
+    prefix = f"{model_name(model)}-{format_name(recipe)}-"
+    with contextlib.suppress(OSError):
+        return any(name.startswith(prefix) and _ENTRY.fullmatch(name) for name in os.listdir(cache_dir))
+    return False
 
 
 def entries(cache_dir: str) -> list[Entry]:

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
-from workers.stream.cache import find
+from workers.stream.cache import find, has_entry
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import in_our_formats, linear_modules, quantization_config
@@ -174,11 +174,18 @@ class SparkStreamLoader(DefaultModelLoader):
             register_cpu_linear_kernels()
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """As the base class does; on a GPU the kernels are compiled meanwhile, so that the first unit does not wait for them."""
-        if model_config.quantization == NAME and torch.cuda.is_available():
+        """As the base class does; on a GPU the kernels are compiled meanwhile, so that the first unit does not wait for them.
+
+        Not where a cache will probably be read: Triton's first step is to hash 400 MB of its own files, and nothing would be quantized.
+        """
+        if model_config.quantization == NAME and torch.cuda.is_available() and not self._may_be_cached(model_config):
             described = getattr(model_config.hf_config, "quantization_config", None) or {}
             compile_kernels(described, torch.device("cuda", torch.cuda.current_device()))
         return super().load_model(vllm_config, model_config, *args, **kwargs)
+
+    def _may_be_cached(self, model_config: Any) -> bool:
+        cache_dir = self._settings.cache_dir
+        return cache_dir is not None and has_entry(cache_dir, model_config.model, self._settings.recipe.canonical())
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """As the base class does. Raises CheckpointError, with file and tensor, where vLLM's class does not take what it is given."""
@@ -245,19 +252,21 @@ class SparkStreamLoader(DefaultModelLoader):
     def _beside_cache(self, source: Source, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> Source:
         """The quantized cache in place of the checkpoint where there is one, else the checkpoint and a writer beside it."""
         cache_dir = str(self._settings.cache_dir)
-        handed = source.pipeline.handed()
         recipe, tp_slice = self._settings.recipe.canonical(), None
         candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = [(recipe, None)]
-        if not all(one.is_whole for one in handed.values()):
+        wanted = source.pipeline.handed_whole()
+        if wanted is None:
+            wanted = source.pipeline.handed()
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
             candidates.insert(0, (recipe, tp_slice))
         for known, part in candidates:
             cached = find(cache_dir, checkpoint, known, part, say=logger.info)
             if cached is None:
                 continue
-            if served := source.from_cache(cached, handed):
+            if served := source.from_cache(cached, wanted):
                 return served
             cached.close()
+        handed = source.pipeline.handed()
         source.writer = CacheWriter(
             cache_dir,
             checkpoint,

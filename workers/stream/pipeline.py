@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -116,13 +116,7 @@ class Pipeline:
             self._emitted.setdefault(one.unit, []).append(one)
         self._regions = regions
         self._once = once
-        self._plans = [
-            plan
-            for index, unit in enumerate(virtual.units)
-            if (only is None or index in only) and (plan := plan_of(index, unit, regions, self._emitted[index])) is not None
-        ]
-        self.bytes_total = sum(plan.nbytes for plan in self._plans)
-        self.units_total = len(self._plans)
+        self._only = only
         self.bytes_read = 0
         self.waited_s = 0.0
         self.direct: bool | None = None
@@ -130,6 +124,24 @@ class Pipeline:
         self.unpinned_reason: str | None = None
         self._largest: list[tuple[Sequence[Weight], torch.Tensor]] = []
         self._unchecked = 0
+
+    @cached_property
+    def _plans(self) -> list[Plan]:
+        """When it is asked for: a pass that gives way to a quantized cache needs none."""
+        return [
+            plan
+            for index, unit in enumerate(self._virtual.units)
+            if (self._only is None or index in self._only)
+            and (plan := plan_of(index, unit, self._regions, self._emitted[index])) is not None
+        ]
+
+    @cached_property
+    def bytes_total(self) -> int:
+        return sum(plan.nbytes for plan in self._plans)
+
+    @property
+    def units_total(self) -> int:
+        return len(self._plans)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises CheckpointError for a truncated file or weights that are not finite; the message names file and tensor."""
@@ -179,6 +191,21 @@ class Pipeline:
                         found[one.name] = Handed(
                             one.dtype, shape, one.shape, _place(one, weight, need) if shape != one.shape else (0, 0), plain=False
                         )
+        return found
+
+    def handed_whole(self) -> dict[str, Handed] | None:
+        """The same, at once, where every tensor that is needed is needed whole; else None."""
+        found: dict[str, Handed] = {}
+        for index, emitted in self._emitted.items():
+            plain = self._virtual.units[index].plain is not None
+            for one in emitted:
+                if self._regions is not None:
+                    region = self._regions.get(one.name)
+                    if region is None:
+                        continue
+                    if region != tuple((0, size) for size in one.shape):
+                        return None
+                found[one.name] = Handed(one.dtype, one.shape, one.shape, (0,) * len(one.shape), plain)
         return found
 
     def again(self, names: Collection[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
