@@ -1,0 +1,280 @@
+"""Owns what one node's network is: cages of the ConnectX-7 with their twins, RDMA ports, GIDs, LAN and Wi-Fi. Never judges, never reads /sys."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from typing import Any
+
+QSFP, LAN, WIFI, OTHER = "qsfp", "lan", "wifi", "other"
+FULL_MBPS = 200_000  # of either twin, whatever the 100 Gb/s of its PCIe link let through
+GOOD_MTU = 9000
+MELLANOX = "0x15b3"
+LINK_LOCAL = IPv4Network("169.254.0.0/16")
+# GRH, UDP, BTH, XRC, ATOMICETH and ICRC of one packet: iboe_get_mtu, include/rdma/ib_addr.h.
+_ROCE_BYTES = 40 + 8 + 12 + 4 + 28 + 4
+_RDMA_MTUS = (4096, 2048, 1024, 512, 256)
+# systemd's names of a port: function, then the driver's port name. The digit of either is the cage.
+_PORT_IN_NAME = re.compile(r"en(?:P\d+)?p\d+s\d+f(\d)(?:np(\d))?")
+_PORT_NAME = re.compile(r"p(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One entry of a RoCE port's table. v2: RoCE v2; ip: its IPv4 address, None for a link-local IPv6 one."""
+
+    index: int
+    text: str
+    v2: bool
+    ip: IPv4Address | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rdma:
+    """One RDMA port. state as the kernel's word (ACTIVE, DOWN), rate in Gb/s; counters in bytes since it came up."""
+
+    name: str
+    port: int
+    state: str
+    rate_gbps: float | None
+    link_layer: str
+    gids: tuple[Gid, ...]
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+
+    def gid_index(self, ip: IPv4Address) -> int | None:
+        """Of RoCE v2 with this address: the only one that NCCL and a peer in this subnet can use. It moves when an address comes or goes."""
+        return next((gid.index for gid in self.gids if gid.v2 and gid.ip == ip), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One network device. kind: qsfp, lan, wifi or other. cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp.
+
+    carrier: None while it is switched off. speed_mbps: None where it cannot be told. addresses: IPv4 only.
+    """
+
+    name: str
+    kind: str
+    cage: int | None
+    mac: str
+    mtu: int
+    up: bool
+    carrier: bool | None
+    speed_mbps: int | None
+    pci: str | None
+    pci_gts: float | None
+    pci_lanes: int | None
+    switch_id: str | None
+    physical: bool
+    addresses: tuple[IPv4Interface, ...]
+    rdma: Rdma | None
+
+    @property
+    def linked(self) -> bool:
+        return self.up and bool(self.carrier)
+
+    @property
+    def gid_index(self) -> int | None:
+        """The RoCE v2 entry of its first address that has one."""
+        found = (self.rdma.gid_index(one.ip) for one in self.addresses) if self.rdma else ()
+        return next((index for index in found if index is not None), None)
+
+    @property
+    def carries_rdma(self) -> bool:
+        return self.linked and self.rdma is not None and self.rdma.state == "ACTIVE" and self.gid_index is not None
+
+    def shares(self, other: Interface) -> IPv4Network | None:
+        """A subnet that both have an address in."""
+        theirs = {one.network for one in other.addresses}
+        return next((one.network for one in self.addresses if one.network in theirs), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cage:
+    """One QSFP socket. Its twins are one cable's two halves, each behind a PCIe link of its own in a PCI domain of its own."""
+
+    number: int
+    label: str
+    twins: tuple[Interface, ...]
+
+    @property
+    def linked(self) -> bool:
+        return any(twin.linked for twin in self.twins)
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """One node. neighbours: (interface, address, MAC) of whoever answered there; routes: (destination, interface). environment: what the
+    node's own process environment says of the variables that sparkd computes. address: the node's in the cluster, None where it has none."""
+
+    node: str
+    host: str
+    cages: tuple[Cage, ...]
+    lans: tuple[Interface, ...]
+    wifis: tuple[Interface, ...]
+    others: tuple[Interface, ...]
+    routes: tuple[tuple[str, str], ...]
+    neighbours: tuple[tuple[str, str, str], ...]
+    hotplug: bool
+    environment: Mapping[str, str]
+    trouble: tuple[str, ...]
+    address: IPv4Address | None = None
+
+    @property
+    def twins(self) -> tuple[Interface, ...]:
+        return tuple(twin for cage in self.cages for twin in cage.twins)
+
+    @property
+    def interfaces(self) -> tuple[Interface, ...]:
+        return (*self.twins, *self.lans, *self.wifis, *self.others)
+
+    def sees(self, interface: Interface, mac: str) -> bool:
+        return any(name == interface.name and seen == mac for name, _, seen in self.neighbours)
+
+    def holding(self, ip: IPv4Address) -> Interface | None:
+        return next((one for one in self.interfaces if any(own.ip == ip for own in one.addresses)), None)
+
+
+def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> Fabric:
+    """What `workers.fabric_reading.sample` answered, in this module's nouns. address: the node's in the cluster; loopback is none."""
+    rdma = _rdma_of(raw["rdma"])
+    found = [_interface(one, rdma) for one in raw["interfaces"]]
+    own = _address(address)
+    return Fabric(
+        node=node,
+        host=str(raw["host"]),
+        cages=_cages([one for one in found if one.kind == QSFP]),
+        lans=_best_first(one for one in found if one.kind == LAN),
+        wifis=_best_first(one for one in found if one.kind == WIFI),
+        others=_best_first(one for one in found if one.kind == OTHER),
+        routes=tuple((str(one.get("dst")), str(one.get("dev"))) for one in raw["routes"]),
+        neighbours=tuple(_neighbours(raw["neighbours"])),
+        hotplug=bool(raw["hotplug"]),
+        environment=dict(raw["environment"]),
+        trouble=tuple(raw["trouble"]),
+        address=None if own is None or own.is_loopback else own,
+    )
+
+
+def rdma_mtu(mtu: int) -> int:
+    """Bytes of one RDMA packet's payload that a link of this MTU allows: 1024 for 1500, 4096 for 9000."""
+    return next((size for size in _RDMA_MTUS if size <= mtu - _ROCE_BYTES), _RDMA_MTUS[-1])
+
+
+def traffic(before: Fabric, after: Fabric) -> dict[str, int]:
+    """Bytes that each RDMA device of the node sent and received between two looks. Under RoCE the interfaces' own counters stay near 0."""
+
+    def counted(fabric: Fabric) -> dict[str, int]:
+        ports = (twin.rdma for twin in fabric.twins if twin.rdma)
+        return {port.name: (port.sent_bytes or 0) + (port.received_bytes or 0) for port in ports}
+
+    earlier = counted(before)
+    return {name: max(0, total - earlier.get(name, 0)) for name, total in counted(after).items()}
+
+
+def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> Interface:
+    kind, cage = _kind(raw)
+    ports = [rdma[name] for name in raw["rdma"] if name in rdma]
+    return Interface(
+        name=str(raw["name"]),
+        kind=kind,
+        cage=cage,
+        mac=str(raw["mac"] or ""),
+        mtu=int(raw["mtu"] or 0),
+        up=bool(raw["up"]),
+        carrier=raw["carrier"],
+        speed_mbps=raw["speed_mbps"],
+        pci=raw["pci"],
+        pci_gts=raw["pci_gts"],
+        pci_lanes=raw["pci_lanes"],
+        switch_id=raw["switch_id"],
+        physical=bool(raw["physical"]),
+        addresses=tuple(IPv4Interface(f"{one['address']}/{one['prefix']}") for one in raw["addresses"]),
+        rdma=ports[0] if ports else None,
+    )
+
+
+def _kind(raw: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The driver's port name says which cage; PCI addresses do not, since the twins of one cage differ in them.
+
+    Where it says nothing, the digit in systemd's name does, also of a virtual pair that stands for a cable; then the PCI function.
+    """
+    if raw["wireless"]:
+        return WIFI, None
+    of_name = _PORT_IN_NAME.fullmatch(str(raw["name"]))
+    mellanox = raw["vendor"] == MELLANOX or bool(raw["rdma"])
+    if mellanox or of_name or (raw["vendor"] is None and raw["port_name"]):
+        if told := _PORT_NAME.fullmatch(str(raw["port_name"] or "")):
+            return QSFP, int(told[1])
+        if of_name and not raw["port_name"]:
+            return QSFP, int(of_name[2] or of_name[1])
+        if mellanox and not raw["port_name"] and raw["pci"] and str(raw["pci"])[-2:-1] == ".":
+            return QSFP, int(str(raw["pci"])[-1], 16)
+    return (LAN if raw["physical"] else OTHER), None
+
+
+def _cages(twins: list[Interface]) -> tuple[Cage, ...]:
+    """Twins in the order of their PCI domains. A second card's ports have the same names, and another switch id."""
+    groups: dict[tuple[int, str], list[Interface]] = {}
+    for number in sorted({twin.cage for twin in twins if twin.cage is not None}):
+        alike = [twin for twin in twins if twin.cage == number]
+        for twin in alike:
+            groups.setdefault((number, (twin.switch_id or "") if len(alike) > 2 else ""), []).append(twin)
+    cards = {number: sum(1 for other, _ in groups if other == number) for number, _ in groups}
+    return tuple(
+        Cage(number, f"cage {number}" + (f" of {switch}" if cards[number] > 1 else ""), tuple(sorted(group, key=_by_pci)))
+        for (number, switch), group in groups.items()
+    )
+
+
+def _by_pci(one: Interface) -> tuple[str, str]:
+    # A name's first capital P is the PCI domain: without one it is domain 0.
+    return one.pci or ("1" if "P" in one.name else "0"), one.name
+
+
+def _best_first(found: Iterable[Interface]) -> tuple[Interface, ...]:
+    return tuple(sorted(found, key=lambda one: (not one.linked, not one.addresses, -(one.speed_mbps or 0), one.name)))
+
+
+def _rdma_of(raw: Iterable[Mapping[str, Any]]) -> dict[str, Rdma]:
+    """By device; its first port, which is the only one on a Spark."""
+    found: dict[str, Rdma] = {}
+    for one in raw:
+        rate = re.match(r"[\d.]+", str(one["rate"] or ""))
+        port = Rdma(
+            name=str(one["name"]),
+            port=int(one["port"]),
+            state=str(one["state"] or "").partition(": ")[2] or "unknown",
+            rate_gbps=float(rate[0]) if rate else None,
+            link_layer=str(one["link_layer"] or "unknown"),
+            gids=tuple(_gid(gid) for gid in one["gids"]),
+            sent_bytes=one["sent_bytes"],
+            received_bytes=one["received_bytes"],
+        )
+        found.setdefault(port.name, port)
+    return found
+
+
+def _gid(raw: Mapping[str, Any]) -> Gid:
+    try:
+        ip = ipaddress.IPv6Address(str(raw["gid"])).ipv4_mapped
+    except ValueError:
+        ip = None
+    return Gid(int(raw["index"]), str(raw["gid"]), raw["type"] == "RoCE v2", ip)
+
+
+def _neighbours(raw: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str, str]]:
+    for one in raw:
+        if one.get("lladdr") and "FAILED" not in one.get("state", ()):
+            yield str(one.get("dev")), str(one.get("dst")), str(one["lladdr"])
+
+
+def _address(text: str | None) -> IPv4Address | None:
+    try:
+        return IPv4Address(text or "")
+    except ValueError:
+        return None

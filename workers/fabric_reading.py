@@ -1,0 +1,210 @@
+"""Reads what /sys, and `ip` for addresses, routes and neighbours, say of a node's network into plain JSON. Never judges, never changes a link.
+
+Below a root path other than / what `ip` would answer is read from files of that folder, so that a folder can stand for a node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path("/")
+IP_TIMEOUT_S = 3.0
+# What is asked, and the file that has the answer where the root is not /. `ip` reads netlink, which answers for the network namespace
+# that one is in; /sys shows the namespace that it was mounted from. -details adds phys_port_name and the PCI address (iproute2 5.13).
+QUESTIONS: Mapping[str, tuple[str, ...]] = {
+    "ip-address.json": ("-details", "address", "show"),
+    "ip-route.json": ("-4", "route", "show"),
+    "ip-neighbour.json": ("neighbour", "show"),
+}
+_IP_PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
+# The variables that sparkd computes for an engine: a node's own environment may say otherwise, and only these of it are told.
+VARIABLES = (
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_MERGE_NICS",
+    "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN", "NCCL_DEBUG", "MAX_JOBS", "FLASHINFER_NVCC_THREADS",
+)  # fmt: skip
+# NVIDIA's package dgx-spark-mlnx-hotplug powers the ConnectX-7 off where no cable is plugged and this file is there.
+HOTPLUG_MARK = "etc/nvidia/cx7-hotplug-enabled"
+_ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/sysfs-class-infiniband
+
+
+def sample(root: Path = ROOT) -> dict[str, Any]:
+    """One look. `trouble` has a sentence for what could not be read; what is not there at all is no trouble. Blocks, three IP_TIMEOUT_S at most.
+
+    {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "environment", "trouble"}. speed in Mb/s, counters in bytes.
+    """
+    here = root == ROOT
+    trouble: list[str] = []
+    answers = {name: _asked(name, (lambda name: _ip(QUESTIONS[name])) if here else _file(root), trouble) for name in QUESTIONS}
+    return {
+        "host": socket.gethostname() if here else _text(root / "etc/hostname") or root.name,
+        "interfaces": _interfaces(root, answers["ip-address.json"]),
+        "rdma": [port for name in _names(root / "sys/class/infiniband") for port in _rdma(root / "sys/class/infiniband" / name)],
+        "routes": [_picked(one, "dst", "dev", "gateway", "metric") for one in answers["ip-route.json"] or []],
+        "neighbours": [_picked(one, "dst", "dev", "lladdr", "state") for one in answers["ip-neighbour.json"] or []],
+        "hotplug": (root / HOTPLUG_MARK).exists(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ} if here else {},
+        "trouble": trouble,
+    }
+
+
+def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dict[str, Any]] | None:
+    try:
+        found = json.loads(ask(name))
+    except FileNotFoundError:
+        trouble.append(f"`ip` is not there to be asked for {name.removesuffix('.json')}")
+    except subprocess.TimeoutExpired:
+        trouble.append(f"`ip` did not answer within {IP_TIMEOUT_S:.0f} s")
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        trouble.append(f"`ip` failed: {type(error).__name__}")
+    else:
+        # A question without an answer is an empty object in some releases.
+        return [one for one in found if one] if isinstance(found, list) else []
+    return None
+
+
+def _ip(question: tuple[str, ...]) -> str:
+    """In a child with a time limit: a driver that hangs must not take its caller along."""
+    done = subprocess.run(
+        ["ip", "-json", *question],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=IP_TIMEOUT_S,
+        check=True,
+        env={"PATH": f"{os.environ.get('PATH', os.defpath)}:{_IP_PLACES}", "LC_ALL": "C"},
+    )
+    return done.stdout
+
+
+def _file(root: Path) -> Callable[[str], str]:
+    return lambda name: (root / name).read_text()
+
+
+def _interfaces(root: Path, links: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Every interface but loopback; by name from /sys alone where `ip` said nothing."""
+    folder = root / "sys/class/net"
+    known = [{"ifname": name} for name in _names(folder)] if links is None else links
+    return [_interface(folder / str(link["ifname"]), link) for link in known if link.get("ifname", "lo") != "lo"]
+
+
+def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
+    here = _is_the_same(path, link)
+    device = path / "device"
+
+    def said(name: str) -> str | None:
+        return _text(path / name) if here else None
+
+    flags = link.get("flags")
+    up = "UP" in flags if flags is not None else (_flags(said("flags")) & 1) == 1  # IFF_UP, linux/if.h
+    # EINVAL while it is switched off: then nobody knows whether a cable is there.
+    carrier = said("carrier") if here or flags is None else str(int("LOWER_UP" in flags)) if up else None
+    pci = os.path.basename(os.path.realpath(device)) if here and device.exists() else link.get("parentdev")
+    return {
+        "name": link["ifname"],
+        "mac": link.get("address") or said("address"),
+        "mtu": link.get("mtu") or _number(said("mtu")),
+        "up": up,
+        "carrier": None if carrier is None else carrier == "1",
+        "speed_mbps": _number(said("speed")),
+        "port_name": said("phys_port_name") or link.get("phys_port_name"),
+        "switch_id": said("phys_switch_id") or link.get("phys_switch_id"),
+        "pci": pci,
+        "vendor": _text(device / "vendor") if here else None,
+        "driver": os.path.basename(os.path.realpath(device / "driver")) if here and (device / "driver").exists() else None,
+        "pci_gts": _number(_text(device / "current_link_speed") if here else None),
+        "pci_lanes": _number(_text(device / "current_link_width") if here else None),
+        "wireless": here and ((path / "wireless").exists() or (path / "phy80211").exists()),
+        "physical": (here and device.exists()) or (not here and "parentdev" in link),
+        "rdma": _names(device / "infiniband") if here else [],
+        "addresses": [
+            {"address": str(one["local"]), "prefix": int(one["prefixlen"])}
+            for one in link.get("addr_info", ())
+            if one.get("family") == "inet" and "local" in one and "prefixlen" in one
+        ],
+    }
+
+
+def _is_the_same(path: Path, link: Mapping[str, Any]) -> bool:
+    """Whether /sys speaks of this interface, not of one of that name in another network namespace."""
+    if not path.exists():
+        return False
+    index, mac = _text(path / "ifindex"), _text(path / "address")
+    return link.get("ifindex", index) in (index, _number(index)) and link.get("address", mac) == mac
+
+
+def _rdma(path: Path) -> Iterable[dict[str, Any]]:
+    """One for each port of an RDMA device; those of a Spark have one each."""
+    for number in _names(path / "ports"):
+        port = path / "ports" / number
+        yield {
+            "name": path.name,
+            "port": int(number),
+            "interfaces": _names(path / "device/net"),
+            "pci": os.path.basename(os.path.realpath(path / "device")),
+            "state": _text(port / "state"),
+            "phys_state": _text(port / "phys_state"),
+            "rate": _text(port / "rate"),
+            "link_layer": _text(port / "link_layer"),
+            "gids": list(_gids(port)),
+            "sent_bytes": _bytes(port / "counters/port_xmit_data"),
+            "received_bytes": _bytes(port / "counters/port_rcv_data"),
+        }
+
+
+def _gids(port: Path) -> Iterable[dict[str, Any]]:
+    """The entries that are in use. An empty one is all zero, and its type cannot be read (EINVAL)."""
+    for index in sorted(map(int, _names(port / "gids"))):
+        gid = _text(port / f"gids/{index}")
+        if gid and gid != _ZERO_GID:
+            kind, device = _text(port / f"gid_attrs/types/{index}"), _text(port / f"gid_attrs/ndevs/{index}")
+            yield {"index": index, "gid": gid, "type": kind, "interface": device}
+
+
+def _bytes(path: Path) -> int | None:
+    words = _number(_text(path))
+    return None if words is None else int(words * WORD_BYTES)
+
+
+def _picked(entry: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: entry[name] for name in names if name in entry}
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str | None:
+    """None for what is not there, what the driver does not know (EOPNOTSUPP), and what cannot be told now (EINVAL)."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(text: str | None) -> int | float | None:
+    """The number that a text begins with (`32.0 GT/s PCIe`); None for -1, which is how a link that is down tells its speed."""
+    word = (text or "").split(" ")[0]
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    if value < 0 or value != value or value == float("inf"):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def _flags(text: str | None) -> int:
+    try:
+        return int(text or "0", 16)
+    except ValueError:
+        return 0
