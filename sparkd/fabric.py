@@ -1,4 +1,4 @@
-"""Owns what one node's network is: cages of the ConnectX-7 with their twins, RDMA ports, GIDs, LAN and Wi-Fi. Never judges, never reads /sys."""
+"""Owns what one node's network is: cages of the ConnectX-7 and their twins, RDMA ports, GIDs, LAN, Wi-Fi. Never reads /sys or judges."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rdma:
     received_bytes: int | None = None
 
     def gid_index(self, ip: IPv4Address) -> int | None:
-        """Of RoCE v2 with this address: the only one that NCCL and a peer in this subnet can use. It moves when an address comes or goes."""
+        """Of RoCE v2 with this address: the only one that a peer in its subnet can use. It moves when an address comes or goes."""
         return next((gid.index for gid in self.gids if gid.v2 and gid.ip == ip), None)
 
 
@@ -105,11 +105,16 @@ class Cage:
     def linked(self) -> bool:
         return any(twin.linked for twin in self.twins)
 
+    @property
+    def virtual(self) -> bool:
+        """A pair of virtual interfaces that stands for a cable, in tests: neither speed nor RDMA can be asked of it."""
+        return not any(twin.physical for twin in self.twins)
+
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """One node. neighbours: (interface, address, MAC) of whoever answered there; routes: (destination, interface). environment: what the
-    node's own process environment says of the variables that sparkd computes. address: the node's in the cluster, None where it has none."""
+    """One node. neighbours: (interface, address, MAC) of whoever answered there; routes: (destination, interface). address: the node's in
+    the cluster, None where it has none. environment: what its own process environment says of the variables that sparkd computes."""
 
     node: str
     host: str

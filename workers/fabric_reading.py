@@ -1,4 +1,4 @@
-"""Reads what /sys, and `ip` for addresses, routes and neighbours, say of a node's network into plain JSON. Never judges, never changes a link.
+"""Reads a node's network, from /sys and by `ip` (addresses, routes, neighbours), into plain JSON. Never judges or changes it.
 
 Below a root path other than / what `ip` would answer is read from files of that folder, so that a folder can stand for a node.
 """
@@ -35,7 +35,7 @@ WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/
 
 
 def sample(root: Path = ROOT) -> dict[str, Any]:
-    """One look. `trouble` has a sentence for what could not be read; what is not there at all is no trouble. Blocks, three IP_TIMEOUT_S at most.
+    """One look; blocks, for three IP_TIMEOUT_S at most. `trouble` tells what could not be read; what is not there at all is none.
 
     {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "environment", "trouble"}. speed in Mb/s, counters in bytes.
     """

@@ -1,0 +1,244 @@
+"""Owns how nodes are linked: who is cabled to whom, over which rails, what tensor parallelism may use. Never changes a link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from itertools import combinations
+
+from sparkd.fabric import GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface
+from sparkd.fabric_findings import BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+
+ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "switch", "apart"
+
+
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """A twin here and its peer at the other end, in one subnet. problem: what makes it useless, None where it is sound."""
+
+    a: Interface
+    b: Interface
+    network: IPv4Network
+    problem: str | None
+
+    @property
+    def rdma(self) -> bool:
+        return self.problem is None and self.a.carries_rdma and self.b.carries_rdma
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """a and b: nodes' names. seen: an end has met the other's MAC address; else the subnets alone say so. rails: empty where the ends have
+    no subnet in common."""
+
+    a: str
+    a_cage: Cage
+    b: str
+    b_cage: Cage
+    rails: tuple[Rail, ...]
+    seen: bool
+
+    def sound(self, *, rdma: bool = True) -> tuple[Rail, ...]:
+        """What can carry traffic; rdma: by RDMA. Without it a cable between machines that have no RDMA at all will do."""
+        return tuple(rail for rail in self.rails if (rail.rdma if rdma else rail.problem is None))
+
+
+def cables_of(nodes: Sequence[Fabric]) -> tuple[Cable, ...]:
+    """Between each two nodes, in the nodes' order. Through a switch a cage has one to every node there.
+
+    A neighbour's MAC address proves a cable. A subnet in common is believed where nothing that was seen contradicts it; link-local
+    addresses are all in one subnet, so they say nothing by themselves.
+    """
+    found = []
+    for a, b in combinations(nodes, 2):
+        ends = [(x, y, _met(a, x, b, y)) for x in a.cages for y in b.cages if x.linked and y.linked]
+        seen = [(x, y) for x, y, met in ends if met]
+        for x, y, met in ends:
+            contradicted = any((x is p) != (y is q) for p, q in seen)
+            if met or (not contradicted and any(_common(s, t, met) for s in x.twins for t in y.twins)):
+                found.append(Cable(a.node, x, b.node, y, _rails(x, y, met), met))
+    return tuple(found)
+
+
+def topology(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> str:
+    """How they hang together. Two nodes through a switch look like two with a cable, and that is all the same to them."""
+    if len(nodes) < 2:
+        return ALONE
+    links = {frozenset((cable.a, cable.b)) for cable in cables}
+    if not _hang_together([node.node for node in nodes], links):
+        return APART
+    ports = [end for cable in cables for end in ((cable.a, id(cable.a_cage), cable.b), (cable.b, id(cable.b_cage), cable.a))]
+    reach: dict[tuple[str, int], set[str]] = {}
+    for node, cage, other in ports:
+        reach.setdefault((node, cage), set()).add(other)
+    if any(len(others) > 1 for others in reach.values()):
+        return SWITCH
+    if len(nodes) == 2:
+        return PAIR
+    degrees = [sum(1 for link in links if node.node in link) for node in nodes]
+    return RING if all(degree == 2 for degree in degrees) else CHAIN
+
+
+def rails(nodes: Sequence[Fabric], *, rdma: bool = True, ring_proved: bool = False) -> tuple[bool, str]:
+    """Whether tensor parallelism over exactly these nodes has a sound rail between each two, and why not: `rails` and `rails_reason` of a
+    sparkd.fit.Wish. rdma: False for engines on CPUs, whose Gloo knows sockets only.
+
+    ring_proved: whether a live NCCL test over a ring has passed. Owners and NVIDIA contradict each other on whether RDMA works there.
+    """
+    cables = cables_of(nodes)
+    for a, b in combinations(nodes, 2):
+        between = [cable for cable in cables if (cable.a, cable.b) == (a.node, b.node)]
+        if not any(cable.sound(rdma=rdma) for cable in between):
+            return False, f"{a.node} and {b.node} have {_unsound(between, rdma)}"
+    if rdma and len(nodes) > 2 and topology(nodes, cables) != SWITCH and not ring_proved:
+        names = ", ".join(node.node for node in nodes)
+        return (
+            False,
+            f"{names} form a ring without a switch, where RDMA works on some Sparks only: a live NCCL test must pass first",
+        )
+    return True, ""
+
+
+def expects_rdma(nodes: Sequence[Fabric]) -> bool:
+    """Whether the links are real ones."""
+    return any(not cage.virtual for node in nodes for cage in node.cages)
+
+
+def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True, ring_proved: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Every choice of `size` nodes that tensor parallelism may spread over, the nodes' order kept."""
+    chosen = combinations(nodes, size)
+    return tuple(tuple(node.node for node in group) for group in chosen if rails(group, rdma=rdma, ring_proved=ring_proved)[0])
+
+
+def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Cable], *, rdma: bool = True) -> tuple[Finding, ...]:
+    """Of the nodes together; none where there is one."""
+    if len(nodes) < 2:
+        return ()
+    return (
+        *_duplicates(nodes),
+        *(finding for cable in cables for finding in _of_cable(cable, rdma)),
+        *_strangers(nodes, cables),
+        *_together(nodes, cables, rdma),
+    )
+
+
+def _met(a: Fabric, x: Cage, b: Fabric, y: Cage) -> bool:
+    return any(a.sees(s, t.mac) or b.sees(t, s.mac) for s in x.twins for t in y.twins if s.mac and t.mac)
+
+
+def _common(s: Interface, t: Interface, met: bool) -> IPv4Network | None:
+    network = s.shares(t) if s.linked and t.linked else None
+    return None if network == LINK_LOCAL and not met else network
+
+
+def _rails(x: Cage, y: Cage, met: bool) -> tuple[Rail, ...]:
+    """Each twin with the first of the other end that is in a subnet of its own and has no rail yet."""
+    found: list[Rail] = []
+    for s in x.twins:
+        for t in y.twins:
+            network = _common(s, t, met)
+            if network and not any(rail.a is s or rail.b is t for rail in found):
+                found.append(Rail(s, t, network, _problem(s, t)))
+    return tuple(found)
+
+
+def _problem(s: Interface, t: Interface) -> str | None:
+    if {one.ip for one in s.addresses} & {one.ip for one in t.addresses}:
+        return f"both ends have {s.addresses[0].ip}"
+    if s.mtu != t.mtu:
+        return f"MTU {s.mtu} at one end and {t.mtu} at the other"
+    return None
+
+
+def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
+    node, about = f"{cable.a} - {cable.b}", f"{cable.a_cage.label} - {cable.b_cage.label}"
+    how = "the ends have met" if cable.seen else "by their subnets"
+    if not cable.rails:
+        told = f"{how}, and no subnet is in common: {_subnets(cable.a_cage)} and {_subnets(cable.b_cage)}"
+        cure = "Give both ends of each twin's rail addresses in one subnet: else `ibv_modify_qp failed with 110 Connection timed out`."
+        yield Finding("pairing", FAIL, node, about, told, cure)
+        return
+    for rail in cable.rails:
+        if rail.problem:
+            cure = f"Set mtu: {GOOD_MTU} at both ends." if rail.problem.startswith("MTU") else "Give each end an address of its own."
+            yield Finding("ends", FAIL, node, f"{rail.a.name} - {rail.b.name}", rail.problem, cure)
+        elif rail.a.physical and rail.a.speed_mbps != rail.b.speed_mbps:
+            told = f"{rail.a.speed_mbps} Mb/s at one end and {rail.b.speed_mbps} at the other"
+            cure = "Force one speed, 200G-baseCR4, on both ports of the switch, or reseat the cable."
+            yield Finding("ends", WARN, node, f"{rail.a.name} - {rail.b.name}", told, cure)
+    sound = cable.sound(rdma=rdma)
+    told = f"{how}: " + ", ".join(f"{rail.a.name} - {rail.b.name} in {rail.network}" for rail in cable.rails)
+    both = f"{BOTH_RAILS_GB_S[0]:g} to {BOTH_RAILS_GB_S[1]:g}"
+    if not sound:
+        ways = f"{SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else "nothing passes"
+        yield Finding("rails", FAIL, node, about, told, f"No rail is sound for RDMA, and {ways}: see what is said of its twins.")
+    elif len(sound) < 2:
+        cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {both} GB/s: see what is said of the other twin."
+        yield Finding("rails", WARN, node, about, told, cure)
+    else:
+        yield Finding("rails", OK, node, about, told)
+
+
+def _duplicates(nodes: Sequence[Fabric]) -> Iterator[Finding]:
+    owners: dict[IPv4Address, list[tuple[str, str]]] = {}
+    for node in nodes:
+        for one in (*node.twins, *node.lans, *node.wifis):
+            for address in one.addresses:
+                owners.setdefault(address.ip, []).append((node.node, one.name))
+    for ip, held in owners.items():
+        names = list(dict.fromkeys(node for node, _ in held))
+        if len(names) > 1:
+            told = ", ".join(f"{name} of {node}" for node, name in held)
+            yield Finding("duplicate", FAIL, " - ".join(names), str(ip), f"{ip} is on {told}", "Give each node an address of its own.")
+
+
+def _strangers(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Finding]:
+    """A cage with a link that leads to none of the nodes."""
+    used = {(node, id(cage)) for cable in cables for node, cage in ((cable.a, cable.a_cage), (cable.b, cable.b_cage))}
+    for node in nodes:
+        for cage in (cage for cage in node.cages if cage.linked and (node.node, id(cage)) not in used):
+            names = {twin.name for twin in cage.twins}
+            met = sorted({f"{address} {mac}" for name, address, mac in node.neighbours if name in names})
+            told = f"it has a link, and has met {', '.join(met[:4]) if met else 'nobody'}"
+            cure = "Ping the other end over it, and check that both ends' addresses are in one subnet, or join the node that it leads to."
+            yield Finding("peer", WARN, node.node, cage.label, told, cure)
+
+
+def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> Iterator[Finding]:
+    names = ", ".join(node.node for node in nodes)
+    about, ways = "tensor parallelism", topology(nodes, cables)
+    fine, reason = rails(nodes, rdma=rdma)
+    if fine:
+        yield Finding("parallel", OK, names, about, f"{ways}: TP={len(nodes)} has a sound rail between each two")
+        return
+    pairs = teams(nodes, 2, rdma=rdma)
+    proved = len(nodes) > 2 and rails(nodes, rdma=rdma, ring_proved=True)[0]
+    cure = "A live NCCL test proves or disproves it; " if proved else f"Else the LAN is left, about {LAN_GB_S:g} GB/s; "
+    cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
+    yield Finding("parallel", WARN if pairs else FAIL, names, about, f"{ways}: {reason}", cure)
+
+
+def _unsound(between: Sequence[Cable], rdma: bool) -> str:
+    if not between:
+        return "no cable between them"
+    if not any(cable.rails for cable in between):
+        return "a cable, and no subnet in common on it"
+    problem = next((rail.problem for cable in between for rail in cable.rails if rail.problem), None)
+    if problem or not rdma:
+        return f"a cable without a sound rail: {problem}"
+    return "a cable without RDMA on any rail"
+
+
+def _hang_together(names: Sequence[str], links: set[frozenset[str]]) -> bool:
+    reached, waiting = set(names[:1]), list(names[:1])
+    while waiting:
+        here = waiting.pop()
+        for link in (link for link in links if here in link):
+            waiting += link - reached
+            reached |= link
+    return reached == set(names)
+
+
+def _subnets(cage: Cage) -> str:
+    return " ".join(str(one) for twin in cage.twins for one in twin.addresses) or "none"

@@ -1,0 +1,156 @@
+"""Owns the variables that make one node's rank talk over the right links, each with its reason. Never sets one in any process.
+
+What each does on a Spark, and what owners measured with and without: NVIDIA's connect-two-sparks and NCCL playbooks, eugr's launcher,
+pulsar's and sparkrun's logs; NCCL's documentation of its environment variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Address
+
+from sparkd.fabric import LAN, LINK_LOCAL, QSFP, Fabric, Interface
+from sparkd.fabric_cables import RING, Cable, cables_of, topology
+
+_SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+JIT_JOBS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """value: None where the variable is left unset on purpose. source: computed, or who said otherwise."""
+
+    name: str
+    value: str | None
+    reason: str
+    source: str = "computed"
+
+
+def settings(
+    node: Fabric,
+    peers: Sequence[Fabric] = (),
+    *,
+    rdma: bool = True,
+    resolve_gid: bool = False,
+    configured: Mapping[str, str] | None = None,
+) -> tuple[Setting, ...]:
+    """Those of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
+
+    rdma: False for engines on CPUs. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is
+    computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
+    """
+    nodes = [node, *peers]
+    cables = tuple(cable for cable in cables_of(nodes) if node.node in (cable.a, cable.b))
+    shape = topology(nodes, cables_of(nodes))
+    computed = [*_sockets(node, peers, cables, shape)]
+    if peers and rdma:
+        computed += [
+            *_rdma(node, cables, shape, resolve_gid),
+            Setting("NCCL_DEBUG", "INFO", "NCCL's own lines prove which network it uses"),
+        ]
+    cold = "the first start compiles kernels, and 16 to 22 compilers at once have frozen nodes"
+    computed += [Setting("MAX_JOBS", str(JIT_JOBS), cold), Setting("FLASHINFER_NVCC_THREADS", "1", "as MAX_JOBS, for FlashInfer's nvcc")]
+    said = [("this node's environment", node.environment), ("env in sparkd.yaml", configured or {})]
+    return tuple(_overridden(setting, said) for setting in computed)
+
+
+def environment(found: Sequence[Setting]) -> dict[str, str]:
+    """What is to be set, without what is left unset."""
+    return {setting.name: setting.value for setting in found if setting.value is not None}
+
+
+def _overridden(setting: Setting, said: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
+    # Where the ranks meet is decided by the address in the cluster, so cluster.node_ip is the place to change it.
+    for source, values in said:
+        if setting.name in values and setting.name != "VLLM_HOST_IP":
+            told = f"{source} says so; computed: {setting.value if setting.source == 'computed' else '-'}"
+            setting = replace(setting, value=values[setting.name], reason=told, source=source)
+    return setting
+
+
+def _sockets(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], shape: str) -> Iterator[Setting]:
+    """One interface for NCCL's first contact, Gloo and TensorPipe; and the address of the node on it, which vLLM gives to its peers."""
+    meeting = _meeting(node, peers, cables, shape)
+    if meeting is None:
+        if peers:
+            why = "no address of this node is in a subnet with every other: ranks cannot find each other"
+            yield from (Setting(name, None, why) for name in (*_SOCKET_NAMES, "VLLM_HOST_IP"))
+        return
+    one, ip, why = meeting
+    yield Setting("VLLM_HOST_IP", str(ip), f"{one.name}'s address: {why}")
+    roles = ("NCCL's first contact; bulk goes by RDMA", "Gloo, which Ray does not copy right where names differ", "TensorPipe")
+    for name, role in zip(_SOCKET_NAMES, roles, strict=True):
+        # '=' is NCCL's word for the exact name: without it every interface that begins so is meant. Gloo and TensorPipe know no such word.
+        yield Setting(name, f"={one.name}" if name == "NCCL_SOCKET_IFNAME" else one.name, f"{role}: {why}")
+
+
+def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], shape: str) -> tuple[Interface, IPv4Address, str] | None:
+    """The interface over which every other rank can be reached, the address there, and why that one."""
+    holder = node.holding(node.address) if node.address else None
+    if holder and node.address:
+        network = next(one.network for one in holder.addresses if one.ip == node.address)
+        if all(_reaches(network, peer) for peer in peers):
+            return holder, node.address, "it is this node's address in the cluster (cluster.node_ip)"
+    if not peers:
+        return None
+    if len(peers) == 1:
+        rail = next((rail for cable in cables for rail in cable.rails if rail.problem is None), None)
+        if rail:
+            mine = rail.a if rail.a in node.twins else rail.b
+            return mine, _within(mine, rail.network), "its peer is at the other end of this rail"
+    found = [
+        (one, network.ip)
+        for one in (*node.lans, *node.twins, *node.wifis)
+        for network in one.addresses
+        if one.linked and network.network != LINK_LOCAL and all(_reaches(network.network, peer) for peer in peers)
+    ]
+    if not found:
+        return None
+    one, ip = found[0]
+    if shape == RING:
+        return one, ip, "in a ring no cable leads to every node, and the LAN does"
+    words = {LAN: "the LAN leads to every node", QSFP: "the switch leads to every node"}
+    return one, ip, words.get(one.kind, "only Wi-Fi leads to every node")
+
+
+def _reaches(network: object, peer: Fabric) -> bool:
+    return any(one.network == network for other in (*peer.lans, *peer.twins, *peer.wifis) for one in other.addresses if other.linked)
+
+
+def _within(one: Interface, network: object) -> IPv4Address:
+    return next(address.ip for address in one.addresses if address.network == network)
+
+
+def _rdma(node: Fabric, cables: Sequence[Cable], shape: str, resolve_gid: bool) -> Iterator[Setting]:
+    used = [twin for twin in node.twins if any(twin in (rail.a, rail.b) for cable in cables for rail in cable.sound())]
+    ends = [twin for twin in node.twins if any(twin in (cable.a_cage.twins + cable.b_cage.twins) for cable in cables)]
+    if not any(twin.rdma for twin in node.twins):
+        yield Setting("NCCL_NET", None, "this node has no RDMA device, so NCCL takes sockets")
+        return
+    # Even where no rail is sound: then NCCL says what is wrong instead of serving at a tenth of the rate.
+    yield Setting("NCCL_NET", "IB", "without RDMA fail, rather than fall back to sockets and say nothing")
+    if not used:
+        yield Setting("NCCL_IB_HCA", None, "no rail is sound for RDMA; `sparkd fabric` says why")
+        return
+    names = [twin.rdma.name for twin in used if twin.rdma]
+    left = [twin.name for twin in ends if twin not in used]
+    why = f"{len(names)} twin{'s' if len(names) > 1 else ''} that lead to the other nodes; one alone is half the rate"
+    why += f" (left out, not sound: {', '.join(left)})" if left else ""
+    # '=' is NCCL's word for the exact name: without it rocep1s0f0 means rocep1s0f0v0 too.
+    yield Setting("NCCL_IB_HCA", f"={','.join(names)}", why)
+    yield _gid(used, resolve_gid)
+    if shape == RING:
+        yield Setting("NCCL_IB_MERGE_NICS", "0", "a ring's two cages lead to two nodes; merged, NCCL falls back to sockets (2.1 GB/s)")
+        yield Setting("NCCL_IB_SUBNET_AWARE_ROUTING", "1", "each peer is behind another device (NCCL 2.30 or newer)")
+        yield Setting("NCCL_NET_PLUGIN", "none", "a stray network plugin of the image would ignore the two settings above")
+
+
+def _gid(used: Sequence[Interface], resolve: bool) -> Setting:
+    indices = {twin.gid_index for twin in used}
+    told = ", ".join(f"{twin.rdma.name} {twin.gid_index}" for twin in used if twin.rdma)
+    if not resolve:
+        return Setting("NCCL_IB_GID_INDEX", None, f"NCCL 2.21 and newer find RoCE v2 with the IPv4 address themselves, here {told}")
+    if len(indices) > 1:
+        return Setting("NCCL_IB_GID_INDEX", None, f"one number cannot serve all devices of this node: {told}")
+    return Setting("NCCL_IB_GID_INDEX", str(indices.pop()), f"RoCE v2 with the IPv4 address on this node: {told}")
