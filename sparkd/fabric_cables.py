@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv4Network
 from itertools import combinations
 
 from sparkd.fabric import GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface
-from sparkd.fabric_findings import BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
 
 ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "switch", "apart"
 
@@ -169,12 +169,11 @@ def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
             yield Finding("ends", WARN, node, f"{rail.a.name} - {rail.b.name}", told, cure)
     sound = cable.sound(rdma=rdma)
     told = f"{how}: " + ", ".join(f"{rail.a.name} - {rail.b.name} in {rail.network}" for rail in cable.rails)
-    both = f"{BOTH_RAILS_GB_S[0]:g} to {BOTH_RAILS_GB_S[1]:g}"
     if not sound:
         ways = f"{SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else "nothing passes"
         yield Finding("rails", FAIL, node, about, told, f"No rail is sound for RDMA, and {ways}: see what is said of its twins.")
     elif len(sound) < 2:
-        cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {both} GB/s: see what is said of the other twin."
+        cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s: see what is said of the other twin."
         yield Finding("rails", WARN, node, about, told, cure)
     else:
         yield Finding("rails", OK, node, about, told)

@@ -7,7 +7,7 @@ pulsar's and sparkrun's logs; NCCL's documentation of its environment variables.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from sparkd.fabric import LAN, LINK_LOCAL, QSFP, Fabric, Interface
@@ -60,12 +60,12 @@ def environment(found: Sequence[Setting]) -> dict[str, str]:
     return {setting.name: setting.value for setting in found if setting.value is not None}
 
 
-def _overridden(setting: Setting, said: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
-    # Where the ranks meet is decided by the address in the cluster, so cluster.node_ip is the place to change it.
+def _overridden(computed: Setting, said: Sequence[tuple[str, Mapping[str, str]]]) -> Setting:
+    setting = computed
     for source, values in said:
-        if setting.name in values and setting.name != "VLLM_HOST_IP":
-            told = f"{source} says so; computed: {setting.value if setting.source == 'computed' else '-'}"
-            setting = replace(setting, value=values[setting.name], reason=told, source=source)
+        # The address in the cluster decides where the ranks meet, so cluster.node_ip is the place to change that.
+        if computed.name in values and computed.name != "VLLM_HOST_IP":
+            setting = Setting(computed.name, values[computed.name], f"instead of {computed.value or 'none'}: {computed.reason}", source)
     return setting
 
 

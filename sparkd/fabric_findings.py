@@ -15,6 +15,7 @@ from sparkd.fabric import FULL_MBPS, GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interfa
 OK, WARN, FAIL = "ok", "warn", "fail"
 ONE_RAIL_GB_S = 13.9
 BOTH_RAILS_GB_S = (20.0, 24.0)
+BOTH_RAILS = f"{BOTH_RAILS_GB_S[0]:g} to {BOTH_RAILS_GB_S[1]:g}"
 SOCKETS_GB_S = 2.1
 LAN_GB_S = 1.0
 # Of each of the two links that tie the ConnectX-7 to the chip: PCIe 5, four lanes.
@@ -83,7 +84,7 @@ def _twins(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
         yield Finding("twins", OK, fabric.node, cage.label, told)
         return
     off = [twin.name for twin in cage.twins if not twin.up]
-    half = f"one twin alone reaches {ONE_RAIL_GB_S} of {_both()} GB/s"
+    half = f"one twin alone reaches {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s"
     if len(cage.twins) < 2:
         cure = f"The card's other half is missing and {half}: shut down, cut the power for a minute, and start again."
     elif off:
@@ -126,7 +127,7 @@ def _addressed(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
         cure = f"Give {' and '.join(bare)} an IPv4 address each in netplan, in two subnets that the other end has too."
         yield Finding("address", FAIL, fabric.node, cage.label, told, cure)
     else:
-        half = f"RDMA over it ends in `ibv_modify_qp failed`, and without it {ONE_RAIL_GB_S} of {_both()} GB/s are left"
+        half = f"RDMA over it ends in `ibv_modify_qp failed`, and without it {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left"
         cure = f"Give {bare[0]} an IPv4 address too, in a subnet of its own: {half}."
         yield Finding("address", WARN, fabric.node, cage.label, told, cure)
 
@@ -226,7 +227,3 @@ def _numbers(cage: Cage) -> str:
 
 def _switch_on(names: list[str]) -> str:
     return ", ".join(f"`ip link set {name} up`" for name in names)
-
-
-def _both() -> str:
-    return f"{BOTH_RAILS_GB_S[0]:g} to {BOTH_RAILS_GB_S[1]:g}"

@@ -1,0 +1,241 @@
+"""Owns what NCCL's own lines prove of the transport: network, devices, GPU Direct, errors; and the verdict on it. Never reads a file.
+
+The wording is that of NCCL's logs on Sparks (2.27 to 2.31), which `NCCL_DEBUG=INFO` makes it print.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from sparkd.fabric_findings import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+
+IB, SOCKET = "IB", "Socket"
+# A line begins with `host:pid:tid [device] ` in a log and with a rank's tag in vLLM's: none of these is anchored there.
+_NETWORK = re.compile(r"Using network (\S.*?)\s*$")
+_ASSIGNED = re.compile(r"Assigned NET plugin (\S+) to comm")
+_USING_IB = re.compile(r"NET/IB ?: Using (.*?)(?:; OOB (\S+?):([0-9.]+)<\d+>)?\s*$")
+_DEVICE = re.compile(r"\[\d+\](\S+?):\d+/(\S+)")
+_USING_SOCKET = re.compile(r"NET/Socket ?: Using (.*)$")
+_SOCKET_DEVICE = re.compile(r"\[\d+\](\S+?):([0-9a-fA-F.:]+)<\d+>")
+_VIA = re.compile(r"Channel \S+ : \S+ -> \S+ (?:\[\w+\] )?via NET/(.+?)(?:/GDRDMA)?\s*$")
+_VIA_NUMBER = re.compile(r"^(.*?)/(\d+)$")
+_GPU_DIRECT = re.compile(r"GPU Direct RDMA\s*(?:\(\w+\)\s*)?(\w+) for HCA \d+ '([^']+)'")
+_OVERRIDDEN = re.compile(r"Subnet-aware routing: overriding dev (\d+) with dev (\d+)")
+_VIRTUAL = re.compile(r"Made virtual device \[\d+\] name=(\S+)")
+_ASKED = re.compile(r"NCCL_IB_HCA set to (\S+)")
+_MISTYPED = re.compile(r"Requested properties for vNic (\d+), only (\d+) vNics have been created")
+_QUEUE_PAIR = re.compile(r"ibv_modify_qp failed with (\d+) ([^,\n]*)")
+_QP_PART = re.compile(r"(?:on dev|dev) ([^\s:,]+):\d+|local GID (?!index)(\S+?)(?:,|$)|remote GID (\S+?)(?:,|$)")
+_LINE_CONTINUES = 4  # lines that ibv_modify_qp's complaint may be spread over
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePair:
+    """One refused connection: errno and its words, this end's device, and both ends' GIDs where the line tells them."""
+
+    number: int
+    words: str
+    device: str = ""
+    local: str = ""
+    remote: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What one rank's log said. network: IB, Socket, a plugin's own name, None where it did not say yet. devices: RDMA devices that NCCL
+    took; bootstrap: interface of the first contact; socket: that of NET/Socket. used: numbers of the devices that channels go over.
+
+    overridden: (device, taken instead) of subnet-aware routing. gpu_direct: True where a line says enabled and none Disabled.
+    """
+
+    network: str | None = None
+    devices: tuple[str, ...] = ()
+    bootstrap: str | None = None
+    socket: str | None = None
+    used: tuple[int, ...] = ()
+    overridden: tuple[tuple[int, int], ...] = ()
+    gpu_direct: bool | None = None
+    no_device: bool = False
+    mistyped: bool = False
+    asked: str | None = None
+    plugin: str | None = None
+    refused: tuple[QueuePair, ...] = ()
+
+    @property
+    def carrying(self) -> tuple[str, ...]:
+        """Devices that traffic goes over, by name: those taken, less those that another one takes the place of."""
+        gone = {number for number, instead in self.overridden if number != instead}
+        return tuple(name for number, name in enumerate(self.devices) if number not in gone)
+
+
+def parse(lines: Iterable[str]) -> Transport:
+    """All of a rank's lines since its start, in order; what is not NCCL's is passed over. Of what NCCL says twice the last counts."""
+    text = [line.rstrip("\n") for line in lines]
+    known: dict[str, object] = {}
+    devices: list[str] = []
+    direct: set[str] = set()
+    used: list[int] = []
+    overridden: list[tuple[int, int]] = []
+    for line in text:
+        if match := _USING_IB.search(line):
+            # `Using [RO]` without a number stands there too where no device was found.
+            devices = [name for name, _ in _DEVICE.findall(match[1])]
+            known["bootstrap"] = match[2] or known.get("bootstrap")
+        elif match := _VIRTUAL.search(line):
+            devices = [*devices, *(name for name in match[1].split("+") if name not in devices)]
+        elif match := _NETWORK.search(line):
+            known["network"] = match[1]
+        elif match := _USING_SOCKET.search(line):
+            first = _SOCKET_DEVICE.search(match[1])
+            known["socket"] = first[1] if first else None
+        elif match := _VIA.search(line):
+            _channel(match[1], used, known)
+        elif match := _GPU_DIRECT.search(line):
+            direct.add(match[1].lower())
+        elif match := _OVERRIDDEN.search(line):
+            overridden.append((int(match[1]), int(match[2])))
+        elif match := _ASKED.search(line):
+            known["asked"] = match[1]
+        elif _MISTYPED.search(line):
+            known["mistyped"] = True
+        elif match := _ASSIGNED.search(line):
+            known.setdefault("network", match[1])
+        elif "NET/IB : No device found" in line:
+            known["no_device"] = True
+    if "network" not in known and known.get("socket"):
+        known["network"] = SOCKET
+    return Transport(
+        devices=tuple(devices),
+        used=tuple(dict.fromkeys(used)),
+        overridden=tuple(overridden),
+        gpu_direct=None if not direct else "disabled" not in direct,
+        refused=tuple(_refused(text)),
+        **known,  # type: ignore[arg-type]  # each by the name and the type of its field
+    )
+
+
+def judge(found: Transport, expected: Iterable[str], node: str = "") -> tuple[Finding, ...]:
+    """expected: the RDMA devices that NCCL was told to use on this node, both twins of a cable; none where sockets are meant to be used.
+
+    Worst first. Nothing where NCCL has not said yet which network it takes, and nothing has gone wrong.
+    """
+    order = (FAIL, WARN, OK)
+    return tuple(sorted(_judged(found, tuple(expected), node), key=lambda one: order.index(one.verdict)))
+
+
+def judge_rate(measured_gb_s: float, rails: int, node: str = "", *, lan: bool = False) -> Finding:
+    """A measured bus bandwidth beside what is normal. rails: RDMA devices that carry it, 0 for sockets; lan: over the 10GbE port.
+
+    The bounds of the verdict, 85 % and half of the normal, are ours: owners' good runs differ by about 15 %.
+    """
+    low, normal = {1: (ONE_RAIL_GB_S, f"{ONE_RAIL_GB_S}")}.get(rails, (BOTH_RAILS_GB_S[0], BOTH_RAILS))
+    if rails == 0:
+        low = LAN_GB_S if lan else SOCKETS_GB_S
+        normal = f"{low:g}"
+    way = f"{rails} rail{'s' if rails > 1 else ''}" if rails else "sockets over 10GbE" if lan else "sockets over the ConnectX-7"
+    told = f"{measured_gb_s:.1f} GB/s over {way}, {normal} is normal"
+    if measured_gb_s >= 0.85 * low:
+        return Finding("rate", OK, node, "NCCL", told)
+    if rails:
+        cure = "Look at MTU, speed and both twins in `sparkd fabric`; a card that came up wrong (13 Gb/s) needs all power cut for a minute."
+    else:
+        cure = "Look at the link's MTU and speed in `sparkd fabric`, and at what else uses it."
+    return Finding("rate", WARN if measured_gb_s >= 0.5 * low else FAIL, node, "NCCL", told, cure)
+
+
+def _judged(found: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
+    yield from (_refusal(one, node) for one in found.refused)
+    if found.mistyped:
+        cure = "NCCL_IB_HCA names a device that is not there, which NCCL leaves out silently: take the names of `sparkd fabric --env`."
+        yield Finding(
+            "hca", FAIL, node, "NCCL_IB_HCA", f"a device is missing of {found.asked or ', '.join(expected) or 'those named'}", cure
+        )
+    if found.network == SOCKET:
+        yield _sockets(found, expected, node)
+    elif found.no_device and expected:
+        yield Finding("network", FAIL, node, "NCCL", "NET/IB: no device found", _no_device(found, expected))
+    elif found.network and expected:
+        yield from _rdma(found, expected, node)
+    if found.gpu_direct:
+        cure = "Remove NCCL_NET_GDR_LEVEL and the like: GPU Direct RDMA does not work on a Spark, whose buffers go through the host."
+        yield Finding("gpu-direct", WARN, node, "NCCL", "GPU Direct RDMA enabled", cure)
+
+
+def _rdma(found: Transport, expected: tuple[str, ...], node: str) -> Iterator[Finding]:
+    told = f"network {found.network}" + (f" over {', '.join(found.carrying)}" if found.devices else "")
+    if found.network != IB:
+        yield Finding("network", OK, node, "NCCL", f"{told}, a plugin's name: port counters tell whether it is RDMA")
+    missing = [name for name in expected if name not in found.carrying]
+    if found.devices and missing:
+        why = "it is not in NCCL_IB_HCA or its name is mistyped"
+        if any(name in found.devices for name in missing):
+            why = "subnet-aware routing gave its traffic to another, so the twins' subnets are not those of their peers"
+        one = len(expected) - len(missing) == 1
+        rate = f"{ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left" if one else "a part of the links lies idle"
+        cure = f"Nothing goes over {', '.join(missing)} ({rate}): {why}; compare with `sparkd fabric --env`."
+        yield Finding("rails", FAIL, node, "NCCL", told, cure)
+    elif found.network == IB:
+        off = "" if found.gpu_direct is None else ", GPU Direct off as it must be" if not found.gpu_direct else ""
+        yield Finding("network", OK, node, "NCCL", told + off)
+
+
+def _sockets(found: Transport, expected: tuple[str, ...], node: str) -> Finding:
+    told = "network Socket" + (f" on {found.socket}" if found.socket else "")
+    if not expected:
+        return Finding("network", OK, node, "NCCL", told)
+    return Finding("network", FAIL, node, "NCCL", told, _no_device(found, expected))
+
+
+def _no_device(found: Transport, expected: tuple[str, ...]) -> str:
+    asked = found.asked.lstrip("=^").split(",") if found.asked else []
+    if asked and not {name.partition(":")[0] for name in asked} & set(expected):
+        why = f"NCCL_IB_HCA is {found.asked} and this node's devices are {', '.join(expected)}"
+    else:
+        why = "in a container /dev/infiniband or memlock is missing, or NCCL_IB_HCA holds names of interfaces"
+    lost = f"{SOCKETS_GB_S} GB/s by sockets over the ConnectX-7 and {LAN_GB_S:g} over 10GbE, instead of {BOTH_RAILS}"
+    return f"{lost}: {why}; NCCL_NET=IB makes NCCL fail instead of falling back."
+
+
+def _refusal(one: QueuePair, node: str) -> Finding:
+    told = f"ibv_modify_qp failed with {one.number} {one.words}".rstrip()
+    told += f" on {one.device}" if one.device else ""
+    told += f", local GID {one.local}" if one.local else ""
+    told += f", remote GID {one.remote}" if one.remote else ""
+    if one.number == 110:
+        cure = "The two ends are in different subnets or the cable leads to another node: see who is cabled to whom in `sparkd fabric`."
+    elif one.remote.startswith("fe80"):
+        cure = "The other end's twin has no IPv4 address: give it one, or leave its device out of NCCL_IB_HCA on both nodes."
+    elif one.remote == "::" or one.local == "::":
+        cure = "NCCL_IB_GID_INDEX points at an empty entry, since the index differs from node to node: leave it unset."
+    else:
+        cure = "The GID of one end cannot be used: leave NCCL_IB_GID_INDEX unset, and compare both ends with `sparkd fabric`."
+    return Finding("queue pair", FAIL, node, one.device or "NCCL", told, cure)
+
+
+def _channel(via: str, used: list[int], known: dict[str, object]) -> None:
+    match = _VIA_NUMBER.match(via)
+    name, number = (match[1], int(match[2])) if match else (via, 0)
+    if name not in (IB, SOCKET):
+        known["plugin"] = name
+        known.setdefault("network", name)
+    else:
+        known.setdefault("network", name)
+    if number not in used:
+        used.append(number)
+
+
+def _refused(text: list[str]) -> Iterator[QueuePair]:
+    """The complaint's parts stand on one line, or on those after it."""
+    for index, line in enumerate(text):
+        if not (match := _QUEUE_PAIR.search(line)):
+            continue
+        parts = {"device": "", "local": "", "remote": ""}
+        for number, more in enumerate(text[index : index + _LINE_CONTINUES]):
+            if number and _QUEUE_PAIR.search(more):
+                break
+            for device, local, remote in _QP_PART.findall(more):
+                for name, value in (("device", device), ("local", local), ("remote", remote)):
+                    parts[name] = parts[name] or value
+        yield QueuePair(int(match[1]), match[2].strip().removesuffix(" on dev").strip(), **parts)
