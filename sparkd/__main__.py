@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from sparkd import __version__, export, launch, plan_verb, recipe_verbs, talk, verbs
+from sparkd import __version__, export, fabric_verb, launch, plan_verb, recipe_verbs, talk, verbs
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.verbs import Asked, Json, KeyFile, Url
 
@@ -112,6 +112,7 @@ launch.register_serve(app)
 talk.register(app)
 verbs.register(app)
 plan_verb.register(app)
+fabric_verb.register(app)
 export.register(app)
 recipe_verbs.register(app)
 launch.register(app)

@@ -123,6 +123,10 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     async def nodes() -> dict[str, Any]:
         return {"nodes": [asdict(node) for node in supervisor.snapshot().nodes]}
 
+    @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
+    async def fabric() -> dict[str, Any]:
+        return await supervisor.fabric()
+
     @api.get("/memory", summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:
         readings = [node.reading for node in supervisor.snapshot().nodes if node.reading]

@@ -30,6 +30,7 @@ from workers.agent import Agent
 log = logging.getLogger("sparkd.cluster")
 
 OBSERVE_TIMEOUT_S = 3.0
+FABRIC_TIMEOUT_S = 15.0
 PLACE_TIMEOUT_S = 20.0
 PLACE_AGAIN_TIMEOUT_S = 5.0
 SPAWN_TIMEOUT_S = 60.0
@@ -117,6 +118,18 @@ class Cluster:
             trouble=self._trouble or told_of(missing),
             cluster=about,
         )
+
+    async def fabric(self) -> dict[str, dict[str, Any] | None]:
+        """By node, what workers.fabric_reading.sample says there; None of a node whose agent does not answer."""
+
+        async def of(node_ip: str) -> dict[str, Any] | None:
+            try:
+                return await self._link.call(node_ip, lambda agent: agent.fabric.remote(), FABRIC_TIMEOUT_S)
+            except ClusterError:
+                return await asyncio.to_thread(self._here.fabric) if node_ip == self.node_ip else None
+
+        nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
+        return dict(zip(nodes, await asyncio.gather(*map(of, nodes)), strict=True))
 
     async def place(self, spec: ModelConfig) -> Placement:
         """Reserve unified memory for `spec` on one node. Raises DoesNotFit with the numbers, ClusterError while Ray is away."""

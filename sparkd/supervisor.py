@@ -13,6 +13,7 @@ from sparkd import gauges, metrics
 from sparkd.actions import Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
+from sparkd.fabric_report import report
 from sparkd.lease import Door, Lease
 from sparkd.ledger import Ledger
 from sparkd.plan import (
@@ -45,6 +46,7 @@ from sparkd.state import (
     Want,
 )
 from sparkd.upstream import Upstream
+from workers.fabric_reading import VARIABLES
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -211,6 +213,11 @@ class Supervisor:
         if path is None:
             return {"text": "", "cursor": cursor or ""}
         return await self._cluster.read_log(record.node_id, path, cursor, max_bytes)
+
+    async def fabric(self) -> dict[str, Any]:
+        """See fabric_report.report."""
+        readings, env = await self._cluster.fabric(), self.config.engine.env
+        return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env})
 
     def wake(self) -> None:
         self._wake.set()

@@ -43,6 +43,7 @@ class FakeCluster:
         self.placing.set()
         self.expected: set[str] = set()
         self.unseen: frozenset[str] = frozenset()
+        self.readings: dict[str, dict[str, Any] | None] = {}
 
     def expect(self, nodes: Iterable[str]) -> None:
         self.expected = set(nodes)
@@ -85,6 +86,9 @@ class FakeCluster:
 
     async def served_names(self, upstream: Upstream) -> list[str] | None:
         return self.names
+
+    async def fabric(self) -> dict[str, dict[str, Any] | None]:
+        return self.readings
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
         return {"text": f"log of {path}", "cursor": "1"}

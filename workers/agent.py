@@ -12,13 +12,13 @@ from typing import Any
 
 from sparkd import errors
 from sparkd.errors import RankError
-from workers import meminfo, rank
+from workers import fabric_reading, meminfo, rank
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "6"
+VERSION = "7"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -74,6 +74,10 @@ class Agent:
             "reading": self._latest,
             "ranks": rank.scan(self.run_dir),
         }
+
+    def fabric(self) -> dict[str, Any]:
+        """What this node's network looks like now: see workers.fabric_reading.sample. Takes as long as `ip` does, at most some seconds."""
+        return fabric_reading.sample()
 
     def strays(self) -> dict[str, list[int]]:
         """rank_id -> processes of engines that have no status file. Reads the environment of every process: not for every look."""

@@ -1,0 +1,99 @@
+"""Owns the fabric as plain JSON: nodes, cables, findings and each node's environment, out of raw readings. Never reads one, never draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sparkd.fabric import Fabric, Interface, fabric_of
+from sparkd.fabric_cables import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
+from sparkd.fabric_environment import settings
+from sparkd.fabric_findings import FAIL, Finding, findings, worst
+
+
+def report(readings: Mapping[str, Mapping[str, Any] | None], configured: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """readings: by a node's address in the cluster or its name, what `workers.fabric_reading.sample` answered; None where nobody did.
+
+    configured: variables of sparkd.yaml's engine.env that count over what is computed.
+    """
+    nodes = _nodes(readings)
+    silent = [node for node, raw in readings.items() if raw is None]
+    cables, rdma = cables_of(nodes), expects_rdma(nodes)
+    found = (
+        *(
+            Finding("agent", FAIL, node, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.")
+            for node in silent
+        ),
+        *(finding for node in nodes for finding in findings(node)),
+        *cable_findings(nodes, cables, rdma=rdma),
+    )
+    together, reason = rails(nodes, rdma=rdma)
+    return {
+        "nodes": [_node(node) for node in nodes],
+        "cables": [_cable(cable) for cable in cables],
+        "topology": topology(nodes, cables),
+        "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
+        "findings": [asdict(one) for one in found],
+        "verdict": worst(found),
+        "environment": {node.node: _environment(node, nodes, rdma, configured) for node in nodes},
+    }
+
+
+def _nodes(readings: Mapping[str, Mapping[str, Any] | None]) -> list[Fabric]:
+    """Called by their host names where these tell them apart."""
+    seen = {node: raw for node, raw in readings.items() if raw is not None}
+    hosts = [str(raw["host"]) for raw in seen.values()]
+    names = {node: host if hosts.count(host) == 1 else node for node, host in zip(seen, hosts, strict=True)}
+    return [fabric_of(names[node], raw, node) for node, raw in seen.items()]
+
+
+def _environment(node: Fabric, nodes: Sequence[Fabric], rdma: bool, configured: Mapping[str, str] | None) -> list[dict[str, str | None]]:
+    peers = [other for other in nodes if other is not node]
+    return [asdict(setting) for setting in settings(node, peers, rdma=rdma, configured=configured)]
+
+
+def _node(node: Fabric) -> dict[str, Any]:
+    return {
+        "node": node.node,
+        "host": node.host,
+        "address": str(node.address) if node.address else None,
+        "cages": [
+            {"number": cage.number, "label": cage.label, "linked": cage.linked, "twins": [_interface(twin) for twin in cage.twins]}
+            for cage in node.cages
+        ],
+        "lan": [_interface(one) for one in node.lans],
+        "wifi": [_interface(one) for one in node.wifis],
+    }
+
+
+def _interface(one: Interface) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "mac": one.mac,
+        "pci": one.pci,
+        "up": one.up,
+        "carrier": one.carrier,
+        "speed_mbps": one.speed_mbps,
+        "mtu": one.mtu,
+        "addresses": [str(address) for address in one.addresses],
+        "rdma": one.rdma.name if one.rdma else None,
+        "rdma_state": one.rdma.state if one.rdma else None,
+        "gid_index": one.gid_index,
+        "sent_bytes": one.rdma.sent_bytes if one.rdma else None,
+        "received_bytes": one.rdma.received_bytes if one.rdma else None,
+    }
+
+
+def _cable(cable: Cable) -> dict[str, Any]:
+    return {
+        "a": cable.a,
+        "a_cage": cable.a_cage.label,
+        "b": cable.b,
+        "b_cage": cable.b_cage.label,
+        "seen": cable.seen,
+        "rails": [
+            {"a": rail.a.name, "b": rail.b.name, "network": str(rail.network), "rdma": rail.rdma, "problem": rail.problem}
+            for rail in cable.rails
+        ],
+    }

@@ -1,0 +1,65 @@
+"""The verb `fabric`: how the nodes are linked, what is wrong with it, and each node's environment. Never changes a link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkd import show
+from sparkd.errors import ConfigError, SparkdError, Unauthorized, Unavailable, UnknownRoute
+from sparkd.verbs import Session, option, verb
+
+
+def register(app: typer.Typer) -> None:
+    app.command("fabric")(verb(fabric))
+
+
+def fabric(
+    session: Session,
+    env: Annotated[bool, option("--env", help="Each node's environment variables instead, with the reason for each.")] = False,
+    root: Annotated[
+        list[Path] | None, option("--root", metavar="DIR", help="A folder that stands for a node's /; may be repeated.")
+    ] = None,
+) -> None:
+    """How the nodes are linked: cages, twins, rails, who is cabled to whom, and what is wrong.
+
+    All nodes of the daemon's cluster; this node alone where no daemon answers. Exit code 1 where a finding fails.
+    """
+    found = _of_folders(root) if root else _of_cluster(session)
+    if session.json:
+        show.say_json(found)
+    else:
+        from sparkd import show_fabric
+
+        (show_fabric.environment if env else show_fabric.fabric)(found, session.out)
+    if found["verdict"] == "fail":
+        raise typer.Exit(SparkdError.exit_code)
+
+
+def _of_folders(roots: list[Path]) -> dict[str, Any]:
+    from sparkd.fabric_report import report
+    from workers.fabric_reading import sample
+
+    for root in roots:
+        if not (root / "sys").is_dir():
+            raise ConfigError(f"--root {root}: there is no folder sys in it, so it cannot stand for a node's /.")
+    return report({str(root): sample(root) for root in roots})
+
+
+def _of_cluster(session: Session) -> dict[str, Any]:
+    """A daemon that is not there, wants a key or is older leaves this node, which needs nobody to be looked at."""
+    from sparkd.fabric_report import report
+    from workers.fabric_reading import sample
+
+    try:
+        return session.client.get("/fabric")
+    except Unavailable:
+        alone = "no daemon answers"
+    except (Unauthorized, UnknownRoute) as error:
+        alone = error.message.rstrip(".")
+    if not session.json:
+        session.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
+    raw = sample()
+    return report({str(raw["host"]): raw})

@@ -1,0 +1,141 @@
+"""How the fabric looks: each node with its cages and twins, the cables between nodes, findings with their cure. Never judges anything."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sparkd.show import printable
+
+# A Spark's two sockets, for whoever stands behind it.
+PLACES = {0: "beside the RJ45 socket", 1: "the outer one"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_WRAP = 110
+
+
+def fabric(found: Mapping[str, Any], console: Console) -> None:
+    """What `sparkd.fabric_report.report` answers."""
+    double, single = ("══", "──") if console.encoding in ("utf-8", "utf8") else ("==", "--")
+    for node in found["nodes"]:
+        _node(node, found["cables"], console, double)
+    if found["cables"]:
+        console.print(Text.assemble(("Cables", "bold"), f"  ({found['topology']})"))
+        for cable in found["cables"]:
+            _cable(cable, console, double, single)
+        console.print()
+    _findings(found["findings"], console)
+
+
+def environment(found: Mapping[str, Any], console: Console) -> None:
+    """Each node's variables as a shell takes them, the reason below as a comment."""
+    for node, settings in found["environment"].items():
+        console.print(Text(printable(f"# {node}"), style="bold"), soft_wrap=True)
+        for one in settings:
+            if one["value"] is None:
+                console.print(Text(printable(f"# {one['name']} stays unset"), style="dim"), soft_wrap=True)
+            else:
+                console.print(Text(printable(f"{one['name']}={shlex.quote(one['value'])}")), soft_wrap=True)
+            source = "" if one["source"] == "computed" else f"{one['source']}, "
+            width = min(console.width, _WRAP) if console.is_terminal else console.width
+            told = textwrap.fill(printable(source + one["reason"]), width, initial_indent="#   ", subsequent_indent="#   ")
+            console.print(Text(told, style="dim"), soft_wrap=True)
+        console.print()
+
+
+def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console: Console, double: str) -> None:
+    console.print(Text.assemble((printable(node["node"]), "bold"), f"  {node['address']}" if node["address"] else ""))
+    if not node["cages"]:
+        console.print("  no ConnectX-7 on the PCI bus: no cable is plugged, or the card is off", style="dim")
+    for cage in node["cages"]:
+        line = Text(f"  {cage['label']}", style="bold" if cage["linked"] else "dim")
+        line.append(f", {PLACES[cage['number']]}" if cage["number"] in PLACES else "", style="dim")
+        ends = _far_ends(node["node"], cage["label"], cables)
+        line.append(f" {double}{double} {', '.join(ends)}" if ends else "" if cage["linked"] else ", no cable")
+        console.print(line)
+        if cage["linked"]:
+            _twins(cage["twins"], console)
+    _others("LAN", node["lan"], console)
+    _others("Wi-Fi", node["wifi"], console)
+    console.print()
+
+
+def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(7):
+        grid.add_column(no_wrap=True)
+    for twin in twins:
+        state = "" if twin["carrier"] and twin["up"] else "off" if not twin["up"] else "no link"
+        rdma = twin["rdma"] or "no RDMA"
+        if twin["rdma"] and twin["rdma_state"] != "ACTIVE":
+            rdma += f" {twin['rdma_state']}"
+        addresses = " ".join(twin["addresses"]) or "no address"
+        gid = "" if twin["gid_index"] is None else f"GID {twin['gid_index']}"
+        grid.add_row("   ", Text(printable(twin["name"])), Text(rdma), state or _speed(twin), f"MTU {twin['mtu']}", addresses, gid)
+    console.print(grid)
+
+
+def _others(title: str, interfaces: Iterable[Mapping[str, Any]], console: Console) -> None:
+    for one in interfaces:
+        live = one["up"] and one["carrier"]
+        told = f"{_speed(one)} {' '.join(one['addresses']) or 'no address'}" if live else "not connected"
+        console.print(Text(printable(f"  {title:<5}  {one['name']}  {told.strip()}"), style="" if live else "dim"))
+
+
+def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> list[str]:
+    ends = []
+    for cable in cables:
+        for near, far in (("a", "b"), ("b", "a")):
+            if (cable[near], cable[f"{near}_cage"]) == (node, label):
+                ends.append(f"{cable[far]} {cable[f'{far}_cage']}")
+    return ends
+
+
+def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str) -> None:
+    ends = f"  {cable['a']} {cable['a_cage']} {double}{double} {cable['b_cage']} {cable['b']}"
+    console.print(Text.assemble(printable(ends), ("" if cable["seen"] else "  (by their subnets; the ends have not met yet)", "dim")))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(4):
+        grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for rail in cable["rails"]:
+        word = rail["problem"] or ("RDMA" if rail["rdma"] else "sockets only")
+        style = "red" if rail["problem"] else "green" if rail["rdma"] else "yellow"
+        grid.add_row("   ", printable(rail["a"]), f"{single} {printable(rail['b'])}", rail["network"], Text(word, style=style))
+    if cable["rails"]:
+        console.print(grid)
+    else:
+        console.print("    no subnet in common", style="red")
+
+
+def _findings(findings: Iterable[Mapping[str, Any]], console: Console) -> None:
+    """Worst first; what is fine and needs nothing is one line for each node."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold", max_width=_WRAP if console.is_terminal else None)
+    fine: dict[str, list[str]] = {}
+    listed = []
+    for one in findings:
+        if one["verdict"] == "ok" and not one["cure"]:
+            fine.setdefault(one["node"], []).append(one["check"])
+        else:
+            listed.append(one)
+    for one in sorted(listed, key=lambda one: ("fail", "warn", "ok").index(one["verdict"])):
+        told = Text(printable(f"{one['node']}, {one['about']}: {one['evidence']}"))
+        told.append(printable(f"\n{one['cure']}"), style="dim" if one["verdict"] == "ok" else "italic")
+        grid.add_row(Text(one["verdict"], style=_STYLES[one["verdict"]]), told)
+    for node, checks in fine.items():
+        grid.add_row(Text("ok", style=_STYLES["ok"]), Text(printable(f"{node}: {', '.join(dict.fromkeys(checks))}")))
+    console.print(grid)
+
+
+def _speed(one: Mapping[str, Any]) -> str:
+    speed = one["speed_mbps"]
+    if not speed:
+        return ""
+    return f"{speed / 1000:g}G" if speed >= 1000 else f"{speed}M"
