@@ -170,9 +170,9 @@ def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
     sound = cable.sound(rdma=rdma)
     told = f"{how}: " + ", ".join(f"{rail.a.name} - {rail.b.name} in {rail.network}" for rail in cable.rails)
     if not sound:
-        ways = f"{SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else "nothing passes"
-        yield Finding("rails", FAIL, node, about, told, f"No rail is sound for RDMA, and {ways}: see what is said of its twins.")
-    elif len(sound) < 2:
+        left = f" for RDMA, and {SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else ""
+        yield Finding("rails", FAIL, node, about, told, f"No rail is sound{left}: see what is said of its twins and ends.")
+    elif len(sound) < 2 and not cable.a_cage.virtual:
         cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s: see what is said of the other twin."
         yield Finding("rails", WARN, node, about, told, cure)
     else:
@@ -215,7 +215,9 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> I
     proved = len(nodes) > 2 and rails(nodes, rdma=rdma, ring_proved=True)[0]
     cure = "A live NCCL test proves or disproves it; " if proved else f"Else the LAN is left, about {LAN_GB_S:g} GB/s; "
     cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
-    yield Finding("parallel", WARN if pairs else FAIL, names, about, f"{ways}: {reason}", cure)
+    # Nodes that nobody meant to link may serve a model each.
+    meant = any(cage.linked for node in nodes for cage in node.cages)
+    yield Finding("parallel", FAIL if meant and not pairs else WARN, names, about, f"{ways}: {reason}", cure)
 
 
 def _unsound(between: Sequence[Cable], rdma: bool) -> str:

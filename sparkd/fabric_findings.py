@@ -36,7 +36,11 @@ class Finding:
 
 def findings(fabric: Fabric) -> tuple[Finding, ...]:
     """Of one node by itself, in the order of what depends on what."""
-    return (*_readable(fabric), *_cables(fabric), *_lan(fabric))
+    if fabric.trouble:
+        # What was not read must not be called wrong.
+        blind = ("address", "gid", "subnets", "route")
+        return (*_readable(fabric), *(one for one in _cables(fabric) if one.check not in blind))
+    return (*_cables(fabric), *_lan(fabric))
 
 
 def worst(found: tuple[Finding, ...]) -> str:
@@ -44,9 +48,8 @@ def worst(found: tuple[Finding, ...]) -> str:
 
 
 def _readable(fabric: Fabric) -> Iterator[Finding]:
-    if fabric.trouble:
-        cure = "Install iproute2 where the daemon runs, so that addresses, routes and neighbours can be read."
-        yield Finding("readable", FAIL, fabric.node, "addresses", "; ".join(fabric.trouble), cure)
+    cure = "Install iproute2 where the daemon runs, so that addresses, routes and neighbours can be read."
+    yield Finding("readable", FAIL, fabric.node, "addresses", "; ".join(fabric.trouble), cure)
 
 
 def _cables(fabric: Fabric) -> Iterator[Finding]:
@@ -96,7 +99,7 @@ def _twins(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
 
 def _physical(fabric: Fabric, cage: Cage) -> Iterator[Finding]:
     linked = [twin for twin in cage.twins if twin.linked]
-    mtus = ", ".join(f"{twin.name} {twin.mtu}, RDMA packets of {rdma_mtu(twin.mtu)}" for twin in linked)
+    mtus = ", ".join(f"{twin.name} {twin.mtu} (RDMA packets of {rdma_mtu(twin.mtu)} bytes)" for twin in linked)
     if len({twin.mtu for twin in linked}) > 1:
         yield Finding("mtu", WARN, fabric.node, cage.label, mtus, f"Give both twins one MTU, {GOOD_MTU}, at both ends of the cable.")
     elif any(twin.mtu < GOOD_MTU for twin in linked):
@@ -188,7 +191,7 @@ def _lan(fabric: Fabric) -> Iterator[Finding]:
         return
     wifi = next((one for one in fabric.wifis if one.linked and one.addresses), None)
     if wifi:
-        cure = "Plug the RJ45 cable in: a ring of three starts over it, and Wi-Fi drops what NCCL sends to begin with."
+        cure = "Plug the RJ45 cable in: what goes over the LAN (a ring's first contact, downloads, clients) is unsteady over Wi-Fi."
         yield Finding("lan", WARN, fabric.node, wifi.name, f"Wi-Fi only, {_addresses(wifi)}", cure)
     elif fabric.lans:
         told = ", ".join(f"{one.name} {_carrier(one)}, {_addresses(one)}" for one in fabric.lans)

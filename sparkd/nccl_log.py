@@ -171,7 +171,7 @@ def _rdma(found: Transport, expected: tuple[str, ...], node: str) -> Iterator[Fi
     if found.devices and missing:
         why = "it is not in NCCL_IB_HCA or its name is mistyped"
         if any(name in found.devices for name in missing):
-            why = "subnet-aware routing gave its traffic to another, so the twins' subnets are not those of their peers"
+            why = "subnet-aware routing gave its traffic to another device, as it does where twins are in one subnet"
         one = len(expected) - len(missing) == 1
         rate = f"{ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s are left" if one else "a part of the links lies idle"
         cure = f"Nothing goes over {', '.join(missing)} ({rate}): {why}; compare with `sparkd fabric --env`."

@@ -126,7 +126,7 @@ def _findings(findings: Iterable[Mapping[str, Any]], console: Console) -> None:
         else:
             listed.append(one)
     for one in sorted(listed, key=lambda one: ("fail", "warn", "ok").index(one["verdict"])):
-        told = Text(printable(f"{one['node']}, {one['about']}: {one['evidence']}"))
+        told = Text(printable(f"{one['node']}, {one['about']}, {one['check']}: {one['evidence']}"))
         told.append(printable(f"\n{one['cure']}"), style="dim" if one["verdict"] == "ok" else "italic")
         grid.add_row(Text(one["verdict"], style=_STYLES[one["verdict"]]), told)
     for node, checks in fine.items():

@@ -55,14 +55,17 @@ def sample(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dict[str, Any]] | None:
+    command = " ".join(["ip", *QUESTIONS[name]])
     try:
         found = json.loads(ask(name))
     except FileNotFoundError:
-        trouble.append(f"`ip` is not there to be asked for {name.removesuffix('.json')}")
+        trouble.append(f"`{command}`: not installed")
     except subprocess.TimeoutExpired:
-        trouble.append(f"`ip` did not answer within {IP_TIMEOUT_S:.0f} s")
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        trouble.append(f"`ip` failed: {type(error).__name__}")
+        trouble.append(f"`{command}`: no answer within {IP_TIMEOUT_S:g} s")
+    except subprocess.CalledProcessError as error:
+        trouble.append(f"`{command}`: {(error.stderr or '').strip()[:200] or f'exit code {error.returncode}'}")
+    except (OSError, ValueError) as error:
+        trouble.append(f"`{command}`: {getattr(error, 'strerror', None) or 'its answer is no JSON'}")
     else:
         # A question without an answer is an empty object in some releases.
         return [one for one in found if one] if isinstance(found, list) else []

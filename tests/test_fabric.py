@@ -1,0 +1,264 @@
+"""What a node's network is and what is wrong with it: every scenario of fixtures/fabric as a folder, odd readings, two real nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.fabric import Fabric, fabric_of, rdma_mtu, traffic
+from sparkd.fabric_cables import cables_of, rails, teams, topology
+from sparkd.fabric_findings import findings, worst
+from sparkd.fabric_report import report
+from tests.fabric_tree import expected_of, scenarios, write_nodes
+from tests.namespaces import INTERFACE, two_nodes
+from workers import fabric_reading
+from workers.fabric_reading import sample
+
+SCENARIOS = scenarios()
+
+
+def nodes_of(folder: Path, name: str, **more: Mapping[str, Any]) -> list[Fabric]:
+    """A scenario's nodes; more: what is different on one, its name with '_'."""
+    said = {node: (words or {}) | more.get(node.replace("-", "_"), {}) for node, words in SCENARIOS[name]["nodes"].items()}
+    return [fabric_of(root.name, sample(root)) for root in write_nodes(folder, said)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario(name: str, tmp_path: Path) -> None:
+    assert expected_of(tmp_path, SCENARIOS[name]["nodes"]) == SCENARIOS[name]["expect"]
+
+
+def test_every_finding_that_is_not_ok_has_a_cure_of_one_sentence() -> None:
+    for name, said in SCENARIOS.items():
+        for one in said["expect"]["findings"]:
+            assert one["evidence"] and one["cure"].endswith(".") and one["cure"].count(". ") == 0, (name, one)
+
+
+def test_the_reading_is_plain_json(tmp_path: Path) -> None:
+    for root in write_nodes(tmp_path, SCENARIOS["pair-different-ports"]["nodes"]):
+        raw = sample(root)
+        assert json.loads(json.dumps(raw)) == raw
+
+
+def test_cages_are_told_by_the_port_and_never_by_the_pci_address(tmp_path: Path) -> None:
+    (node, _) = nodes_of(tmp_path, "pair-two-cables")
+
+    cages = {cage.number: [(twin.name, twin.pci, twin.rdma.name if twin.rdma else None) for twin in cage.twins] for cage in node.cages}
+    assert cages == {
+        0: [("enp1s0f0np0", "0000:01:00.0", "rocep1s0f0"), ("enP2p1s0f0np0", "0002:01:00.0", "roceP2p1s0f0")],
+        1: [("enp1s0f1np1", "0000:01:00.1", "rocep1s0f1"), ("enP2p1s0f1np1", "0002:01:00.1", "roceP2p1s0f1")],
+    }
+    assert [[one.name for one in kind] for kind in (node.lans, node.wifis, node.others)] == [["enP7s7"], ["wlP9s9"], []]
+
+
+def test_the_pci_function_tells_the_cage_where_neither_driver_nor_name_does(tmp_path: Path) -> None:
+    (node, _) = nodes_of(tmp_path, "other-names", spark_1={"no_port_name": True})
+
+    assert [(cage.number, [twin.name for twin in cage.twins]) for cage in node.cages] == [
+        (0, ["cable0a", "cable0b"]),
+        (1, ["cable1a", "cable1b"]),
+    ]
+
+
+def test_a_virtual_function_of_the_card_is_no_cage(tmp_path: Path) -> None:
+    (node,) = nodes_of(tmp_path, "one-cable-port-1", spark_1={"port_name": {"enP2p1s0f0np0": "pf0vf0"}})
+
+    assert [[twin.name for twin in cage.twins] for cage in node.cages] == [["enp1s0f0np0"], ["enp1s0f1np1", "enP2p1s0f1np1"]]
+    assert "enP2p1s0f0np0" in {one.name for one in node.lans}
+
+
+def test_two_cards_with_ports_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    ports = dict.fromkeys(("enp1s0f0np0", "enp1s0f1np1", "enP2p1s0f0np0", "enP2p1s0f1np1"), "p0")
+    switches = {"enP2p1s0f0np0": "second", "enP2p1s0f1np1": "second"}
+    (node,) = nodes_of(tmp_path, "one-cable-port-1", spark_1={"port_name": ports, "switch_id": switches})
+
+    assert [(cage.label, [twin.name for twin in cage.twins]) for cage in node.cages] == [
+        ("cage 0 of 1610000347bb4c", ["enp1s0f0np0", "enp1s0f1np1"]),
+        ("cage 0 of second", ["enP2p1s0f0np0", "enP2p1s0f1np1"]),
+    ]
+
+
+@pytest.mark.parametrize("index", [1, 3, 5])
+def test_the_gid_is_the_first_of_roce_v2_with_the_address(index: int, tmp_path: Path) -> None:
+    (node,) = nodes_of(tmp_path, "one-cable-port-1", spark_1={"first_gid": index})
+
+    assert {twin.name: twin.gid_index for twin in node.twins} == {
+        "enp1s0f0np0": None,
+        "enp1s0f1np1": index,
+        "enP2p1s0f0np0": None,
+        "enP2p1s0f1np1": index,
+    }
+    (linked, _) = node.cages[1].twins
+    assert linked.rdma and linked.rdma.gid_index(IPv4Address("192.168.100.10")) == index
+    assert [gid.v2 for gid in linked.rdma.gids[-2:]] == [False, True]
+
+
+def test_a_file_that_the_kernel_refuses_is_a_value_that_nobody_knows(tmp_path: Path) -> None:
+    (node,) = nodes_of(tmp_path, "card-switched-off")
+
+    assert {(twin.carrier, twin.speed_mbps, twin.up, twin.linked) for twin in node.twins} == {(None, None, False, False)}
+    assert {one.speed_mbps for one in node.wifis} == {None}
+
+
+def test_what_sysfs_says_of_another_network_namespace_is_not_believed(tmp_path: Path) -> None:
+    """/sys shows the namespace that it was mounted from, `ip` the one that one is in."""
+    (root,) = write_nodes(tmp_path, SCENARIOS["one-cable-port-1"]["nodes"])
+    links = json.loads((root / "ip-address.json").read_text())
+    for link in (link for link in links if link.get("ifname") == "enp1s0f1np1"):
+        link |= {"address": "02:00:00:00:00:01", "mtu": 1400, "parentdev": "0000:01:00.1", "phys_port_name": "p1"}
+    (root / "ip-address.json").write_text(json.dumps(links))
+
+    (raw,) = (one for one in sample(root)["interfaces"] if one["name"] == "enp1s0f1np1")
+    assert {name: raw[name] for name in ("mtu", "carrier", "speed_mbps", "rdma", "pci", "port_name", "physical")} == {
+        "mtu": 1400,
+        "carrier": True,
+        "speed_mbps": None,
+        "rdma": [],
+        "pci": "0000:01:00.1",
+        "port_name": "p1",
+        "physical": True,
+    }
+    assert fabric_of("a", sample(root)).cages[1].twins[0].mtu == 1400
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("exec sleep 20", "no answer within 0.2 s"),
+        ("echo 'Cannot open netlink socket' >&2; exit 1", "Cannot open netlink socket"),
+        ("exit 2", "exit code 2"),
+        ("echo nonsense", "its answer is no JSON"),
+    ],
+)
+def test_an_ip_that_does_not_answer_is_told_and_waited_for_no_longer(
+    script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ip = tmp_path / "ip"
+    ip.write_text(f"#!/bin/sh\n{script}\n")
+    ip.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(fabric_reading, "IP_TIMEOUT_S", 0.2)
+
+    raw = sample()
+    assert raw["trouble"][0] == f"`ip -details address show`: {told}"
+    assert [one["addresses"] for one in raw["interfaces"]] == [[] for _ in raw["interfaces"]]
+    found = findings(fabric_of("here", raw))
+    assert (worst(found), found[0].check) == ("fail", "readable")
+
+
+def test_this_machine_can_be_read() -> None:
+    raw = sample()
+    found = report({"here": raw})
+
+    assert (raw["host"], raw["trouble"]) == (socket.gethostname(), [])
+    assert "lo" not in {one["name"] for one in raw["interfaces"]}
+    assert [node["node"] for node in found["nodes"]] == [raw["host"]]
+    assert found["topology"] == "alone"
+
+
+@pytest.mark.parametrize(("mtu", "payload"), [(1500, 1024), (9000, 4096), (4200, 4096), (4100, 2048), (100, 256)])
+def test_the_payload_of_an_rdma_packet(mtu: int, payload: int) -> None:
+    assert rdma_mtu(mtu) == payload
+
+
+def test_traffic_is_counted_by_the_rdma_ports(tmp_path: Path) -> None:
+    (node,) = nodes_of(tmp_path, "one-cable-port-1")
+    (before,) = (twin for twin in node.twins if twin.name == "enp1s0f1np1")
+    assert before.rdma and (before.rdma.sent_bytes, before.rdma.received_bytes) == (10**9, 5 * 10**8)
+    moved = replace(before, rdma=replace(before.rdma, sent_bytes=10**9 + 7))
+    after = replace(node, cages=(replace(node.cages[1], twins=(moved,)),))
+
+    assert traffic(node, node) == dict.fromkeys(("rocep1s0f0", "roceP2p1s0f0", "rocep1s0f1", "roceP2p1s0f1"), 0)
+    assert traffic(node, after) == {"rocep1s0f1": 7}
+    # A card that came up anew counts from 0.
+    assert traffic(after, node)["rocep1s0f1"] == 0
+
+
+# Several nodes
+
+
+def test_tensor_parallelism_over_a_ring_needs_a_proof_and_over_two_of_it_does_not(tmp_path: Path) -> None:
+    ring = nodes_of(tmp_path, "ring-of-three")
+
+    assert rails(ring)[0] is False and "a live NCCL test must pass" in rails(ring)[1]
+    assert rails(ring, ring_proved=True) == (True, "")
+    assert rails(ring[:2]) == (True, "")
+    assert teams(ring, 3, ring_proved=True) == (("spark-1", "spark-2", "spark-3"),)
+    assert topology(ring[1:], cables_of(ring[1:])) == "pair"
+
+
+def test_any_nodes_of_a_switch_may_be_a_team(tmp_path: Path) -> None:
+    nodes = nodes_of(tmp_path, "switch-of-four")
+
+    assert [len(teams(nodes, size)) for size in (1, 2, 3, 4)] == [4, 6, 4, 1]
+    assert rails(nodes[:1]) == (True, "")
+
+
+def test_engines_on_cpus_need_no_rdma(tmp_path: Path) -> None:
+    dead = nodes_of(tmp_path, "rdma-dead")
+    split = nodes_of(tmp_path / "split", "half-trained")
+
+    assert rails(dead) == (False, "spark-1 and spark-2 have a cable without RDMA on any rail")
+    assert rails(dead, rdma=False) == (True, "")
+    assert rails(split, rdma=False)[1] == "spark-1 and spark-2 have a cable without a sound rail: MTU 1500 at one end and 9000 at the other"
+
+
+def test_a_four_node_ring_is_no_team(tmp_path: Path) -> None:
+    def node(number: int) -> dict[str, Any]:
+        near, far = number, number % 4 + 1
+        return {
+            "cables": [0, 1],
+            "lan": f"192.168.1.{number}/24",
+            "addresses": {"enp1s0f0np0": f"10.0.{near}.1/24", "enp1s0f1np1": f"10.0.{far}.2/24"},
+        }
+
+    roots = write_nodes(tmp_path, {f"spark-{number}": node(number) for number in range(1, 5)})
+    ring = [fabric_of(root.name, sample(root)) for root in roots]
+    assert topology(ring, cables_of(ring)) == "ring"
+    assert rails(ring) == (False, "spark-1 and spark-3 have no cable between them")
+
+
+def test_a_node_that_does_not_answer_is_a_finding(tmp_path: Path) -> None:
+    roots = write_nodes(tmp_path, SCENARIOS["one-cable-port-1"]["nodes"])
+    found = report({"192.168.100.10": sample(roots[0]), "192.168.100.11": None})
+
+    assert [node["address"] for node in found["nodes"]] == ["192.168.100.10"]
+    assert [(one["check"], one["node"]) for one in found["findings"] if one["verdict"] == "fail"] == [("agent", "192.168.100.11")]
+
+
+def test_two_real_nodes_with_a_virtual_cable() -> None:
+    """Through `ip`, since /sys of this process is that of the machine."""
+    with two_nodes() as ends:
+        for near, far in (ends, ends[::-1]):
+            with near.entered(), socket.socket() as probe, suppress(OSError):
+                probe.settimeout(1.0)
+                probe.connect((far.address, 9))
+        readings = {}
+        for end in ends:
+            with end.entered():
+                readings[end.address] = sample() | {"host": end.address}
+        found = report(readings)
+        assert (found["topology"], found["verdict"], found["tensor_parallel"]["all"]) == ("pair", "ok", True)
+        (cable,) = found["cables"]
+        assert (cable["seen"], [(rail["a"], rail["b"], rail["network"]) for rail in cable["rails"]]) == (
+            True,
+            [(INTERFACE, INTERFACE, "192.168.100.0/24")],
+        )
+        for end in ends:
+            set_to = {one["name"]: one["value"] for one in found["environment"][end.address]}
+            assert (set_to["VLLM_HOST_IP"], set_to["GLOO_SOCKET_IFNAME"]) == (end.address, INTERFACE)
+            assert "NCCL_NET" not in set_to
+
+        ends[1].plug(up=False)
+        with ends[1].entered():
+            readings[ends[1].address] = sample() | {"host": ends[1].address}
+        assert report(readings)["topology"] == "apart"
