@@ -159,20 +159,20 @@ def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
         cure = "Give both ends of each twin's rail addresses in one subnet: else `ibv_modify_qp failed with 110 Connection timed out`."
         yield Finding("pairing", FAIL, node, about, told, cure)
         return
-    for rail in cable.rails:
-        if rail.problem:
-            cure = f"Set mtu: {GOOD_MTU} at both ends." if rail.problem.startswith("MTU") else "Give each end an address of its own."
-            yield Finding("ends", FAIL, node, f"{rail.a.name} - {rail.b.name}", rail.problem, cure)
-        elif rail.a.physical and rail.a.speed_mbps != rail.b.speed_mbps:
-            told = f"{rail.a.speed_mbps} Mb/s at one end and {rail.b.speed_mbps} at the other"
-            cure = "Force one speed, 200G-baseCR4, on both ports of the switch, or reseat the cable."
-            yield Finding("ends", WARN, node, f"{rail.a.name} - {rail.b.name}", told, cure)
+    for problem in dict.fromkeys(rail.problem for rail in cable.rails if rail.problem):
+        cure = f"Set mtu: {GOOD_MTU} at both ends." if problem.startswith("MTU") else "Give each end an address of its own."
+        yield Finding("ends", FAIL, node, about, problem, cure)
+    speeds = {(rail.a.speed_mbps, rail.b.speed_mbps) for rail in cable.rails if rail.a.physical and rail.a.speed_mbps != rail.b.speed_mbps}
+    for here, there in speeds:
+        cure = "Force one speed, 200G-baseCR4, on both ports of the switch, or reseat the cable."
+        yield Finding("ends", WARN, node, about, f"{here} Mb/s at one end and {there} at the other", cure)
     sound = cable.sound(rdma=rdma)
-    told = f"{how}: " + ", ".join(f"{rail.a.name} - {rail.b.name} in {rail.network}" for rail in cable.rails)
+    meant = 1 if cable.a_cage.virtual else max(2, len(cable.rails))
+    told = f"{len(sound)} of {meant} rail{'s' if meant > 1 else ''} sound, {how}"
     if not sound:
         left = f" for RDMA, and {SOCKETS_GB_S} GB/s by sockets are left" if cable.sound(rdma=False) else ""
         yield Finding("rails", FAIL, node, about, told, f"No rail is sound{left}: see what is said of its twins and ends.")
-    elif len(sound) < 2 and not cable.a_cage.virtual:
+    elif len(sound) < meant:
         cure = f"One rail of two is sound, which is {ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s: see what is said of the other twin."
         yield Finding("rails", WARN, node, about, told, cure)
     else:
@@ -205,11 +205,10 @@ def _strangers(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Fin
 
 
 def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> Iterator[Finding]:
-    names = ", ".join(node.node for node in nodes)
-    about, ways = "tensor parallelism", topology(nodes, cables)
+    names, about = ", ".join(node.node for node in nodes), f"TP={len(nodes)}"
     fine, reason = rails(nodes, rdma=rdma)
     if fine:
-        yield Finding("parallel", OK, names, about, f"{ways}: TP={len(nodes)} has a sound rail between each two")
+        yield Finding("parallel", OK, names, about, f"a sound rail between each two ({topology(nodes, cables)})")
         return
     pairs = teams(nodes, 2, rdma=rdma)
     proved = len(nodes) > 2 and rails(nodes, rdma=rdma, ring_proved=True)[0]
@@ -217,7 +216,7 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> I
     cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
     # Nodes that nobody meant to link may serve a model each.
     meant = any(cage.linked for node in nodes for cage in node.cages)
-    yield Finding("parallel", FAIL if meant and not pairs else WARN, names, about, f"{ways}: {reason}", cure)
+    yield Finding("parallel", FAIL if meant and not pairs else WARN, names, about, reason, cure)
 
 
 def _unsound(between: Sequence[Cable], rdma: bool) -> str:

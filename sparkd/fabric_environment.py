@@ -135,7 +135,7 @@ def _rdma(node: Fabric, cables: Sequence[Cable], shape: str, resolve_gid: bool) 
         return
     names = [twin.rdma.name for twin in used if twin.rdma]
     left = [twin.name for twin in ends if twin not in used]
-    why = f"{len(names)} twin{'s' if len(names) > 1 else ''} that lead to the other nodes; one alone is half the rate"
+    why = f"{'the twins that lead' if len(names) > 1 else 'the twin that leads'} to the other nodes; one alone is half of a cable's rate"
     why += f" (left out, not sound: {', '.join(left)})" if left else ""
     # '=' is NCCL's word for the exact name: without it rocep1s0f0 means rocep1s0f0v0 too.
     yield Setting("NCCL_IB_HCA", f"={','.join(names)}", why)

@@ -56,7 +56,8 @@ def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console:
         line = Text(f"  {cage['label']}", style="bold" if cage["linked"] else "dim")
         line.append(f", {PLACES[cage['number']]}" if cage["number"] in PLACES else "", style="dim")
         ends = _far_ends(node["node"], cage["label"], cables)
-        line.append(f" {double}{double} {', '.join(ends)}" if ends else "" if cage["linked"] else ", no cable")
+        empty = ", no cable" if all(twin["up"] for twin in cage["twins"]) else ", switched off"
+        line.append(f" {double}{double} {', '.join(ends)}" if ends else "" if cage["linked"] else empty)
         console.print(line)
         if cage["linked"]:
             _twins(cage["twins"], console)
@@ -98,7 +99,7 @@ def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> lis
 
 def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str) -> None:
     ends = f"  {cable['a']} {cable['a_cage']} {double}{double} {cable['b_cage']} {cable['b']}"
-    console.print(Text.assemble(printable(ends), ("" if cable["seen"] else "  (by their subnets; the ends have not met yet)", "dim")))
+    console.print(Text.assemble(printable(ends), ("" if cable["seen"] else "  (by subnets, not met yet)", "dim")))
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(4):
         grid.add_column(no_wrap=True)

@@ -6,10 +6,13 @@ A file that the kernel would refuse to read (EINVAL, EOPNOTSUPP) is a link to it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from ipaddress import IPv4Interface
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -46,6 +49,7 @@ TWINS = (
 OTHERS = ("docker0", "br-0a1b2c3d4e5f", "veth1a2b3c4", "tailscale0")
 
 
+@cache
 def scenarios() -> dict[str, dict[str, Any]]:
     return {path.stem: yaml.safe_load(path.read_text()) for path in sorted(SCENARIOS.glob("*.yaml"))}
 
@@ -171,7 +175,7 @@ def _rdma(
     local = [f"fe80:0000:0000:0000:4ebb:47ff:fe{mac[9:11]}:{mac[12:14]}{mac[15:]}"] * ((first - 1) // 2)
     mapped = [] if twin.name in said.get("no_gid", ()) else [_mapped(address) for address in addresses]
     gids = [(gid, kind) for gid in (*local, *mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
-    for index in range(16):
+    for index in range(len(gids) + 2):
         gid, kind = gids[index] if index < len(gids) else ("0000:0000:0000:0000:0000:0000:0000:0000", UNREADABLE)
         used = index < len(gids)
         files |= {f"{port}/gids/{index}": gid, f"{port}/gid_attrs/types/{index}": kind}
@@ -242,18 +246,27 @@ def _of(value: Any, name: str, otherwise: Any) -> Any:
 
 
 def _lay(root: Path, files: Mapping[str, object]) -> None:
+    for folder in {os.path.dirname(name) for name in files}:
+        os.makedirs(root / folder, exist_ok=True)
     for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = f"{root}/{name}"
         if content is UNREADABLE:
-            path.symlink_to(path.name)
+            os.symlink(os.path.basename(path), path)
         else:
-            path.write_text(f"{content}\n")
+            with open(path, "w") as file:
+                file.write(f"{content}\n")
 
 
-def expected_of(folder: Path, nodes: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+@cache
+def readings(name: str) -> dict[str, dict[str, Any]]:
+    """What is read off a scenario's nodes. Written and read once; nobody changes it."""
+    with TemporaryDirectory() as folder:
+        return {root.name: sample(root) for root in write_nodes(Path(folder), scenarios()[name]["nodes"])}
+
+
+def expected_of(name: str) -> dict[str, Any]:
     """What a scenario's `expect` is compared with: the report on its nodes, in fewer words."""
-    found = report({str(root): sample(root) for root in write_nodes(folder, nodes)})
+    found = report(readings(name))
     fine: dict[str, list[str]] = {}
     wrong = []
     for one in found["findings"]:

@@ -18,7 +18,7 @@ from sparkd.fabric import Fabric, fabric_of, rdma_mtu, traffic
 from sparkd.fabric_cables import cables_of, rails, teams, topology
 from sparkd.fabric_findings import findings, worst
 from sparkd.fabric_report import report
-from tests.fabric_tree import expected_of, scenarios, write_nodes
+from tests.fabric_tree import expected_of, readings, scenarios, write_nodes
 from tests.namespaces import INTERFACE, two_nodes
 from workers import fabric_reading
 from workers.fabric_reading import sample
@@ -28,13 +28,15 @@ SCENARIOS = scenarios()
 
 def nodes_of(folder: Path, name: str, **more: Mapping[str, Any]) -> list[Fabric]:
     """A scenario's nodes; more: what is different on one, its name with '_'."""
+    if not more:
+        return [fabric_of(node, raw) for node, raw in readings(name).items()]
     said = {node: (words or {}) | more.get(node.replace("-", "_"), {}) for node, words in SCENARIOS[name]["nodes"].items()}
     return [fabric_of(root.name, sample(root)) for root in write_nodes(folder, said)]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario(name: str, tmp_path: Path) -> None:
-    assert expected_of(tmp_path, SCENARIOS[name]["nodes"]) == SCENARIOS[name]["expect"]
+def test_a_scenario(name: str) -> None:
+    assert expected_of(name) == SCENARIOS[name]["expect"]
 
 
 def test_every_finding_that_is_not_ok_has_a_cure_of_one_sentence() -> None:
@@ -43,10 +45,10 @@ def test_every_finding_that_is_not_ok_has_a_cure_of_one_sentence() -> None:
             assert one["evidence"] and one["cure"].endswith(".") and one["cure"].count(". ") == 0, (name, one)
 
 
-def test_the_reading_is_plain_json(tmp_path: Path) -> None:
-    for root in write_nodes(tmp_path, SCENARIOS["pair-different-ports"]["nodes"]):
-        raw = sample(root)
-        assert json.loads(json.dumps(raw)) == raw
+def test_the_reading_is_plain_json() -> None:
+    raw = readings("pair-different-ports")
+
+    assert json.loads(json.dumps(raw)) == raw
 
 
 def test_cages_are_told_by_the_port_and_never_by_the_pci_address(tmp_path: Path) -> None:
@@ -227,9 +229,9 @@ def test_a_four_node_ring_is_no_team(tmp_path: Path) -> None:
     assert rails(ring) == (False, "spark-1 and spark-3 have no cable between them")
 
 
-def test_a_node_that_does_not_answer_is_a_finding(tmp_path: Path) -> None:
-    roots = write_nodes(tmp_path, SCENARIOS["one-cable-port-1"]["nodes"])
-    found = report({"192.168.100.10": sample(roots[0]), "192.168.100.11": None})
+def test_a_node_that_does_not_answer_is_a_finding() -> None:
+    (raw,) = readings("one-cable-port-1").values()
+    found = report({"192.168.100.10": raw, "192.168.100.11": None})
 
     assert [node["address"] for node in found["nodes"]] == ["192.168.100.10"]
     assert [(one["check"], one["node"]) for one in found["findings"] if one["verdict"] == "fail"] == [("agent", "192.168.100.11")]

@@ -29,6 +29,7 @@ INHERITED = (
     "HF_HOME", "HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
     "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "TORCH*", "TRITON_*", "FLASHINFER_*", "VLLM_*",
+    "TP_SOCKET_IFNAME", "MAX_JOBS",
 )  # fmt: skip
 
 # Opens development or update routes, loads code, writes prompts, tensors or answers to disk or log, changes the log that progress is

@@ -1,0 +1,139 @@
+"""The variables of each node's ranks: names of that node, reasons, and who may say otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+
+from sparkd.config_fields import environment as checked
+from sparkd.fabric import Fabric
+from sparkd.fabric_environment import Setting, environment, settings
+from tests.test_fabric import SCENARIOS, nodes_of
+from workers.command import build_environment
+from workers.fabric_reading import VARIABLES
+from workers.spec import RankSpec
+
+JIT = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
+
+
+def of(found: tuple[Setting, ...]) -> dict[str, Setting]:
+    return {one.name: one for one in found}
+
+
+@pytest.fixture(name="pair")
+def _pair(tmp_path: Path) -> list[Fabric]:
+    return nodes_of(tmp_path, "pair-different-ports")
+
+
+def test_a_node_by_itself_gets_no_more_than_the_caps_of_compilers(pair: list[Fabric]) -> None:
+    assert environment(settings(pair[0])) == JIT
+
+
+def test_names_differ_where_the_ports_do(pair: list[Fabric]) -> None:
+    a, b = environment(settings(pair[0], [pair[1]])), environment(settings(pair[1], [pair[0]]))
+
+    assert (a["GLOO_SOCKET_IFNAME"], b["GLOO_SOCKET_IFNAME"]) == ("enp1s0f1np1", "enp1s0f0np0")
+    assert (a["NCCL_IB_HCA"], b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
+    assert (a["VLLM_HOST_IP"], b["VLLM_HOST_IP"]) == ("192.168.100.11", "192.168.100.12")
+    assert a["NCCL_NET"] == b["NCCL_NET"] == "IB"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_is_computed_is_told_and_may_be_overridden(name: str, tmp_path: Path) -> None:
+    nodes = nodes_of(tmp_path, name)
+    for node in nodes:
+        found = settings(node, [other for other in nodes if other is not node])
+        assert all(one.reason and one.source == "computed" for one in found)
+        assert {one.name for one in found} - {"VLLM_HOST_IP"} <= set(VARIABLES)
+        # What the configuration may say, it may say of each of them.
+        checked({one.name: "x" for one in found if one.name != "VLLM_HOST_IP"})
+
+
+def test_the_index_of_a_gid_is_named_only_where_one_serves_all_devices(pair: list[Fabric]) -> None:
+    assert "NCCL_IB_GID_INDEX" not in environment(settings(pair[0], [pair[1]]))
+    assert environment(settings(pair[0], [pair[1]], resolve_gid=True))["NCCL_IB_GID_INDEX"] == "1"
+    there = of(settings(pair[1], [pair[0]], resolve_gid=True))["NCCL_IB_GID_INDEX"]
+    assert there.value is None and "rocep1s0f0 3, roceP2p1s0f0 5" in there.reason
+
+
+def test_the_nodes_own_environment_counts_over_what_is_computed_and_the_configuration_over_both(pair: list[Fabric]) -> None:
+    own = replace(pair[0], environment={"NCCL_IB_HCA": "rocep1s0f1", "NCCL_IB_GID_INDEX": "1", "NCCL_NET": "Socket"})
+    found = of(settings(own, [pair[1]], configured={"NCCL_NET": "IB", "MAX_JOBS": "8", "VLLM_HOST_IP": "10.9.9.9", "HF_TOKEN": "secret"}))
+
+    assert (found["NCCL_IB_HCA"].value, found["NCCL_IB_HCA"].source) == ("rocep1s0f1", "this node's environment")
+    assert found["NCCL_IB_HCA"].reason.startswith("instead of =rocep1s0f1,roceP2p1s0f1: ")
+    assert (found["NCCL_IB_GID_INDEX"].value, found["NCCL_IB_GID_INDEX"].reason[:16]) == ("1", "instead of none:")
+    assert (found["NCCL_NET"].value, found["NCCL_NET"].source) == ("IB", "env in sparkd.yaml")
+    assert found["MAX_JOBS"].value == "8"
+    assert found["VLLM_HOST_IP"].value == "192.168.100.11"
+    assert "HF_TOKEN" not in found
+
+
+def test_a_rank_meets_where_the_node_has_its_address_in_the_cluster(pair: list[Fabric]) -> None:
+    lan = replace(pair[0], address=IPv4Address("192.168.1.10"))
+    assert environment(settings(lan, [pair[1]]))["GLOO_SOCKET_IFNAME"] == "enP7s7"
+    assert "cluster.node_ip" in of(settings(lan, [pair[1]]))["VLLM_HOST_IP"].reason
+    # `sparkd ray-node` knows no peers, and its raylet's environment needs the names already.
+    assert environment(settings(lan)) == JIT | {
+        "VLLM_HOST_IP": "192.168.1.10",
+        "NCCL_SOCKET_IFNAME": "=enP7s7",
+        "GLOO_SOCKET_IFNAME": "enP7s7",
+        "TP_SOCKET_IFNAME": "enP7s7",
+    }
+
+
+def test_an_address_on_a_cable_does_not_do_in_a_ring(tmp_path: Path) -> None:
+    ring = nodes_of(tmp_path, "ring-of-three")
+    on_cable = replace(ring[0], address=IPv4Address("10.0.0.1"))
+
+    assert environment(settings(on_cable, ring[1:]))["VLLM_HOST_IP"] == "192.168.1.1"
+    assert environment(settings(on_cable, ring[1:2]))["VLLM_HOST_IP"] == "10.0.0.1"
+
+
+def test_two_of_a_ring_are_a_pair_with_a_pair_s_settings(tmp_path: Path) -> None:
+    ring = nodes_of(tmp_path, "ring-of-three")
+    whole, two = environment(settings(ring[0], ring[1:])), environment(settings(ring[0], ring[1:2]))
+
+    assert {"NCCL_IB_MERGE_NICS", "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN"} <= whole.keys()
+    assert not {"NCCL_IB_MERGE_NICS", "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN"} & two.keys()
+    assert two["NCCL_IB_HCA"] == "=rocep1s0f0,roceP2p1s0f0"
+
+
+def test_engines_on_cpus_get_the_names_and_nothing_of_rdma(pair: list[Fabric]) -> None:
+    found = environment(settings(pair[0], [pair[1]], rdma=False))
+
+    assert not [name for name in found if name.startswith("NCCL_") and name != "NCCL_SOCKET_IFNAME"]
+    assert found["TP_SOCKET_IFNAME"] == "enp1s0f1np1"
+
+
+def test_a_node_without_a_way_to_the_others_is_told_so(tmp_path: Path) -> None:
+    nodes = nodes_of(tmp_path, "lan-only", spark_2={"lan": "10.1.1.1/24"})
+    found = of(settings(nodes[0], [nodes[1]]))
+
+    assert found["GLOO_SOCKET_IFNAME"].value is None
+    assert "ranks cannot find each other" in found["VLLM_HOST_IP"].reason
+
+
+def test_what_a_node_says_itself_reaches_its_ranks(tmp_path: Path) -> None:
+    """The agent's environment is that of the node's `sparkd ray-node`: what a unit's drop-in sets there is inherited."""
+    spec = RankSpec(
+        rank_id="r",
+        model_name="m",
+        served_names=("m",),
+        model="m",
+        generation=1,
+        node_id="192.168.1.10",
+        rank=0,
+        runtime="/python",
+        entrypoint="workers.stub",
+        run_dir=str(tmp_path),
+        log_path="/log",
+        config_hash="h",
+        platform="cuda",
+    )
+    said = dict.fromkeys(VARIABLES, "x")
+
+    assert said.items() <= build_environment(spec, said, None).items()

@@ -1,0 +1,138 @@
+"""`sparkd fabric` as it is typed: folders that stand for nodes, this machine, a daemon; what it draws, answers as JSON, and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sparkd import show_fabric
+from sparkd.__main__ import exit_code
+from sparkd.errors import EngineError, SparkdError, Unauthorized, Unavailable, UnknownRoute
+from sparkd.fabric_report import report
+from tests.fabric_tree import readings, scenarios, write_nodes
+
+SCENARIOS = scenarios()
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SPARKD_", "NCCL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
+
+
+def roots(folder: Path, name: str) -> list[str]:
+    return [word for root in write_nodes(folder, SCENARIOS[name]["nodes"]) for word in ("--root", str(root))]
+
+
+def drawn(found: dict[str, Any], columns: int, *, env: bool = False, encoding: str = "utf-8") -> str:
+    """On a terminal without colours, so that what is tested is the text."""
+    written = BytesIO()
+    file = TextIOWrapper(written, encoding=encoding)
+    console = Console(file=file, width=columns, force_terminal=True, color_system=None, highlight=False)
+    (show_fabric.environment if env else show_fabric.fabric)(found, console)
+    file.flush()
+    return "\n".join(line.rstrip() for line in written.getvalue().decode().splitlines()) + "\n"
+
+
+def report_of(name: str) -> dict[str, Any]:
+    return report(readings(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("pair-different-ports", 0), ("no-cable-card-absent", 0), ("one-cable-port-1", 0), ("half-trained", 1), ("no-ip-command", 1)],
+)
+def test_the_exit_code_tells_whether_something_fails(name: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["--json", "fabric", *roots(tmp_path, name)]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"] == "fail") is bool(code)
+    assert found.keys() == {"nodes", "cables", "topology", "tensor_parallel", "findings", "verdict", "environment"}
+
+
+def test_the_picture_of_a_pair_is_the_readme_s() -> None:
+    assert f"```\n{drawn(report_of('twin-without-address'), 110)}```" in README
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_nothing_is_wider_than_the_terminal(columns: int) -> None:
+    for name in SCENARIOS:
+        found = report_of(name)
+        text, variables = drawn(found, columns), drawn(found, columns, env=True)
+        assert "…" not in text
+        assert all(len(line) <= columns for line in text.splitlines()), name
+        # A line of the environment is for a shell, which wants it whole.
+        assert all(len(line) <= columns for line in variables.splitlines() if line.startswith("#   ")), name
+        squeezed = "".join(text.split())
+        assert all("".join(one["cure"].split()) in squeezed for one in found["findings"] if one["verdict"] != "ok"), name
+
+
+def test_a_terminal_without_utf_8_gets_ascii() -> None:
+    text = drawn(report_of("pair-by-subnets"), 100, encoding="ascii")
+
+    assert text.isascii() and "== spark-2 cage 1" in text
+
+
+def test_the_environment_is_what_a_shell_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["fabric", "--env", *roots(tmp_path, "pair-different-ports")]) == 0
+    text = capsys.readouterr().out
+    (first, second) = text.split("# spark-2")
+    done = subprocess.run(
+        ["sh", "-ec", f"{first}\necho $NCCL_IB_HCA $VLLM_HOST_IP"], capture_output=True, text=True, timeout=10, check=True
+    )
+
+    assert done.stdout == "=rocep1s0f1,roceP2p1s0f1 192.168.100.11\n"
+    assert "GLOO_SOCKET_IFNAME=enp1s0f0np0\n#   Gloo, " in second
+    assert "# NCCL_IB_GID_INDEX stays unset\n#   NCCL 2.21 and newer find" in second
+
+
+def test_a_folder_that_is_no_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["fabric", "--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --root {tmp_path}: there is no folder sys in it, so it cannot stand for a node's /.\n"
+
+
+def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code = exit_code(["fabric"])
+    shown = capsys.readouterr()
+
+    assert code in (0, 1)
+    assert shown.err == "This node alone, since no daemon answers.\n"
+    assert shown.out.splitlines()[0] == os.uname().nodename
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (None, 1, ""),
+        (Unavailable("No sparkd answers."), 0, "no daemon answers"),
+        (Unauthorized(), 0, "A valid API key is needed"),
+        (UnknownRoute("There is nothing at this path."), 0, "There is nothing at this path"),
+        (EngineError("Something else."), 1, "Something else"),
+    ],
+)
+def test_the_daemon_is_asked_first(
+    error: SparkdError | None, code: int, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = report_of("half-trained")
+    (here,) = readings("no-cable-card-absent").values()
+
+    def get(client: object, path: str) -> dict[str, Any]:
+        assert path == "/fabric"
+        if error:
+            raise error
+        return found
+
+    monkeypatch.setattr("sparkd.client.Client.get", get)
+    monkeypatch.setattr("workers.fabric_reading.sample", lambda: here)
+    assert exit_code(["fabric"]) == code
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert ("Cables" in shown.out, "no ConnectX-7" in shown.out) == (error is None, error is not None and code == 0)

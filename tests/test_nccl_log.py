@@ -1,0 +1,181 @@
+"""What NCCL's lines prove: every log of fixtures/nccl-logs, as it stands and as vLLM prefixes it, and the verdict with its cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sparkd.nccl_log import QueuePair, Transport, judge, judge_rate, parse
+
+LOGS = Path(__file__).parent / "fixtures" / "nccl-logs"
+PORT_0 = ("rocep1s0f0", "roceP2p1s0f0")
+PORT_1 = ("rocep1s0f1", "roceP2p1s0f1")
+SOCKETS = "2.1 GB/s by sockets over the ConnectX-7 and 1 over 10GbE, instead of 20 to 24: "
+FALL_BACK = "; NCCL_NET=IB makes NCCL fail instead of falling back."
+
+
+@dataclass(frozen=True)
+class Case:
+    """verdicts: `verdict check: evidence`, and the cure that goes with it."""
+
+    found: Transport
+    expected: tuple[str, ...]
+    verdicts: dict[str, str]
+
+
+CASES = {
+    "ib-good": Case(
+        Transport("IB", PORT_0, "enp1s0f0np0", used=(0,), gpu_direct=False),
+        PORT_0,
+        {"ok network: network IB over rocep1s0f0, roceP2p1s0f0, GPU Direct off as it must be": ""},
+    ),
+    "ib-good-merged-device": Case(Transport(devices=("rocep1s0f0", "rocep1s0f1")), ("rocep1s0f0", "rocep1s0f1"), {}),
+    "one-hca-only": Case(
+        Transport("IB", ("rocep1s0f1",), "enp1s0f1np1"),
+        PORT_1,
+        {
+            "fail rails: network IB over rocep1s0f1": "Nothing goes over roceP2p1s0f1 (13.9 of 20 to 24 GB/s are left): it is not in "
+            "NCCL_IB_HCA or its name is mistyped; compare with `sparkd fabric --env`."
+        },
+    ),
+    "one-rail": Case(
+        Transport("IB", (PORT_0[0], PORT_1[0], PORT_0[1], PORT_1[1]), used=(2,), overridden=((2, 0), (3, 0))),
+        PORT_0,
+        {
+            "fail rails: network IB over rocep1s0f0, rocep1s0f1": "Nothing goes over roceP2p1s0f0 (13.9 of 20 to 24 GB/s are left): "
+            "subnet-aware routing gave its traffic to another device, as it does where twins are in one subnet; "
+            "compare with `sparkd fabric --env`."
+        },
+    ),
+    "socket-bad": Case(
+        Transport("Socket", socket="enP7s7", used=(0,), no_device=True),
+        PORT_0,
+        {
+            "fail network: network Socket on enP7s7": f"{SOCKETS}in a container /dev/infiniband or memlock is missing, or NCCL_IB_HCA "
+            f"holds names of interfaces{FALL_BACK}"
+        },
+    ),
+    "socket-bad-empty-ib-using": Case(
+        Transport("Socket", bootstrap="net1", socket="net1", no_device=True, asked="rocep1s0f0v7"),
+        PORT_0,
+        {
+            "fail network: network Socket on net1": f"{SOCKETS}NCCL_IB_HCA is rocep1s0f0v7 and this node's devices are "
+            f"rocep1s0f0, roceP2p1s0f0{FALL_BACK}"
+        },
+    ),
+    "gid-wrong": Case(
+        Transport(
+            refused=(
+                QueuePair(22, "Invalid argument", "rocep1s0f0", "::ffff:10.0.1.2", "::"),
+                QueuePair(22, "Invalid argument", "roceP2p1s0f0", "::ffff:10.0.2.2", "::"),
+            )
+        ),
+        PORT_0,
+        {
+            f"fail queue pair: ibv_modify_qp failed with 22 Invalid argument on {device}, local GID {local}, remote GID ::": (
+                "NCCL_IB_GID_INDEX points at an empty entry, since the index differs from node to node: leave it unset."
+            )
+            for device, local in zip(PORT_0, ("::ffff:10.0.1.2", "::ffff:10.0.2.2"), strict=True)
+        },
+    ),
+    "gid-wrong-link-local": Case(
+        Transport(refused=(QueuePair(22, "Invalid argument", "roceP2p1s0f0", "::ffff:10.x.x.94", "fe80::xxxx:xxxx:xxxx:xxxx"),)),
+        PORT_0,
+        {
+            "fail queue pair: ibv_modify_qp failed with 22 Invalid argument on roceP2p1s0f0, local GID ::ffff:10.x.x.94, "
+            "remote GID fe80::xxxx:xxxx:xxxx:xxxx": "The other end's twin has no IPv4 address: give it one, or leave its device out of "
+            "NCCL_IB_HCA on both nodes."
+        },
+    ),
+    "wrong-pairing": Case(
+        Transport(refused=(QueuePair(110, "Connection timed out", "rocep1s0f0", "::ffff:192.168.102.1", "::ffff:192.168.104.1"),)),
+        PORT_0,
+        {
+            "fail queue pair: ibv_modify_qp failed with 110 Connection timed out on rocep1s0f0, local GID ::ffff:192.168.102.1, "
+            "remote GID ::ffff:192.168.104.1": "The two ends are in different subnets or the cable leads to another node: see who is "
+            "cabled to whom in `sparkd fabric`."
+        },
+    ),
+    "hca-mistyped": Case(
+        Transport(mistyped=True),
+        PORT_0,
+        {
+            "fail hca: a device is missing of rocep1s0f0, roceP2p1s0f0": "NCCL_IB_HCA names a device that is not there, which NCCL leaves "
+            "out silently: take the names of `sparkd fabric --env`."
+        },
+    ),
+    "net-plugin-v10": Case(
+        Transport("NCCL RDMA Plugin v10", used=(0,), gpu_direct=False, plugin="NCCL RDMA Plugin v10"),
+        PORT_0,
+        {"ok network: network NCCL RDMA Plugin v10, a plugin's name: port counters tell whether it is RDMA": ""},
+    ),
+}
+
+
+def test_there_is_a_case_for_each_log() -> None:
+    assert {path.stem for path in LOGS.glob("*.txt")} == CASES.keys()
+
+
+@pytest.mark.parametrize("prefix", ["", "dgx-spark-1:144:301 [0] ", "(Worker_TP0 pid=144) dgx-spark-1:144:301 [0] "])
+@pytest.mark.parametrize("name", CASES)
+def test_a_log(name: str, prefix: str) -> None:
+    case = CASES[name]
+    lines = [prefix + line for line in (LOGS / f"{name}.txt").read_text().splitlines(keepends=True)]
+
+    assert parse(lines) == case.found
+    assert {f"{one.verdict} {one.check}: {one.evidence}": one.cure for one in judge(case.found, case.expected)} == case.verdicts
+
+
+def test_sockets_are_fine_where_they_are_meant() -> None:
+    found = judge(parse(["NCCL INFO Using network Socket"]), ())
+
+    assert [(one.verdict, one.evidence) for one in found] == [("ok", "network Socket")]
+
+
+def test_nothing_is_said_of_a_log_without_nccl() -> None:
+    found = parse(["INFO 11-21 Loading weights took 274.12 seconds", "", "GPU Direct is a word"])
+
+    assert found == Transport()
+    assert judge(found, PORT_0) == ()
+
+
+def test_what_is_said_first_gives_way_to_what_is_said_last() -> None:
+    lines = ["NCCL INFO Assigned NET plugin IB to comm", "NCCL INFO Using network IB", "NCCL INFO Using network Socket"]
+
+    assert parse(lines[:1]).network == "IB"
+    assert parse(lines[:2]).network == "IB"
+    assert parse(lines).network == "Socket"
+
+
+def test_no_device_is_a_failure_before_any_network_is_named() -> None:
+    (one,) = judge(parse(["NCCL INFO NET/IB : No device found."]), PORT_0)
+
+    assert (one.verdict, one.evidence) == ("fail", "NET/IB: no device found")
+
+
+def test_gpu_direct_that_is_only_enabled_is_a_warning() -> None:
+    lines = (LOGS / "ib-good.txt").read_text().replace("Disabled for", "enabled for").splitlines()
+
+    assert [(one.verdict, one.check) for one in judge(parse(lines), PORT_0)] == [("warn", "gpu-direct"), ("ok", "network")]
+
+
+@pytest.mark.parametrize(
+    ("measured", "rails", "lan", "verdict", "normal"),
+    [
+        (20.52, 2, False, "ok", "2 rails, 20 to 24 is normal"),
+        (13.9, 2, False, "warn", "2 rails, 20 to 24 is normal"),
+        (1.6, 2, False, "fail", "2 rails, 20 to 24 is normal"),
+        (13.89, 1, False, "ok", "1 rail, 13.9 is normal"),
+        (22.5, 4, False, "ok", "4 rails, 20 to 24 is normal"),
+        (2.1, 0, False, "ok", "sockets over the ConnectX-7, 2.1 is normal"),
+        (1.0, 0, False, "fail", "sockets over the ConnectX-7, 2.1 is normal"),
+        (1.0, 0, True, "ok", "sockets over 10GbE, 1 is normal"),
+    ],
+)
+def test_a_rate_stands_beside_what_is_normal(measured: float, rails: int, lan: bool, verdict: str, normal: str) -> None:
+    found = judge_rate(measured, rails, lan=lan)
+
+    assert (found.verdict, found.evidence) == (verdict, f"{measured:.1f} GB/s over {normal}")
+    assert bool(found.cure) == (verdict != "ok")
