@@ -118,6 +118,7 @@ def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Cable], *, rdma: bo
     return (
         *_duplicates(nodes),
         *(finding for cable in cables for finding in _of_cable(cable, rdma)),
+        *_crossed(nodes, cables),
         *_strangers(nodes, cables),
         *_together(nodes, cables, rdma),
     )
@@ -177,6 +178,18 @@ def _of_cable(cable: Cable, rdma: bool) -> Iterator[Finding]:
         yield Finding("rails", WARN, node, about, told, cure)
     else:
         yield Finding("rails", OK, node, about, told)
+
+
+def _crossed(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Finding]:
+    """NCCL pairs the devices of two nodes by their order, which is that of the PCI addresses: an owner's `ibv_modify_qp` time-outs came
+    from a list that began with another device (AINode 0.5.11, release notes)."""
+    for a, b in combinations(nodes, 2):
+        between = [rail for cable in cables if (cable.a, cable.b) == (a.node, b.node) for rail in cable.rails]
+        there = [rail.b.pci or "" for rail in sorted(between, key=lambda rail: rail.a.pci or "")]
+        if there != sorted(there):
+            told = ", ".join(f"{rail.a.name} - {rail.b.name}" for rail in between)
+            cure = "Plug each cable into the same cage at both ends, and give each twin a subnet with the same twin of the other end."
+            yield Finding("crossed", WARN, f"{a.node} - {b.node}", "QSFP", told, cure)
 
 
 def _duplicates(nodes: Sequence[Fabric]) -> Iterator[Finding]:

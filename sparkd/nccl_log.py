@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sparkd.fabric_findings import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
 
 IB, SOCKET = "IB", "Socket"
+LINE_CHARS = 4096  # longer than any of NCCL's; what else is in a log may be of any length
 # A line begins with `host:pid:tid [device] ` in a log and with a rank's tag in vLLM's: none of these is anchored there.
 _NETWORK = re.compile(r"Using network (\S.*?)\s*$")
 _ASSIGNED = re.compile(r"Assigned NET plugin (\S+) to comm")
@@ -72,7 +73,7 @@ class Transport:
 
 def parse(lines: Iterable[str]) -> Transport:
     """All of a rank's lines since its start, in order; what is not NCCL's is passed over. Of what NCCL says twice the last counts."""
-    text = [line.rstrip("\n") for line in lines]
+    text = [line[:LINE_CHARS].rstrip("\n") for line in lines]
     known: dict[str, object] = {}
     devices: list[str] = []
     direct: set[str] = set()

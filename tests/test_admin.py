@@ -22,6 +22,7 @@ from sparkd.admin import MAX_SEQ, PREFIX, admin_app
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
 from sparkd.state import Want
+from tests.fabric_tree import readings
 from tests.fakes import Scene
 from tests.gateway.fakes import soon
 from tests.shards import write_folder
@@ -140,6 +141,18 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
+
+
+async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
+    async with admin_of(tmp_path, **{"engine.env": {"NCCL_DEBUG": "WARN", "HF_TOKEN": SECRET}}) as made:
+        made.scene.cluster.readings = {**readings("pair-by-subnets"), "192.168.1.12": None}
+        found = await made.ask("GET", "/fabric")
+
+    assert ([node["node"] for node in found["nodes"]], found["topology"]) == (["spark-1", "spark-2"], "pair")
+    assert [(one["node"], one["check"]) for one in found["findings"] if one["verdict"] == "fail"] == [("192.168.1.12", "agent")]
+    debug = [one for one in found["environment"]["spark-1"] if one["name"] == "NCCL_DEBUG"]
+    assert [(one["value"], one["source"]) for one in debug] == [("WARN", "env in sparkd.yaml")]
+    assert SECRET not in json.dumps(found)
 
 
 async def test_whether_a_model_would_fit(tmp_path: Path) -> None:
@@ -625,8 +638,8 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/memory", "get"), ("/plan", "get"), ("/plan", "post"), ("/events", "get"),
-            ("/operations", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/memory", "get"), ("/plan", "get"), ("/plan", "post"),
+            ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),

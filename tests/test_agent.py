@@ -81,6 +81,10 @@ def test_it_observes_reading_ranks_and_its_own_clock(made: Agent) -> None:
     assert (made.version(), made.pid()) == (module.VERSION, os.getpid())
 
 
+def test_it_tells_what_its_node_s_network_is(made: Agent) -> None:
+    assert made.fabric().keys() == {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "environment", "trouble"}
+
+
 def test_it_samples_again_and_again_also_after_a_look_that_failed(folder: Path) -> None:
     made = Agent("n", str(folder / "run"), str(folder / "log"), 0.001, str(folder / "proc"))
     meminfo = folder / "proc" / "meminfo"

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sparkd.cluster import Cluster
+from sparkd.config import Config
 from sparkd.fabric import Fabric, fabric_of, rdma_mtu, traffic
 from sparkd.fabric_cables import cables_of, rails, teams, topology
 from sparkd.fabric_findings import findings, worst
@@ -235,6 +237,12 @@ def test_a_node_that_does_not_answer_is_a_finding() -> None:
 
     assert [node["address"] for node in found["nodes"]] == ["192.168.100.10"]
     assert [(one["check"], one["node"]) for one in found["findings"] if one["verdict"] == "fail"] == [("agent", "192.168.100.11")]
+
+
+async def test_a_daemon_without_ray_knows_its_own_node(tmp_path: Path) -> None:
+    found = await Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {}).fabric()
+
+    assert [(node, raw and raw["host"]) for node, raw in found.items()] == [("127.0.0.1", socket.gethostname())]
 
 
 def test_two_real_nodes_with_a_virtual_cable() -> None:

@@ -141,6 +141,10 @@ def test_nothing_is_said_of_a_log_without_nccl() -> None:
     assert judge(found, PORT_0) == ()
 
 
+def test_a_line_of_any_length_takes_no_longer() -> None:
+    assert parse([f"NCCL INFO Using network IB{' ' * 10_000_000}x"]).network == "IB"
+
+
 def test_what_is_said_first_gives_way_to_what_is_said_last() -> None:
     lines = ["NCCL INFO Assigned NET plugin IB to comm", "NCCL INFO Using network IB", "NCCL INFO Using network Socket"]
 

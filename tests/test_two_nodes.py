@@ -19,7 +19,7 @@ import yaml
 
 from sparkd.memory import GIB
 from tests.daemon_process import ROOT, DaemonProcess, alive, until
-from tests.namespaces import Namespace, two_nodes
+from tests.namespaces import INTERFACE, Namespace, two_nodes
 from workers.meminfo import sample
 
 RAY_PORT = 6379
@@ -150,6 +150,17 @@ def test_both_nodes_are_seen_with_their_readings(stage: Stage) -> None:
     assert set(nodes) == {stage.here.address, stage.there.address}
     assert [nodes[node.address]["unified_memory_gib"] for node in (stage.here, stage.there)] == [HERE_GIB, THERE_GIB]
     assert all(node["reading"]["mem_available_bytes"] > 0 and node["reading"]["age_s"] < 10 for node in nodes.values())
+
+
+def test_the_cable_between_them_is_seen_from_both_ends(stage: Stage) -> None:
+    found = stage.daemon.get("/admin/v1/fabric")
+
+    assert found is not None
+    assert (found["topology"], found["verdict"], found["tensor_parallel"]["all"]) == ("pair", "ok", True)
+    assert [(cable["seen"], len(cable["rails"])) for cable in found["cables"]] == [(True, 1)]
+    for node in (stage.here, stage.there):
+        values = {one["name"]: one["value"] for one in found["environment"][node.address]}
+        assert (values["VLLM_HOST_IP"], values["GLOO_SOCKET_IFNAME"]) == (node.address, INTERFACE)
 
 
 def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_hold_is_refused(stage: Stage) -> None:
