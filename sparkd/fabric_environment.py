@@ -6,11 +6,11 @@ pulsar's and sparkrun's logs; NCCL's documentation of its environment variables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 
-from sparkd.fabric import LAN, LINK_LOCAL, QSFP, Fabric, Interface
+from sparkd.fabric import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, Interface
 from sparkd.fabric_cables import RING, Cable, cables_of, topology
 
 _SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -40,9 +40,10 @@ def settings(
     rdma: False for engines on CPUs. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is
     computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
     """
-    nodes = [node, *peers]
-    cables = tuple(cable for cable in cables_of(nodes) if node.node in (cable.a, cable.b))
-    shape = topology(nodes, cables_of(nodes))
+    # In one order for every node, since each must choose the same rail or LAN for the first contact.
+    nodes = sorted([node, *peers], key=lambda one: one.node)
+    every = cables_of(nodes)
+    cables, shape = tuple(cable for cable in every if node.node in (cable.a, cable.b)), topology(nodes, every)
     computed = [*_sockets(node, peers, cables, shape)]
     if peers and rdma:
         computed += [
@@ -97,34 +98,50 @@ def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], sha
     if len(peers) == 1:
         rail = next((rail for cable in cables for rail in cable.rails if rail.problem is None), None)
         if rail:
-            mine = rail.a if rail.a in node.twins else rail.b
+            mine = rail.a if _is_of(rail.a, node.twins) else rail.b
             return mine, _within(mine, rail.network), "its peer is at the other end of this rail"
-    found = [
-        (one, network.ip)
-        for one in (*node.lans, *node.twins, *node.wifis)
-        for network in one.addresses
-        if one.linked and network.network != LINK_LOCAL and all(_reaches(network.network, peer) for peer in peers)
-    ]
-    if not found:
+    shared = _shared([node, *peers])
+    if shared is None:
         return None
-    one, ip = found[0]
-    if shape == RING:
-        return one, ip, "in a ring no cable leads to every node, and the LAN does"
+    one = min(_inside(shared, node), key=_preference)
+    if shape == RING and one.kind == LAN:
+        return one, _within(one, shared), "in a ring no cable leads to every node, and the LAN does"
     words = {LAN: "the LAN leads to every node", QSFP: "the switch leads to every node"}
-    return one, ip, words.get(one.kind, "only Wi-Fi leads to every node")
+    return one, _within(one, shared), words.get(one.kind, "only Wi-Fi leads to every node")
 
 
-def _reaches(network: object, peer: Fabric) -> bool:
-    return any(one.network == network for other in (*peer.lans, *peer.twins, *peer.wifis) for one in other.addresses if other.linked)
+def _shared(nodes: Sequence[Fabric]) -> IPv4Network | None:
+    """The subnet that every node is in: that whose worst interface is best, so that all nodes choose the same."""
+    known = {address.network for one in nodes[0].interfaces for address in one.addresses if address.network != LINK_LOCAL}
+    common = [network for network in known if all(_reaches(network, node) for node in nodes)]
+    worst = {network: max(min(map(_preference, _inside(network, node))) for node in nodes) for network in common}
+    return min(common, key=lambda network: (worst[network], network), default=None)
 
 
-def _within(one: Interface, network: object) -> IPv4Address:
+def _preference(one: Interface) -> int:
+    return (LAN, QSFP, WIFI).index(one.kind)
+
+
+def _inside(network: IPv4Network, node: Fabric) -> list[Interface]:
+    places = (*node.lans, *node.twins, *node.wifis)
+    return [one for one in places if one.linked and any(address.network == network for address in one.addresses)]
+
+
+def _reaches(network: IPv4Network, node: Fabric) -> bool:
+    return bool(_inside(network, node))
+
+
+def _within(one: Interface, network: IPv4Network) -> IPv4Address:
     return next(address.ip for address in one.addresses if address.network == network)
 
 
+def _is_of(one: Interface, others: Iterable[Interface]) -> bool:
+    return any(one is other for other in others)
+
+
 def _rdma(node: Fabric, cables: Sequence[Cable], shape: str, resolve_gid: bool) -> Iterator[Setting]:
-    used = [twin for twin in node.twins if any(twin in (rail.a, rail.b) for cable in cables for rail in cable.sound())]
-    ends = [twin for twin in node.twins if any(twin in (cable.a_cage.twins + cable.b_cage.twins) for cable in cables)]
+    used = [twin for twin in node.twins if any(_is_of(twin, (rail.a, rail.b)) for cable in cables for rail in cable.sound())]
+    ends = [twin for twin in node.twins if any(_is_of(twin, cable.a_cage.twins + cable.b_cage.twins) for cable in cables)]
     if not any(twin.rdma for twin in node.twins):
         yield Setting("NCCL_NET", None, "this node has no RDMA device, so NCCL takes sockets")
         return

@@ -52,6 +52,27 @@ def test_what_is_computed_is_told_and_may_be_overridden(name: str, tmp_path: Pat
         checked({one.name: "x" for one in found if one.name != "VLLM_HOST_IP"})
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_ranks_meet_in_one_subnet(name: str, tmp_path: Path) -> None:
+    nodes = nodes_of(tmp_path, name)
+    where = set()
+    for node in nodes:
+        values = environment(settings(node, [other for other in nodes if other is not node]))
+        held = node.holding(IPv4Address(values.get("VLLM_HOST_IP", "0.0.0.0")))
+        assert (held.name if held else None) == values.get("GLOO_SOCKET_IFNAME")
+        where |= {address.network for address in held.addresses if str(address.ip) == values["VLLM_HOST_IP"]} if held else set()
+    assert len(where) == (len(nodes) > 1)
+
+
+def test_nodes_that_share_two_subnets_choose_the_same(tmp_path: Path) -> None:
+    """The first has a LAN where the second has Wi-Fi: the switch is better for both."""
+    ends = {f"spark_{number}": {"lan": "" if number == 2 else f"192.168.1.{number}/24"} for number in range(1, 5)}
+    nodes = nodes_of(tmp_path, "switch-of-four", **ends | {"spark_2": {"lan": "", "wifi": "192.168.1.2/24"}})
+    found = [environment(settings(node, [other for other in nodes if other is not node])) for node in nodes]
+
+    assert [values["VLLM_HOST_IP"] for values in found] == [f"10.0.0.{number}" for number in range(1, 5)]
+
+
 def test_the_index_of_a_gid_is_named_only_where_one_serves_all_devices(pair: list[Fabric]) -> None:
     assert "NCCL_IB_GID_INDEX" not in environment(settings(pair[0], [pair[1]]))
     assert environment(settings(pair[0], [pair[1]], resolve_gid=True))["NCCL_IB_GID_INDEX"] == "1"
