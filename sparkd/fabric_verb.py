@@ -23,9 +23,10 @@ def fabric(
         list[Path] | None, option("--root", metavar="DIR", help="A folder that stands for a node's /; may be repeated.")
     ] = None,
 ) -> None:
-    """How the nodes are linked: cages, twins, rails, who is cabled to whom, and what is wrong.
+    """How the nodes are linked, and what is wrong with it.
 
-    All nodes of the daemon's cluster; this node alone where no daemon answers. Exit code 1 where a finding fails.
+    Cages, twins and rails, who is cabled to whom, and what helps where something is wrong. All nodes of the daemon's cluster; this node
+    alone where no daemon answers. Exit code 1 where a finding fails.
     """
     found = _of_folders(root) if root else _of_cluster(session)
     if session.json:
