@@ -32,13 +32,15 @@ def settings(
     peers: Sequence[Fabric] = (),
     *,
     rdma: bool = True,
+    unified: bool = True,
     resolve_gid: bool = False,
     configured: Mapping[str, str] | None = None,
 ) -> tuple[Setting, ...]:
     """Those of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
 
-    rdma: False for engines on CPUs. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is
-    computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
+    rdma: False for engines on CPUs. unified: CPU and GPU share the memory, so that compilers can take it from the engine; elsewhere they
+    may run on all cores. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is computed
+    counts the node's own process environment, over that `configured`: engine.env and the model's env.
     """
     # In one order for every node, since each must choose the same rail or LAN for the first contact.
     nodes = sorted([node, *peers], key=lambda one: one.node)
@@ -50,8 +52,12 @@ def settings(
             *_rdma(node, cables, shape, resolve_gid),
             Setting("NCCL_DEBUG", "INFO", "NCCL's own lines prove which network it uses"),
         ]
-    cold = "the first start compiles kernels, and 16 to 22 compilers at once have frozen nodes"
-    computed += [Setting("MAX_JOBS", str(JIT_JOBS), cold), Setting("FLASHINFER_NVCC_THREADS", "1", "as MAX_JOBS, for FlashInfer's nvcc")]
+    if unified:
+        cold = "the first start compiles kernels, and 16 to 22 compilers at once have frozen nodes"
+        computed += [
+            Setting("MAX_JOBS", str(JIT_JOBS), cold),
+            Setting("FLASHINFER_NVCC_THREADS", "1", "as MAX_JOBS, for FlashInfer's nvcc"),
+        ]
     said = [("this node's environment", node.environment), ("env in sparkd.yaml", configured or {})]
     return tuple(_overridden(setting, said) for setting in computed)
 

@@ -28,8 +28,8 @@ from tests.daemon_process import ROOT, free_port
 
 KEY = "correct-horse-battery-staple"
 VERBS = (
-    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "export", "check", "ray-node",
-    "version",
+    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "export", "check",
+    "ray-node", "version",
 )  # fmt: skip
 
 
