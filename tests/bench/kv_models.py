@@ -36,7 +36,7 @@ PRESETS: Mapping[str, Preset] = {
             "moe": ("qwen3_moe", {**_CPU, **_CPU_EXPERTS}),
         },
         {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "dtype": "float32", "block_size": 32},
-        leave_gib=6.0,
+        leave_gib=12.0,
         margin_gib=3.5,
     ),
     # Eight layers of Llama-3.1-8B (5.6 GB, 32 KiB a token) and of Qwen3-30B-A3B (11 GB, 16 KiB a token), vocabularies whole.
