@@ -187,7 +187,7 @@ def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], m
     if chosen.group is not None and columns % chosen.group:
         misfits[chosen, columns] = misfits.get((chosen, columns), 0) + 1
     blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
-    if blocks > 1 and last == "gate_up_proj":
+    if blocks > 1 and (last == "gate_up_proj" or stem.endswith(".input_linear")):
         # One weight each for gate and up.
         return chosen.spelling, 2 * blocks * chosen.nbytes(rows // 2, columns)
     return chosen.spelling, blocks * chosen.nbytes(rows, columns)

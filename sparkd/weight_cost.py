@@ -30,12 +30,12 @@ VOCAB_PADDING = 64
 # releases, where FlashInfer has them, pad nothing.
 MARLIN_TILES = (256, 128)
 _COLUMN = _words(
-    """q_proj gate_proj up_proj gate_up_proj w1 w3 wi wi_0 wi_1 fc1 c_fc linear_fc1 linear_1 q_b_proj kv_b_proj qkv_proj qkv Wqkv
-    query_key_value c_attn in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_a in_proj_b wq w13 dense_h_to_4h conv1d A_log D
-    dt_bias sinks"""
+    """q_proj gate_proj up_proj gate_up_proj w1 w3 wi wi_0 wi_1 fc1 c_fc linear_fc1 linear_1 input_linear q_b_proj kv_b_proj qkv_proj
+    qkv Wqkv query_key_value c_attn in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_a in_proj_b wq w13 dense_h_to_4h conv1d
+    A_log D dt_bias sinks"""
 )
 _KEYS = _words("k_proj v_proj wk wv")
-_ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 dense_4h_to_h dense")
+_ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 output_linear dense_4h_to_h dense")
 # Kept as they are stored; every other parameter is made in the model's own precision (its class gives no other).
 _EXACT = _words("A_log D e_score_correction_bias expert_bias")
 _STORED = _words(
@@ -228,7 +228,7 @@ def _places(kind: str, layer: int | None, of_layer: list[int], stages: int, shap
 def _active(name: str, kind: str, shape: Shape) -> float:
     if kind == "embedding" or kind == "vision":
         return 0.0
-    if ".experts." in name and shape.experts:
+    if (".experts." in name or kind == "expert") and shape.experts:
         return min(1.0, shape.active_experts / shape.experts)
     return 1.0
 

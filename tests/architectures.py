@@ -10,28 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.checkpoints import BYTES, ZEROS, Draw, Entry, linear, normal, special_tokens
+from tests.architecture_parts import (
+    SMALL,
+    ZERO_NORM,
+    Size,
+    attention_config,
+    dense,
+    ends,
+    gated_mlp,
+    head_norms,
+    norms,
+    packed_experts,
+    plain_config,
+    qwen_moe_config,
+    routed_experts,
+    self_attention,
+)
+from tests.checkpoints import BYTES, ZEROS, Draw, Entry, linear, normal
 
-_HEAD_DIM = 64
-# A norm that multiplies by one plus its weight is stored around zero.
-_ZERO_NORM = normal(0.05)
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """wide: inner width of a dense MLP; inner: of an expert; times: how often the layers are repeated."""
-
-    hidden: int = 256
-    vocab: int = 512
-    experts: int = 8
-    heads: int = 4
-    kv_heads: int = 2
-    wide: int = 512
-    inner: int = 256
-    times: int = 1
-
-
-SMALL = Size()
 VOCAB, HIDDEN, EXPERTS = SMALL.vocab, SMALL.hidden, SMALL.experts
 
 
@@ -46,8 +42,8 @@ class Model:
 def llama(size: Size = SMALL) -> Model:
     """meta-llama/Llama-3.2: dense, no biases."""
     more: dict[str, Any] = {"intermediate_size": size.wide, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
-    config = _config(size, "LlamaForCausalLM", "llama", 2 * size.times, **_attention(size), **more)
-    return Model(config, tuple(_dense(size)))
+    config = plain_config(size, "LlamaForCausalLM", "llama", 2 * size.times, **attention_config(size), **more)
+    return Model(config, tuple(dense(size)))
 
 
 def qwen3(size: Size = SMALL) -> Model:
@@ -59,25 +55,25 @@ def qwen3(size: Size = SMALL) -> Model:
         "attention_bias": False,
         "hidden_act": "silu",
     }
-    config = _config(size, "Qwen3ForCausalLM", "qwen3", 2 * size.times, **_attention(size), **more, tie_word_embeddings=True)
-    return Model(config, tuple(_dense(size, qk_norm=True, tied=True)))
+    config = plain_config(size, "Qwen3ForCausalLM", "qwen3", 2 * size.times, **attention_config(size), **more, tie_word_embeddings=True)
+    return Model(config, tuple(dense(size, qk_norm=True, tied=True)))
 
 
 def qwen3_moe(source: str = "bf16", packed: bool = False, size: Size = SMALL) -> Model:
     """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts. `packed`: as fine-tuned copies of it are saved by newer transformers."""
     # Packed, no block may be square: its shape says which way round it stands.
     inner = size.inner + 128 if packed else size.inner
-    parts = {**_attention(size), **_qwen_moe(size, inner), "intermediate_size": size.wide, "attention_bias": False}
-    config = _config(size, "Qwen3MoeForCausalLM", "qwen3_moe", 2 * size.times, **parts)
+    parts = {**attention_config(size), **qwen_moe_config(size, inner), "intermediate_size": size.wide, "attention_bias": False}
+    config = plain_config(size, "Qwen3MoeForCausalLM", "qwen3_moe", 2 * size.times, **parts)
     if source != "bf16":
         from tests.checkpoints import fp8_config
 
         config["quantization_config"] = fp8_config(source)
-    entries = _ends(size)
+    entries = ends(size)
     for layer in range(2 * size.times):
         base = f"model.layers.{layer}"
-        entries += [*_norms(size, base), *_self_attention(size, base, source=source), *_head_norms(base)]
-        entries += _packed_experts(size, f"{base}.mlp", inner) if packed else _experts(size, f"{base}.mlp", source=source)
+        entries += [*norms(size, base), *self_attention(size, base, source=source), *head_norms(base)]
+        entries += packed_experts(size, f"{base}.mlp", inner) if packed else routed_experts(size, f"{base}.mlp", source=source)
     return Model(config, tuple(entries))
 
 
@@ -93,16 +89,16 @@ def qwen3_next(size: Size = SMALL) -> Model:
     mixers |= {"linear_key_head_dim": head, "linear_num_key_heads": key_heads}
     mixers |= {"linear_value_head_dim": head, "linear_num_value_heads": value_heads}
     more: dict[str, Any] = {"shared_expert_intermediate_size": size.inner, "intermediate_size": size.wide}
-    parts = {**_attention(size), **_qwen_moe(size, size.inner), **mixers, **more}
-    config = _config(size, "Qwen3NextForCausalLM", "qwen3_next", 4 * size.times, **parts)
+    parts = {**attention_config(size), **qwen_moe_config(size, size.inner), **mixers, **more}
+    config = plain_config(size, "Qwen3NextForCausalLM", "qwen3_next", 4 * size.times, **parts)
     keys, values = key_heads * head, value_heads * head
-    entries = _ends(size, norm=_ZERO_NORM)
+    entries = ends(size, norm=ZERO_NORM)
     for layer in range(4 * size.times):
         base = f"model.layers.{layer}"
         mixer = f"{base}.linear_attn"
-        entries += _norms(size, base, draw=_ZERO_NORM)
+        entries += norms(size, base, draw=ZERO_NORM)
         if layer % 4 == 3:
-            entries += [*_self_attention(size, base, gated=True), *_head_norms(base, draw=_ZERO_NORM)]
+            entries += [*self_attention(size, base, gated=True), *head_norms(base, draw=ZERO_NORM)]
         else:
             entries += [
                 Entry(f"{mixer}.A_log", (value_heads,), "BF16", Draw("uniform", 0.0, 2.5)),
@@ -113,8 +109,8 @@ def qwen3_next(size: Size = SMALL) -> Model:
                 Entry(f"{mixer}.norm.weight", (head,)),
                 *linear(f"{mixer}.out_proj", size.hidden, values, std=0.05),
             ]
-        entries += _experts(size, f"{base}.mlp")
-        entries += _gated_mlp(size, f"{base}.mlp.shared_expert", size.inner)
+        entries += routed_experts(size, f"{base}.mlp")
+        entries += gated_mlp(size, f"{base}.mlp.shared_expert", size.inner)
         entries += linear(f"{base}.mlp.shared_expert_gate", 1, size.hidden, std=0.05)
     return Model(config, tuple(entries))
 
@@ -140,14 +136,14 @@ def gpt_oss(source: str = "mxfp4", size: Size = SMALL) -> Model:
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": left}
     if source == "mxfp4":
         more["quantization_config"] = quantization
-    config = _config(size, "GptOssForCausalLM", "gpt_oss", 2 * size.times, **_attention(size), **more)
-    entries = _ends(size)
+    config = plain_config(size, "GptOssForCausalLM", "gpt_oss", 2 * size.times, **attention_config(size), **more)
+    entries = ends(size)
     # E2M1 codes drawn evenly have a mean square of 8.6, so the exponent -7 gives a deviation of 0.023 (OCP MX v1.0: bias 127).
     scales = Draw("integers", 119, 121)
     for layer in range(2 * size.times):
         base = f"model.layers.{layer}"
         experts = f"{base}.mlp.experts"
-        entries += [*_norms(size, base), *_self_attention(size, base, biased=True)]
+        entries += [*norms(size, base), *self_attention(size, base, biased=True)]
         entries += [
             Entry(f"{base}.self_attn.sinks", (size.heads,), "BF16", normal(1.0)),
             *linear(f"{base}.mlp.router", experts_of, hidden, std=0.05),
@@ -186,8 +182,8 @@ def nemotron_h(size: Size = SMALL) -> Model:
     moe |= {"moe_intermediate_size": inner, "moe_shared_expert_intermediate_size": inner, "routed_scaling_factor": 2.5}
     more: dict[str, Any] = {"intermediate_size": inner, "mlp_hidden_act": "relu2", "norm_topk_prob": True, "layer_norm_epsilon": 1e-5}
     more |= dict.fromkeys(("mamba_proj_bias", "use_bias", "mlp_bias", "attention_bias", "residual_in_fp32"), False)
-    parts = {**_attention(size), **mamba, **moe, **more}
-    config = _config(size, "NemotronHForCausalLM", "nemotron_h", len(pattern), hybrid_override_pattern=pattern, **parts)
+    parts = {**attention_config(size), **mamba, **moe, **more}
+    config = plain_config(size, "NemotronHForCausalLM", "nemotron_h", len(pattern), hybrid_override_pattern=pattern, **parts)
     width = heads * head
     entries = [
         Entry("backbone.embeddings.weight", (size.vocab, size.hidden), "BF16", normal(0.05)),
@@ -209,7 +205,7 @@ def nemotron_h(size: Size = SMALL) -> Model:
                 *linear(f"{mixer}.out_proj", size.hidden, width),
             ]
         elif kind == "*":
-            entries += _self_attention(size, "", mixer=mixer)
+            entries += self_attention(size, "", mixer=mixer)
         else:
             entries += [
                 *linear(f"{mixer}.gate", size.experts, size.hidden, std=0.05),
@@ -237,15 +233,15 @@ def gemma3(size: Size = SMALL) -> Model:
         "attention_bias": False,
         "tie_word_embeddings": True,
     }
-    config = _config(size, "Gemma3ForCausalLM", "gemma3_text", 2 * size.times, **{**_attention(size), "head_dim": 256}, **more)
-    entries = _ends(size, tied=True, norm=_ZERO_NORM)
+    config = plain_config(size, "Gemma3ForCausalLM", "gemma3_text", 2 * size.times, **{**attention_config(size), "head_dim": 256}, **more)
+    entries = ends(size, tied=True, norm=ZERO_NORM)
     for layer in range(2 * size.times):
         base = f"model.layers.{layer}"
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-        entries += _norms(size, base, draw=_ZERO_NORM)
-        entries += [Entry(f"{base}.{name}.weight", (size.hidden,), "BF16", _ZERO_NORM) for name in names]
-        entries += [*_self_attention(size, base, head_dim=256), *_head_norms(base, head_dim=256, draw=_ZERO_NORM)]
-        entries += _gated_mlp(size, f"{base}.mlp", size.wide)
+        entries += norms(size, base, draw=ZERO_NORM)
+        entries += [Entry(f"{base}.{name}.weight", (size.hidden,), "BF16", ZERO_NORM) for name in names]
+        entries += [*self_attention(size, base, head_dim=256), *head_norms(base, head_dim=256, draw=ZERO_NORM)]
+        entries += gated_mlp(size, f"{base}.mlp", size.wide)
     return Model(config, tuple(entries))
 
 
@@ -258,13 +254,13 @@ def deepseek_v3(size: Size = SMALL) -> Model:
     moe |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5}
     moe |= {"moe_intermediate_size": inner, "first_k_dense_replace": 1, "moe_layer_freq": 1}
     more: dict[str, Any] = {"intermediate_size": size.wide, "hidden_act": "silu", "rms_norm_eps": 1e-6}
-    config = _config(size, "DeepseekV3ForCausalLM", "deepseek_v3", 1 + size.times, **attends, **moe, **more)
-    entries = _ends(size)
+    config = plain_config(size, "DeepseekV3ForCausalLM", "deepseek_v3", 1 + size.times, **attends, **moe, **more)
+    entries = ends(size)
     for layer in range(1 + size.times):
         base = f"model.layers.{layer}"
         attention, mlp = f"{base}.self_attn", f"{base}.mlp"
         entries += [
-            *_norms(size, base),
+            *norms(size, base),
             *linear(f"{attention}.q_a_proj", queries, size.hidden, std=0.05),
             Entry(f"{attention}.q_a_layernorm.weight", (queries,)),
             *linear(f"{attention}.q_b_proj", heads * (nope + rope), queries, std=0.05),
@@ -274,10 +270,39 @@ def deepseek_v3(size: Size = SMALL) -> Model:
             *linear(f"{attention}.o_proj", size.hidden, heads * value, std=0.05),
         ]
         if layer == 0:
-            entries += _gated_mlp(size, mlp, size.wide)
+            entries += gated_mlp(size, mlp, size.wide)
             continue
-        entries += [*_experts(size, mlp), Entry(f"{mlp}.gate.e_score_correction_bias", (size.experts,), "F32", ZEROS)]
-        entries += _gated_mlp(size, f"{mlp}.shared_experts", inner)
+        entries += [*routed_experts(size, mlp), Entry(f"{mlp}.gate.e_score_correction_bias", (size.experts,), "F32", ZEROS)]
+        entries += gated_mlp(size, f"{mlp}.shared_experts", inner)
+    return Model(config, tuple(entries))
+
+
+def granitemoehybrid(size: Size = SMALL) -> Model:
+    """ibm-granite/granite-4.0-h-tiny: packed experts that are called input_linear and output_linear, and a shared MLP whose halves are one.
+
+    Its layers of attention alone: vLLM's CPU build has no kernel for Mamba-2 (`nemotron_h` has those).
+    """
+    layers, inner = 2 * size.times, size.inner + 128
+    more: dict[str, Any] = {"num_local_experts": size.experts, "num_experts_per_tok": 2, "layer_types": ["attention"] * layers}
+    more |= {"intermediate_size": inner, "shared_intermediate_size": size.wide, "position_embedding_type": "nope", "rms_norm_eps": 1e-5}
+    more |= {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.015625, "logits_scaling": 6}
+    more |= {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_expand": 2, "mamba_d_state": 128, "attention_bias": False}
+    parts = attention_config(size)
+    config = plain_config(size, "GraniteMoeHybridForCausalLM", "granitemoehybrid", layers, **parts, **more)
+    config["tie_word_embeddings"] = True
+    entries = ends(size, tied=True)
+    for layer in range(layers):
+        base = f"model.layers.{layer}"
+        moe, shared = f"{base}.block_sparse_moe", f"{base}.shared_mlp"
+        entries += [
+            *norms(size, base),
+            *self_attention(size, base),
+            *linear(f"{moe}.router.layer", size.experts, size.hidden, std=0.05),
+            Entry(f"{moe}.input_linear.weight", (size.experts, 2 * inner, size.hidden), "BF16", normal(0.05)),
+            Entry(f"{moe}.output_linear.weight", (size.experts, size.hidden, inner), "BF16", normal(0.05)),
+            *linear(f"{shared}.input_linear", 2 * size.wide, size.hidden, std=0.05),
+            *linear(f"{shared}.output_linear", size.hidden, size.wide, std=0.05),
+        ]
     return Model(config, tuple(entries))
 
 
@@ -294,99 +319,5 @@ ARCHITECTURES: Mapping[str, Callable[..., Model]] = {
     "nemotron_h": nemotron_h,
     "gemma3": gemma3,
     "deepseek_v3": deepseek_v3,
+    "granitemoehybrid": granitemoehybrid,
 }
-
-
-def _config(size: Size, architecture: str, model_type: str, layers: int, **more: Any) -> dict[str, Any]:
-    plain = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_size": size.hidden,
-        "num_hidden_layers": layers,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "vocab_size": size.vocab,
-        "torch_dtype": "bfloat16",
-    }
-    return {**plain, **special_tokens(), **more}
-
-
-def _attention(size: Size) -> dict[str, Any]:
-    return {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": _HEAD_DIM}
-
-
-def _qwen_moe(size: Size, inner: int) -> dict[str, Any]:
-    return {
-        "num_experts": size.experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": inner,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-    }
-
-
-def _ends(size: Size, *, tied: bool = False, norm: Draw | None = None) -> list[Entry]:
-    embedding = Entry("model.embed_tokens.weight", (size.vocab, size.hidden), "BF16", normal(0.05))
-    last = Entry("model.norm.weight", (size.hidden,), "BF16", norm or Draw("constant", 1.0))
-    return [embedding, last] if tied else [embedding, last, Entry("lm_head.weight", (size.vocab, size.hidden), "BF16", normal(0.05))]
-
-
-def _norms(size: Size, base: str, *, draw: Draw | None = None) -> list[Entry]:
-    names = ("input_layernorm", "post_attention_layernorm")
-    return [Entry(f"{base}.{name}.weight", (size.hidden,), "BF16", draw or Draw("constant", 1.0)) for name in names]
-
-
-def _head_norms(base: str, *, head_dim: int = _HEAD_DIM, draw: Draw | None = None) -> list[Entry]:
-    return [Entry(f"{base}.self_attn.{name}_norm.weight", (head_dim,), "BF16", draw or Draw("constant", 1.0)) for name in "qk"]
-
-
-def _self_attention(
-    size: Size, base: str, *, mixer: str = "", head_dim: int = _HEAD_DIM, gated: bool = False, biased: bool = False, source: str = "bf16"
-) -> list[Entry]:
-    """gated: the query projection holds an output gate too."""
-    module = mixer or f"{base}.self_attn"
-    queries, keys = size.heads * head_dim, size.kv_heads * head_dim
-    shapes = {
-        "q_proj": ((2 if gated else 1) * queries, size.hidden),
-        "k_proj": (keys, size.hidden),
-        "v_proj": (keys, size.hidden),
-        "o_proj": (size.hidden, queries),
-    }
-    found = [entry for name, shape in shapes.items() for entry in linear(f"{module}.{name}", *shape, source, std=0.05)]
-    biases = [Entry(f"{module}.{name}.bias", (shape[0],), "BF16", normal(0.1)) for name, shape in shapes.items()]
-    return found + biases if biased else found
-
-
-def _gated_mlp(size: Size, module: str, inner: int, source: str = "bf16") -> list[Entry]:
-    shapes = (("gate_proj", inner, size.hidden), ("up_proj", inner, size.hidden), ("down_proj", size.hidden, inner))
-    return [entry for name, n, k in shapes for entry in linear(f"{module}.{name}", n, k, source, std=0.05)]
-
-
-def _experts(size: Size, mlp: str, source: str = "bf16") -> list[Entry]:
-    gate = linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05)
-    return gate + [entry for expert in range(size.experts) for entry in _gated_mlp(size, f"{mlp}.experts.{expert}", size.inner, source)]
-
-
-def _packed_experts(size: Size, mlp: str, inner: int) -> list[Entry]:
-    return [
-        *linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05),
-        Entry(f"{mlp}.experts.gate_up_proj", (size.experts, 2 * inner, size.hidden), "BF16", normal(0.05)),
-        Entry(f"{mlp}.experts.down_proj", (size.experts, size.hidden, inner), "BF16", normal(0.05)),
-    ]
-
-
-def _dense(size: Size, *, qk_norm: bool = False, tied: bool = False) -> list[Entry]:
-    entries = _ends(size, tied=tied)
-    for layer in range(2 * size.times):
-        base = f"model.layers.{layer}"
-        entries += [
-            *_norms(size, base),
-            *_self_attention(size, base),
-            *(_head_norms(base) if qk_norm else []),
-            *_gated_mlp(size, f"{base}.mlp", size.wide),
-        ]
-    return entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +128,21 @@ def test_packed_experts_may_lie_either_way_round() -> None:
     for tensors in (linear, turned):
         assert held(tensors, 1, recipe, config) == 8 * (fp8(768, 512) + fp8(512, 384))
         assert held(tensors, 2, recipe, config) == 8 * (fp8(384, 512) + fp8(512, 192))
+
+
+def test_granites_experts_are_experts_under_other_names() -> None:
+    config, recipe = mixture(), Recipe.parse("nvfp4")
+    shapes, moe = ((8, 768, 512), (8, 512, 384)), "model.layers.0.block_sparse_moe"
+    usual, granites = (
+        known(config, [(name, shape, "BF16") for name, shape in zip(names, shapes, strict=True)])
+        for names in (
+            (f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj"),
+            (f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
+        )
+    )
+
+    for chosen, ranks in itertools.product((BF16, recipe), (1, 2)):
+        assert usual.weights(chosen, ranks) == granites.weights(chosen, ranks)
 
 
 def test_experts_one_by_one_are_experts_packed() -> None:

@@ -21,6 +21,7 @@ from workers.stream.formats import global_scale, quantizer
 from workers.stream.fusion import FUSED
 from workers.stream.recipe import Format, Recipe
 
+_GRANITE = (".input_linear", ".output_linear")
 _SIBLINGS = {name: group for group in FUSED for name in group}
 
 
@@ -50,13 +51,15 @@ def _weights(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> Iterator[
         tensor = read(ref)
         if ref.dtype == "F8_E4M3":
             tensor = _unscaled(tensor, checkpoint, module)
-        packed = len(ref.shape) == 3 and module.endswith((".gate_up_proj", ".down_proj")) and formats.get(module)
+        packed = len(ref.shape) == 3 and module.endswith((".gate_up_proj", ".down_proj", *_GRANITE)) and formats.get(module)
         if not packed or f"{module}_bias" in checkpoint.tensors:  # gpt-oss's are taken as they stand, see _dequantized
             yield name, tensor
             continue
         experts, _, which = module.rpartition(".")
+        if module.endswith(_GRANITE):  # its class takes them one by one too, under the others' names
+            experts = f"{experts}.experts"
         for expert, block in enumerate(tensor):
-            if which == "down_proj":
+            if which in ("down_proj", "output_linear"):
                 yield f"{experts}.{expert}.down_proj.weight", block.clone()
                 continue
             for half, projection in zip(block.chunk(2), ("gate_proj", "up_proj"), strict=True):
@@ -101,5 +104,5 @@ def _dequantized(weights: Mapping[str, torch.Tensor], formats: Mapping[str, Form
 def _of_packed(module: str, formats: Mapping[str, Format]) -> Format | None:
     """The format of one expert's projection where the checkpoint has the experts packed."""
     before, found, after = module.partition(".experts.")
-    packed = "down_proj" if after.endswith("down_proj") else "gate_up_proj"
-    return formats.get(f"{before}.experts.{packed}") if found else None
+    packed, granites = ("down_proj", _GRANITE[1]) if after.endswith("down_proj") else ("gate_up_proj", _GRANITE[0])
+    return formats.get(f"{before}.experts.{packed}") or formats.get(f"{before}{granites}") if found else None

@@ -20,6 +20,7 @@ from sparkd.kv_cost import Serving
 from sparkd.model_shape import shape_of
 from sparkd.weight_cost import inventory
 from tests import architectures, checkpoints
+from tests.architecture_parts import Size
 from tests.bench import child, footprint_case
 from tests.bench.footprint_table import Row, within
 from workers.kv.settings import VARIABLE
@@ -35,7 +36,7 @@ class Preset:
     """tokens: of the largest prefill; requests: of `max_model_len` tokens at once, which is also the size of the cache."""
 
     platform: str
-    size: architectures.Size
+    size: Size
     max_model_len: int
     tokens: int
     requests: int
@@ -46,7 +47,7 @@ class Preset:
 PRESETS = {
     "cpu": Preset(
         "cpu",
-        architectures.Size(hidden=512, vocab=32_000, heads=8, kv_heads=4, wide=1536, times=2),
+        Size(hidden=512, vocab=32_000, heads=8, kv_heads=4, wide=1536, times=2),
         max_model_len=1024,
         tokens=1024,
         requests=4,
@@ -55,7 +56,7 @@ PRESETS = {
     ),
     "h200": Preset(
         "cuda",
-        architectures.Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2),
+        Size(hidden=4096, vocab=151_936, experts=32, heads=32, kv_heads=8, wide=12_288, inner=1536, times=2),
         max_model_len=16_384,
         tokens=8192,
         requests=16,

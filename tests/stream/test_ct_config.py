@@ -160,10 +160,17 @@ def test_which_modules_may_be_linear(tmp_path: Path) -> None:
         Entry("model.layers.0.mlp.up_proj.weight", (4, 4)),
     ]
     entries += [Entry("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 4)), Entry("model.layers.0.mlp.up_proj.weight_scale", (4, 1))]
+    entries += [Entry("model.layers.1.mlp.input_linear.weight", (2, 4, 4)), Entry("model.layers.1.mamba.conv1d.weight", (2, 1, 4))]
 
     found = linear_modules(read_checkpoint(write_checkpoint(tmp_path / "model", {"vocab_size": 8}, entries)))
 
-    assert set(found) == {"model.embed_tokens", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.gate_up_proj"}
+    assert set(found) == {
+        "model.embed_tokens",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.experts.input_linear",
+        "model.layers.1.mamba.conv1d",
+    }
 
 
 def test_equal_assignments_in_another_order_give_equal_groups() -> None:
@@ -246,5 +253,27 @@ def test_attention_that_vllm_calls_otherwise_is_matched_all_the_same() -> None:
     dense = [f"model.layers.{layer}.mlp.up_proj" for layer in range(3)]
 
     schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, FORMATS[0]), [*dense, *ATTENTION]), ["layers.1.attn.o_proj", *dense])
+
+    assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_granites_experts_are_matched_where_vllm_has_them(kept: bool) -> None:
+    moe, asked = "model.layers.{}.block_sparse_moe", "model.layers.1.block_sparse_moe.experts.0.gate_proj"
+    experts = [f"{moe.format(layer)}.{name}_linear" for layer in range(2) for name in ("input", "output")]
+    shared = [f"model.layers.{layer}.shared_mlp.{name}_linear" for layer in range(2) for name in ("input", "output")]
+    chosen = dict.fromkeys(shared, FORMATS[2]) | ({} if kept else dict.fromkeys(experts, FORMATS[0]))
+
+    schemes = read_by_vllm(quantization_config(chosen, [*experts, *shared]), [asked, *shared])
+
+    sizes = [scheme and scheme["weights"].group_size for scheme in schemes.values()]
+    assert sizes == [None if kept else 16, 32, 32, 32, 32]
+
+
+@pytest.mark.parametrize("called", ["mamba", "mixer"])
+def test_a_mamba_layer_that_vllm_calls_otherwise_is_matched_all_the_same(called: str) -> None:
+    dense, mamba = [[f"model.layers.{layer}.{name}" for layer in range(3)] for name in ("mlp.up_proj", "mamba.in_proj")]
+
+    schemes = read_by_vllm(quantization_config(dict.fromkeys(dense, FORMATS[0]), [*dense, *mamba]), [f"layers.1.{called}.in_proj", *dense])
 
     assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]

@@ -140,6 +140,25 @@ def test_a_square_block_stands_as_its_sibling_does(tmp_path, transposed):
     assert all(torch.equal(got[name], one_by_one[name]) for name in got)
 
 
+@BATCHES
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
+def test_granites_experts_come_under_the_names_that_vllm_takes(tmp_path, quantize, batch_bytes):
+    """Square blocks too: these stand as torch's linear layers do."""
+
+    def renamed(weights: dict[str, torch.Tensor], *names: tuple[str, str]) -> dict[str, torch.Tensor]:
+        for old, new in (*names, (".mlp.", ".block_sparse_moe.")):
+            weights = {name.replace(old, new): weight for name, weight in weights.items()}
+        return weights
+
+    one_by_one = loaded(written(tmp_path / "a", renamed(random_weights(inter=HIDDEN // 2))), quantize)
+    names = (("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"))
+    packed = renamed(random_weights(packed=True, inter=HIDDEN // 2), *names)
+    assert packed["model.layers.0.block_sparse_moe.input_linear.weight"].shape == (EXPERTS, HIDDEN, HIDDEN)
+    got = loaded(written(tmp_path / "b", packed), quantize, batch_bytes=batch_bytes)
+    assert got.keys() == one_by_one.keys()
+    assert all(torch.equal(got[name].view(torch.uint8), one_by_one[name].view(torch.uint8)) for name in got)
+
+
 def fp8_source(weights: dict[str, torch.Tensor], kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
     """(what is stored, what it stands for in bf16, quantization_config)"""
     stored, meant = {}, {}

@@ -695,11 +695,11 @@ def test_packed_experts_in_fp8_are_refused() -> None:
 
 
 def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
-    made = Recipe.parse("nvfp4").assign(checkpoint_of(layered(2, {"block_sparse_moe.input_linear.weight": (4, *W)})))
+    made = Recipe.parse("nvfp4").assign(checkpoint_of(layered(2, {"mlp.input_linear.weight": (4, *W)})))
 
     assert made == {}
     assert made.adjustments == (
-        "model.layers.*.block_sparse_moe.input_linear holds experts in a layout that is not known here: they keep their precision.",
+        "model.layers.*.mlp.input_linear holds experts in a layout that is not known here: they keep their precision.",
     )
 
 

@@ -58,6 +58,12 @@ LACKING = [
     ("gpt_oss-bf16", r"1\.self_attn\.sinks", "int4-g32", "model.layers.1.attn.sinks"),
     ("deepseek_v3", r"1\.self_attn\.kv_a_proj", "fp8", "model.layers.1.self_attn.fused_qkv_a_proj.weight (rows 256 to 831)"),
     ("qwen3_next", r"2\.linear_attn\.A_log", "nvfp4", "model.layers.2.linear_attn.A_log"),
+    (
+        "granitemoehybrid",
+        r"1\.block_sparse_moe\.output_linear",
+        "int4-g32",
+        "model.layers.1.block_sparse_moe.experts.routed_experts.w2_weight",
+    ),
 ]
 
 
@@ -86,10 +92,20 @@ def test_much_that_is_missing_is_counted(tmp_path: Path) -> None:
         load(written(tmp_path / "model", "llama", r"layers\.1\."), {"quantize": "nvfp4"})
 
 
+WHOLE = ("qwen3", "qwen3_moe-packed", "qwen3_next", "gpt_oss-bf16", "gemma3", "deepseek_v3", "granitemoehybrid")
+
+
 @pytest.mark.parametrize("quantize", ["mxfp4", "bf16"])
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe-packed", "qwen3_next", "gpt_oss-bf16", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "qwen3_moe-packed", "qwen3_next", "gpt_oss-bf16", "gemma3", "deepseek_v3", "granitemoehybrid"]
+)
 def test_a_whole_checkpoint_lacks_nothing(tmp_path: Path, architecture: str, quantize: str) -> None:
     load(written(tmp_path / "model", architecture), {"quantize": quantize})
+
+
+@pytest.mark.parametrize("kept", ["moe", "shared_mlp"])
+def test_granites_experts_may_keep_their_precision(tmp_path: Path, kept: str) -> None:
+    load(written(tmp_path / "model", "granitemoehybrid"), {"quantize": {"format": "int4-g32", "keep": [kept]}})
 
 
 def test_it_can_be_loaded_all_the_same(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from sparkd.errors import CheckpointError
 from workers.stream.block_rows import misfit
 from workers.stream.format import Format
 from workers.stream.fusion import group_of
+from workers.stream.packed import packed_of
 
 BF16 = Format("bf16")
 FP8 = Format("fp8")
@@ -20,8 +21,6 @@ _DTYPES = frozenset({"BF16", "F16", "F32", "F8_E4M3"})
 _SOURCE_FORMATS = {"fp8_block": Format("fp8_block"), "fp8_channel": FP8, "fp8_tensor": FP8}
 # Their FP8 weights are served as FP8 where a recipe keeps them: every other class has no quantized form in vLLM or is read as it is.
 _SERVED_AS_FP8 = frozenset({"attention", "mlp", "expert", "lm_head"})
-# The layouts of packed experts that the loader takes apart; any other is passed on whole.
-_PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -133,7 +132,7 @@ def _module(name: str, tensor: TensorRef) -> str | None:
 def _can_be_quantized(module: str, tensor: TensorRef) -> bool:
     if min(tensor.shape[-2:]) < MIN_DIMENSION or tensor.dtype not in _DTYPES:
         return False
-    return len(tensor.shape) == 2 or (module.endswith(_PACKED) and tensor.dtype != "F8_E4M3")
+    return len(tensor.shape) == 2 or (packed_of(module) is not None and tensor.dtype != "F8_E4M3")
 
 
 def _refuse_fp8(tensor: TensorRef) -> None:

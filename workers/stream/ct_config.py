@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparkd.checkpoint import tensor_class
 from sparkd.errors import CheckpointError
 from workers.stream.format import GROUP_SIZES, Format
+from workers.stream.packed import in_vllm, packed_of
 
 if TYPE_CHECKING:
-    from sparkd.checkpoint import Checkpoint
+    from sparkd.checkpoint import Checkpoint, TensorRef
 
 # Names as compressed_tensors.config.CompressionFormat has them (0.17).
 _COMPRESSION = {
@@ -26,8 +28,9 @@ _WRITTEN = (
     *(Format(name) for name in _COMPRESSION if name != "int4"),
     *(Format("int4", size) for size in GROUP_SIZES),
 )
-# A part of a layer that one of vLLM's models calls otherwise than its checkpoint (gpt_oss.py); its mapping passes patterns by.
-_RENAMED = {"self_attn": "(self_)?attn"}
+# Parts of a layer that some of vLLM's models call otherwise than their checkpoints (gpt_oss.py; granitemoehybrid.py, falcon_h1.py,
+# zamba2.py); their mappings pass patterns by.
+_RENAMED = {"self_attn": "(self_)?attn", "mamba": "(mamba|mixer)"}
 
 
 def quantization_config(assignments: Mapping[str, Format], all_linear_modules: Iterable[str]) -> dict[str, Any]:
@@ -38,11 +41,11 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
     Both in the checkpoint's own names. One format for all gives one group with the target "Linear", several give a group each, with
     regexes. An empty dict where nothing is quantized. Raises CheckpointError for a format that compressed-tensors cannot say.
     """
-    quantized = {module: chosen for module, chosen in assignments.items() if chosen.name != "bf16"}
+    quantized = {in_vllm(module): chosen for module, chosen in assignments.items() if chosen.name != "bf16"}
     if not quantized:
         return {}
     # A head that shares the embedding's weight is not in the checkpoint, and transformers would quantize it as it does every Linear.
-    universe = list(dict.fromkeys([*all_linear_modules, *quantized, "lm_head"]))
+    universe = list(dict.fromkeys([*map(in_vllm, all_linear_modules), *quantized, "lm_head"]))
     groups: dict[Format, list[str]] = {}
     for module, chosen in quantized.items():
         groups.setdefault(chosen, []).append(module)
@@ -86,7 +89,15 @@ def in_our_formats(described: Mapping[str, Any]) -> bool:
 def linear_modules(checkpoint: Checkpoint) -> list[str]:
     """Every module of the checkpoint that may be a linear layer or a set of experts to vLLM."""
     ends = (".weight", "experts.gate_up_proj", "experts.down_proj")
-    return [name.removesuffix(".weight") for name, ref in checkpoint.tensors.items() if len(ref.shape) >= 2 and name.endswith(ends)]
+    return [_beside(name, ref) for name, ref in checkpoint.tensors.items() if len(ref.shape) >= 2 and name.endswith(ends)]
+
+
+def _beside(name: str, ref: TensorRef) -> str:
+    """A module's path; for packed experts in a layout that is not known the one below which vLLM has any layer's experts."""
+    module = name.removesuffix(".weight")
+    parent, _, leaf = module.rpartition(".")
+    unknown = len(ref.shape) == 3 and packed_of(name) is None and "experts" not in name.split(".")
+    return f"{parent}.experts.{leaf}" if unknown and tensor_class(name, ref.shape) == "expert" else module
 
 
 def patterns(modules: Iterable[str], universe: Iterable[str], *, towers: bool = False) -> list[str]:

@@ -1,9 +1,10 @@
 """Experts that a checkpoint holds as one tensor [experts, ., .]: which block of it becomes which weight, and under which name vLLM takes
 it. Never reads a weight, never imports torch or vLLM.
 
-Two layouts are known. Most models keep gate behind up in one block and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
+Three layouts are known. Most models keep gate behind up in one block and vLLM takes the experts one by one (`experts.0.gate_proj.weight`).
 gpt-oss interleaves their rows, has biases, and its class takes both halves as one (`experts.0.w13_weight`, models/gpt_oss.py of 0.32,
-`_get_streamed_expert_info`).
+`_get_streamed_expert_info`). Granite calls the first `block_sparse_moe.input_linear` and the second `output_linear`, and vLLM takes them
+under the names of the first layout (models/granitemoehybrid.py, `get_expert_mapping`; models/granitemoe.py of 0.32).
 """
 
 from __future__ import annotations
@@ -15,10 +16,23 @@ from dataclasses import dataclass
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 
-PACKED = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<which>gate_up_proj|down_proj)(?:\.weight)?$")
+_PACKED = re.compile(r"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?$")
+_GRANITE = re.compile(r"((?:.*\.)?block_sparse_moe)\.(input_linear|output_linear)(?:\.weight)?$")
+_WHICH = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 # Between a module of ours and a suffix such as `weight_scale`, where vLLM's parameter is not a module's but the experts' own.
 JOINED = "_"
 _JOINED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the name of a packed tensor tells. module: its path, the key of its format; experts: where vLLM has them; which: gate_up_proj
+    or down_proj; upright: a block is known to stand as torch's linear layers do."""
+
+    module: str
+    experts: str
+    which: str
+    upright: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +50,30 @@ class Block:
     joint: str = "."
 
 
-def blocks(ref: TensorRef, found: re.Match[str], checkpoint: Checkpoint) -> list[Block]:
-    """The weights of a packed tensor. found: PACKED's match of its name.
+def packed_of(name: str) -> Packed | None:
+    """name: of a tensor of three dimensions, or its module; None where it is not one of the layouts that are known."""
+    module = name.removesuffix(".weight")
+    if found := _PACKED.match(name):
+        return Packed(module, found[1], found[2])
+    if found := _GRANITE.match(name):
+        return Packed(module, f"{found[1]}.experts", _WHICH[found[2]], upright=True)
+    return None
+
+
+def in_vllm(module: str) -> str:
+    """A module's path below which vLLM has its experts (`..block_sparse_moe.experts.gate_up_proj`); any other's own."""
+    found = packed_of(module)
+    return module if found is None else f"{found.experts}.{found.which}"
+
+
+def blocks(ref: TensorRef, found: Packed, checkpoint: Checkpoint) -> list[Block]:
+    """The weights of a packed tensor. found: what its name tells.
 
     The shape tells which way round a block stands, by the model's hidden size: [2I, H] and [H, I] are torch's linear layout, [H, 2I]
     and [I, H] its transpose. A square block stands as its sibling does. Raises CheckpointError where none of it tells.
     """
-    experts, which = found["experts"], found["which"]
-    transposed = _transposed(ref, which, checkpoint)
+    experts, which = found.experts, found.which
+    transposed = not found.upright and _transposed(ref, which, checkpoint)
     count, rows, cols = ref.shape
     if is_interleaved(checkpoint, experts):
         return [Block(f"{experts}.{expert}.{_JOINED_NAMES[which]}", expert, transposed, joint=JOINED) for expert in range(count)]

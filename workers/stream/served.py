@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
 from workers.stream.format import Format
-from workers.stream.packed import PACKED, is_interleaved
+from workers.stream.packed import is_interleaved, packed_of
 
 BLOCK = 128
 
@@ -24,8 +24,8 @@ def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tenso
     _refuse_torn_blocks(checkpoint, formats)
     asked: dict[Format, str] = {}
     for module, form in formats.items():
-        found = PACKED.match(module)
-        if found is not None and not form.keeps and is_interleaved(checkpoint, found["experts"]):
+        found = packed_of(module)
+        if found is not None and not form.keeps and is_interleaved(checkpoint, found.experts):
             asked.setdefault(form, module)
     for form, module in asked.items():
         if (said := _unserved(form, tensor_parallel_size)) is not None:

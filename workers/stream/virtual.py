@@ -9,7 +9,6 @@ bytes on disk.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.formats import quantizer
 from workers.stream.fusion import FUSED
-from workers.stream.packed import PACKED, blocks
+from workers.stream.packed import Packed, blocks, packed_of
 from workers.stream.reader import Piece
 from workers.stream.recipe import Format
 from workers.stream.trace import Region
@@ -276,7 +275,7 @@ def _group(weight: Weight) -> str:
 
 
 def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Format], used: set[str]) -> list[Weight]:
-    if len(ref.shape) == 3 and (packed := PACKED.match(ref.name)):
+    if len(ref.shape) == 3 and (packed := packed_of(ref.name)):
         return _packed(ref, packed, formats, checkpoint)
     if not ref.name.endswith(".weight"):
         return []
@@ -322,9 +321,9 @@ def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
     return next((checkpoint.tensors[name] for suffix in SCALE_SUFFIXES if (name := f"{module}.{suffix}") in checkpoint.tensors), None)
 
 
-def _packed(ref: TensorRef, found: re.Match[str], formats: Mapping[str, Format], checkpoint: Checkpoint) -> list[Weight]:
+def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint) -> list[Weight]:
     """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py."""
-    form = formats.get(f"{found['experts']}.{found['which']}") or formats.get(found["experts"])
+    form = formats.get(found.module) or formats.get(found.experts)
     if form is None or form.name == "bf16":
         return []
     _, rows, cols = ref.shape
