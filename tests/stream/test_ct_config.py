@@ -122,19 +122,38 @@ def test_packed_experts_match_the_names_that_vllm_asks_for() -> None:
     assert {scheme and scheme["format"] for scheme in meant.values()} == {"mxfp4-pack-quantized"}
 
 
-def test_a_vision_tower_that_keeps_its_precision_is_one_pattern() -> None:
+@pytest.mark.parametrize("tower", ["vision_tower", "visual", "vision_encoder", "vpm"])
+def test_a_vision_tower_keeps_its_precision_whatever_vllm_calls_it(tower: str) -> None:
     vision = [f"model.vision_tower.encoder.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
     text = [f"model.language_model.layers.{layer}.self_attn.{name}_proj" for layer in range(3) for name in "qkv"]
 
     config = quantization_config(dict.fromkeys(text, FORMATS[0]), [*vision, *text, "lm_head"])
 
-    assert len(config["ignore"]) == 2
+    assert len(config["ignore"]) == 3
     in_vllm = [
-        "vision_tower.encoder.layers.1.self_attn.qkv_proj",
+        f"{tower}.encoder.layers.1.self_attn.qkv_proj",
         "language_model.model.layers.1.self_attn.qkv_proj",
         "language_model.lm_head",
     ]
     assert [bool(scheme) for scheme in read_by_vllm(config, in_vllm).values()] == [False, True, False]
+
+
+def test_a_layer_of_a_tower_that_is_quantized_is_not_left_out_under_another_name() -> None:
+    attention, mlp = ([f"model.visual.blocks.{layer}.{name}" for layer in range(3)] for name in ("attn.qkv", "mlp.up_proj"))
+
+    schemes = read_by_vllm(quantization_config(dict.fromkeys(mlp, FORMATS[0]), [*attention, *mlp]), [attention[0], *mlp])
+
+    assert [bool(scheme) for scheme in schemes.values()] == [False, True, True, True]
+
+
+def test_a_part_that_vllm_puts_elsewhere_is_matched_there() -> None:
+    quantized = ["model.language_model.layers.0.mlp.up_proj", "model.language_model.altup_projections.0"]
+    config = quantization_config(
+        dict(zip(quantized, FORMATS, strict=False)), [*quantized, "model.language_model.per_layer_model_projection"]
+    )
+
+    in_vllm = [f"language_model.model.self_decoder.{name}" for name in ("per_layer_model_projection", "altup_projections.0")]
+    assert [scheme and scheme["format"] for scheme in read_by_vllm(config, in_vllm).values()] == [None, "mxfp4-pack-quantized"]
 
 
 def test_a_plain_name_is_translated_by_vllm() -> None:

@@ -127,6 +127,7 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
     ("another shape, fp8", reshaped, "fp8", rf"{DAMAGED}.*"),
     ("another shape, plain", reshaped, "bf16", rf"{DAMAGED}.*"),
     ("another name", renamed, "nvfp4", rf"{DAMAGED}s\.weight: .*There is no module or parameter named '[\w.]+' in LlamaModel\)\."),
+    ("a form that the class has not", renamed, "nvfp4", r".*one model, and download them again; if they are, .*its name in `keep`"),
     ("another name, plain", renamed, "bf16", rf"{DAMAGED}.*"),
     ("NaN", not_finite, "nvfp4", rf"{W}.*NaN or Inf.*fetch it again"),
     ("NaN, int4", not_finite, "int4-g32", rf"{W}.*NaN or Inf.*fetch it again"),

@@ -302,6 +302,8 @@ KEPT = {
     "mtp.fc.weight": "fc",
     "model.altup_projections.weight": "altup_projections",
     "mlp1.1.weight": "mlp1",
+    "qformer.encoder.layer.0.attention.attention.key.weight": "qformer",
+    "model.merger.mlp.0.linear_1.weight": "merger",
 }
 
 
@@ -331,6 +333,27 @@ def test_what_vllm_cannot_quantize_stays_and_is_told(name: str, rule: str, kind:
 
     assert made == {}
     assert made.adjustments[0].startswith(f"quantize.layers[0].match: {rule!r} names a weight of class {kind}, which")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept", "quantized", "told"),
+    [
+        ("mamba", ["mixer.in_proj", "mixer.x_proj", "mixer.out_proj"], [], "vLLM's MambaForCausalLM builds them without a"),
+        ("jamba", ["mamba.in_proj", "mamba.out_proj"], ["self_attn.q_proj", "feed_forward.up_proj"], "vLLM's JambaForCausalLM builds"),
+        ("bloom", ["self_attention.query_key_value"], ["self_attention.dense"], "vLLM's BloomForCausalLM rearranges them and cannot"),
+        ("nemotron_h", [], ["mixer.in_proj", "mixer.out_proj"], None),
+    ],
+)
+def test_what_a_model_class_has_in_no_quantized_form_is_kept_and_told(
+    model_type: str, kept: list[str], quantized: list[str], told: str | None
+) -> None:
+    tensors = layered(2, {f"{name}.weight": W for name in (*kept, *quantized)})
+    checkpoint = checkpoint_of(tensors, config={"model_type": model_type})
+
+    for value in ("int4-g32", {"format": "fp8", "layers": dict.fromkeys(kept, "nvfp4")}):
+        made = Recipe.parse(value).assign(checkpoint)
+        assert set(made) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in quantized}
+        assert [told in sentence for sentence in made.adjustments] == [True] if told else made.adjustments == ()
 
 
 # What vLLM fuses

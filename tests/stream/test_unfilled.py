@@ -96,9 +96,7 @@ WHOLE = ("qwen3", "qwen3_moe-packed", "qwen3_next", "gpt_oss-bf16", "gemma3", "d
 
 
 @pytest.mark.parametrize("quantize", ["mxfp4", "bf16"])
-@pytest.mark.parametrize(
-    "architecture", ["qwen3", "qwen3_moe-packed", "qwen3_next", "gpt_oss-bf16", "gemma3", "deepseek_v3", "granitemoehybrid"]
-)
+@pytest.mark.parametrize("architecture", WHOLE)
 def test_a_whole_checkpoint_lacks_nothing(tmp_path: Path, architecture: str, quantize: str) -> None:
     load(written(tmp_path / "model", architecture), {"quantize": quantize})
 

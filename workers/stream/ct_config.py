@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkd.checkpoint import tensor_class
+from sparkd.checkpoint import VISION_PARTS, tensor_class
 from sparkd.errors import CheckpointError
 from workers.stream.format import GROUP_SIZES, Format
 from workers.stream.packed import in_vllm, packed_of
@@ -31,6 +31,12 @@ _WRITTEN = (
 # Parts of a layer that some of vLLM's models call otherwise than their checkpoints (gpt_oss.py; granitemoehybrid.py, falcon_h1.py,
 # zamba2.py); their mappings pass patterns by.
 _RENAMED = {"self_attn": "(self_)?attn", "mamba": "(mamba|mixer)"}
+# Modules outside the layers that one of vLLM's models has elsewhere than its mapping says (gemma3n.py: `self_decoder`).
+_MOVED = ("per_layer_model_projection", "altup_projections")
+
+# What vLLM's models call a vision tower, its projector, and a part of it that they put beside it, whatever its checkpoint does
+# (lightonocr.py, minicpmv4_6.py, opencua.py, phi4mm.py, pixtral.py).
+_TOWERS = r"re:(.*\.)?(visual|vision_(tower|encoder|language_adapter)|vpm|(vit_)?merger|multi_modal_projector)\..*"
 
 
 def quantization_config(assignments: Mapping[str, Format], all_linear_modules: Iterable[str]) -> dict[str, Any]:
@@ -117,6 +123,8 @@ def patterns(modules: Iterable[str], universe: Iterable[str], *, towers: bool = 
         tower = next((part for part in _front(module) if part not in taken), None) if towers else None
         if tower is not None:
             found[rf"re:(.*\.)?{re.escape(tower)}\..*"] = None
+            if tower in VISION_PARTS and VISION_PARTS.isdisjoint(taken):
+                found[_TOWERS] = None
         else:
             tails.setdefault(_tail(module), []).append(module)
     for tail, members in tails.items():
@@ -133,7 +141,7 @@ def _tail_patterns(tail: str, members: list[str], others: list[str]) -> list[str
     """The shortest description of modules with one tail that fits no other: every layer, those of one part, listed layers, their names."""
     if _index_of(members[0]) is None:
         # vLLM's own path of the head has a prefix in a multimodal model, and its mapping leaves names without a dot alone.
-        return [rf"re:(.*\.)?{re.escape(name)}$" if "." not in name else name for name in members]
+        return [rf"re:(.*\.)?{re.escape(_moved(name))}$" if "." not in name or _moved(name) != name else name for name in members]
     everywhere = rf"re:(.*\.)?\d+\.{tail}$"
     if not any(matches(other, everywhere) for other in others):
         return [everywhere]
@@ -141,6 +149,12 @@ def _tail_patterns(tail: str, members: list[str], others: list[str]) -> list[str
     for member in members:
         by_front.setdefault(tuple(_front(member)), []).append(member)
     return [pattern for front, some in by_front.items() for pattern in _front_patterns(front, tail, some, others)]
+
+
+def _moved(module: str) -> str:
+    """A module's path from the part on that vLLM has elsewhere."""
+    parts = module.split(".")
+    return next((".".join(parts[at:]) for at, part in enumerate(parts) if part in _MOVED), module)
 
 
 def _front_patterns(front: tuple[str, ...], tail: str, members: list[str], others: list[str]) -> list[str]:

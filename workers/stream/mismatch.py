@@ -14,8 +14,10 @@ from sparkd.errors import CheckpointError
 from workers.stream.trace import Trace
 from workers.stream.virtual import DTYPES, VirtualCheckpoint
 
+_NO_PLACE = "There is no module or parameter named"
 _NO_MEMORY = "can't allocate memory"
 _CURE = "Check that config.json and the shards are of one model, and download them again"
+_QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its name in `keep` leaves it as it is"
 # vLLM's sentences go on with every name that it would have taken.
 _TEXT = 160
 
@@ -28,7 +30,8 @@ def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: Exception
     if ref is None:
         return CheckpointError(f"vLLM's {model} does not take it ({reason})", tensor=name or None, cure=_CURE)
     shape = f"{ref.dtype} of shape {list(ref.shape)}"
-    return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=_CURE)
+    cure = _CURE + _QUANTIZED if _NO_PLACE in said and name != ref.name else _CURE
+    return CheckpointError(f"vLLM's {model} does not take it as {shape} ({reason})", file=ref.path, tensor=ref.name, cure=cure)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

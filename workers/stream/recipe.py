@@ -31,12 +31,11 @@ from workers.stream import variables
 from workers.stream.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
 from workers.stream.format import Format, refused
 from workers.stream.fusion import members_of
+from workers.stream.plain import PLAIN, TRANSPOSED
 from workers.stream.rules import NEVER, Rule, class_of, kept_unless_named
 
 __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 
-# vllm/model_executor/models/gpt2.py turns c_attn, c_proj and c_fc by name; a packed weight would stay as it is.
-_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 _KEYS = ("format", "group_size", "layers", "keep")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
@@ -86,22 +85,28 @@ class Recipe:
         source = checkpoint.quantization
         if source is not None and not source.requantizable:
             return Assignment((), (*self.notes, f"The checkpoint is quantized already ({source.method}) and is served unchanged."))
-        if checkpoint.config.get("model_type") in _TRANSPOSED:
+        model_type = checkpoint.config.get("model_type")
+        if model_type in TRANSPOSED:
             return Assignment(
                 (), (*self.notes, "This model stores its weights transposed, and vLLM turns plain ones only: it is served unchanged.")
             )
         idle, barred = set(self.rules), dict[Rule, str]()
+        plain, told = PLAIN.get(str(model_type)), dict[str, None]()
 
         def choose(module: str, kind: str) -> Choice:
             touching = [rule for rule in self.rules if rule.matches(module, kind)]
             idle.difference_update(touching)
+            leaf = module.rpartition(".")[2]
             if kind in NEVER:
-                leaf = (module.rpartition(".")[2],)
-                barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names(leaf, kind))
-            return self._choice(module, kind, touching)
+                barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names((leaf,), kind))
+            choice = self._choice(module, kind, touching)
+            if plain is None or leaf not in plain.leaves or choice.format.keeps:
+                return choice
+            told[plain.told] = None
+            return BARRED
 
         made = assign(checkpoint, choose)
-        made.adjustments = (*self.notes, *made.adjustments, *_unmet(self.rules, idle, barred))
+        made.adjustments = (*self.notes, *told, *made.adjustments, *_unmet(self.rules, idle, barred))
         return made
 
     def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:

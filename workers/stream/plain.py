@@ -1,0 +1,37 @@
+"""Linear layers that vLLM's model classes have in no quantized form, by model type. Never looks at a checkpoint, never imports torch.
+
+MambaMixer builds its projections without a quantization method (vllm/model_executor/layers/mamba/mamba_mixer.py, 0.26 and 0.32; that of
+Mamba-2 takes one). BLOOM's class turns everything of query_key_value by its first dimension (models/bloom.py, `_repack_qkv`), which a
+scale for the whole matrix and the note of an INT4 matrix's shape do not have. gpt2.py turns c_attn, c_proj and c_fc by name; a packed
+weight would stay as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# vLLM turns plain weights only, and most of these models are such: nothing of them is quantized.
+TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """leaves: last components of the modules; why: what is said of them, behind their names."""
+
+    leaves: frozenset[str]
+    why: str
+
+    @property
+    def told(self) -> str:
+        return f"{', '.join(sorted(self.leaves))} keep their precision: {self.why}."
+
+
+_MAMBA = frozenset({"in_proj", "x_proj", "dt_proj", "out_proj"})
+_NO_METHOD = "vLLM's {} builds them without a quantization method"
+PLAIN: Mapping[str, Plain] = {
+    "mamba": Plain(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
+    "falcon_mamba": Plain(_MAMBA, _NO_METHOD.format("MambaForCausalLM")),
+    "jamba": Plain(_MAMBA, _NO_METHOD.format("JambaForCausalLM")),
+    "bloom": Plain(frozenset({"query_key_value"}), "vLLM's BloomForCausalLM rearranges them and cannot do that with a scale"),
+}
