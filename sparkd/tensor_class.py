@@ -19,7 +19,7 @@ VISION_PARTS = _words(
     image_encoder patch_embed multi_modal_projector mm_projector multimodal_projector embed_vision embed_audio vision_language_adapter
     audio audio_tower audio_encoder audio_model audio_projector audio_projection_layer speech_encoder speech_projector sound_encoder
     sound_projection radio_model pre_mm_projector_norm patch_merger view_seperator resampler img_processor img_projection connector
-    perceiver_resampler vision_proj audio_embed image_embed aligner qformer merger vit_merger"""
+    perceiver_resampler vision_proj audio_embed image_embed aligner qformer merger vit_merger mlp_AR"""
 )
 # InternVL's projector, where it is the first component.
 _VISION_ROOTS = _words("mlp1")

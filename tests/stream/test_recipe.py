@@ -726,10 +726,11 @@ def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
     )
 
 
-def test_transposed_weights_are_not_touched() -> None:
-    made = Recipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": "gpt2"}))
+@pytest.mark.parametrize(("model_type", "told"), [("gpt2", "stores its weights transposed"), ("blip-2", "no name for its vision tower")])
+def test_a_model_of_which_nothing_can_be_quantized_is_served_unchanged(model_type: str, told: str) -> None:
+    made = Recipe.parse("nvfp4").assign(checkpoint_of({"h.0.mlp.c_fc.weight": ("BF16", W)}, {"model_type": model_type}))
 
-    assert made == {} and "stores its weights transposed" in made.adjustments[0]
+    assert made == {} and told in made.adjustments[0] and made.adjustments[0].endswith(": it is served unchanged.")
 
 
 # The earlier fork's variables

@@ -57,6 +57,8 @@ LACKING = [
     ("gpt_oss-bf16", r"0\.self_attn\.q_proj\.bias", "mxfp4", "model.layers.0.attn.qkv_proj.bias (rows 0 to 255)"),
     ("gpt_oss-bf16", r"1\.self_attn\.sinks", "int4-g32", "model.layers.1.attn.sinks"),
     ("deepseek_v3", r"1\.self_attn\.kv_a_proj", "fp8", "model.layers.1.self_attn.fused_qkv_a_proj.weight (rows 256 to 831)"),
+    ("deepseek_v3", r"1\.mlp\.gate\.e_score", "fp8", "model.layers.1.mlp.gate.e_score_correction_bias"),
+    ("qwen3_moe", r"1\.mlp\.experts\.\d\.up_proj", "nvfp4", "model.layers.1.mlp.experts.*.up_proj.weight"),
     ("qwen3_next", r"2\.linear_attn\.A_log", "nvfp4", "model.layers.2.linear_attn.A_log"),
     (
         "granitemoehybrid",
@@ -235,6 +237,37 @@ def test_what_the_model_does_not_take_of_an_expert_is_not_missed() -> None:
 
     del taken["layers.0.experts.2.up_proj.weight"]
     assert found(nn.Module(), taken=taken) == ["layers.0.experts.2.up_proj.weight"]
+
+
+class Experts(nn.Module):
+    def __init__(self, is_act_and_mul: bool) -> None:
+        super().__init__()
+        self.moe_config = SimpleNamespace(is_act_and_mul=is_act_and_mul)
+
+
+@pytest.mark.parametrize(
+    ("experts", "names", "named"),
+    [
+        ([True, True], ["w1", "w2"], ["layers.0.experts.*.w3.weight"]),
+        ([True], ["up_proj", "down_proj"], ["layers.0.experts.*.gate_proj.weight"]),
+        ([True], ["gate_up_proj", "down_proj"], []),
+        ([False], ["up_proj", "down_proj"], []),
+        ([True, False], ["up_proj", "down_proj"], []),
+        ([], ["up_proj", "down_proj"], []),
+    ],
+)
+def test_what_all_experts_lack_is_missed_where_they_have_to_have_it(experts: list[bool], names: list[str], named: list[str]) -> None:
+    taken = {f"layers.0.experts.{n}.{name}.weight_packed": Taken((4,), ((0, 4),)) for n in range(2) for name in names}
+
+    assert found(nn.Sequential(*map(Experts, experts)), taken=taken) == named
+
+
+@pytest.mark.parametrize(("defined_in", "named"), [("deepseek_v2", ["e_score_correction_bias"]), ("longcat_flash", [])])
+@pytest.mark.parametrize("method", [False, True])
+def test_what_is_added_to_a_routers_scores_is_missed_unless_it_is_made_of_zeros(method: bool, defined_in: str, named: list[str]) -> None:
+    router = type("Router", (Layer,), {"__module__": f"vllm.model_executor.models.{defined_in}"})
+
+    assert found(router(method, e_score_correction_bias=torch.zeros(4))) == named
 
 
 def test_a_model_that_lacks_nothing_is_not_refused() -> None:

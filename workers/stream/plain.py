@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# vLLM turns plain weights only, and most of these models are such: nothing of them is quantized.
-TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+# Nothing of these models is quantized. blip2.py builds its vision tower under no name (`prefix`), so a description cannot leave it out.
+_TRANSPOSED = "This model stores its weights transposed, and vLLM turns plain ones only: it is served unchanged."
+UNCHANGED: Mapping[str, str] = {
+    "gpt2": _TRANSPOSED,
+    "openai-gpt": _TRANSPOSED,
+    "blip-2": "vLLM's Blip2ForConditionalGeneration has no name for its vision tower, which so cannot be left out: it is served unchanged.",
+}
 
 
 @dataclass(frozen=True, slots=True)

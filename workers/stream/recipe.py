@@ -31,7 +31,7 @@ from workers.stream import variables
 from workers.stream.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
 from workers.stream.format import Format, refused
 from workers.stream.fusion import members_of
-from workers.stream.plain import PLAIN, TRANSPOSED
+from workers.stream.plain import PLAIN, UNCHANGED
 from workers.stream.rules import NEVER, Rule, class_of, kept_unless_named
 
 __all__ = ["Assignment", "Format", "Recipe", "Rule"]
@@ -85,13 +85,11 @@ class Recipe:
         source = checkpoint.quantization
         if source is not None and not source.requantizable:
             return Assignment((), (*self.notes, f"The checkpoint is quantized already ({source.method}) and is served unchanged."))
-        model_type = checkpoint.config.get("model_type")
-        if model_type in TRANSPOSED:
-            return Assignment(
-                (), (*self.notes, "This model stores its weights transposed, and vLLM turns plain ones only: it is served unchanged.")
-            )
+        model_type = str(checkpoint.config.get("model_type"))
+        if model_type in UNCHANGED:
+            return Assignment((), (*self.notes, UNCHANGED[model_type]))
         idle, barred = set(self.rules), dict[Rule, str]()
-        plain, told = PLAIN.get(str(model_type)), dict[str, None]()
+        plain, told = PLAIN.get(model_type), dict[str, None]()
 
         def choose(module: str, kind: str) -> Choice:
             touching = [rule for rule in self.rules if rule.matches(module, kind)]

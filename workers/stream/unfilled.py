@@ -8,7 +8,8 @@ shapes up and models may leave scales at their defaults, so nobody asks that eve
 
 * nothing at all is written to a parameter, and the model does not say that it was loaded;
 * nothing is written to one of the parts that a linear layer multiplies as one matrix (k of q/k/v);
-* nothing is written to one of a layer's experts, or one expert lacks a matrix that its neighbours have.
+* nothing is written to one of a layer's experts, or one expert lacks a matrix that its neighbours have;
+* all experts of a layer lack one of the two matrices whose products are multiplied (gate and up).
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ _CURE = "Download it again, and check that its config.json is its own"
 _WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
 # What our formats hand over, and what vLLM's own methods have; a module with a method may have more, and each of that has a default.
 _FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias")
+# What is added to the router's scores to choose experts. vLLM's classes make it of memory that holds anything, on a layer with a method;
+# some make it of zeros (laguna.py, longcat_flash.py, param2moe.py, step3p5.py; 0.26 and 0.32), and serve a checkpoint without it.
+_ROUTING = ("e_score_correction_bias", "expert_bias", "router_bias")
+_ROUTING_IS_ZERO = tuple(f"vllm.model_executor.models.{name}" for name in ("laguna", "longcat_flash", "param2moe", "step3p5"))
 _EXPERTS = ("w13_", "w2_")
+# Gate and up as most checkpoints call them, and Mixtral's.
+_GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +110,20 @@ def refuse_unfilled(asked: Asked, folder: str, *, quantized: bool) -> None:
 
 def unfilled(asked: Asked) -> list[str]:
     """Names, as a user can look for them: `model.norm.weight`, `model.layers.0.self_attn.qkv_proj.weight (rows 256 to 319)`."""
-    return list(dict.fromkeys([*_lone(asked.trace), *_parameters(asked)]))
+    return list(dict.fromkeys([*_lone(asked), *_parameters(asked)]))
 
 
 def _parameters(asked: Asked) -> Iterator[str]:
     for target in asked.trace.straight.values():
         asked.writes.add(target.memory)
+    zero = any(type(module).__module__.startswith(_ROUTING_IS_ZERO) for module in asked.model.modules())
     aliases: dict[int, list[str]] = {}
     for name, parameter in asked.model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     seen: set[int] = set()
     for path, module in asked.model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen or not _counts(module, name, parameter):
+            if id(parameter) in seen or not _counts(module, name, parameter) or (zero and name in _ROUTING):
                 continue
             seen.add(id(parameter))
             names = aliases[id(parameter)]
@@ -135,7 +143,7 @@ def _parameters(asked: Asked) -> Iterator[str]:
 def _counts(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> bool:
     if parameter.is_meta or not parameter.numel():
         return False
-    return getattr(module, "quant_method", None) is None or _bare(name) in _FILLED
+    return getattr(module, "quant_method", None) is None or _bare(name) in _FILLED or name in _ROUTING
 
 
 def _shares(parent: torch.nn.Module) -> bool:
@@ -180,21 +188,34 @@ def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
     return touched
 
 
-def _lone(trace: Trace) -> Iterator[str]:
-    """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all."""
+def _lone(asked: Asked) -> Iterator[str]:
+    """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all, and halves that all of them lack."""
     layers: dict[str, dict[str, set[int]]] = {}
     wanted: set[tuple[str, str]] = set()
-    for name, taken in trace.taken.items():
+    for name, taken in asked.trace.taken.items():
         if (expert := EXPERT.search(name)) is not None:
             prefix, suffix = name[: expert.start(1)], name[expert.end(1) :]
             layers.setdefault(prefix, {}).setdefault(suffix, set()).add(int(expert[1]))
             if taken.region is not None:
                 wanted.add((prefix, suffix))
+    gated = _are_gated(asked.model)
     for prefix, kinds in layers.items():
         every = set().union(*(numbers for suffix, numbers in kinds.items() if (prefix, suffix) in wanted))
         for suffix, numbers in kinds.items():
             if (prefix, suffix) in wanted:
                 yield from (f"{prefix}{number}{_shown(suffix)}" for number in sorted(every - numbers))
+        known = {_shown(suffix).removeprefix(".").removesuffix(".weight") for suffix in kinds if (prefix, suffix) in wanted}
+        for pair in _GATED if gated else ():
+            if len(lacking := set(pair) - known) == 1:
+                yield f"{prefix}*.{lacking.pop()}.weight"
+
+
+def _are_gated(model: torch.nn.Module) -> bool:
+    """Whether all of a model's routed experts multiply two products, as vLLM's configuration of them says."""
+    said = [
+        module.moe_config.is_act_and_mul for module in model.modules() if hasattr(getattr(module, "moe_config", None), "is_act_and_mul")
+    ]
+    return bool(said) and all(said)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
