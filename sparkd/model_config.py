@@ -118,6 +118,7 @@ class ModelConfig(Section):
 
     quantize: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(quantizing.recipe)] = None
     quantized_cache: bool = True
+    allow_missing_weights: bool = False
 
     kv_cache: Annotated[dict[str, Any] | Literal["auto"] | None, BeforeValidator(kv_sizing.kv_cache)] = None
     kv_margin_gib: Annotated[Annotated[float, Field(ge=0, le=1e6)] | None, BeforeValidator(kinds.no_bool)] = None
@@ -194,7 +195,7 @@ def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
     """16 hex digits over everything that changes the engine's processes, so that an engine is restarted for such a change and no other.
 
     What only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out, and where quantized
-    weights are kept: an engine that runs has no more to do with it.
+    weights are kept and which may be missing: an engine that runs has no more to do with it.
     """
     runtime = model.runtime_of(engine)
     parts: dict[str, Any] = {

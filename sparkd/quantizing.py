@@ -71,7 +71,10 @@ def remarks(model: ModelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
     if model.quantize is not None:
         return Recipe.parse(model.quantize or None, env).notes
     unused = variables.set_in(env)
-    return (f"{', '.join(unused)} in env has no effect without quantize: set quantize: '' to follow it.",) if unused else ()
+    found = [f"{', '.join(unused)} in env has no effect without quantize: set quantize: '' to follow it."] if unused else []
+    if model.allow_missing_weights:
+        found.append("allow_missing_weights has no effect without quantize: quantize: bf16 loads the weights as they are.")
+    return tuple(found)
 
 
 def loader_of(model: ModelConfig, env: Mapping[str, str], cache_dir: str, cache_limit_bytes: int | None) -> dict[str, Any]:
@@ -83,6 +86,8 @@ def loader_of(model: ModelConfig, env: Mapping[str, str], cache_dir: str, cache_
     told: dict[str, Any] = {"quantize": Recipe.parse(model.quantize or None, env).canonical(), "cache_dir": None, "cache_limit_bytes": None}
     if model.quantized_cache:
         told |= {"cache_dir": cache_dir, "cache_limit_bytes": cache_limit_bytes}
+    if model.allow_missing_weights:
+        told["enable_weights_track"] = False
     return {"load_format": LOAD_FORMAT, "loader_extra_config": told}
 
 

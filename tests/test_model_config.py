@@ -63,6 +63,7 @@ CHANGES_ENGINE = {
 CHANGES_NOTHING = {
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "concurrency_limit": 1, "wait_for_load_s": 1,
     "health_check_timeout_s": 1, "memory_gib": 1, "quantized_cache": False,
+    "allow_missing_weights": True,
 }  # fmt: skip
 
 
@@ -143,6 +144,12 @@ def test_the_hash_of_a_model_without_the_key_is_that_of_the_release_before_it() 
         ({"quantize": "nvfp4"}, "", {"cache_dir": "/s/quantized", "cache_limit_bytes": None}),
         ({"quantize": "bf16"}, "quantized_cache: {dir: /c, limit_gib: 1.5}", {"cache_dir": "/c", "cache_limit_bytes": 3 << 29}),
         ({"quantize": "fp8", "quantized_cache": False}, "quantized_cache: {limit_gib: 1}", {"cache_dir": None, "cache_limit_bytes": None}),
+        ({"allow_missing_weights": True}, "", None),
+        (
+            {"quantize": "mxfp4", "allow_missing_weights": True},
+            "",
+            {"cache_dir": "/s/quantized", "cache_limit_bytes": None, "enable_weights_track": False},
+        ),
     ],
 )
 def test_what_the_loader_is_told(tmp_path: Path, keys: dict[str, Any], engine: str, loader: dict[str, Any] | None) -> None:
@@ -197,6 +204,7 @@ def test_an_added_model_needs_our_plugin_too(tmp_path: Path) -> None:
     ("keys", "words"),
     [
         ("env: {VLLM_FP8_LAYERS: all}", "VLLM_FP8_LAYERS in env has no effect without quantize"),
+        ("allow_missing_weights: true", "allow_missing_weights has no effect without quantize"),
         ("quantize: fp8, env: {VLLM_FP8_LAYERS: all}", "VLLM_FP8_LAYERS: not used, because"),
         ("quantize: '', env: {VLLM_FP8_LAYERS: all}", None),
         ("quantize: fp8", None),

@@ -29,6 +29,7 @@ from workers.stream.trace import PhantomTensor, Trace
 _NAMED = 3
 _CURE = "Download it again, and check that its config.json is its own"
 _WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
+_ALLOWED = "; where the model can do without, `allow_missing_weights: true` on it"
 # What our formats hand over, and what vLLM's own methods have; a module with a method may have more, and each of that has a default.
 _FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias")
 # What is added to the router's scores to choose experts. vLLM's classes make it of memory that holds anything, on a layer with a method;
@@ -105,7 +106,7 @@ def refuse_unfilled(asked: Asked, folder: str, *, quantized: bool) -> None:
         return
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     told = f"it has nothing for {', '.join(found[:_NAMED])}{more} of vLLM's {type(asked.model).__name__}"
-    raise CheckpointError(told, file=folder, cure=_CURE + _WHOLE if quantized else _CURE)
+    raise CheckpointError(told, file=folder, cure=_CURE + (_WHOLE if quantized else "") + _ALLOWED)
 
 
 def unfilled(asked: Asked) -> list[str]:
