@@ -6,6 +6,9 @@ Everything goes through the real engine, once for each format. The text is quali
 every position of it over the 64 tokens that one engine finds most likely, looked up in the 512 most likely of the other (divergence.py):
 from stock vLLM in BF16, which is what quantizing costs; with --dequantized also from stock vLLM on a BF16 checkpoint of the values that
 the format holds (dequantized.py), which is what the loader and the kernels add, and should be next to nothing.
+
+The question asks for a short sentence: to the bare one SmolLM2-135M in BF16 begins its answer with "The" at 0.155 and with "L" at 0.140,
+and goes on in bad French after the second, so that rounding alone decides (FP8 does so at a KL of 0.012).
 """
 
 from __future__ import annotations
