@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
 import sys
 import textwrap
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparkd import __version__, export, fabric_verb, launch, plan_verb, recipe_verbs, talk, verbs
+from sparkd import __version__
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.verbs import Asked, Json, KeyFile, Url
 
@@ -37,14 +40,16 @@ The daemon is looked for at --url, else SPARKD_URL, else http://127.0.0.1:4000. 
 SPARKD_ADMIN_KEY; no flag takes the key itself, because every user of a machine can read every command line.
 """
 
-app = typer.Typer(
-    name="sparkd",
-    help="Turns one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
-    epilog=EXIT_CODES,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+# Module and its function that registers these verbs, in the order in which the help has them.
+_REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("launch", "register_serve", ("serve",)),
+    ("talk", "register", ("run",)),
+    ("verbs", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
+    ("plan_verb", "register", ("plan",)),
+    ("fabric_verb", "register", ("fabric",)),
+    ("export", "register", ("export",)),
+    ("recipe_verbs", "register", ("recipes",)),
+    ("launch", "register", ("check", "ray-node", "version")),
 )
 
 # typer's public BadParameter leads to the root of all usage errors, which typer or, in older releases, click keeps elsewhere.
@@ -56,7 +61,11 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark rather than an error.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    code = exit_code(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] not in (["serve"], ["ray-node"]):
+        # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
+        gc.set_threshold(50_000)
+    code = exit_code(argv)
     if "ray" in sys.modules:
         # Threads of Ray's core outlive its shutdown, and once in some hundred ends they crash the interpreter's own (SIGSEGV, Ray 2.60).
         # Everything of ours is closed here.
@@ -71,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 def exit_code(argv: list[str]) -> int:
     """The exit code of one command line. What went wrong is one sentence on stderr."""
     try:
-        return app(argv, prog_name="sparkd", standalone_mode=False) or 0
+        return command_line(argv[0] if argv else "")(argv, prog_name="sparkd", standalone_mode=False) or 0
     except SparkdError as error:
         return _fail(error.message, error.exit_code)
     except _USAGE_ERROR as error:
@@ -92,8 +101,28 @@ def exit_code(argv: list[str]) -> int:
         return _fail(f"sparkd has a bug: {type(error).__name__} at {_place(error)}. Please report it.", SparkdError.exit_code)
 
 
-@app.callback(invoke_without_command=True)
-def options(
+def command_line(verb: str = "") -> typer.Typer:
+    """All verbs; or, where the command line begins with one, that one alone: to import and describe the others takes as long again."""
+    app = typer.Typer(
+        name="sparkd",
+        help="Turns one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
+        epilog=EXIT_CODES,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    app.callback(invoke_without_command=True)(_options)
+    asked = [row for row in _REGISTRARS if verb in row[2]]
+    for module, function, _ in asked or _REGISTRARS:
+        register: Callable[[typer.Typer], None] = getattr(import_module(f"sparkd.{module}"), function)
+        register(app)
+    if asked:
+        app.registered_commands = [each for each in app.registered_commands if each.name == verb]
+    return app
+
+
+def _options(
     ctx: typer.Context,
     url: Url = None,
     key_file: KeyFile = None,
@@ -106,16 +135,6 @@ def options(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         sys.stdout.write(ctx.get_help() + "\n")
-
-
-launch.register_serve(app)
-talk.register(app)
-verbs.register(app)
-plan_verb.register(app)
-fabric_verb.register(app)
-export.register(app)
-recipe_verbs.register(app)
-launch.register(app)
 
 
 def _fail(message: str, code: int) -> int:

@@ -29,8 +29,8 @@ from sparkd.errors import (
     error_body,
 )
 from sparkd.model_config import ModelConfig
-from sparkd.plan_here import checkpoint_here, hardware_here
-from sparkd.plan_question import QuestionHere, answer
+from sparkd.plan_here import QuestionHere, checkpoint_here, hardware_here
+from sparkd.plan_question import answer
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
 from sparkd.recipe_file import Method, ProfileName

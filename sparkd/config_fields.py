@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -19,9 +18,9 @@ from pydantic import (
     SecretStr,
     ValidationInfo,
 )
-from pydantic_core import PydanticCustomError
 
 from sparkd import vllm_args
+from sparkd.refusal import plain, refuse
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -44,12 +43,6 @@ def no_bool(value: Any) -> Any:
 
 def one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def refuse(message: str, **context: Any) -> PydanticCustomError:
-    """A validation error with a ready message. In the context, `item` names the list item or map key that is wrong; `repeats` is True where
-    the message repeats the value."""
-    return PydanticCustomError("refused", "{reason}", {"reason": message, **context})
 
 
 def absolute(path: Path, info: ValidationInfo) -> Path:
@@ -145,17 +138,6 @@ def environment(value: Any) -> Any:
         for _, message in vllm_args.owned_env([name]):
             raise refuse(message, item=place)
     return {name: text if isinstance(text, SecretStr) else str(text) for _, name, text in pairs}
-
-
-def plain(value: Any) -> Any:
-    """Free-form values that will be sent as JSON, which has neither infinity nor NaN."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number here must be finite")
-    return value
 
 
 Seconds = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e8)]

@@ -158,7 +158,7 @@ def peak_bytes(shape: Shape, serving: Serving, *, encoders: bool = False) -> int
 
 def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float, float]:
     """(the first start, which quantizes; the next, from the cache). Each rank reads its share; the slower of disk and quantizer counts."""
-    stored = sum(part.tensor.nbytes * part.count for part in inventory.parts) / ranks
+    stored = inventory.stored_bytes / ranks
     first = stored / hardware.disk_bytes_s
     if not weights.changed:
         return first, first

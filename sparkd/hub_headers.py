@@ -28,16 +28,19 @@ _CURE = "It is so on the hub: choose a repository or a revision that has config.
 Progress = Callable[[int, int], None]
 
 
-def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
+def checkpoint_of(
+    text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None, processes: int = 1
+) -> Checkpoint:
     """Of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError, CheckpointError.
 
-    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
+    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent. processes: as
+    read_checkpoint.
     """
     source = source_of(text)
     if source.startswith("/"):
-        return read_checkpoint(source)
+        return read_checkpoint(source, processes)
     snapshot = snapshot_of(source, revision, environ)
-    cached = _complete(snapshot) if snapshot is not None else None
+    cached = _complete(snapshot, processes) if snapshot is not None else None
     return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
 
 
@@ -57,10 +60,10 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         raise CheckpointError(error.reason, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
-def _complete(snapshot: Path) -> tuple[Folder, Selection] | None:
+def _complete(snapshot: Path, processes: int) -> tuple[Folder, Selection] | None:
     """None where a file is not there yet: a download may be on its way, or have been given up."""
     try:
-        folder = Folder(snapshot)
+        folder = Folder(snapshot, processes)
         selection = selected(folder)
     except CheckpointError:
         return None

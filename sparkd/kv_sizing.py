@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkd import vllm_args
-from sparkd.config_fields import plain, refuse
 from sparkd.errors import ConfigError
+from sparkd.refusal import plain, refuse
 from workers.command import CPU_KV_CACHE_GIB, CPU_KV_SPACE
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 if TYPE_CHECKING:
-    from sparkd.model_config import ModelConfig
+    from sparkd.engine_flags import Keys
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -47,7 +47,7 @@ def kv_cache(value: Any) -> Any:
     return {key: made for key, found in given.items() if (made := _READ[key](key, found)) is not None}
 
 
-def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def excluded(model: Keys) -> Iterator[tuple[str, str]]:
     """(key, message) of everything in a model's entry that says another way how its cache is sized."""
     key = "kv_cache" if model.kv_cache is not None else "kv_margin_gib" if model.kv_margin_gib is not None else None
     if key is None:
@@ -61,14 +61,14 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "kv_margin_gib", "kv_margin_gib and kv_cache with utilization exclude each other, because vLLM then sizes: remove one of them"
 
 
-def utilization_of(model: ModelConfig) -> float | None:
+def utilization_of(model: Keys) -> float | None:
     """Of the memory, what vLLM is to take by its own sizing; None where nobody asked for that."""
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
 
 
-def vllm_sizes(model: ModelConfig) -> bool:
+def vllm_sizes(model: Keys) -> bool:
     """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
     return utilization_of(model) is not None or any(True for _ in vllm_args.cache_flags(model.extra_args))
 
@@ -84,7 +84,7 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
 
 
 def sizing_of(
-    model: ModelConfig, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, limit_bytes: int | None
+    model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, limit_bytes: int | None
 ) -> dict[str, Any]:
     """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
 
@@ -108,7 +108,7 @@ def sizing_of(
     return {"worker_cls": WORKERS[platform], "kv_cache": told}
 
 
-def without_cpu_space(model: ModelConfig, env: Mapping[str, str]) -> dict[str, str]:
+def without_cpu_space(model: Keys, env: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment; the CPU backend's variable, which would win over a flag, gives way to `kv_cache`."""
     return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
 

@@ -26,6 +26,8 @@ from sparkd.config_fields import (
     Section,
     Word,
 )
+from sparkd.engine_flags import flags_of
+from sparkd.refusal import refuse
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 # vLLM's own reading (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
@@ -140,7 +142,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_of_each(self) -> ModelConfig:
         for key, message in (*quantizing.excluded(self), *kv_sizing.excluded(self)):
-            raise kinds.refuse(message, item=key)
+            raise refuse(message, item=key)
         return self
 
     def served_names(self) -> tuple[str, ...]:
@@ -148,22 +150,8 @@ class ModelConfig(Section):
         return tuple(dict.fromkeys((self.name, *self.served_model_name, *self.aliases)))
 
     def vllm_flags(self) -> list[str]:
-        """The keys as vLLM flags, in a fixed order, then extra_args as they are: argparse lets the last one win.
-
-        Left to the caller, who knows the rest: --model, --served-model-name, the executor, the ranks and the socket.
-        """
-        flags: list[str] = []
-        for key in _VALUE_FLAGS:
-            value = kv_sizing.utilization_of(self) if key == "gpu_memory_utilization" else getattr(self, key)
-            if value is not None:
-                flags += [f"--{key.replace('_', '-')}", str(value)]
-        if self.tool_call_parser is not None:
-            # vLLM ignores the parser without this switch (cli_args.py: "Required for `--enable-auto-tool-choice`").
-            flags += ["--enable-auto-tool-choice", "--tool-call-parser", self.tool_call_parser]
-        for key in ("trust_remote_code", "enforce_eager"):
-            if getattr(self, key):
-                flags.append(f"--{key.replace('_', '-')}")
-        return [*flags, *self.extra_args]
+        """As sparkd.engine_flags.flags_of."""
+        return flags_of(self)
 
     def environment(self, engine: EngineDefaults) -> dict[str, str]:
         """engine.env, then this model's, in plain text: for the rank's process only."""
@@ -175,20 +163,6 @@ class ModelConfig(Section):
 
     def entrypoint_of(self, engine: EngineDefaults) -> str:
         return self.entrypoint or engine.entrypoint
-
-
-_VALUE_FLAGS = (
-    "revision",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "kv_cache_dtype",
-    "dtype",
-    "quantization",
-    "load_format",
-    "reasoning_parser",
-)
 
 
 def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:

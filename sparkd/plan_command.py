@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from rich.console import Console
 
 from sparkd import show, show_plan
 from sparkd.checkpoint import Checkpoint
-from sparkd.container import containers, shell
 from sparkd.hardware import hardware_of
+from sparkd.header_processes import idle_cores
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import meant, value_of
 from sparkd.plan_question import Question, answer
@@ -22,6 +22,8 @@ from sparkd.quantizing import AUTO
 
 __all__ = ["KV_DTYPES", "Question", "found", "show_found", "value_of", "write_containers"]
 
+# Beyond so many the index, which one process reads, takes longest.
+PROCESSES = 4
 KV_DTYPES = get_args(Question.model_fields["kv_cache_dtype"].annotation)
 
 
@@ -33,8 +35,16 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
 
     def find(name: str) -> tuple[str, Checkpoint, Any]:
         source, revision, configured, env = meant(name, config, os.environ, ask)
-        with show.progress(show.terminal(stderr=True)) as line:
-            checkpoint = checkpoint_of(source, revision, env, lambda done, total: line(f"{source}: headers of {done} of {total} files", ""))
+        with ExitStack() as shown:
+            line: show.Line | None = None
+
+            def progress(done: int, total: int) -> None:
+                nonlocal line
+                # Only once there is something to wait for: what draws it is a thread, and a process with threads reads alone.
+                line = line or shown.enter_context(show.progress(show.terminal(stderr=True)))
+                line(f"{source}: headers of {done} of {total} files", "")
+
+            checkpoint = checkpoint_of(source, revision, env, progress, idle_cores(PROCESSES))
         return source, checkpoint, None if configured in (AUTO, "bf16") else configured
 
     return answer(question, hardware_of(hardware), find)
@@ -49,6 +59,10 @@ def show_found(plan: dict[str, Any], console: Console, *, json: bool, every: boo
 
 def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) -> None:
     """On standard output alone, so that it can go to a file. Raises ConfigError."""
+    import yaml
+
+    from sparkd.container import containers, shell
+
     made = containers(plan, image)
     for number, one in enumerate(made):
         if len(made) > 1:

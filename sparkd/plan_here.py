@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sparkd.admission import machine
 from sparkd.checkpoint import Checkpoint, read_checkpoint
@@ -13,10 +13,17 @@ from sparkd.config import Memory
 from sparkd.errors import CheckpointError
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.model_config import ModelConfig
+from sparkd.plan_question import Question
 from sparkd.quantizing import AUTO
 from sparkd.source import snapshot_of, source_of
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
+
+
+class QuestionHere(Question):
+    """hardware: node is the one that the daemon runs on."""
+
+    hardware: Literal["node", "spark", "h200"] = "node"
 
 
 def hardware_here(name: str) -> Hardware:

@@ -38,12 +38,6 @@ class Question(BaseModel):
     enforce_eager: bool = False
 
 
-class QuestionHere(Question):
-    """hardware: node is the one that the daemon runs on."""
-
-    hardware: Literal["node", "spark", "h200"] = "node"
-
-
 def answer(question: Question, hardware: Hardware, find: Callable[[str], tuple[str, Checkpoint, Any]]) -> dict[str, Any]:
     """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). Blocks.
 

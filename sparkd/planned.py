@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkd import kv_sizing, quantizing
-from sparkd.config import Engine, parse_model
+from sparkd.engine_flags import flags_of
+from sparkd.errors import ConfigError
 from sparkd.fit import AS_STORED, Choice, Option, Wish, floor, smallest
 from sparkd.hardware import GIB, Hardware
-from sparkd.model_config import ModelConfig
+from sparkd.safetensors import shown
 from sparkd.source import name_of
 from sparkd.weight_cost import Inventory
 from workers.command import build_command, build_environment
 from workers.runtime import API_SERVER
 from workers.spec import RankSpec
+from workers.stream.recipe import Recipe
 
 # The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -24,6 +26,29 @@ MASTER_PORT = 29500
 # Where a packaged sparkd keeps both; a plan is made without its configuration.
 _QUANTIZED, _PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles"
 _OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What `entry_of` says, and every other key as the configuration has it where nobody sets it."""
+
+    name: str
+    model: str
+    quantize: dict[str, Any] | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache: dict[str, Any] | None = None
+    kv_margin_gib: float | None = None
+    kv_cache_dtype: str | None = None
+    enforce_eager: bool = False
+    quantized_cache: bool = True
+    quantization: str | None = None
+    load_format: str | None = None
+    gpu_memory_utilization: float | None = None
+    tool_call_parser: str | None = None
+    trust_remote_code: bool = False
+    extra_args: tuple[str, ...] = ()
 
 
 def to_json(model: str, inventory: Inventory, hardware: Hardware, wish: Wish, choice: Choice) -> dict[str, Any]:
@@ -35,7 +60,7 @@ def to_json(model: str, inventory: Inventory, hardware: Hardware, wish: Wish, ch
         "architecture": shape.architecture,
         "layers": shape.layers,
         "max_len": shape.max_len,
-        "bytes": sum(part.tensor.nbytes * part.count for part in inventory.parts),
+        "bytes": inventory.stored_bytes,
         "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
         "hardware": asdict(hardware),
         "asked": {"nodes": wish.nodes, "requests": wish.requests, "max_model_len": wish.max_model_len, "eager": wish.eager},
@@ -84,9 +109,12 @@ def option_json(option: Option) -> dict[str, Any]:
 
 def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
     """config: the model's entry in sparkd.yaml, null for a pipeline, which sparkd does not run; ranks: vLLM's command on each node and the
-    environment that sparkd adds."""
+    environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in model):
+        raise ConfigError(f"{shown(model)}: a model's name or path has no control characters; rename it.", param="model")
     entry = entry_of(model, option, wish)
-    spec = parse_model(name_of(model), entry, over_admin=False)
+    read = {**entry, "quantize": Recipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
+    spec = _Entry(name_of(model), **{key: value for key, value in read.items() if key != "tensor_parallel"})
     ranks = [_rank(spec, option, number, hardware) for number in range(option.nodes)]
     return {"name": spec.name, "config": None if option.pipeline > 1 else entry, "ranks": ranks}
 
@@ -111,7 +139,7 @@ def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
     return entry
 
 
-def _rank(spec: ModelConfig, option: Option, number: int, hardware: Hardware) -> dict[str, Any]:
+def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware) -> dict[str, Any]:
     flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
     if option.tensor > 1:
         flags += ["--tensor-parallel-size", str(option.tensor)]
@@ -120,15 +148,14 @@ def _rank(spec: ModelConfig, option: Option, number: int, hardware: Hardware) ->
     if option.nodes > 1:
         flags += ["--nnodes", str(option.nodes), "--node-rank", str(number), "--master-addr", "HEAD", "--master-port", str(MASTER_PORT)]
         flags += ["--distributed-executor-backend", "mp", *(["--headless"] if number else [])]
-    env = spec.environment(Engine())
     fields: Mapping[str, Any] = {
-        **quantizing.loader_of(spec, env, _QUANTIZED, None),
-        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, env, _PROFILES, None),
+        **quantizing.loader_of(spec, {}, _QUANTIZED, None),
+        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, _PROFILES, None),
     }
     rank = RankSpec(
         rank_id="plan",
         model_name=spec.name,
-        served_names=spec.served_names(),
+        served_names=(spec.name,),
         model=spec.model,
         generation=0,
         node_id="node",
@@ -140,8 +167,7 @@ def _rank(spec: ModelConfig, option: Option, number: int, hardware: Hardware) ->
         config_hash="",
         platform=hardware.platform,
         flags=tuple(flags),
-        extra_args=tuple(spec.vllm_flags()),
-        env=env,
+        extra_args=tuple(flags_of(spec)),
         **fields,
     )
     environment = build_environment(rank, {}, None)

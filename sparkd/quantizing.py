@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkd import vllm_args
-from sparkd.config_fields import plain, refuse
 from sparkd.errors import ConfigError, SparkdError
+from sparkd.refusal import plain, refuse
 from workers.stream import variables
 from workers.stream.recipe import Recipe
 
 if TYPE_CHECKING:
-    from sparkd.model_config import ModelConfig
+    from sparkd.engine_flags import Keys
 
 LOAD_FORMAT = "spark_stream"
 # The name of our entry point in vLLM's group of plugins; VLLM_PLUGINS is a list of such names.
@@ -37,7 +37,7 @@ def recipe(value: Any) -> Any:
         raise refuse(_bare(error), repeats=True) from None
 
 
-def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def excluded(model: Keys) -> Iterator[tuple[str, str]]:
     """(key, message) of everything in a model's entry that says another way how its weights are loaded."""
     if model.quantize is None:
         return
@@ -48,7 +48,7 @@ def excluded(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "extra_args", f"{flag} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
 
 
-def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
+def unreachable(model: Keys, env: Mapping[str, str]) -> str | None:
     """Why an engine with this environment could not load `model`; None where it can."""
     if model.quantize is None:
         return None
@@ -64,7 +64,7 @@ def unreachable(model: ModelConfig, env: Mapping[str, str]) -> str | None:
     return None
 
 
-def remarks(model: ModelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
+def remarks(model: Keys, env: Mapping[str, str]) -> tuple[str, ...]:
     """What `sparkd check` warns of, once the model can be loaded."""
     if model.quantize == AUTO:
         return ()
@@ -77,7 +77,7 @@ def remarks(model: ModelConfig, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def loader_of(model: ModelConfig, env: Mapping[str, str], cache_dir: str, cache_limit_bytes: int | None) -> dict[str, Any]:
+def loader_of(model: Keys, env: Mapping[str, str], cache_dir: str, cache_limit_bytes: int | None) -> dict[str, Any]:
     """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`."""
     if model.quantize is None:
         return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -176,6 +175,8 @@ def _book(folder: Path | None) -> Book:
 
 def _release(version: str | None) -> Release:
     """The one that was named, else that of the vLLM beside sparkd, else the one that the tables were read off."""
+    from importlib import metadata
+
     from sparkd.vllm_flags import release_of
     from sparkd.vllm_history import READ_OFF
 

@@ -57,29 +57,29 @@ class FileTensors:
     def __iter__(self) -> Iterator[TensorRef]:
         sizes = list(map(_SIZE, self.kinds))
         dtypes, shapes = map(attrgetter("dtype"), self.kinds), map(attrgetter("shape"), self.kinds)
-        fields = zip(self._all_names(), dtypes, shapes, repeat(self.path), accumulate(sizes, initial=self.begin), sizes, strict=False)
+        fields = zip(self.all_names(), dtypes, shapes, repeat(self.path), accumulate(sizes, initial=self.begin), sizes, strict=False)
         return self._counting(map(partial(tuple.__new__, TensorRef), fields))
 
-    def refs_at(self, positions: Iterable[int]) -> list[TensorRef]:
-        """Of all of them, those that are left out too."""
-        names = self._all_names()
+    def refs_at(self, positions: Iterable[int], names: Sequence[str]) -> list[TensorRef]:
+        """Of all of them, those that are left out too. names: as `all_names`."""
         starts = list(accumulate(map(_SIZE, self.kinds), initial=self.begin))
         return [TensorRef(names[at], *self.kinds[at][:2], self.path, starts[at], self.kinds[at].nbytes) for at in positions]
+
+    def all_names(self) -> list[str]:
+        """In the order of `kinds`, those that are left out too."""
+        return self.names.decode().split("\n") if self.kinds else []
 
     def split_names(self) -> list[bytes]:
         """All of them, those that are left out too."""
         return self.names.split(b"\n") if self.kinds else []
 
     def counting_names(self) -> Iterator[str]:
-        return self._counting(self._all_names())
-
-    def _all_names(self) -> list[str]:
-        return self.names.decode().split("\n") if self.kinds else []
+        return self._counting(self.all_names())
 
     def _counting(self, values: Iterable[Any]) -> Iterator[Any]:
         if not self.left_out:
             return iter(values)
-        return compress(values, [name not in self.left_out for name in self._all_names()])
+        return compress(values, [name not in self.left_out for name in self.all_names()])
 
 
 class Alike(NamedTuple):
@@ -130,7 +130,7 @@ class Tensors(Mapping[str, TensorRef]):
             names = pattern.sub(replacement, file.names.decode()).split("\n") if file.kinds else []
             counts = _counted(names, file.kinds)
             if new := [key for key in counts if key not in found]:
-                firsts = file.refs_at(_position(names, file.kinds, key) for key in new)
+                firsts = file.refs_at(_positions(names, file.kinds, new), file.all_names())
                 found.update((key, Alike(key[0], first, 0)) for key, first in zip(new, firsts, strict=True))
             for key, count in counts.items():
                 found[key] = found[key]._replace(total=found[key].total + count)
@@ -157,11 +157,14 @@ def _counted(names: Sequence[str], kinds: Sequence[Kind]) -> Mapping[tuple[str, 
     return Counter(zip(names, kinds, strict=True))
 
 
-def _position(names: Sequence[str], kinds: Sequence[Kind], key: tuple[str, Kind]) -> int:
-    at = names.index(key[0])
-    while kinds[at] != key[1]:
-        at = names.index(key[0], at + 1)
-    return at
+def _positions(names: Sequence[str], kinds: Sequence[Kind], keys: Iterable[tuple[str, Kind]]) -> Iterator[int]:
+    """Where each key first is. keys: in the order in which they first occur, so that none need be looked for before the one before it."""
+    at = -1
+    for name, kind in keys:
+        at = names.index(name, at + 1)
+        while kinds[at] != kind:
+            at = names.index(name, at + 1)
+        yield at
 
 
 def _alike(tensors: Mapping[str, TensorRef], pattern: re.Pattern[str], replacement: str) -> Iterable[Alike]:

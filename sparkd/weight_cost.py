@@ -7,8 +7,10 @@ columns, vocabularies by rows after padding, experts along their inner width, ev
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import ceil, prod
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
@@ -102,13 +104,16 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A checkpoint, with one tensor for all experts of a layer that are alike. unloaded_bytes: of layers that vLLM leaves on the disk."""
+    """A checkpoint, with one tensor for all experts of a layer that are alike. stored_bytes: of what is loaded;
+    unloaded_bytes: of layers that vLLM leaves on the disk."""
 
     checkpoint: Checkpoint
     shape: Shape
     parts: tuple[Part, ...]
+    stored_bytes: int
     unloaded_bytes: int
     _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
         """What the recipe makes of the tensors, and what it could not do, one sentence each; made once.
@@ -121,18 +126,26 @@ class Inventory:
         return self._alike[recipe]
 
     def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
-        """Of the fullest rank. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
+        """Of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
+        key = recipe, ranks, stages, platform
+        if key not in self._weights:
+            self._weights[key] = self._counted(*key)
+        return self._weights[key]
+
+    def _counted(self, recipe: Recipe, ranks: int, stages: int, platform: str) -> Weights:
         found, notes = self.alike(recipe)
         placed: list[dict[str, int]] = [{} for _ in range(stages)]
         of_layer = stages_of(self.shape.layers, stages)
+        tallies: dict[tuple[str, tuple[int | None, ...]], Counter[int]] = {}
         active = disk = head = 0
         for one in found:
             part = one.part
             each = _bytes(part, one.form, self.shape, ranks) * _padding(part, one.form, self.shape, ranks, platform)
             held = part.copies * part.count * ceil(each)
-            for layer in one.layers:
-                for stage in _places(part.kind, layer, of_layer, stages, self.shape):
-                    placed[stage][part.kind] = placed[stage].get(part.kind, 0) + held
+            if (where := (part.kind, one.layers)) not in tallies:
+                tallies[where] = Counter(stage for layer in one.layers for stage in _places(part.kind, layer, of_layer, stages, self.shape))
+            for stage, times in tallies[where].items():
+                placed[stage][part.kind] = placed[stage].get(part.kind, 0) + times * held
             active += len(one.layers) * int(held * part.active)
             disk += len(one.layers) * part.count * (part.tensor.nbytes if one.form is None else _formatted(part, one.form, self.shape, 1))
             head = max(head, held) if part.kind == "embedding" else head
@@ -173,7 +186,8 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         active = _active(name, kind, shape)
         parts.append(Part(tensor, kind, counts[name], split, active, int(layer[1]) if layer else None, heads, 2 if twice else 1))
     loaded = {part.tensor.name: part.tensor for part in parts}
-    return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), unloaded)
+    stored = sum(part.tensor.nbytes * part.count for part in parts)
+    return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, unloaded)
 
 
 def _grouped(parts: Iterable[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:
@@ -185,10 +199,15 @@ def _grouped(parts: Iterable[Part], assignment: Mapping[str, Format]) -> Iterato
         if last in _SOURCE_SCALES and stem in assignment:
             continue  # It goes into the weight's new format.
         form = assignment.get(stem) if last == "weight" else assignment.get(tensor.name)
-        key = _NUMBER.sub("*", tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
+        key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
         first.setdefault(key, (part, form))
         layers.setdefault(key, []).append(part.layer)
     yield from (Alike(part, form, tuple(layers[key])) for key, (part, form) in first.items())
+
+
+@lru_cache(maxsize=8192)
+def _starred(name: str) -> str:
+    return _NUMBER.sub("*", name)
 
 
 def sides(tensor: TensorRef, shape: Shape) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sparkd import __main__, errors, launch, show
-from sparkd.__main__ import EXIT_CODES, app, exit_code
+from sparkd.__main__ import EXIT_CODES, command_line, exit_code
 from sparkd.client import admin_key, base_url, refusal
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.source import name_of, source_of
@@ -83,7 +83,7 @@ def answers() -> Iterator[Answers]:
 
 
 def test_without_arguments_the_help_is_shown() -> None:
-    shown = CliRunner().invoke(app, [])
+    shown = CliRunner().invoke(command_line(), [])
 
     assert shown.exit_code == 0
     assert all(re.search(rf"^  {verb} ", shown.output, re.MULTILINE) for verb in VERBS)
@@ -92,7 +92,7 @@ def test_without_arguments_the_help_is_shown() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself_in_a_screenful(verb: str) -> None:
-    shown = CliRunner().invoke(app, [verb, "-h"])
+    shown = CliRunner().invoke(command_line(), [verb, "-h"])
 
     assert shown.exit_code == 0
     assert len(shown.output.splitlines()) <= 30
@@ -101,7 +101,7 @@ def test_every_verb_explains_itself_in_a_screenful(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_takes_a_key_on_the_command_line(verb: str) -> None:
-    assert "--key " not in CliRunner().invoke(app, [verb, "-h"]).output
+    assert "--key " not in CliRunner().invoke(command_line(), [verb, "-h"]).output
     assert exit_code([verb, "--key", KEY]) == 2
 
 
@@ -329,9 +329,19 @@ def test_what_ends_a_task_group_is_found_inside(monkeypatch: pytest.MonkeyPatch,
     def fail(*arguments: Any, **options: Any) -> None:
         raise ExceptionGroup("tasks", [ExceptionGroup("inner", [errors.StateError("The disk is gone.")])])
 
-    monkeypatch.setattr(__main__, "app", fail)
+    monkeypatch.setattr(__main__, "command_line", fail)
     assert exit_code([]) == 3
     assert capsys.readouterr().err == "error: The disk is gone.\n"
+
+
+def test_a_command_line_with_one_verb_has_it_as_all_of_them_do() -> None:
+    everything = command_line()
+    names = [command.name for command in everything.registered_commands] + ["recipes"]
+
+    assert len(names) == len(set(names)) > 15
+    for name in names:
+        alone, among = (CliRunner().invoke(app, [str(name), "-h"]).output for app in (command_line(str(name)), everything))
+        assert alone == among and "Usage: " in alone
 
 
 def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from sparkd import metrics
-from sparkd.__main__ import app
+from sparkd.__main__ import command_line
 from sparkd.admin import PREFIX, admin_app
 from sparkd.errors import SparkdError
 from sparkd.gateway.routes import EXACT
@@ -104,7 +104,7 @@ def test_what_runs_on_a_node_needs_the_standard_library_only(module: str) -> Non
 
 
 def test_the_readme_names_every_verb() -> None:
-    for command in app.registered_commands:
+    for command in command_line().registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")
         assert re.search(rf"`(?:sparkd )?{name}\b", README), name

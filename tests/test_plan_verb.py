@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from sparkd import quantizing
 from sparkd.__main__ import exit_code
-from sparkd.config import load_config
+from sparkd.config import load_config, parse_model
 from tests.daemon_process import ROOT
 from tests.sketches import dense, mixture, tensors_of, write
 
@@ -234,9 +235,26 @@ def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "there is no usable num_hidden_layers in it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argv", [[], ["--nodes", "2", "--quantize", "nvfp4", "--seqs", "3", "--margin", "2", "--eager", "--kv-dtype", "fp8"]]
+)
+def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    """A plan reads no configuration: what it prints for sparkd.yaml has to come to the same flags there."""
+    assert exit_code(["plan", "--json", str(folder), *argv]) == 0
+    choice = json.loads(capsys.readouterr().out)["choice"]
+    spec = parse_model(choice["name"], choice["config"], over_admin=False)
+    command = choice["ranks"][0]["command"]
+
+    flags = spec.vllm_flags()
+    assert any(command[at : at + len(flags)] == flags for at in range(len(command)))
+    loader = quantizing.loader_of(spec, {}, "", None)
+    assert not loader or json.loads(command[command.index("--model-loader-extra-config") + 1])["quantize"] == spec.quantize
+
+
 def test_a_plan_loads_no_engine(folder: Path) -> None:
     code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
 
-    assert not {"torch", "vllm", "numpy", "transformers", "ray", "fastapi"} & set(done.stderr.split())
+    heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "yaml", "huggingface_hub", "sparkd.config", "sparkd.talk"}
+    assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sparkd.__main__ import app, exit_code
+from sparkd.__main__ import command_line, exit_code
 from sparkd.launch import _is_recipe
 from tests.test_recipe_import import ONE
 from tests.test_recipes import BOOK, OURS, RECIPE
@@ -148,7 +148,7 @@ def test_import_prints_or_writes_and_tells_what_it_left_out(tmp_path: Path, caps
 
 def test_the_help_fits() -> None:
     for argv in ([], ["ls"], ["show"], ["check"], ["import"]):
-        shown = CliRunner().invoke(app, ["recipes", *argv, "-h"])
+        shown = CliRunner().invoke(command_line(), ["recipes", *argv, "-h"])
         assert shown.exit_code == 0 and max(map(len, shown.output.splitlines())) <= 110
 
 
