@@ -29,8 +29,7 @@ from sparkd.errors import (
     error_body,
 )
 from sparkd.model_config import ModelConfig
-from sparkd.plan_here import QuestionHere, checkpoint_here, hardware_here
-from sparkd.plan_question import answer
+from sparkd.plan_here import QuestionHere, planned_here
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
 from sparkd.recipe_file import Method, ProfileName
@@ -207,7 +206,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
         def find(name: str) -> ModelConfig | None:
             return supervisor.record(name).spec if _known(supervisor, name) else None
 
-        return await asyncio.to_thread(lambda: answer(question, hardware_here(question.hardware), lambda name: checkpoint_here(name, find)))
+        return await planned_here(question, find)
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(

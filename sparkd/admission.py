@@ -5,7 +5,7 @@ anything, and says nothing where a model's headers are not on this machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -18,6 +18,7 @@ from sparkd.hardware import SPARK, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
+from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import snapshot_of
 from sparkd.weight_cost import Inventory, inventory
@@ -114,7 +115,17 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offere
     better = next((one for one in found.options if one.fits and one.format not in (own, AS_STORED)), None)
     if better is not None and better.footprint is not None:
         told.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
+    if source := next(_fitting(spec, known, machine, replace(asked, quantize="bf16"), env), None):
+        told.append(source)
     return f"What would fit: {', or '.join(told)}" if told else ""
+
+
+def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish, env: Mapping[str, str]) -> Iterator[str]:
+    """What is on this node quantized already. It is told and not taken: who names a model gets that one."""
+    for name, checkpoint in prequantized(spec.model, known.checkpoint, env):
+        best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, asked).best
+        if best is not None and best.footprint is not None:
+            yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
 
 
 def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Mapping[str, tuple[str, int]]) -> str:

@@ -23,6 +23,9 @@ CONTEXT_STEP = 1024
 DEFAULT_CONTEXT = 32_768
 
 
+Rank = tuple[bool, bool, bool, float, float, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
     """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
@@ -92,15 +95,20 @@ def choose(inventory: Inventory, hardware: Hardware, wish: Wish, learned: Mappin
         for name, recipe in _recipes(inventory, wish)
         for ways in _ways(wish)
     ]
-    enough = 0 if wish.max_model_len else min(inventory.shape.max_len, DEFAULT_CONTEXT)
-    ranked = sorted(found, key=lambda one: _rank(one, enough))
+    ranked = sorted(found, key=lambda one: rank(one, inventory, wish))
     return Choice(tuple(ranked), tuple(_notes(inventory, wish)))
 
 
-def _rank(option: Option, enough: int) -> tuple[bool, bool, bool, int, float, int]:
-    """sparkd spreads a model by tensor parallelism only: a pipeline is for those who run vLLM themselves."""
+def rank(option: Option, inventory: Inventory, wish: Wish, *, prequantized: bool = False) -> Rank:
+    """The best is the least. sparkd spreads a model by tensor parallelism only: a pipeline is for those who run vLLM themselves.
+
+    prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with: it comes behind the model as it is
+    stored, and before what would be quantized here.
+    """
+    enough = 0 if wish.max_model_len else min(inventory.shape.max_len, DEFAULT_CONTEXT)
     speed = option.footprint.decode_tokens_s if option.footprint is not None else 0.0
-    return not option.fits, option.pipeline > 1, option.longest < enough, _quality(option.format), -speed, option.nodes
+    quality = 0.5 if prequantized else float(_quality(option.format))
+    return not option.fits, option.pipeline > 1, option.longest < enough, quality, -speed, option.nodes
 
 
 def floor(option: Option, hardware: Hardware, steps: Sequence[float]) -> list[tuple[float, int, int]]:

@@ -40,7 +40,7 @@ def checkpoint_of(
     if source.startswith("/"):
         return read_checkpoint(source, processes)
     snapshot = snapshot_of(source, revision, environ)
-    cached = _complete(snapshot, processes) if snapshot is not None else None
+    cached = complete(snapshot, processes) if snapshot is not None else None
     return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
 
 
@@ -60,8 +60,8 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         raise CheckpointError(error.reason, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
-def _complete(snapshot: Path, processes: int) -> tuple[Folder, Selection] | None:
-    """None where a file is not there yet: a download may be on its way, or have been given up."""
+def complete(snapshot: Path, processes: int = 1) -> tuple[Folder, Selection] | None:
+    """A snapshot of the hub cache; None where a file is not there yet: a download may be on its way, or have been given up."""
     try:
         folder = Folder(snapshot, processes)
         selection = selected(folder)

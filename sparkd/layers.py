@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint, tensor_class
-from sparkd.errors import CheckpointError, ConfigError, Unavailable
+from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
+from sparkd.errors import ConfigError, Unavailable
+from sparkd.hub_headers import Progress, checkpoint_of
 from sparkd.quantizing import AUTO
-from sparkd.source import CONFIG_PATH, snapshot_of, source_of
+from sparkd.source import CONFIG_PATH, source_of
 from workers.stream.format import Format, fitting
 from workers.stream.recipe import Assignment, Recipe
 
@@ -97,28 +98,21 @@ def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
 
 
 def listing_of(
-    model: str, quantize: str | None, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
+    model: str,
+    quantize: str | None,
+    config_file: Path | None,
+    environ: Mapping[str, str],
+    ask: Callable[[], list[dict[str, Any]]],
+    progress: Progress | None = None,
 ) -> Listing:
-    """Of a folder, a configured name, a hub id in the local cache, or a name that the daemon knows. Raises ConfigError, CheckpointError.
+    """Of a folder, a configured name, a hub id, or a name that the daemon knows. Raises ConfigError, CheckpointError.
 
     quantize: a recipe as YAML, in place of the configured one. ask: the daemon's models, called only where nothing else knows `model`.
+    progress: called for each header that had to come from the hub, because the local cache has not all of the model.
     """
-    _, folder, configured, env = located(model, config_file, environ, ask)
-    recipe = Recipe.parse(value_of(quantize), env) if quantize is not None else Recipe.parse(configured, env)
-    return listing(read_checkpoint(folder), recipe)
-
-
-def located(
-    model: str, config_file: Path | None, environ: Mapping[str, str], ask: Callable[[], list[dict[str, Any]]]
-) -> tuple[str, str, Any, dict[str, str]]:
-    """(folder or hub id, folder, configured `quantize`, environment of the engine) of what a user calls MODEL; as `listing_of`."""
     source, revision, configured, env = meant(model, config_file, environ, ask)
-    if source.startswith("/"):
-        return source, source, configured, env
-    snapshot = snapshot_of(source, revision, env)
-    if snapshot is None:
-        raise CheckpointError(f"{source} is not in this machine's hub cache", cure="Load it once, or give a folder")
-    return source, str(snapshot), configured, env
+    recipe = Recipe.parse(value_of(quantize), env) if quantize is not None else Recipe.parse(configured, env)
+    return listing(checkpoint_of(source, revision, env, progress), recipe)
 
 
 def meant(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +17,7 @@ from sparkd.header_processes import idle_cores
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import meant, value_of
 from sparkd.plan_question import Question, answer
+from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 
 __all__ = ["KV_DTYPES", "Question", "found", "show_found", "value_of", "write_containers"]
@@ -33,21 +33,16 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
     Raises ConfigError and CheckpointError.
     """
 
+    env: dict[str, str] = {}
+
     def find(name: str) -> tuple[str, Checkpoint, Any]:
-        source, revision, configured, env = meant(name, config, os.environ, ask)
-        with ExitStack() as shown:
-            line: show.Line | None = None
-
-            def progress(done: int, total: int) -> None:
-                nonlocal line
-                # Only once there is something to wait for: what draws it is a thread, and a process with threads reads alone.
-                line = line or shown.enter_context(show.progress(show.terminal(stderr=True)))
-                line(f"{source}: headers of {done} of {total} files", "")
-
+        source, revision, configured, engine = meant(name, config, os.environ, ask)
+        env.update(engine)
+        with show.headers_of(source) as progress:
             checkpoint = checkpoint_of(source, revision, env, progress, idle_cores(PROCESSES))
         return source, checkpoint, None if configured in (AUTO, "bf16") else configured
 
-    return answer(question, hardware_of(hardware), find)
+    return answer(question, hardware_of(hardware), find, lambda source, checkpoint: prequantized(source, checkpoint, env))
 
 
 def show_found(plan: dict[str, Any], console: Console, *, json: bool, every: bool) -> None:

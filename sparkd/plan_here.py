@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from sparkd.admission import machine
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import Checkpoint
 from sparkd.config import Memory
-from sparkd.errors import CheckpointError
+from sparkd.errors import ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
+from sparkd.hub_headers import checkpoint_of
 from sparkd.model_config import ModelConfig
-from sparkd.plan_question import Question
+from sparkd.plan_question import Question, answer
+from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
-from sparkd.source import snapshot_of, source_of
+from sparkd.source import source_of
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
+
+# For all headers of a model, from the hub too: who asks by HTTP does not wait for ever.
+LIMIT_S = 60.0
 
 
 class QuestionHere(Question):
@@ -35,16 +42,47 @@ def hardware_here(name: str) -> Hardware:
     return machine(platform, total, Memory().os_reserve_bytes(total))
 
 
-def checkpoint_here(name: str, find: Callable[[str], ModelConfig | None]) -> tuple[str, Checkpoint, Any]:
-    """(folder or hub id, headers, configured `quantize`, None for any). find: a model that the daemon knows. Raises CheckpointError."""
+async def planned_here(question: QuestionHere, find: Callable[[str], ModelConfig | None]) -> dict[str, Any]:
+    """The plan as plain JSON. find: a model that the daemon knows. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            return await asyncio.to_thread(_answer, question, find)
+    except TimeoutError:
+        raise _too_slow(question.model) from None
+
+
+def _answer(question: QuestionHere, find: Callable[[str], ModelConfig | None]) -> dict[str, Any]:
+    env = dict(os.environ)
+    until_s = time.monotonic() + LIMIT_S
+
+    def progress(_done: int, _total: int) -> None:
+        # The thread cannot be stopped from outside: it stops itself, and with it what it asks of the hub.
+        if time.monotonic() > until_s:
+            raise _too_slow(question.model)
+
+    return answer(
+        question,
+        hardware_here(question.hardware),
+        lambda name: checkpoint_here(name, find, progress),
+        lambda source, checkpoint: prequantized(source, checkpoint, env),
+    )
+
+
+def checkpoint_here(
+    name: str, find: Callable[[str], ModelConfig | None], progress: Callable[[int, int], None] | None = None
+) -> tuple[str, Checkpoint, Any]:
+    """(folder or hub id, headers, configured `quantize`, None for any); from the hub where this node's cache has not all of it. Blocks.
+
+    find: a model that the daemon knows. progress: as sparkd.hub_headers. Raises ConfigError, CheckpointError.
+    """
     spec = find(name)
     source = source_of(name) if spec is None else spec.model
     configured = None if spec is None or spec.quantize == AUTO else spec.quantize
-    if source.startswith("/"):
-        return source, read_checkpoint(source), configured
-    folder = snapshot_of(source, spec.revision if spec is not None else None, os.environ)
-    if folder is None:
-        raise CheckpointError(
-            f"{source} is not in this node's hub cache", cure="Load it once, or ask `sparkd plan`, which looks on the hub"
-        )
-    return source, read_checkpoint(folder), configured
+    if not source.startswith("/") and "/" not in source and spec is None:
+        raise ConfigError(f"No model is called {name}: give a configured name, a folder, or a hub id (owner/name).", param="model")
+    return source, checkpoint_of(source, spec.revision if spec is not None else None, os.environ, progress), configured
+
+
+def _too_slow(model: str) -> Unavailable:
+    told = f"{model}: its headers were not all read within {LIMIT_S:.0f} s"
+    return Unavailable(f"{told}. Ask again later, or download the model first (`hf download {model}`).")

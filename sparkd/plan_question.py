@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,10 +13,12 @@ from sparkd.fit import Wish, choose
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
-from sparkd.planned import to_json
+from sparkd.planned import Offer, to_json
 from sparkd.weight_cost import inventory
 
 MAX_TOKENS = 1 << 30
+Finder = Callable[[str], tuple[str, Checkpoint, Any]]
+Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
 
 class Question(BaseModel):
@@ -38,8 +41,9 @@ class Question(BaseModel):
     enforce_eager: bool = False
 
 
-def answer(question: Question, hardware: Hardware, find: Callable[[str], tuple[str, Checkpoint, Any]]) -> dict[str, Any]:
-    """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). Blocks.
+def answer(question: Question, hardware: Hardware, find: Finder, others: Others | None = None) -> dict[str, Any]:
+    """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). others: folder or
+    hub id and headers -> the same of what holds that model quantized already; asked where any format would do. Blocks.
 
     Raises ConfigError and CheckpointError.
     """
@@ -61,4 +65,11 @@ def answer(question: Question, hardware: Hardware, find: Callable[[str], tuple[s
         eager=question.enforce_eager,
         margin_bytes=None if question.margin_gib is None else int(question.margin_gib * GIB),
     )
-    return to_json(source, known, hardware, wish, choose(known, hardware, wish))
+    choice = choose(known, hardware, wish)
+    there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
+    as_stored = replace(wish, quantize="bf16")
+    offers = [
+        Offer(name, each, choose(each, hardware, as_stored))
+        for name, each in ((name, inventory(found, shape_of(found.config))) for name, found in there)
+    ]
+    return to_json(source, known, hardware, wish, choice, offers)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkd import kv_sizing, quantizing
 from sparkd.engine_flags import flags_of
 from sparkd.errors import ConfigError
-from sparkd.fit import AS_STORED, Choice, Option, Wish, floor, smallest
+from sparkd.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
 from sparkd.hardware import GIB, Hardware
 from sparkd.safetensors import shown
 from sparkd.source import name_of
@@ -51,9 +51,31 @@ class _Entry:
     extra_args: tuple[str, ...] = ()
 
 
-def to_json(model: str, inventory: Inventory, hardware: Hardware, wish: Wish, choice: Choice) -> dict[str, Any]:
-    """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats."""
-    checkpoint, shape, best = inventory.checkpoint, inventory.shape, choice.best
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Another checkpoint on this machine, of the same model and quantized already. model: folder or hub id."""
+
+    model: str
+    inventory: Inventory
+    choice: Choice
+
+    @property
+    def method(self) -> str:
+        source = self.inventory.checkpoint.quantization
+        return source.method if source is not None else AS_STORED
+
+
+def to_json(
+    model: str, inventory: Inventory, hardware: Hardware, wish: Wish, choice: Choice, offers: Sequence[Offer] = ()
+) -> dict[str, Any]:
+    """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats. Each option names the model that it is of."""
+    checkpoint, shape = inventory.checkpoint, inventory.shape
+    ways: list[tuple[Rank, str, Option, str | None]] = [(rank(one, inventory, wish), model, one, None) for one in choice.options]
+    ways += [
+        (rank(one, each.inventory, wish, prequantized=True), each.model, one, each.method) for each in offers for one in each.choice.options
+    ]
+    ways.sort(key=lambda way: way[0])
+    _, of, best, already = ways[0] if ways and ways[0][2].fits else (None, model, None, None)
     return {
         "model": model,
         "folder": checkpoint.folder,
@@ -64,11 +86,18 @@ def to_json(model: str, inventory: Inventory, hardware: Hardware, wish: Wish, ch
         "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
         "hardware": asdict(hardware),
         "asked": {"nodes": wish.nodes, "requests": wish.requests, "max_model_len": wish.max_model_len, "eager": wish.eager},
-        "options": [option_json(one) for one in choice.options],
-        "choice": None if best is None else {**option_json(best), **how(model, best, wish, hardware)},
+        "options": [{**option_json(one), "model": name, "prequantized": method} for _, name, one, method in ways],
+        "choice": None if best is None else {**option_json(best), "model": of, "prequantized": already, **how(of, best, wish, hardware)},
         "floor": [] if best is None else _floor(best, hardware),
-        "notes": list(choice.notes),
+        "notes": [*choice.notes, *(_offered(each, model, of) for each in offers)],
     }
+
+
+def _offered(offer: Offer, model: str, chosen: str) -> str:
+    how = f"{offer.model} is on this machine: the same model, quantized already ({offer.method})"
+    if offer.model == chosen:
+        return f"{how}. It goes before quantizing {model} here; sparkd serves it where `model:` names it, and never in the other's place."
+    return f"{how}; name it in `model:` to have it served."
 
 
 def option_json(option: Option) -> dict[str, Any]:

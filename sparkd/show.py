@@ -7,8 +7,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -83,6 +83,21 @@ def progress(console: Console) -> Iterator[Line]:
         return
     with console.status("") as status:
         yield lambda text, step: status.update(escape(printable(text)))
+
+
+@contextmanager
+def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
+    """A line about headers that come from the hub, (read, to read). Begun only with the first, because what draws it is a thread, and a
+    process with threads reads the headers of files alone."""
+    with ExitStack() as shown:
+        line: Line | None = None
+
+        def told(done: int, total: int) -> None:
+            nonlocal line
+            line = line or shown.enter_context(progress(terminal(stderr=True)))
+            line(f"{source}: headers of {done} of {total} files", "")
+
+        yield told
 
 
 def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from sparkd.fit import gib
 from sparkd.show import duration, printable
+from sparkd.source import name_of
 
 # What a node's memory holds, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (
@@ -87,7 +88,7 @@ def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
             continue
         rest = sum(parts[name] for name in ("peak", "graphs", "context", "processes"))
         table.add_row(
-            escape(option["format"]),
+            escape(_format(option)),
             str(option["nodes"]),
             _split(option),
             gib(parts["weights"]),
@@ -106,13 +107,18 @@ def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
     _rejected(rejected, console, every or not table.row_count)
 
 
+def _format(option: Mapping[str, Any]) -> str:
+    """`nvfp4`, or `nvfp4 (its name)` of another checkpoint."""
+    return f"{option['prequantized']} ({name_of(option['model'])})" if option.get("prequantized") else str(option["format"])
+
+
 def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -> None:
     """One line for each reason; without `every` only where there was something to count."""
     ways: dict[str, list[str]] = {}
     for option in options:
         if every or option["footprint"] is not None:
             split = f" ({_split(option)})" if option["nodes"] > 1 else ""
-            way = f"{option['format']} on {option['nodes']} node{'s' if option['nodes'] > 1 else ''}{split}"
+            way = f"{_format(option)} on {option['nodes']} node{'s' if option['nodes'] > 1 else ''}{split}"
             ways.setdefault(option["reason"], []).append(way)
     shown = list(ways.items()) if every else list(ways.items())[:GENEROUS]
     for reason, found in shown:

@@ -28,9 +28,7 @@ def name_of(source: str) -> str:
 
 def snapshot_of(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
     """The folder of a hub id in the local cache (huggingface_hub, "Understand caching"); None where it is not there. Fetches nothing."""
-    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-    folder = cache / f"models--{hub_id.replace('/', '--')}"
+    folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     wanted = revision or "main"
     try:
         commit = (folder / "refs" / wanted).read_text().strip()
@@ -38,3 +36,9 @@ def snapshot_of(hub_id: str, revision: str | None, environ: Mapping[str, str]) -
         commit = wanted
     snapshot = folder / "snapshots" / commit
     return snapshot if commit and snapshot.is_dir() else None
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """The folder of the local cache, which need not be there."""
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()

@@ -155,7 +155,8 @@ async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
     assert SECRET not in json.dumps(found)
 
 
-async def test_whether_a_model_would_fit(tmp_path: Path) -> None:
+async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
     async with admin_of(tmp_path) as made:
         found = await made.ask("POST", "/plan", 200, json={"model": str(folder), "hardware": "spark", "max_model_len": 64})
@@ -165,7 +166,8 @@ async def test_whether_a_model_would_fit(tmp_path: Path) -> None:
             ({"model": str(folder), "nodes": 0}, 400, "nodes"),
             ({"model": str(folder), "quantize": "fp3"}, 422, "fp3"),
             ({"model": str(tmp_path / "gone")}, 422, "gone"),
-            ({"model": "owner/nothing"}, 422, "sparkd plan"),
+            ({"model": "owner/nothing"}, 422, "HF_HUB_OFFLINE keeps sparkd from asking the hub"),
+            ({"model": "nothing"}, 422, "No model is called nothing"),
         ):
             assert told in (await made.ask("POST", "/plan", status, json=body))["error"]["message"]
 

@@ -17,10 +17,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from sparkd import hub
+from sparkd import hub, plan_here
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError, ConfigError, Unavailable
 from sparkd.hub_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
+from sparkd.plan_here import checkpoint_here
 from tests import checkpoints
 from tests.hub_server import COMMIT, SIGNATURE, Repository, serving
 from tests.shards import header_of, layered, pack, write_folder, write_shard
@@ -447,3 +448,22 @@ def test_nothing_is_written(repository: Repository) -> None:
     checkpoint_of(ID, None, environ(repository))
 
     assert not (repository.folder.parent / "home").exists()
+
+
+def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ(repository).items():
+        monkeypatch.setenv(name, value)
+    source, found, configured = checkpoint_here(ID, lambda _: None)
+
+    assert (source, configured) == (ID, None) and content(found) == content(read(repository))
+
+
+async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ(repository).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(plan_here, "LIMIT_S", 0.0)
+
+    with pytest.raises(Unavailable, match=f"{ID}: its headers were not all read within 0 s. Ask again later"):
+        await plan_here.planned_here(plan_here.QuestionHere(model=ID), lambda _: None)
+    with pytest.raises(Unavailable, match="were not all read"):
+        plan_here._answer(plan_here.QuestionHere(model=ID), lambda _: None)

@@ -35,6 +35,7 @@ def rows(found: layers.Listing) -> list[tuple[Any, ...]]:
 @pytest.fixture(autouse=True)
 def _nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SPARKD_CONFIG", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(layers, "CONFIG_PATH", tmp_path / "no-sparkd.yaml")
 
 
@@ -216,7 +217,7 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--layers", "/none"], "/none: the folder is not there. Download"),
         (["--layers", "none"], "No model is called none and there is no sparkd.yaml, and no sparkd answers"),
-        (["--layers", "owner/none"], "owner/none is not in this machine's hub cache"),
+        (["--layers", "owner/none"], "HF_HUB_OFFLINE keeps sparkd from asking the hub"),
         (["--layers", "MODEL", "--quantize", "nf4"], "nf4 is not built yet"),
         (["--layers", "MODEL", "--quantize", "[a]"], "--quantize [a]: a format such as nvfp4"),
         (["--layers", "MODEL", "--quantize", "{a"], "a format such as nvfp4, or a mapping"),

@@ -1,0 +1,106 @@
+"""Owns finding, on this machine, a model's weights as somebody has quantized them already. Never takes one checkpoint for another.
+
+What is found is offered by its own name. Strict, because a fine-tune has its model's shape too: the name is the model's with the words of a
+quantization behind it, the shape is the same to the last number, and under another owner the card names the model as its base.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from sparkd.checkpoint import Checkpoint, assembled, read_checkpoint
+from sparkd.errors import CheckpointError
+from sparkd.hub_headers import complete
+from sparkd.model_shape import Shape, shape_of
+from sparkd.source import hub_cache, snapshot_of
+
+# What publishers write behind a model's name; at least one word of the first kind.
+_FORMAT = "nvfp4|mxfp4|fp8|awq|gptq|int4|int8|w4a16|w4a4|w8a8|w8a16|4bit|8bit"
+_DETAIL = r"dynamic|static|block|channel|marlin|modelopt|quantized|g\d+"
+_QUANTIZED = re.compile(rf"(?:[-_.](?:{_FORMAT}|{_DETAIL}))+", re.I)
+_NAMED = re.compile(rf"[-_.](?:{_FORMAT})(?=[-_.]|$)", re.I)
+_HUB_FOLDER = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")
+_BASE = re.compile(r"^base_model:[ \t]*(\S*)[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)*)", re.M)
+_CARD_BYTES = 64 << 10
+
+
+def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]) -> Iterator[tuple[str, Checkpoint]]:
+    """(folder or hub id, headers) of each, by name: those beside a folder, those of the hub cache for a hub id. Whole ones only.
+
+    source: the model's folder or hub id; checkpoint: its headers. environ: of the engine, which says where the cache is.
+    """
+    if checkpoint.quantization is not None:
+        return
+    try:
+        shape = _comparable(shape_of(checkpoint.config))
+    except CheckpointError:
+        return
+    for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
+        try:
+            found = read_checkpoint(folder) if source.startswith("/") else _whole(folder)
+            same = found is not None and found.quantization is not None and _comparable(shape_of(found.config)) == shape
+        except CheckpointError:
+            continue  # nothing that could be served, so nothing to offer
+        if found is not None and same:
+            yield name, found
+
+
+def is_quantized_name(name: str, of: str) -> bool:
+    """Whether `name` is the name `of` with the words of a quantization behind it."""
+    if not name.lower().startswith(of.lower()):
+        return False
+    rest = name[len(of) :]
+    return _QUANTIZED.fullmatch(rest) is not None and _NAMED.search(rest) is not None
+
+
+def _comparable(shape: Shape) -> Shape:
+    """Without what a quantizer may have written anew."""
+    return replace(shape, dtype="bfloat16", rotary_bytes=0)
+
+
+def _beside(source: str) -> Iterator[tuple[str, Path]]:
+    folder = Path(source)
+    try:
+        others = sorted(other for other in folder.parent.iterdir() if is_quantized_name(other.name, folder.name) and other.is_dir())
+    except OSError:
+        return
+    yield from ((str(other), other) for other in others)
+
+
+def _cached(hub_id: str, environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    owner, _, name = hub_id.rpartition("/")
+    try:
+        folders = sorted(hub_cache(environ).iterdir())
+    except OSError:
+        return
+    for folder in folders:
+        found = _HUB_FOLDER.fullmatch(folder.name)
+        if found is None or not is_quantized_name(found["name"], name):
+            continue
+        other = f"{found['owner']}/{found['name']}"
+        snapshot = snapshot_of(other, None, environ)
+        if snapshot is not None and (found["owner"] == owner or hub_id in _bases(snapshot)):
+            yield other, snapshot
+
+
+def _bases(snapshot: Path) -> list[str]:
+    """The base models that a model card names in its front matter (the hub's documentation, "Model Cards", base_model)."""
+    try:
+        with (snapshot / "README.md").open("rb") as file:
+            card = file.read(_CARD_BYTES).decode(errors="replace").replace("\r\n", "\n")
+    except OSError:
+        return []
+    front = card.removeprefix("---\n").partition("\n---")[0] + "\n" if card.startswith("---\n") else ""
+    found = _BASE.search(front)
+    if found is None:
+        return []
+    listed = [line.strip().lstrip("-") for line in found[2].splitlines()]
+    return [name.strip().strip("'\"") for name in (found[1], *listed) if name.strip()]
+
+
+def _whole(snapshot: Path) -> Checkpoint | None:
+    found = complete(snapshot)
+    return assembled(*found) if found is not None else None

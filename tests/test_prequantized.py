@@ -1,0 +1,177 @@
+"""Checkpoints that hold a model quantized already: which count as the same model, and how a plan offers them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.admission import advice, resolved
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config import parse_model
+from sparkd.hardware import GIB, SPARK
+from sparkd.prequantized import is_quantized_name, prequantized
+from tests.sketches import dense, tensors_of, write
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "same"),
+    [
+        ("Qwen3-8B-NVFP4", "Qwen3-8B", True),
+        ("qwen3-8b_fp8-dynamic", "Qwen3-8B", True),
+        ("Qwen3-8B-quantized.w4a16", "Qwen3-8B", True),
+        ("Qwen3-8B-GPTQ-Int4-g128", "Qwen3-8B", True),
+        ("Qwen3-8B", "Qwen3-8B", False),
+        ("Qwen3-8B-Instruct-FP8", "Qwen3-8B", False),
+        ("Qwen3-8B-abliterated-NVFP4", "Qwen3-8B", False),
+        ("Qwen3-8B-dynamic", "Qwen3-8B", False),
+        ("My-Qwen3-8B-FP8", "Qwen3-8B", False),
+        ("Qwen3-8BFP8", "Qwen3-8B", False),
+        ("Qwen3-8B-FP8-v2", "Qwen3-8B", False),
+    ],
+)
+def test_which_names_are_the_models_own(name: str, of: str, same: bool) -> None:
+    assert is_quantized_name(name, of) is same
+
+
+def checkpoint(folder: Path, *, packed: bool = True, **more: Any) -> Path:
+    """packed: with AWQ's words in the configuration, and a quarter of the bytes."""
+    config = dense(**({"quantization_config": AWQ} if packed else {}), **more)
+    found = [
+        (f"{name.removesuffix('weight')}qweight", (shape[1], shape[0] // 8), "I32") if packed and "proj" in name else (name, shape, kind)
+        for name, shape, kind in tensors_of(config)
+    ]
+    return write(folder, config, found)
+
+
+def snapshot(cache: Path, hub_id: str, *, base: str = "", **more: Any) -> Path:
+    folder = cache / f"models--{hub_id.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("c0ffee")
+    made = checkpoint(folder / "snapshots" / "c0ffee", **more)
+    if base:
+        (made / "README.md").write_text(f"---\nlicense: mit\n{base}\n---\n# base_model: else/where\n")
+    return made
+
+
+def names(source: str, folder: Path, cache: Path) -> list[str]:
+    return [
+        Path(name).name if name.startswith("/") else name
+        for name, _ in prequantized(source, read_checkpoint(folder), {"HF_HUB_CACHE": str(cache)})
+    ]
+
+
+def test_beside_a_folder(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "m", packed=False)
+    checkpoint(tmp_path / "m-AWQ")
+    checkpoint(tmp_path / "m-FP8", packed=False)  # its name alone quantizes nothing
+    checkpoint(tmp_path / "m-Int4", intermediate_size=2048)
+    checkpoint(tmp_path / "m-Coder-AWQ")
+    (tmp_path / "m-GPTQ").mkdir()
+    (tmp_path / "m-NVFP4").write_text("")
+
+    assert names(str(model), model, tmp_path / "hub") == ["m-AWQ"]
+    assert names(str(tmp_path / "m-AWQ"), tmp_path / "m-AWQ", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "found"),
+    [
+        ("", False),
+        ("base_model: meta/m", True),
+        ("base_model:\n- meta/m\nbase_model_relation: quantized", True),
+        ('base_model:\n  - "meta/m"', True),
+        ("base_model: other/m", False),
+        ("base_models: meta/m", False),
+    ],
+)
+def test_another_owners_card_has_to_name_the_model(tmp_path: Path, base: str, found: bool) -> None:
+    model = snapshot(tmp_path, "meta/m", packed=False)
+    snapshot(tmp_path, "meta/m-awq")
+    snapshot(tmp_path, "maker/m-AWQ", base=base)
+    snapshot(tmp_path, "meta/m-chat-AWQ")
+
+    assert names("meta/m", model, tmp_path) == [*(["maker/m-AWQ"] if found else []), "meta/m-awq"]
+    assert names("meta/none", model, tmp_path / "none") == []
+
+
+def test_half_a_download_is_not_offered(tmp_path: Path) -> None:
+    model = snapshot(tmp_path, "meta/m", packed=False)
+    (snapshot(tmp_path, "meta/m-awq") / "model.safetensors").unlink()
+
+    assert names("meta/m", model, tmp_path) == []
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("SPARKD_CONFIG", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    checkpoint(tmp_path / "m-AWQ", hidden_size=4096, num_hidden_layers=8)
+    return checkpoint(tmp_path / "m", packed=False, hidden_size=4096, num_hidden_layers=8)
+
+
+def machine(folder: Path, memory_mib: int) -> str:
+    file = folder / "small.yaml"
+    file.write_text(f"memory_bytes: {memory_mib << 20}\nsystem_bytes: 0\nunified: false\n")
+    return str(file)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    exit_code(["plan", "--json", *argv])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+ASKED = ("--ctx", "256", "--batch", "16", "--margin", "0", "--eager")
+
+
+def test_what_fits_as_it_is_goes_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(model), *ASKED)
+
+    assert [(one["format"], one["prequantized"]) for one in found["options"][:3]] == [
+        ("as stored", None),
+        ("as stored", "awq"),
+        ("fp8", None),
+    ]
+    assert found["choice"]["config"]["model"] == found["choice"]["model"] == str(model)
+    assert any(f"{model}-AWQ is on this machine" in note and "name it in `model:`" in note for note in found["notes"])
+
+
+def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = machine(tmp_path, 1 << 20)
+    sizes = {
+        one["format"]: one["footprint"]
+        for one in planned(capsys, str(model), *ASKED, "--hardware", large)["options"]
+        if not one["prequantized"]
+    }
+    total = {name: each["total"] >> 20 for name, each in sizes.items()}
+    small = machine(tmp_path, total["as stored"] - 64)
+    found = planned(capsys, str(model), *ASKED, "--hardware", small)
+
+    assert [(one["format"], one["prequantized"], one["fits"]) for one in found["options"][:2]] == [
+        ("as stored", "awq", True),
+        ("fp8", None, True),
+    ]
+    assert (
+        found["choice"]["config"] == {**found["choice"]["config"], "model": f"{model}-AWQ"} and "quantize" not in found["choice"]["config"]
+    )
+    assert any("It goes before quantizing" in note and "never in the other's place" in note for note in found["notes"])
+    assert exit_code(["plan", str(model), *ASKED, "--hardware", small]) == 0
+    assert "awq (m-awq)" in capsys.readouterr().out
+    # Who names a format gets that one.
+    assert planned(capsys, str(model), *ASKED, "--hardware", small, "--quantize", "fp8")["choice"]["model"] == str(model)
+
+
+def test_what_refuses_a_model_tells_of_it_and_takes_it_not(model: Path) -> None:
+    keys = {"model": str(model), "max_model_len": 256, "max_num_batched_tokens": 16}
+    spec, auto = (parse_model("m", {**keys, **more}, over_admin=False) for more in ({}, {"quantize": "auto"}))
+
+    assert f"model: {model}-AWQ, which is quantized already (" in advice(spec, SPARK, {}, 8 * GIB)
+    assert f"{model}-AWQ" not in advice(spec, SPARK, {}, GIB)
+    assert resolved(auto, SPARK, {}, 100 * GIB).model == str(model)
