@@ -69,6 +69,14 @@ class NewModel(BaseModel):
         return spec
 
 
+class Loading(BaseModel):
+    """How a model is loaded. recipe: NAME or NAME@VARIANT of the recipes on this machine; null for what the model has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    recipe: str | None = Field(default=None, min_length=1, max_length=256)
+
+
 class Problem(BaseModel):
     """Why a request was refused. `src` tells that sparkd says so, not an engine."""
 
@@ -142,9 +150,10 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
             return {"operation": None, "model": model_body(supervisor.snapshot().models[new.name])}
         return _accepted(supervisor.want(new.name, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/load", status_code=202, summary="Wish a model RUNNING")
-    async def load(name: str) -> dict[str, Any]:
-        return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
+    @api.post("/models/{name:path}/load", status_code=202, summary="Wish a model RUNNING, with the recipe that the body names")
+    async def load(name: str, how: Loading | None = None) -> dict[str, Any]:
+        known = supervisor.lay_recipe(name, how.recipe) if how is not None and how.recipe is not None else name
+        return _accepted(supervisor.want(known, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", status_code=202, summary="Wish a model STOPPED; requests in flight may finish")
     async def unload(name: str) -> dict[str, Any]:

@@ -71,6 +71,17 @@ class Roster:
         self._store.save_spec(name, raw)
         self.configure(self._base)
 
+    def lay_recipe(self, name: str, recipe: str) -> str:
+        """See Supervisor.lay_recipe."""
+        known = self._names.get(name, name)
+        configured = self._base.models.get(known)
+        if configured is None:
+            self.add(known, {**self._store.specs().get(known, {}), "recipe": recipe})
+        elif configured.recipe != recipe:
+            cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
+            raise Conflict(f"The model {known} is in the configuration file: {cure}.")
+        return known
+
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
         self.check_removable(record)

@@ -177,6 +177,15 @@ class Supervisor:
         self._roster.add(name, raw)
         self.wake()
 
+    def lay_recipe(self, name: str, recipe: str) -> str:
+        """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.
+
+        Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
+        """
+        known = self._roster.lay_recipe(name, recipe)
+        self.wake()
+        return known
+
     def remove(self, name: str) -> Operation:
         """Unload and forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
         record = self.record(name)

@@ -115,12 +115,19 @@ def register(app: typer.Typer) -> None:
         app.command(function.__name__)(verb(function))
 
 
-def load(session: Session, model: Model, no_wait: NoWait = False, timeout: Timeout = None) -> None:
+def load(
+    session: Session,
+    model: Model,
+    recipe: Annotated[str | None, option("--recipe", metavar="NAME", help="With this recipe, NAME or NAME@VARIANT, from now on.")] = None,
+    no_wait: NoWait = False,
+    timeout: Timeout = None,
+) -> None:
     """Load a known model and wait until it has answered.
 
-    Ctrl-C ends the waiting, not the load; `sparkd cancel OPERATION` ends that.
+    With --recipe also a name that is not known yet, which becomes a model of that recipe. Ctrl-C ends the waiting, not the load;
+    `sparkd cancel OPERATION` ends that.
     """
-    operation = session.client.post(f"{model_path(model)}/load")
+    operation = session.client.post(f"{model_path(model)}/load", {"recipe": recipe} if recipe is not None else None)
     _finish(session, [operation], no_wait, timeout)
 
 

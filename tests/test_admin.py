@@ -312,6 +312,36 @@ async def test_a_model_is_added_and_loaded_in_one_step_and_again_is_the_same(tmp
         assert (await made.ask("GET", "/models/new"))["metadata"] == {"deep": [[{"er": [1.5, None]}]]}
 
 
+async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:
+    for name, more in (("mine", ""), ("code", ", trust_remote_code: true")):
+        text = f"description: d\nmodel: o/{name}\nsources: {{s: s}}\nsettings: {{max_num_seqs: 8{more}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    async with admin_of(tmp_path, recipes_dir=str(tmp_path)) as made:
+        for name in ("other", "other"):
+            loaded = await made.ask("POST", f"/models/{name}/load", 202, json={"recipe": "mine"})
+            assert (loaded["kind"], loaded["model"]) == ("load", "other")
+        assert (await made.ask("GET", "/models/other"))["source"] == "o/mine"
+        spec = made.scene.supervisor.record("other").spec
+        assert spec is not None and (spec.recipe, spec.max_num_seqs) == ("mine", 8)
+
+        await made.ask("POST", "/models", 202, json={"name": "own", "spec": {"model": "/y", "aliases": ["alias"]}, "load": False})
+        assert (await made.ask("POST", "/models/alias/load", 202, json={"recipe": "mine"}))["model"] == "own"
+        spec = made.scene.supervisor.record("own").spec
+        assert spec is not None and (spec.recipe, spec.model, spec.max_num_seqs) == ("mine", "/y", 8)
+
+        assert (await made.ask("POST", "/models/m/load", 202, json={"recipe": None}))["model"] == "m"
+        for path, body, status, told in (
+            ("m", {"recipe": "mine"}, 409, "m is in the configuration file: set `recipe: mine` there"),
+            ("new", {"recipe": "none"}, 422, "none"),
+            ("new", {"recipe": "./mine.yaml"}, 422, "recipe must be a name here"),
+            ("own", {"recipe": "code"}, 422, "The recipe runs code that comes with its own model"),
+            ("own", {"recipe": ""}, 400, "recipe"),
+            ("own", {"recipes": "mine"}, 400, "recipes"),
+        ):
+            assert told in (await made.ask("POST", f"/models/{path}/load", status, json=body))["error"]["message"]
+        assert (await made.refused("GET", "/models/new", 404))["code"] == "model_not_found"
+
+
 async def test_a_model_that_was_never_loaded_is_gone_at_once(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})

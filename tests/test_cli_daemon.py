@@ -117,6 +117,12 @@ def cli(running: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert running.run("unload", "--all", "--timeout", "30")[0] == 0
 
 
+def test_a_model_of_the_file_gets_its_recipe_there(cli: Cli) -> None:
+    code, out, err = cli.run("load", "gpt-4o", "--recipe", "mine")
+
+    assert (code, out) == (5, "") and "quick is in the configuration file: set `recipe: mine` there" in err
+
+
 def test_load_ps_and_unload(cli: Cli) -> None:
     code, out, err = cli.run("load", "gpt-4o")
     assert (code, out.startswith("quick: The model answers after")) == (0, True)
