@@ -45,6 +45,7 @@ from sparkd.config_source import (
     table_of,
 )
 from sparkd.errors import ConfigError
+from sparkd.installed import dropped
 from sparkd.keys import Keys, load_keys
 from sparkd.model_config import ModelConfig, config_hash
 from sparkd.recipe_book import Book
@@ -381,6 +382,8 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
         if model.model.startswith("/") and not Path(model.model).is_dir():
             yield Problem(str(path), None, f"models.{model.name}.model: the folder {model.model} does not exist on this node.", "warning")
         for remark in quantizing.remarks(model, model.environment(config.engine)):
+            yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
+        for remark in dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         if model.runtime is not None and not model.runtime.exists():
             yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

