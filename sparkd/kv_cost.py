@@ -16,6 +16,9 @@ from sparkd.model_shape import DTYPE_BYTES, Attention, Mixer, Shape, State
 # Of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 LATENT_BLOCK_TOKENS = {"cuda": 64, "cpu": 16}
+# A latent attention's blocks beside states: some decode kernels want whole 128 tokens (vllm/platforms/interface.py,
+# _align_hybrid_block_size, where use_mla).
+LATENT_HYBRID_TOKENS = 128
 # vLLM's own where nobody says, for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
@@ -78,15 +81,16 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window)."""
+    """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window;
+    whether that is a chunk)."""
 
     block_bytes: int
-    groups: tuple[tuple[int, int | None], ...]
+    groups: tuple[tuple[int, int | None, bool], ...]
     serving: Serving
 
     def cost(self, max_model_len: int) -> KvCost:
-        blocks = sum(_blocks(tokens, window, self.serving, max_model_len) for tokens, window in self.groups)
-        return KvCost(self.block_bytes, blocks, max((tokens for tokens, _ in self.groups), default=0), max_model_len)
+        blocks = sum(_blocks(tokens, window, chunked, self.serving, max_model_len) for tokens, window, chunked in self.groups)
+        return KvCost(self.block_bytes, blocks, max((tokens for tokens, *_ in self.groups), default=0), max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class _Kind:
     page_bytes: int
     block_tokens: int
     window: int | None
+    chunked: bool
     stages: list[int]
 
 
@@ -109,14 +114,14 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
     kinds = _kinds(shape, serving)
     if not kinds:
         return KvLayout(0, (), serving)
-    if len({kind.window for kind in kinds}) == 1 and all(kind.block_tokens for kind in kinds):
+    if len({(kind.window, kind.chunked) for kind in kinds}) == 1 and all(kind.block_tokens for kind in kinds):
         # All layers keep the same tokens: one group, which holds pages of several sizes.
         pages = [sum(kind.page_bytes * kind.stages.count(stage) for kind in kinds) for stage in range(serving.pipeline_parallel)]
-        return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window),), serving)
+        return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window, kinds[0].chunked),), serving)
     page_bytes = max(kind.page_bytes for kind in kinds)
     groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
     fullest = max(max(map(stages.count, stages)) for _, stages in groups)
-    return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window) for kind, _ in groups), serving)
+    return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window, kind.chunked) for kind, _ in groups), serving)
 
 
 def stages_of(layers: int, stages: int) -> list[int]:
@@ -141,7 +146,9 @@ def state_bytes(state: State, shape: Shape, serving: Serving) -> int:
 def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
     """One token of one layer on one rank."""
     heads, key_dim, value_dim = _on_rank(attention, serving)
-    return heads * (key_dim + value_dim) * DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
+    if attention.fp8_bytes is not None and serving.kv_dtype.startswith("fp8"):
+        return heads * attention.fp8_bytes
+    return heads * (key_dim + value_dim) * (attention.element_bytes or DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes))
 
 
 def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
@@ -151,7 +158,8 @@ def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
 
 
 def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
-    placed = [*zip(shape.mixers, stages_of(len(shape.mixers), serving.pipeline_parallel), strict=True)]
+    stages = stages_of(len(shape.mixers), serving.pipeline_parallel)
+    placed = [*zip(shape.mixers, stages, strict=True), *zip(shape.beside, stages, strict=False)]
     placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
     mixers = dict.fromkeys(one for one, _ in placed if one is not None)
     attentions = {one: token_bytes(one, shape, serving) for one in mixers if isinstance(one, Attention)}
@@ -161,16 +169,17 @@ def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     largest, each = max(states.values(), default=0), max(attentions.values(), default=0)
     if largest and each:
         # Blocks of attention grow until a state fits into one, and states are padded to them.
-        block *= ceil(largest / (block * each))
+        step = max(block, LATENT_HYBRID_TOKENS) if any(one.latent for one in attentions) else block
+        block = step * ceil(largest / (step * each))
     padded = max(largest, block * each)
     made: dict[object, _Kind] = {}
     kind_of: dict[Mixer, _Kind] = {}
     for one in mixers:
         if isinstance(one, State):
-            kind_of[one] = _Kind(padded, 0, None, [])
+            kind_of[one] = _Kind(padded, 0, None, False, [])
         else:
-            own = _Kind(block * attentions[one], block, one.window, [])
-            kind_of[one] = made.setdefault((one.window, _on_rank(one, serving)), own)
+            own = _Kind(block * attentions[one], block, one.window, one.chunked, [])
+            kind_of[one] = made.setdefault((one.window, one.chunked, one.element_bytes, _on_rank(one, serving)), own)
     for mixer, stage in placed:
         if mixer is not None:
             kind_of[mixer].stages.append(stage)
@@ -198,7 +207,7 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
         yield from ((kind, kind.stages[number::count]) for number in range(count))
 
 
-def _blocks(block_tokens: int, window: int | None, serving: Serving, max_model_len: int) -> int:
+def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:
     """That a request of max_model_len tokens takes of one group."""
     if not block_tokens:
         # With prefix caching a state that can be returned to is kept beside the running one (mamba_cache_mode `align`).
@@ -206,5 +215,8 @@ def _blocks(block_tokens: int, window: int | None, serving: Serving, max_model_l
     if window is None:
         return ceil(max_model_len / block_tokens)
     batches = serving.batches_in_flight + serving.pipeline_parallel - 1
+    if chunked:
+        # It begins with a block (vllm/v1/kv_cache_interface.py, ChunkedLocalAttentionSpec).
+        return ceil(min(window + batches * serving.max_num_batched_tokens, max_model_len) / block_tokens)
     held = min(window - 1 + batches * serving.max_num_batched_tokens, max_model_len)
     return ceil(held / block_tokens) + 1

@@ -38,7 +38,7 @@ def _heads(shape: Shape, ranks: int) -> Iterator[str]:
         yield f"{shape.heads} attention heads do not divide by {ranks} ranks"
     if max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         yield f"{shape.kv_heads} KV heads and {ranks} ranks: neither divides by the other"
-    for state in dict.fromkeys(one for one in shape.mixers if isinstance(one, State)):
+    for state in dict.fromkeys(one for one in (*shape.mixers, *shape.beside) if isinstance(one, State)):
         if state.heads % ranks:
             yield f"{state.heads} heads of linear attention do not divide by {ranks} ranks"
         if state.key_heads % ranks:

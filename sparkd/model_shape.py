@@ -6,7 +6,7 @@ Keys are those of transformers' configurations (configuration_*.py) and of vLLM'
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.errors import CheckpointError
@@ -15,6 +15,7 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1}
 # What one layer is called: by layer_types and layers_block_type, and by a letter of Nemotron-H's pattern.
 _FULL = frozenset({"full_attention", "attention", "global_attention", "*"})
+_CHUNKED = "chunked_attention"
 _SLIDING = frozenset({"sliding_attention", "local_attention", "sliding_window_attention"})
 _LINEAR = frozenset({"linear_attention", "gated_delta_net"})
 _MAMBA = frozenset({"mamba", "mamba2", "M"})
@@ -34,6 +35,9 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 # Types of rotary scaling whose max_position_embeddings is the stretched length already (vllm/config/model.py, _get_and_verify_max_len).
 _STRETCHED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"})
+# Of Llama 4, where its configuration has no word on it (transformers, configuration_llama4.py, attention_chunk_size).
+_CHUNK = 8192
+_ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", "num_experts_per_token")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Far more than any model has: a count is multiplied and a list made of it.
 _MOST_LAYERS, _MOST = 4096, 1 << 40
@@ -43,7 +47,9 @@ _MOST_LAYERS, _MOST = 4096, 1 << 40
 class Attention:
     """Keys and values of every token: heads times (key_dim + value_dim) elements. window: tokens it looks back, None for all of them.
 
-    latent: one vector of key_dim for all heads together, on every rank (multi-head latent attention); heads is 1 then.
+    latent: one vector of key_dim for all heads together, on every rank (multi-head latent attention); heads is 1 then. chunked: `window` is
+    the length of a chunk, beyond whose beginning nothing is kept. element_bytes: whatever the cache's dtype; None for that. fp8_bytes: of a
+    token in an FP8 cache where scales stand beside the elements.
     """
 
     heads: int
@@ -51,6 +57,9 @@ class Attention:
     value_dim: int
     window: int | None = None
     latent: bool = False
+    chunked: bool = False
+    element_bytes: int | None = None
+    fp8_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,8 @@ Mixer = Attention | State
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """mixers: of each layer in order, None for one that keeps nothing of a token. dtype: that vLLM computes in.
+    """mixers: of each layer in order, None for one that keeps nothing of a token. beside: what a layer keeps besides, where any does: a
+    Mamba next to its attention, the keys of a sparse attention's indexer. dtype: that vLLM computes in.
 
     experts, active_experts: routed ones of a layer and how many of them a token uses; 0 for a dense model. mtp_layers: further layers that
     predict tokens ahead, loaded for speculative decoding only. rotary_bytes: of the tables of sines and cosines.
@@ -99,6 +109,7 @@ class Shape:
     mtp_layers: int = 0
     tied: bool = False
     rotary_bytes: int = 0
+    beside: tuple[Mixer | None, ...] = ()
 
     @property
     def dtype_bytes(self) -> int:
@@ -135,10 +146,13 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         dtype=_dtype(config, text),
         mixers=tuple(_mixers(text, layers)),
         experts=_count(text, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", default=0),
-        active_experts=_count(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", default=0),
+        active_experts=_count(
+            text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", "num_experts_per_token", default=0
+        ),
         mtp_layers=_count(text, "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", default=0),
         tied=bool(text.get("tie_word_embeddings", True)),
         rotary_bytes=_rotary_bytes(text, heads) * DTYPE_BYTES[_dtype(config, text)],
+        beside=tuple(_beside(text, layers)),
     )
 
 
@@ -148,6 +162,25 @@ def _mixers(text: Mapping[str, Any], layers: int) -> Iterator[Mixer | None]:
     for number, kind in enumerate(_kinds(text, layers)):
         mixer = _mixer(text, kind)
         yield mixer if number < kept else None
+
+
+def _beside(text: Mapping[str, Any], layers: int) -> Iterator[Mixer | None]:
+    if _type(text) == "falcon_h1":  # every layer runs both (vllm/model_executor/models/falcon_h1.py, FalconH1ParallelHybrid)
+        yield from [_mamba2(text)] * layers
+    if "index_topk" in text and text.get("kv_lora_rank"):
+        # FP8 keys, and a scale in four bytes for 128 of them (deepseek_v2.py, Indexer).
+        size = _count(text, "index_head_dim", default=128)
+        keys = Attention(1, size + size // 128 * 4, 0, latent=True, element_bytes=1)
+        yield from (keys if _has_indexer(text, number) else None for number in range(layers))
+
+
+def _has_indexer(text: Mapping[str, Any], number: int) -> bool:
+    """Layers may take over what an earlier one selected (deepseek_v2.py, "IndexCache config")."""
+    pattern = text.get("index_topk_pattern")
+    if isinstance(pattern, (str, list)) and number < len(pattern):
+        return bool(pattern[number] != "S")
+    every, offset = _count(text, "index_topk_freq", default=1), _count(text, "index_skip_topk_offset", default=2)
+    return pattern is not None or max(number - offset + 1, 0) % every == 0
 
 
 def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
@@ -160,6 +193,13 @@ def _kinds(text: Mapping[str, Any], layers: int) -> list[str]:
             raise _wrong(f"{key} is of {len(found)} layers and num_hidden_layers is {layers}")
         if found:
             return [str(one) for one in found]
+    if linear := _kimi(text):
+        delta = linear.get("kda_layers")
+        return ["linear_attention" if isinstance(delta, list) and number + 1 in delta else "full_attention" for number in range(layers)]
+    if _type(text).startswith("llama4") and text.get("attention_chunk_size", _CHUNK):
+        listed, each = text.get("no_rope_layers"), _count(text, "no_rope_layer_interval", default=4)
+        rotated = listed if isinstance(listed, list) and len(listed) == layers else [(number + 1) % each for number in range(layers)]
+        return [_CHUNKED if one else "full_attention" for one in rotated]
     if (every := _count(text, "full_attention_interval", default=0)) and "linear_num_value_heads" in text:
         return ["full_attention" if (number + 1) % every == 0 else "linear_attention" for number in range(layers)]
     if not _window(text):
@@ -181,8 +221,11 @@ def _mixer(text: Mapping[str, Any], kind: str) -> Mixer | None:
         return _latent(text) if text.get("kv_lora_rank") else _attention(text, full=True)
     if kind in _SLIDING:
         return _attention(text, full=False)
+    if kind == _CHUNKED:
+        chunk = _count(text, "attention_chunk_size", default=_CHUNK if "attention_chunk_size" not in text else 0)
+        return replace(_attention(text, full=True), window=chunk or None, chunked=chunk > 0)
     if kind in _LINEAR:
-        return _delta_net(text)
+        return _kimi_delta(text) if _kimi(text) else _delta_net(text)
     if kind in _MAMBA:
         return _mamba2(text)
     raise CheckpointError(
@@ -194,7 +237,10 @@ def _mixer(text: Mapping[str, Any], kind: str) -> Mixer | None:
 
 def _latent(text: Mapping[str, Any]) -> Attention:
     """One vector for all heads: the latent one and the rotary part of the keys (DeepSeek-V2, section 2.1)."""
-    return Attention(1, _count(text, "kv_lora_rank") + _count(text, "qk_rope_head_dim", default=0), 0, latent=True)
+    rank, rotary = _count(text, "kv_lora_rank"), _count(text, "qk_rope_head_dim", default=0)
+    # A sparse attention's kernels read FP8 with a scale for 128, and the rotary part in 16 bits: 656 bytes of 512 + 64 elements
+    # (vllm/v1/attention/backends/mla/flashmla_sparse.py, "FP8 with scale").
+    return Attention(1, rank + rotary, 0, latent=True, fp8_bytes=rank + rank // 128 * 4 + 2 * rotary if "index_topk" in text else None)
 
 
 def _attention(text: Mapping[str, Any], *, full: bool) -> Attention:
@@ -217,6 +263,20 @@ def _delta_net(text: Mapping[str, Any]) -> State:
     return State(channels, taps, value_heads, value_dim, key_dim, key_heads=key_heads, matrix_dtype=str(own) if own else None)
 
 
+def _kimi(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Kimi Linear's section on its layers, which it counts from 1 (vllm/transformers_utils/configs/kimi_linear.py); empty for others."""
+    found = text.get("linear_attn_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _kimi_delta(text: Mapping[str, Any]) -> State:
+    """Kimi delta attention (vllm/model_executor/layers/mamba/mamba_utils.py, kda_state_shape and kda_state_dtype)."""
+    own = _kimi(text)
+    heads, size = _count(own, "num_heads"), _count(own, "head_dim")
+    taps = _count(own, "short_conv_kernel_size", default=4) - 1
+    return State(3 * heads * size, taps, heads, size, size, key_heads=heads, matrix_dtype="float32")
+
+
 def _mamba2(text: Mapping[str, Any]) -> State:
     heads = _count(text, "mamba_num_heads", "mamba_n_heads")
     head_dim = _count(text, "mamba_head_dim", "mamba_d_head")
@@ -226,7 +286,8 @@ def _mamba2(text: Mapping[str, Any]) -> State:
     # Nemotron-H's own default (vllm/model_executor/models/config.py: "Only `float32` is known to have no accuracy issues").
     default = "float32" if _type(text).startswith("nemotron_h") else None
     own = text.get("mamba_ssm_cache_dtype") or default
-    return State(heads * head_dim, taps, heads, head_dim, size, groups, size, matrix_dtype=str(own) if own and own != "auto" else None)
+    width = _count(text, "mamba_d_ssm", default=heads * head_dim)
+    return State(width, taps, heads, head_dim, size, groups, size, matrix_dtype=str(own) if own and own != "auto" else None)
 
 
 def _rotary_bytes(text: Mapping[str, Any], heads: int) -> int:

@@ -37,13 +37,21 @@ with warnings.catch_warnings():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-MUCH = 1 << 50
+MUCH = 1 << 60
 DTYPES = {"float32": torch.float32, None: torch.bfloat16}
 PER_KIND = 40
-KINDS = ("full", "window", "windows", "sizes", "wild", "gemma4", "delta_net", "mamba", "latent")
+LATENT, INDEXER = Attention(1, 576, 0, latent=True), Attention(1, 132, 0, latent=True, element_bytes=1)
+KINDS = ("full", "window", "windows", "sizes", "wild", "gemma4", "delta_net", "mamba", "latent", "chunks", "indexer", "kimi", "both")
 
 
 class Backend:
@@ -115,6 +123,8 @@ def state_spec(one: State, serving: Serving, block: int = -1, padded: int | None
     of = MambaStateShapeCalculator
     if one.groups:
         shapes = of.mamba2_state_shape(ranks, one.channels, one.groups, one.heads, one.rows, one.group_size, one.taps + 1, kept)
+    elif one.channels == 3 * one.heads * one.rows:
+        shapes = of.kda_state_shape(ranks, one.heads, one.rows, conv_kernel_size=one.taps + 1, num_spec=kept)
     else:
         shapes = of.gated_delta_net_state_shape(ranks, one.key_heads, one.heads, one.columns, one.rows, one.taps + 1, kept)
     dtypes = (torch.bfloat16, DTYPES[one.matrix_dtype])
@@ -125,7 +135,9 @@ def attention_spec(one: Attention, serving: Serving, block: int) -> Any:
     heads = max(1, one.heads // serving.tensor_parallel)
     plain = {"block_size": block, "head_size": one.key_dim, "dtype": torch.float8_e4m3fn if serving.kv_dtype == "fp8" else torch.bfloat16}
     if one.latent:
-        return MLAAttentionSpec(num_kv_heads=1, **plain)
+        return MLAAttentionSpec(num_kv_heads=1, **plain | ({"dtype": torch.uint8} if one.element_bytes else {}))
+    if one.chunked:
+        return ChunkedLocalAttentionSpec(num_kv_heads=heads, attention_chunk_size=one.window, **plain)
     if one.window:
         return SlidingWindowSpec(num_kv_heads=heads, head_size_v=one.value_dim, sliding_window=one.window, **plain)
     return FullAttentionSpec(num_kv_heads=heads, head_size_v=one.value_dim, **plain)
@@ -138,6 +150,7 @@ def aligned(config: Any, attention: Attention, state: State, serving: Serving, m
         get_mamba_state_shape_from_config=lambda _config: spec.shapes, get_mamba_state_dtype_from_config=lambda _config: spec.dtypes
     )
     monkeypatch.setattr(type(ModelRegistry), "resolve_model_cls", lambda *_arguments, **_options: (model, "X"))
+    config.model_config.use_mla = attention.latent
     config.model_config.get_num_kv_heads = lambda _parallel: max(1, attention.heads // serving.tensor_parallel)
     config.model_config.get_head_size = lambda: attention.key_dim
     OnePlatform._align_hybrid_block_size(config, Backend)
@@ -147,7 +160,7 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
     """(bytes of a block, blocks of a request)."""
     config = vllm_config(serving)
     attentions = [one for one in shape.mixers if isinstance(one, Attention)]
-    states = [one for one in shape.mixers if isinstance(one, State)]
+    states = [one for one in (*shape.mixers, *shape.beside) if isinstance(one, State)]
     sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
     config.cache_config.block_size = sizes[serving.platform]
     if states and attentions:
@@ -156,7 +169,8 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
     workers: list[dict[str, KVCacheSpec]] = []
     for stage in range(serving.pipeline_parallel):
         start, end = get_pp_indices(shape.layers, stage, serving.pipeline_parallel)
-        layers = ((number, one) for number, one in enumerate(shape.mixers) if start <= number < end)
+        both = ((f"{number}.{name}", one) for name in ("mixers", "beside") for number, one in enumerate(getattr(shape, name)))
+        layers = [(name, one) for name, one in both if start <= int(name.partition(".")[0]) < end]
         workers.append(
             {
                 f"layers.{number}": state_spec(one, serving, block, padded)
@@ -182,6 +196,7 @@ def model(kind: str, draw: random.Random) -> Shape:
     delta = State((2 * key_heads + value_heads) * 128, 3, value_heads, 128, 128, key_heads=key_heads, matrix_dtype=precision)
     width = draw.choice([16, 64])
     mamba = State(width * 64, 3, width, 64, 128, draw.choice([1, 8]), 128, matrix_dtype=precision)
+    kimi = State(3 * width * 128, 3, width, 128, 128, key_heads=width, matrix_dtype="float32")
     global_dim = draw.choice([256, 512, 96])
     wild = [full, window, Attention(2 * heads, dim // 2, dim // 2), replace(window, heads=2 * heads, key_dim=dim // 2, value_dim=dim // 2)]
     wild += [replace(full, value_dim=dim // 2), replace(window, window=33)]
@@ -192,7 +207,11 @@ def model(kind: str, draw: random.Random) -> Shape:
         "sizes": [full, replace(full, heads=2 * heads), Attention(heads, 96, 64)],
         "wild": draw.sample([*wild], draw.choice([2, 3])),
         "mamba": [mamba, mamba, None, full],
-        "latent": [Attention(1, 576, 0, latent=True)],
+        "latent": [LATENT],
+        "chunks": [full, replace(full, window=draw.choice([512, 8192]), chunked=True)],
+        "indexer": [LATENT],
+        "kimi": [LATENT, kimi, kimi],
+        "both": [full],
     }
     if kind == "delta_net":
         mixers: list[Mixer | None] = [delta if number % 4 < 3 else full for number in range(count)]
@@ -200,7 +219,8 @@ def model(kind: str, draw: random.Random) -> Shape:
         mixers = [window if number % 6 < 5 else Attention(draw.choice([1, heads]), global_dim, global_dim) for number in range(count)]
     else:
         mixers = [draw.choice(choices[kind]) for _ in range(count)]
-    return replace(shape_of(dense()), layers=count, mixers=tuple(mixers))
+    beside: list[Mixer | None] = {"both": [mamba] * count, "indexer": [draw.choice([INDEXER, None]) for _ in range(count)]}.get(kind, [])
+    return replace(shape_of(dense()), layers=count, mixers=tuple(mixers), beside=tuple(beside))
 
 
 @pytest.mark.parametrize("kind", KINDS)
