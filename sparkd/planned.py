@@ -43,6 +43,7 @@ class _Entry:
     kv_cache_dtype: str | None = None
     enforce_eager: bool = False
     quantized_cache: bool = True
+    allow_missing_weights: bool = False
     quantization: str | None = None
     load_format: str | None = None
     gpu_memory_utilization: float | None = None

@@ -1,10 +1,35 @@
-"""What holds for every test: Ctrl-C is what it is in a terminal.
+"""What holds for every test: Ctrl-C is what it is in a terminal, and some have the machine to themselves.
 
-A shell that starts the tests in the background has it ignored (POSIX sh, 2.11), and what they start would inherit that.
+A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that. Tests that
+start engines, daemons or Ray, or look at the memory of a process, are marked `alone`: they run one after another, the others side by side
+(Makefile).
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ALONE = (
+    "e2e",
+    "gateway/test_huge_and_slow.py",
+    "gateway/test_memory.py",
+    "test_agent.py",
+    "test_cli_daemon.py",
+    "test_daemon.py",
+    "test_rayhead.py",
+    "test_raylink.py",
+    "test_two_nodes.py",
+)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix().startswith(ALONE):
+            item.add_marker(pytest.mark.alone)
