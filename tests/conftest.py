@@ -1,7 +1,7 @@
 """What holds for every test: Ctrl-C is what it is in a terminal, and some have the machine to themselves.
 
 A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that. Tests that
-start engines, daemons or Ray, or look at the memory of a process, are marked `alone`: they run one after another, the others side by side
+start engines, daemons or Ray, or look at what a process or the machine holds, are marked `alone`: they run one after another, the others side by side
 (Makefile).
 """
 
@@ -18,6 +18,7 @@ ALONE = (
     "e2e",
     "gateway/test_huge_and_slow.py",
     "gateway/test_memory.py",
+    "stream/test_load_errors.py",
     "test_agent.py",
     "test_cli_daemon.py",
     "test_daemon.py",
