@@ -1,8 +1,8 @@
 """What holds for every test: Ctrl-C is what it is in a terminal, and some have the machine to themselves.
 
 A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that. Tests that
-start engines, daemons or Ray, or look at what a process or the machine holds, are marked `alone`: they run one after another, the others side by side
-(Makefile).
+start engines, daemons or Ray, or look at what a process or the machine holds, are marked `alone`: they run one after another, the others
+side by side (Makefile).
 """
 
 from __future__ import annotations
