@@ -246,9 +246,7 @@ def test_a_rehearsal_that_runs_out_of_memory_ends_and_the_next_is_smaller(tmp_pa
 
 def test_a_device_that_refuses_memory_in_a_rehearsal_is_said_so_and_the_next_is_smaller(tmp_path):
     machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
-    with pytest.raises(
-        ValueError, match=r"ran out in the rehearsal of the KV cache \(CUDA out of memory\. .*a smaller max_num_b"
-    ):
+    with pytest.raises(ValueError, match=r"ran out in the rehearsal of the KV cache \(CUDA out of memory\. .*a smaller max_num_b"):
         start(machine, tmp_path)
     assert told(tmp_path)["phase"] == "refused"
     following = Machine(40 * GIB)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from workers.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
 from workers.kv.symbols import Missing, function, method
 
 MINIMAL_BLOCKS = 8
@@ -51,14 +52,15 @@ def largest_batches(runner: Any, scale: float = 1.0) -> None:
     each = -(-tokens // min(tokens, runner.max_num_reqs))  # of one sequence
     decoding = min(runner.max_num_reqs, runner.max_num_tokens)
     if is_v2(runner):
-        run(tokens, skip_eplb=True, context_len=max(0, runner.max_model_len - each))  # releases before 0.30 take no notice of it
+        # Releases before 0.30 take no notice of context_len.
+        rehearse_prompt_logprobs(runner, run(tokens, skip_eplb=True, context_len=max(0, runner.max_model_len - each))[0])
         run(decoding, uniform_decode=True, skip_eplb=True)
         return
     from vllm.config import CUDAGraphMode
 
     # V1 would capture what it can: into the pool that the real graphs are to have, and against this cache.
     plain = {"force_attention": True, "skip_eplb": True, "cudagraph_runtime_mode": CUDAGraphMode.NONE}
-    run(tokens, profile_seq_lens=runner.max_model_len, **plain)
+    rehearse_prompt_logprobs(runner, run(tokens, profile_seq_lens=runner.max_model_len, **plain)[0])
     run(decoding, uniform_decode=True, **plain)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from workers.kv.prompt_logprobs import bound
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import requests_in
 
@@ -13,6 +14,11 @@ class Sized:
 
     _sizing: Sizing
     vllm_config: Any
+    model_runner: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        bound(self.model_runner)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
