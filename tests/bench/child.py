@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 WATCH_S = 0.05
 ANSWER = "SPARKD_BENCH_ANSWER "
+# Of the children that are running, the process ids, each of which leads a group.
+_LIVE: set[int] = set()
 _REASON = re.compile(r"(?:^|\s)((?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)|AssertionError)): (.+)")
 # Errors that only report that another process, or another part of this one, has failed.
 _SECOND_HAND = (
@@ -107,9 +109,11 @@ def ask(
             cwd=ROOT,
             start_new_session=True,
         )
+        _LIVE.add(process.pid)
         try:
             timed_out = not _ended(process, json.dumps(question).encode(), limit_s, watch)
         finally:
+            _LIVE.discard(process.pid)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks too
             process.wait()
@@ -139,8 +143,16 @@ def _ended(process: subprocess.Popen[bytes], data: bytes | None, limit_s: float,
 
 
 def end_with_children() -> None:
-    """SIGTERM leaves by the way of an exception, so that `ask` ends what it has started."""
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    """SIGTERM and Ctrl-C end what `ask` has started, in whichever thread that waits, and then leave by the way of an exception."""
+
+    def end(number: int, _frame: Any) -> None:
+        for pid in tuple(_LIVE):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
 
 
 def say(value: Mapping[str, Any]) -> None:
