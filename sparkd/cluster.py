@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from sparkd.admission import free_on, no_room
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
+from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
 from sparkd.needs import Need, account_of, need_of, runtime_of, said_to, too_large
 from sparkd.placement import Placement, kv_limit_bytes, nodes_with_room, offered_gib
@@ -69,10 +70,12 @@ class Cluster:
                 memory_gib=self.total_gib,
                 object_store_mib=config.cluster.object_store_memory_mib,
                 rank_folders=self._rank_folders,
+                fabric=ray_environment,
             )
         )
         self._link = RayLink(node_environment(token_path, self.node_ip), self._agent_arguments)
         self._here = Agent(self.node_ip, *self._agent_arguments(self.node_ip))
+        self._fabric = FabricNodes(self._read_fabric)
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
         self._reserved: dict[str, tuple[str, int]] = {}
@@ -119,17 +122,9 @@ class Cluster:
             cluster=about,
         )
 
-    async def fabric(self) -> dict[str, dict[str, Any] | None]:
-        """By node, what workers.fabric_reading.sample says there; None of a node whose agent does not answer."""
-
-        async def of(node_ip: str) -> dict[str, Any] | None:
-            try:
-                return await self._link.call(node_ip, lambda agent: agent.fabric.remote(), FABRIC_TIMEOUT_S)
-            except ClusterError:
-                return await asyncio.to_thread(self._here.fabric) if node_ip == self.node_ip else None
-
-        nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
-        return dict(zip(nodes, await asyncio.gather(*map(of, nodes)), strict=True))
+    async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
+        """By node, what workers.fabric_reading.sample says there now; None of a node whose agent does not answer."""
+        return await self._fabric.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
     async def place(self, spec: ModelConfig) -> Placement:
         """Reserve unified memory for `spec` on one node. Raises DoesNotFit with the numbers, ClusterError while Ray is away."""
@@ -167,6 +162,13 @@ class Cluster:
         said = said_to(spec, self._config, placement.vllm)
         for note in said.notes:
             log.info("%s: %s", spec.name, note)
+        computed = await self._fabric.environment(
+            placement.node_id,
+            placement.peers,
+            rdma=placement.platform == "cuda",
+            configured=said.env,
+            shared=spec.executor == "ray",
+        )
         fields = {
             "rank_id": rank_id,
             "model_name": spec.name,
@@ -186,7 +188,7 @@ class Cluster:
             "extra_args": list(said.args),
             **self._config.loader_of(spec),
             **self._config.sizing_of(spec, placement.platform, placement.entrypoint, limit_bytes),
-            "env": dict(said.env),
+            "env": computed | dict(said.env),
             "log_max_bytes": self._config.engine.log_max_bytes,
             "log_backups": self._config.engine.log_backups,
             "stop_timeout_s": float(self._config.engine.stop_timeout_s),
@@ -259,6 +261,14 @@ class Cluster:
         if run_dirs.parent != SYSTEM_RUNTIME_DIR:
             with contextlib.suppress(OSError):
                 run_dirs.parent.rmdir()
+
+    async def _read_fabric(self, node_ip: str) -> dict[str, Any]:
+        try:
+            return await self._link.call(node_ip, lambda agent: agent.fabric.remote(), FABRIC_TIMEOUT_S)
+        except ClusterError:
+            if node_ip != self.node_ip:
+                raise
+            return await asyncio.to_thread(self._here.fabric)
 
     async def _kept_up(self) -> bool:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""

@@ -114,7 +114,8 @@ class Cage:
 @dataclass(frozen=True, slots=True)
 class Fabric:
     """One node. neighbours: (interface, address, MAC) of whoever answered there; routes: (destination, interface). address: the node's in
-    the cluster, None where it has none. environment: what its own process environment says of the variables that sparkd computes."""
+    the cluster, None where it has none. environment: what its own process environment says of the variables that sparkd computes.
+    unified: whether CPU and GPU share its memory."""
 
     node: str
     host: str
@@ -128,6 +129,7 @@ class Fabric:
     environment: Mapping[str, str]
     trouble: tuple[str, ...]
     address: IPv4Address | None = None
+    unified: bool = True
 
     @property
     def twins(self) -> tuple[Interface, ...]:
@@ -162,7 +164,15 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
         environment=dict(raw["environment"]),
         trouble=tuple(raw["trouble"]),
         address=None if own is None or own.is_loopback else own,
+        unified=bool(raw["unified"]),
     )
+
+
+def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
+    """By a node's address in the cluster or its name, in that order; called by their host names where these tell them apart."""
+    hosts = [str(raw["host"]) for raw in readings.values()]
+    names = {node: host if hosts.count(host) == 1 else node for node, host in zip(readings, hosts, strict=True)}
+    return {node: fabric_of(names[node], raw, node) for node, raw in readings.items()}
 
 
 def rdma_mtu(mtu: int) -> int:

@@ -32,15 +32,13 @@ def settings(
     peers: Sequence[Fabric] = (),
     *,
     rdma: bool = True,
-    unified: bool = True,
     resolve_gid: bool = False,
     configured: Mapping[str, str] | None = None,
 ) -> tuple[Setting, ...]:
     """Those of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
 
-    rdma: False for engines on CPUs. unified: CPU and GPU share the memory, so that compilers can take it from the engine; elsewhere they
-    may run on all cores. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is computed
-    counts the node's own process environment, over that `configured`: engine.env and the model's env.
+    rdma: False for engines on CPUs. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is
+    computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
     """
     # In one order for every node, since each must choose the same rail or LAN for the first contact.
     nodes = sorted([node, *peers], key=lambda one: one.node)
@@ -52,7 +50,8 @@ def settings(
             *_rdma(node, cables, shape, resolve_gid),
             Setting("NCCL_DEBUG", "INFO", "NCCL's own lines prove which network it uses"),
         ]
-    if unified:
+    if node.unified:
+        # Compilers can take the memory from the engine; elsewhere they may run on all cores.
         cold = "the first start compiles kernels, and 16 to 22 compilers at once have frozen nodes"
         computed += [
             Setting("MAX_JOBS", str(JIT_JOBS), cold),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparkd.fabric import Fabric, Interface, fabric_of
+from sparkd.fabric import Fabric, Interface, fabrics_of
 from sparkd.fabric_cables import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
 from sparkd.fabric_environment import settings
 from sparkd.fabric_findings import FAIL, Finding, findings, worst
@@ -17,7 +17,7 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], configured: Mapping
 
     configured: variables of sparkd.yaml's engine.env that count over what is computed.
     """
-    nodes = _nodes(readings)
+    nodes = [*fabrics_of({node: raw for node, raw in readings.items() if raw is not None}).values()]
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
     found = (
@@ -38,14 +38,6 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], configured: Mapping
         "verdict": worst(found),
         "environment": {node.node: _environment(node, nodes, rdma, configured) for node in nodes},
     }
-
-
-def _nodes(readings: Mapping[str, Mapping[str, Any] | None]) -> list[Fabric]:
-    """Called by their host names where these tell them apart."""
-    seen = {node: raw for node, raw in readings.items() if raw is not None}
-    hosts = [str(raw["host"]) for raw in seen.values()]
-    names = {node: host if hosts.count(host) == 1 else node for node, host in zip(seen, hosts, strict=True)}
-    return [fabric_of(names[node], raw, node) for node, raw in seen.items()]
 
 
 def _environment(node: Fabric, nodes: Sequence[Fabric], rdma: bool, configured: Mapping[str, str] | None) -> list[dict[str, str | None]]:

@@ -29,7 +29,7 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where one model goes. slug: its name as a file name. platform: `cuda` or `cpu`. entrypoint: the module that is its engine. vllm: its
-    version where it is known. spec: the model with what was `auto` in it decided; None where nothing was.
+    version where it is known. spec: the model with what was `auto` in it decided; None where nothing was. peers: nodes of its other ranks.
     """
 
     node_id: str
@@ -39,6 +39,7 @@ class Placement:
     entrypoint: str
     vllm: str | None = None
     spec: ModelConfig | None = None
+    peers: tuple[str, ...] = ()
 
 
 def needed_gib(

@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RayUnavailable
-from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LOG_DIR, NODE_RUN_DIR
+from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
 
 MARK = "SPARKD_RAY_DIR"
 START_TIMEOUT_S = 90.0
@@ -44,7 +44,7 @@ class RayHead:
 
     join: the head's address where this node is not the head. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone.
     rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
-    on another node does not know.
+    on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class RayHead:
         join: str | None = None,
         keeper: bool = False,
         rank_folders: tuple[Path, Path, Path, Path] | None = None,
+        fabric: Callable[[str, Mapping[str, str]], Mapping[str, str]] | None = None,
     ) -> None:
         self.folder = runtime_dir / "ray"
         self.token_path = token_path
@@ -69,6 +70,8 @@ class RayHead:
         self._join = join
         self._keeper = keeper
         self._rank_folders = rank_folders
+        # Alone on its loopback a node has nobody to meet.
+        self._fabric = fabric if node_ip != LOOPBACK else None
         self._essential = {"raylet"} if join else {"gcs_server", "raylet"}
         self._record = runtime_dir / "ray.json"
 
@@ -130,7 +133,9 @@ class RayHead:
         clean = {name: value for name, value in inherited.items() if not name.startswith("RAY_")}
         names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
         folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
-        return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders
+        links = dict(self._fabric(self.node_ip, clean)) if self._fabric else {}
+        told = {NODE_LINKS: ",".join(links)} if links else {}
+        return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders | links | told
 
     def command(self) -> list[str]:
         resources = {"unified_memory_gib": self._memory_gib}

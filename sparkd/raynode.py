@@ -14,6 +14,7 @@ from types import FrameType
 from sparkd.cluster import rank_folders
 from sparkd.config import Config
 from sparkd.errors import ConfigError, RayUnavailable
+from sparkd.fabric_nodes import ray_environment
 from sparkd.placement import offered_gib
 from sparkd.rayhead import LOOPBACK, RayHead
 from sparkd.systemd import Systemd
@@ -75,6 +76,7 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
         join=join,
         keeper=True,
         rank_folders=rank_folders(config, node_ip),
+        fabric=ray_environment,
     )
 
 

@@ -82,7 +82,17 @@ def test_it_observes_reading_ranks_and_its_own_clock(made: Agent) -> None:
 
 
 def test_it_tells_what_its_node_s_network_is(made: Agent) -> None:
-    assert made.fabric().keys() == {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "environment", "trouble"}
+    assert made.fabric().keys() == {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble"}
+
+
+def test_what_sparkd_told_its_ray_is_not_taken_for_the_operators_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {module.NODE_LINKS: "GLOO_SOCKET_IFNAME,NCCL_DEBUG", "GLOO_SOCKET_IFNAME": "eth0", "MAX_JOBS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    made = Agent("n", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"))
+
+    assert made.fabric()["environment"] == {"MAX_JOBS": "8"}
+    assert not {module.NODE_LINKS, "GLOO_SOCKET_IFNAME"} & os.environ.keys()
 
 
 def test_it_samples_again_and_again_also_after_a_look_that_failed(folder: Path) -> None:

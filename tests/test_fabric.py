@@ -159,6 +159,20 @@ def test_an_ip_that_does_not_answer_is_told_and_waited_for_no_longer(
     assert (worst(found), found[0].check) == ("fail", "readable")
 
 
+@pytest.mark.parametrize(
+    ("models", "unified"),
+    [([], True), (["NVIDIA GB10"], True), (["NVIDIA H200"], False), (["NVIDIA GB10", "NVIDIA RTX 6000"], False), ([None], False)],
+)
+def test_a_gpu_with_memory_of_its_own_is_told_apart(models: list[str | None], unified: bool, tmp_path: Path) -> None:
+    for number, model in enumerate(models):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        if model:
+            (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\n")
+
+    assert sample(tmp_path)["unified"] is unified
+
+
 def test_this_machine_can_be_read() -> None:
     raw = sample()
     found = report({"here": raw})

@@ -30,7 +30,7 @@ def _pair(tmp_path: Path) -> list[Fabric]:
 
 def test_a_node_by_itself_gets_no_more_than_the_caps_of_compilers(pair: list[Fabric]) -> None:
     assert environment(settings(pair[0])) == JIT
-    assert environment(settings(pair[0], unified=False)) == {}
+    assert environment(settings(replace(pair[0], unified=False))) == {}
 
 
 def test_names_differ_where_the_ports_do(pair: list[Fabric]) -> None:

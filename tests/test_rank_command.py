@@ -99,6 +99,7 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         ({"env": {"PYTHONPATH": "/theirs"}, "pythonpath": ("/ours",)}, "PYTHONPATH", "/ours:/theirs"),
         ({"node_id": "192.168.100.11"}, "VLLM_HOST_IP", "192.168.100.11"),
         ({"node_id": "spark-b"}, "VLLM_HOST_IP", None),
+        ({"node_id": "192.168.1.11", "env": {"VLLM_HOST_IP": "192.168.100.11"}}, "VLLM_HOST_IP", "192.168.100.11"),
         ({"platform": "cuda"}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"worker_cls": "workers.kv.SparkCPUWorker", "kv_cache": {}}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"worker_cls": "other.Worker"}, "VLLM_CPU_KVCACHE_SPACE", None),

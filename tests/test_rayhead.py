@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from sparkd.config import load_config
 from sparkd.errors import RayUnavailable
 from sparkd.rayhead import MARK, RayHead, make_token, node_environment, process_cost
 from tests.daemon_process import alive, until
-from workers.agent import Agent
+from workers.agent import NODE_LINKS, Agent
 
 SLEEPER = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
 
@@ -100,6 +100,17 @@ def test_the_environment_is_ours_and_no_other_clusters(head: RayHead, folder: Pa
     assert (environment["RAY_worker_niceness"], environment["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
     assert environment[MARK] == f"{folder}/ray"
     assert MARK not in node_environment(folder / "ray.token", "127.0.0.1"), "who only joins is not of this head"
+
+
+def test_ray_carries_the_names_of_its_nodes_interfaces_where_it_has_others_to_meet(folder: Path) -> None:
+    def fabric(node_ip: str, environ: Mapping[str, str]) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": f"cable of {node_ip}", "TP_SOCKET_IFNAME": environ["HOME"]}
+
+    names = {"GLOO_SOCKET_IFNAME": "cable of 10.0.0.2", "TP_SOCKET_IFNAME": "/h"}
+    environment = head_of(folder, node_ip="10.0.0.2", fabric=fabric).environment({"HOME": "/h"})
+    assert environment.items() >= (names | {NODE_LINKS: "GLOO_SOCKET_IFNAME,TP_SOCKET_IFNAME"}).items()
+    assert not {*names, NODE_LINKS} & head_of(folder, fabric=fabric).environment({}).keys()
+    assert NODE_LINKS not in head_of(folder, node_ip="10.0.0.2", fabric=lambda *_: {}).environment({})
 
 
 def test_ray_carries_the_folders_of_its_node(folder: Path) -> None:

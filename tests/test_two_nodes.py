@@ -182,6 +182,19 @@ def test_a_model_that_does_not_fit_beside_another_goes_to_the_other_node(stage: 
     assert stage.daemon.chat("far", "hello", max_tokens=2).json()["choices"][0]["message"]["content"]
 
 
+def test_its_ray_has_the_names_of_its_interfaces_and_a_rank_alone_needs_none(stage: Stage) -> None:
+    rank = stage.far()
+    names = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": f"={INTERFACE}", "TP_SOCKET_IFNAME": INTERFACE}
+
+    for node in (stage.here, stage.there):
+        raylet = next(pid for pid in node.pids() if _name(pid) == "raylet")
+        assert _environment(raylet).items() >= (names | {"VLLM_HOST_IP": node.address}).items()
+    (engine,) = (pid for pid in stage.engines() if pid in stage.there.pids())
+    found = _environment(engine)
+    assert (found["VLLM_HOST_IP"], found["MAX_JOBS"], found["SPARKD_RANK_ID"]) == (stage.there.address, "2", rank.rank_id)
+    assert not [name for name in found if name.startswith(("NCCL_", "GLOO_", "TP_"))]
+
+
 def test_its_files_lie_where_the_other_node_keeps_them(stage: Stage) -> None:
     rank = stage.far()
 
@@ -365,6 +378,11 @@ def _name(pid: int) -> str:
     """The program, or the title that Ray gave its process."""
     words = _read(f"/proc/{pid}/cmdline").split(bytes(1))
     return os.path.basename(words[0].decode("utf-8", "replace")).strip()
+
+
+def _environment(pid: int) -> dict[str, str]:
+    pairs = (one.partition("=") for one in _read(f"/proc/{pid}/environ").decode("utf-8", "replace").split("\0"))
+    return {name: value for name, _, value in pairs}
 
 
 def _session(pid: int) -> int:

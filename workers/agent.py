@@ -18,7 +18,7 @@ from workers.loadfile import load_path
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "7"
+VERSION = "8"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -26,6 +26,8 @@ NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
 NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
 NODE_CACHE_DIR = "SPARKD_RAY_CACHE_DIR"
 NODE_KV_DIR = "SPARKD_RAY_KV_DIR"
+# Names of the variables that sparkd computed for that Ray's own children.
+NODE_LINKS = "SPARKD_RAY_LINKS"
 # What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
 # of the entry point with nothing installed. Both names differ from those of sparkd's own distribution, the entry point's does not.
 _SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
@@ -47,6 +49,9 @@ class Agent:
     def __init__(
         self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc", elsewhere: bool = False
     ) -> None:
+        # A rank's are computed when it starts, and what stood here would look like the operator's own.
+        for name in os.environ.pop(NODE_LINKS, "").split(","):
+            os.environ.pop(name, None)
         self.node_id = node_id
         self.run_dir = run_dir = os.environ.get(NODE_RUN_DIR, run_dir) if elsewhere else run_dir
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir

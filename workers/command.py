@@ -71,7 +71,7 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str
         # setproctitle overwrites what /proc/PID/environ shows unless told not to, and the mark would be lost with it.
         "SPT_NOENV": "1",
     }
-    if _is_address(spec.node_id):
+    if _is_address(spec.node_id) and "VLLM_HOST_IP" not in spec.env:
         # Else vLLM asks the routing table and lets torch.distributed listen on the LAN (vllm/utils/network_utils.py, get_ip).
         environment["VLLM_HOST_IP"] = spec.node_id
     if folder := ipc_dir(spec.run_dir, spec.rank_id):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,9 @@ VARIABLES = (
 )  # fmt: skip
 # NVIDIA's package dgx-spark-mlnx-hotplug powers the ConnectX-7 off where no cable is plugged and this file is there.
 HOTPLUG_MARK = "etc/nvidia/cx7-hotplug-enabled"
+GPUS = "proc/driver/nvidia/gpus"
+# NVIDIA's GPUs whose memory is the host's, as their driver calls them. Where none is named the engine is one for CPUs.
+_UNIFIED = re.compile(r"^Model:.*\b(GB10|Thor|Orin)\b", re.MULTILINE)
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/sysfs-class-infiniband
 
@@ -37,7 +41,8 @@ WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/
 def sample(root: Path = ROOT) -> dict[str, Any]:
     """One look; blocks, for three IP_TIMEOUT_S at most. `trouble` tells what could not be read; what is not there at all is none.
 
-    {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "environment", "trouble"}. speed in Mb/s, counters in bytes.
+    {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble"}. speed in Mb/s, counters in
+    bytes. unified: whether no GPU of the node has memory of its own.
     """
     here = root == ROOT
     trouble: list[str] = []
@@ -49,6 +54,7 @@ def sample(root: Path = ROOT) -> dict[str, Any]:
         "routes": [_picked(one, "dst", "dev", "gateway", "metric") for one in answers["ip-route.json"] or []],
         "neighbours": [_picked(one, "dst", "dev", "lladdr", "state") for one in answers["ip-neighbour.json"] or []],
         "hotplug": (root / HOTPLUG_MARK).exists(),
+        "unified": all(_UNIFIED.search(_text(root / GPUS / gpu / "information") or "") for gpu in _names(root / GPUS)),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ} if here else {},
         "trouble": trouble,
     }

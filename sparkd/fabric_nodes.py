@@ -1,0 +1,100 @@
+"""Owns what the daemon knows of its nodes' networks: readings kept for some seconds, and the environment of each rank out of them. Never
+judges a link, never starts anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sparkd.errors import ClusterError
+from sparkd.fabric import Fabric, fabrics_of
+from sparkd.fabric_environment import environment, settings
+from workers.fabric_reading import VARIABLES, sample
+
+log = logging.getLogger("sparkd.cluster")
+
+KEPT_S = 5.0
+
+Reading = Mapping[str, Any]
+
+
+class FabricNodes:
+    """`read(node)` asks one node what workers.fabric_reading.sample says there; it raises ClusterError where nobody answers."""
+
+    def __init__(self, read: Callable[[str], Awaitable[Reading]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._clock = clock
+        self._kept: dict[str, tuple[Reading, float]] = {}
+
+    async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
+        """By node, no older than kept_s; None of a node that does not answer."""
+        wanted = list(dict.fromkeys(nodes))
+        return dict(zip(wanted, await asyncio.gather(*(self._reading(node, kept_s) for node in wanted)), strict=True))
+
+    async def fabrics(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Fabric]:
+        """Of those that could be read; what is wrong with the others is in the log."""
+        seen: dict[str, Reading] = {}
+        for node, raw in (await self.readings(nodes, kept_s=kept_s)).items():
+            if raw is None:
+                log.warning("the network of %s cannot be read: its agent does not answer", node)
+            elif raw["trouble"]:
+                log.warning("the network of %s cannot be read: %s", node, "; ".join(raw["trouble"]))
+            else:
+                seen[node] = raw
+        return fabrics_of(seen)
+
+    async def environment(
+        self, node: str, peers: Sequence[str] = (), *, rdma: bool, configured: Mapping[str, str], shared: bool = False
+    ) -> dict[str, str]:
+        """Variables of the rank on `node`, whose other ranks are on `peers`; none where one of these nodes cannot be read.
+
+        rdma, configured: see fabric_environment.settings. shared: one environment serves the ranks of all nodes, as under vLLM's Ray
+        executor, which copies the driver's NCCL_*: what differs from node to node is left to each node's raylet.
+        """
+        found = await self.fabrics([node, *peers])
+        if len(found) <= len(peers):
+            return {}
+        if not peers:
+            # Alone it meets nobody, so it needs no names.
+            found = {node: replace(found[node], address=None)}
+        of = {
+            name: environment(settings(one, [other for other in found.values() if other is not one], rdma=rdma, configured=configured))
+            for name, one in found.items()
+            if shared or name == node
+        }
+        return {name: value for name, value in of[node].items() if all(other.get(name) == value for other in of.values())}
+
+    async def _reading(self, node: str, kept_s: float) -> Reading | None:
+        kept, at_s = self._kept.get(node, (None, 0.0))
+        if kept is not None and self._clock() - at_s < kept_s:
+            return kept
+        try:
+            raw = await self._read(node)
+        except ClusterError:
+            self._kept.pop(node, None)
+            return None
+        self._kept[node] = raw, self._clock()
+        return raw
+
+
+def ray_environment(node_ip: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Interface names and the address that this node's Ray gives to what it starts; without what `environ` says itself. Blocks.
+
+    vLLM's Ray executor copies the driver's NCCL_* and VLLM_* to where they are not set, and never GLOO_*: names that differ from node
+    to node have to be in each raylet's environment (vllm/v1/executor/ray_executor_v2.py, initialize_worker).
+    """
+    try:
+        raw = sample() | {"environment": {name: environ[name] for name in VARIABLES if name in environ}}
+    except OSError as error:
+        log.warning("the network of this node cannot be read: %s", error.strerror or error)
+        return {}
+    if raw["trouble"]:
+        log.warning("the network of this node cannot be read: %s", "; ".join(raw["trouble"]))
+        return {}
+    (found,) = fabrics_of({node_ip: raw}).values()
+    return environment([one for one in settings(replace(found, unified=False), rdma=False) if one.source == "computed"])

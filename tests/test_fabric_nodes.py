@@ -1,0 +1,113 @@
+"""The readings that the daemon keeps of its nodes, and what each rank is given out of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from sparkd.errors import AgentLost
+from sparkd.fabric_nodes import KEPT_S, FabricNodes, ray_environment
+from tests.fabric_tree import readings
+from tests.fakes import FakeClock
+
+A, B = "192.168.100.11", "192.168.100.12"
+JIT = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
+
+
+class Agents:
+    """By address, what each answers; None does not answer. `asked` counts."""
+
+    def __init__(self, *raw: Mapping[str, Any] | None) -> None:
+        self.raw = dict(zip((A, B), raw, strict=False))
+        self.asked: list[str] = []
+        self.clock = FakeClock()
+        self.nodes = FabricNodes(self.read, self.clock)
+
+    async def read(self, node: str) -> Mapping[str, Any]:
+        self.asked.append(node)
+        found = self.raw[node]
+        if found is None:
+            raise AgentLost("The agent does not answer.")
+        return found
+
+    async def environment(self, node: str, *peers: str, rdma: bool = True, shared: bool = False, **configured: str) -> dict[str, str]:
+        return await self.nodes.environment(node, peers, rdma=rdma, shared=shared, configured=configured)
+
+
+def pair() -> Agents:
+    return Agents(*readings("pair-different-ports").values())
+
+
+async def test_a_reading_is_kept_for_a_while_and_a_refusal_is_not() -> None:
+    agents = pair()
+    agents.raw[B] = None
+    for _ in range(2):
+        assert {node: raw is not None for node, raw in (await agents.nodes.readings([A, B, A])).items()} == {A: True, B: False}
+    assert agents.asked == [A, B, B]
+
+    await agents.nodes.readings([A], kept_s=0)
+    agents.clock.now_s += KEPT_S
+    await agents.nodes.readings([A])
+    assert agents.asked == [A, B, B, A, A]
+
+
+async def test_a_rank_alone_gets_the_caps_of_compilers_and_no_name() -> None:
+    agents = pair()
+
+    assert await agents.environment(A) == JIT
+    assert await agents.environment(A, MAX_JOBS="8") == JIT | {"MAX_JOBS": "8"}
+    agents.raw[A] = readings("pair-different-ports")["spark-1"] | {"unified": False}
+    agents.clock.now_s += KEPT_S
+    assert await agents.environment(A) == {}
+
+
+async def test_ranks_of_two_nodes_get_the_names_of_their_own() -> None:
+    a, b = await pair().environment(A, B), await pair().environment(B, A)
+
+    assert (a["GLOO_SOCKET_IFNAME"], b["GLOO_SOCKET_IFNAME"]) == ("enp1s0f1np1", "enp1s0f0np0")
+    assert (a["NCCL_IB_HCA"], b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
+    assert (a["VLLM_HOST_IP"], b["VLLM_HOST_IP"]) == (A, B)
+    assert not [name for name in await pair().environment(A, B, rdma=False) if name.startswith("NCCL_IB")]
+
+
+async def test_what_rays_executor_would_copy_to_the_wrong_node_is_left_to_each_raylet() -> None:
+    told = await pair().environment(A, B, shared=True)
+
+    assert told == JIT | {"NCCL_NET": "IB", "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize("which", [A, B])
+async def test_a_node_that_cannot_be_read_is_named_and_stops_no_rank(which: str, caplog: pytest.LogCaptureFixture) -> None:
+    silent, blind = pair(), pair()
+    silent.raw[which] = None
+    blind.raw[which] = {**(blind.raw[which] or {}), "trouble": ["`ip address show`: not installed"]}
+    with caplog.at_level(logging.WARNING, "sparkd.cluster"):
+        assert await silent.environment(A, B) == await blind.environment(A, B) == {}
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the network of {which} cannot be read: its agent does not answer",
+        f"the network of {which} cannot be read: `ip address show`: not installed",
+    ]
+
+
+def test_a_nodes_ray_is_told_its_interface_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = readings("pair-different-ports")["spark-1"]
+    monkeypatch.setattr("sparkd.fabric_nodes.sample", lambda: raw)
+    names = {"NCCL_SOCKET_IFNAME": "=enp1s0f1np1", "GLOO_SOCKET_IFNAME": "enp1s0f1np1", "TP_SOCKET_IFNAME": "enp1s0f1np1"}
+
+    assert ray_environment(A, {}) == names | {"VLLM_HOST_IP": A}
+    del names["GLOO_SOCKET_IFNAME"]
+    assert ray_environment(A, {"GLOO_SOCKET_IFNAME": "eth7"}) == names | {"VLLM_HOST_IP": A}
+    monkeypatch.setattr("sparkd.fabric_nodes.sample", lambda: raw | {"trouble": ["`ip address show`: not installed"]})
+    assert ray_environment(A, {}) == {}
+
+
+def test_a_node_whose_sys_cannot_be_read_starts_its_ray_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> dict[str, Any]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("sparkd.fabric_nodes.sample", refuse)
+    assert ray_environment(A, {}) == {}
