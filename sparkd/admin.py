@@ -215,7 +215,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
         def find(name: str) -> ModelConfig | None:
             return supervisor.record(name).spec if _known(supervisor, name) else None
 
-        return await planned_here(question, find)
+        return await planned_here(question, find, supervisor.unlinked)
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(

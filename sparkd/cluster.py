@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +19,16 @@ from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
 from sparkd.needs import Need, account_of, need_of, runtime_of, said_to, too_large
 from sparkd.placement import Placement, kv_limit_bytes, nodes_with_room, offered_gib
+from sparkd.rank_folders import folder_name, rank_folders, slug_of
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
 from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, RankHandle
+from sparkd.team import team_of
 from sparkd.upstream import Upstream, served_names
 from workers.agent import Agent
+from workers.hub_cache import cache_places
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -126,9 +128,14 @@ class Cluster:
         """By node, what workers.fabric_reading.sample says there now; None of a node whose agent does not answer."""
         return await self._fabric.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
+    async def unlinked(self, *, rdma: bool) -> dict[int, str]:
+        """See FabricNodes.unlinked: of the nodes in sight."""
+        return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
+
     async def place(self, spec: ModelConfig) -> Placement:
         """Reserve unified memory for `spec` on one node. Raises DoesNotFit with the numbers, ClusterError while Ray is away."""
         if spec.tensor_parallel not in ("auto", 1):
+            await self._team(spec, int(spec.tensor_parallel))
             raise DoesNotFit(
                 f"tensor_parallel {spec.tensor_parallel} needs as many nodes, and this release of sparkd starts a model on one node only: "
                 "leave it out or set it to 1."
@@ -139,7 +146,7 @@ class Cluster:
         if refused := said_to(need.spec, self._config, need.vllm).refused:
             raise RankError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
         node_ip = await self._reserve(need)
-        return Placement(node_ip, _slug(spec.name), need.gib, need.platform, need.entrypoint, need.vllm, need.spec)
+        return Placement(node_ip, slug_of(spec.name), need.gib, need.platform, need.entrypoint, need.vllm, need.spec)
 
     async def hold(self, spec: ModelConfig, node_ip: str) -> None:
         """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
@@ -304,6 +311,16 @@ class Cluster:
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
 
+    async def _team(self, spec: ModelConfig, size: int) -> tuple[str, ...]:
+        engine, runtime = self._config.engine, runtime_of(spec, self._config)
+        platform = (await asyncio.to_thread(self._here.runtime, runtime))["platform"] if engine.platform == "auto" else engine.platform
+        asked = (runtime, spec.model, spec.revision, cache_places(spec.environment(engine)))
+
+        def identify(node_ip: str) -> Awaitable[dict[str, Any]]:
+            return self._link.call(node_ip, lambda agent: agent.identity.remote(*asked), SPAWN_TIMEOUT_S)
+
+        return await team_of(spec.name, size, self._in_sight(), self._fabric, identify, rdma=platform == "cuda")
+
     async def _reserve(self, need: Need) -> str:
         """The node that has room, by our own book: Ray forgets what was reserved on a node that it lost, and the rank there lives on."""
         offered, model = self._offered(), need.spec.name
@@ -328,6 +345,10 @@ class Cluster:
     def _most_free_gib(self, model: str) -> float:
         others = [held for name, held in self._reserved.items() if name != model]
         return max(free_on(self._offered(), others).values(), default=self.total_gib)
+
+    def _in_sight(self) -> list[str]:
+        """This node first."""
+        return [self.node_ip, *(ip for ip in self._link.nodes() if ip not in self._silent and ip != self.node_ip)]
 
     def _offered(self) -> dict[str, float]:
         return {ip: self._link.gib_of[ip] for ip in self._link.nodes() if ip in self._link.gib_of and ip not in self._silent}
@@ -373,21 +394,4 @@ class Cluster:
     def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
         """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
         run_dir, log_dir, *_ = self._rank_folders
-        return str(run_dir.with_name(_folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip
-
-
-def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
-    """Where the ranks of the node `node_ip` have their status files and sockets, their logs, quantized weights, and what sizing learned.
-
-    The first are named after the node, so that nodes that share a file system do not mix.
-    """
-    run_dir = config.runtime_path() / "ranks" / _folder_name(node_ip)
-    return run_dir, config.state_dir / "logs", config.quantized_path(), config.profiles_path()
-
-
-def _folder_name(node_ip: str) -> str:
-    return node_ip.replace(":", "_")
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:48] or "model"
+        return str(run_dir.with_name(folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip

@@ -8,7 +8,7 @@ from ipaddress import IPv4Address, IPv4Network
 from itertools import combinations
 
 from sparkd.fabric import GOOD_MTU, LINK_LOCAL, Cage, Fabric, Interface
-from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
+from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding, findings
 
 ALONE, PAIR, CHAIN, RING, SWITCH, APART = "alone", "pair", "chain", "ring", "switch", "apart"
 
@@ -81,8 +81,8 @@ def topology(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> str:
 
 
 def rails(nodes: Sequence[Fabric], *, rdma: bool = True, ring_proved: bool = False) -> tuple[bool, str]:
-    """Whether tensor parallelism over exactly these nodes has a sound rail between each two, and why not: `rails` and `rails_reason` of a
-    sparkd.fit.Wish. rdma: False for engines on CPUs, whose Gloo knows sockets only.
+    """Whether tensor parallelism over exactly these nodes has a sound rail between each two, and why not. rdma: False for engines on
+    CPUs, whose Gloo knows sockets only.
 
     ring_proved: whether a live NCCL test over a ring has passed. Owners and NVIDIA contradict each other on whether RDMA works there.
     """
@@ -109,6 +109,18 @@ def teams(nodes: Sequence[Fabric], size: int, *, rdma: bool = True, ring_proved:
     """Every choice of `size` nodes that tensor parallelism may spread over, the nodes' order kept."""
     chosen = combinations(nodes, size)
     return tuple(tuple(node.node for node in group) for group in chosen if rails(group, rdma=rdma, ring_proved=ring_proved)[0])
+
+
+def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
+    """By a number of nodes, from two to all: why no choice of so many may carry tensor parallelism, and what helps, without the last full
+    stop. Numbers for which there is a choice are left out. This is `unlinked` of a sparkd.fit.Wish.
+    """
+    found = {}
+    for size in range(2, len(nodes) + 1):
+        if not teams(nodes, size, rdma=rdma):
+            group = nodes[:size]
+            found[size] = f"{rails(group, rdma=rdma)[1]}. {_cure(group, rdma)}".rstrip(".")
+    return found
 
 
 def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Cable], *, rdma: bool = True) -> tuple[Finding, ...]:
@@ -230,6 +242,14 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> I
     # Nodes that nobody meant to link may serve a model each.
     meant = any(cage.linked for node in nodes for cage in node.cages)
     yield Finding("parallel", FAIL if meant and not pairs else WARN, names, about, reason, cure)
+
+
+def _cure(group: Sequence[Fabric], rdma: bool) -> str:
+    """Of what is wrong with the links between them, else with a node, else what is left to do without."""
+    links = cable_findings(group, cables_of(group), rdma=rdma)
+    wrong = [one for one in links if one.verdict == FAIL and one.check not in ("rails", "parallel")]
+    wrong += [one for node in group for one in findings(node) if one.verdict == FAIL]
+    return next((one.cure for one in (*wrong, *links[::-1]) if one.cure), "")
 
 
 def _unsound(between: Sequence[Cable], rdma: bool) -> str:

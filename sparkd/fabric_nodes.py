@@ -13,6 +13,7 @@ from typing import Any
 
 from sparkd.errors import ClusterError
 from sparkd.fabric import Fabric, fabrics_of
+from sparkd.fabric_cables import teams, unlinked
 from sparkd.fabric_environment import environment, settings
 from workers.fabric_reading import VARIABLES, sample
 
@@ -46,7 +47,12 @@ class FabricNodes:
                 log.warning("the network of %s cannot be read: %s", node, "; ".join(raw["trouble"]))
             else:
                 seen[node] = raw
-        return fabrics_of(seen)
+        try:
+            return fabrics_of(seen)
+        except (LookupError, TypeError, ValueError) as error:
+            # Another release's agent, or a kernel that says what no other does: a rank starts without names rather than not at all.
+            log.warning("the networks of %s cannot be understood: %s", ", ".join(seen), error)
+            return {}
 
     async def environment(
         self, node: str, peers: Sequence[str] = (), *, rdma: bool, configured: Mapping[str, str], shared: bool = False
@@ -69,6 +75,22 @@ class FabricNodes:
         }
         return {name: value for name, value in of[node].items() if all(other.get(name) == value for other in of.values())}
 
+    async def unlinked(self, nodes: Sequence[str], *, rdma: bool) -> dict[int, str]:
+        """By a number of nodes from two to all: why no so many of them may share a model by tensor parallelism now, and what helps.
+
+        rdma: False for engines on CPUs.
+        """
+        return _unlinked(nodes, await self.fabrics(nodes, kept_s=0), rdma)
+
+    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
+        """The first `size` nodes, 2 to all, that may share a model so; none, and why, where there are not so many. rdma: as above."""
+        found = await self.fabrics(nodes, kept_s=0)
+        groups = teams([*found.values()], size, rdma=rdma)
+        if not groups:
+            return (), _unlinked(nodes, found, rdma)[size]
+        called = {one.node: node for node, one in found.items()}
+        return tuple(called[name] for name in groups[0]), ""
+
     async def _reading(self, node: str, kept_s: float) -> Reading | None:
         kept, at_s = self._kept.get(node, (None, 0.0))
         if kept is not None and self._clock() - at_s < kept_s:
@@ -80,6 +102,12 @@ class FabricNodes:
             return None
         self._kept[node] = raw, self._clock()
         return raw
+
+
+def _unlinked(nodes: Sequence[str], found: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:
+    dark = ", ".join(node for node in nodes if node not in found)
+    blind = f"the network of {dark} cannot be read, so nobody knows of a rail: `sparkd fabric` and the daemon's log say why"
+    return unlinked([*found.values()], rdma=rdma) | dict.fromkeys(range(max(2, len(found) + 1), len(nodes) + 1), blind)
 
 
 def ray_environment(node_ip: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,8 @@ Rank = tuple[bool, bool, bool, float, float, int]
 class Wish:
     """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
 
-    rails: whether they are linked well enough for tensor parallelism, rails_reason: why not. quantize: a recipe, None for any of FORMATS.
+    unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
+    FORMATS.
     """
 
     max_model_len: int | None = None
@@ -41,8 +42,7 @@ class Wish:
     eager: bool = False
     margin_bytes: int | None = None
     context: int = DEFAULT_CONTEXT
-    rails: bool = True
-    rails_reason: str = ""
+    unlinked: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ def _option(
     if asked > inventory.shape.max_len:
         told = f"{asked:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
         return Option(name, tensor, pipeline, serving, None, told)
-    if tensor > 1 and not wish.rails:
-        return Option(name, tensor, pipeline, serving, None, wish.rails_reason or "the nodes are not linked by a healthy QSFP rail")
+    if tensor in wish.unlinked:
+        return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor])
     try:
         if why := refusal(inventory, recipe, tensor, pipeline):
             return Option(name, tensor, pipeline, serving, None, why)

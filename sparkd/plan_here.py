@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from sparkd.admission import machine
 from sparkd.checkpoint import Checkpoint
@@ -27,6 +27,10 @@ from workers.runtime import GPU_SIGNS
 LIMIT_S = 60.0
 
 
+class Unlinked(Protocol):
+    async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
+
+
 class QuestionHere(Question):
     """hardware: node is the one that the daemon runs on."""
 
@@ -42,16 +46,23 @@ def hardware_here(name: str) -> Hardware:
     return machine(platform, total, Memory().os_reserve_bytes(total))
 
 
-async def planned_here(question: QuestionHere, find: Callable[[str], ModelConfig | None]) -> dict[str, Any]:
-    """The plan as plain JSON. find: a model that the daemon knows. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
+async def planned_here(question: QuestionHere, find: Callable[[str], ModelConfig | None], unlinked: Unlinked) -> dict[str, Any]:
+    """The plan as plain JSON. find: a model that the daemon knows. unlinked: by a number of the daemon's nodes, why no so many may share a
+    model. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
     try:
         async with asyncio.timeout(LIMIT_S):
-            return await asyncio.to_thread(_answer, question, find)
+            hardware = await asyncio.to_thread(hardware_here, question.hardware)
+            # Another machine's nodes are nobody's yet, and so are their cables.
+            ours = question.hardware == "node" and question.nodes > 1
+            told = await unlinked(rdma=hardware.platform == "cuda") if ours else {}
+            return await asyncio.to_thread(_answer, question, hardware, find, told)
     except TimeoutError:
         raise _too_slow(question.model) from None
 
 
-def _answer(question: QuestionHere, find: Callable[[str], ModelConfig | None]) -> dict[str, Any]:
+def _answer(
+    question: QuestionHere, hardware: Hardware, find: Callable[[str], ModelConfig | None], unlinked: Mapping[int, str]
+) -> dict[str, Any]:
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
 
@@ -62,9 +73,10 @@ def _answer(question: QuestionHere, find: Callable[[str], ModelConfig | None]) -
 
     return answer(
         question,
-        hardware_here(question.hardware),
+        hardware,
         lambda name: checkpoint_here(name, find, progress),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
+        unlinked=unlinked,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -41,9 +41,17 @@ class Question(BaseModel):
     enforce_eager: bool = False
 
 
-def answer(question: Question, hardware: Hardware, find: Finder, others: Others | None = None) -> dict[str, Any]:
+def answer(
+    question: Question,
+    hardware: Hardware,
+    find: Finder,
+    others: Others | None = None,
+    *,
+    unlinked: Mapping[int, str] | None = None,
+) -> dict[str, Any]:
     """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). others: folder or
-    hub id and headers -> the same of what holds that model quantized already; asked where any format would do. Blocks.
+    hub id and headers -> the same of what holds that model quantized already; asked where any format would do. unlinked: see
+    sparkd.fit.Wish. Blocks.
 
     Raises ConfigError and CheckpointError.
     """
@@ -64,6 +72,7 @@ def answer(question: Question, hardware: Hardware, find: Finder, others: Others 
         quantize=question.quantize if question.quantize is not None else configured,
         eager=question.enforce_eager,
         margin_bytes=None if question.margin_gib is None else int(question.margin_gib * GIB),
+        unlinked=unlinked or {},
     )
     choice = choose(known, hardware, wish)
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from sparkd.cluster import rank_folders
 from sparkd.config import Config
 from sparkd.errors import ConfigError, RayUnavailable
 from sparkd.fabric_nodes import ray_environment
 from sparkd.placement import offered_gib
+from sparkd.rank_folders import rank_folders
 from sparkd.rayhead import LOOPBACK, RayHead
 from sparkd.systemd import Systemd
 

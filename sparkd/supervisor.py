@@ -228,6 +228,10 @@ class Supervisor:
         readings, env = await self._cluster.fabric(), self.config.engine.env
         return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env})
 
+    async def unlinked(self, *, rdma: bool) -> dict[int, str]:
+        """By a number of nodes, up to all in sight: why no so many may share a model by tensor parallelism, and what helps."""
+        return await self._cluster.unlinked(rdma=rdma)
+
     def wake(self) -> None:
         self._wake.set()
 

@@ -44,6 +44,7 @@ class FakeCluster:
         self.expected: set[str] = set()
         self.unseen: frozenset[str] = frozenset()
         self.readings: dict[str, dict[str, Any] | None] = {}
+        self.links: dict[int, str] = {}
 
     def expect(self, nodes: Iterable[str]) -> None:
         self.expected = set(nodes)
@@ -86,6 +87,9 @@ class FakeCluster:
 
     async def served_names(self, upstream: Upstream) -> list[str] | None:
         return self.names
+
+    async def unlinked(self, *, rdma: bool) -> dict[int, str]:
+        return self.links
 
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings

@@ -55,6 +55,10 @@ class Namespace:
         """This end of the cable: pulled out, or in again."""
         _ip("-n", self.name, "link", "set", INTERFACE, "up" if up else "down")
 
+    def set_mtu(self, mtu: int) -> None:
+        """Of this end of the cable alone."""
+        _ip("-n", self.name, "link", "set", INTERFACE, "mtu", str(mtu))
+
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Namespace, Namespace]]:

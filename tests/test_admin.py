@@ -162,6 +162,11 @@ async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.Mon
         found = await made.ask("POST", "/plan", 200, json={"model": str(folder), "hardware": "spark", "max_model_len": 64})
         assert (found["architecture"], found["choice"]["config"]["max_model_len"]) == ("LlamaForCausalLM", 64)
         assert (await made.ask("POST", "/plan", 200, json={"model": str(folder)}))["hardware"]["name"] == "node"
+        made.scene.cluster.links = {2: "a and b have no cable between them"}
+        legal = "1 attention heads do not divide by 2 ranks"
+        for hardware, told in (("node", "a and b have no cable between them"), ("spark", legal)):
+            options = (await made.ask("POST", "/plan", 200, json={"model": str(folder), "nodes": 2, "hardware": hardware}))["options"]
+            assert {one["reason"] for one in options if one["tensor_parallel"] == 2 and one["format"] == "as stored"} == {told}
         for body, status, told in (
             ({"model": str(folder), "nodes": 0}, 400, "nodes"),
             ({"model": str(folder), "quantize": "fp3"}, 422, "fp3"),

@@ -17,7 +17,7 @@ import pytest
 from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.fabric import Fabric, fabric_of, rdma_mtu, traffic
-from sparkd.fabric_cables import cables_of, rails, teams, topology
+from sparkd.fabric_cables import cables_of, rails, teams, topology, unlinked
 from sparkd.fabric_findings import findings, worst
 from sparkd.fabric_report import report
 from tests.fabric_tree import expected_of, readings, scenarios, write_nodes
@@ -219,6 +219,24 @@ def test_any_nodes_of_a_switch_may_be_a_team(tmp_path: Path) -> None:
 
     assert [len(teams(nodes, size)) for size in (1, 2, 3, 4)] == [4, 6, 4, 1]
     assert rails(nodes[:1]) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("switch-of-four", {}),
+        ("one-cable-port-1", {}),
+        ("half-trained", {2: "MTU 1500 at one end and 9000 at the other. Set mtu: 9000 at both ends"}),
+        ("lan-only", {2: "no cable between them. Else the LAN is left, about 1 GB/s; pipeline parallelism needs far less"}),
+        ("rdma-dead", {2: "NCCL fails minutes later: restart both nodes, then reseat the cable"}),
+        ("ring-of-three", {3: "TP=2 may use spark-1 + spark-2 or spark-1 + spark-3 or spark-2 + spark-3"}),
+    ],
+)
+def test_numbers_of_nodes_that_no_team_has_are_told_with_what_helps(name: str, told: dict[int, str], tmp_path: Path) -> None:
+    found = unlinked(nodes_of(tmp_path, name))
+
+    assert found.keys() == told.keys()
+    assert all(found[size].endswith(words) and found[size].startswith("spark-1") for size, words in told.items())
 
 
 def test_engines_on_cpus_need_no_rdma(tmp_path: Path) -> None:

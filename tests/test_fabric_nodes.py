@@ -93,6 +93,30 @@ async def test_a_node_that_cannot_be_read_is_named_and_stops_no_rank(which: str,
     ]
 
 
+async def test_a_reading_that_nobody_understands_stops_no_rank(caplog: pytest.LogCaptureFixture) -> None:
+    agents = pair()
+    agents.raw[B] = {"trouble": []}
+    with caplog.at_level(logging.WARNING, "sparkd.cluster"):
+        assert await agents.environment(A, B) == {}
+    assert [record.getMessage() for record in caplog.records] == [f"the networks of {A}, {B} cannot be understood: 'host'"]
+
+
+async def test_the_nodes_that_may_share_a_model() -> None:
+    agents = pair()
+    assert await agents.nodes.unlinked([A, B], rdma=True) == {}
+    assert await agents.nodes.team([B, A], 2, rdma=True) == ((B, A), "")
+
+    agents = Agents(*readings("half-trained").values())
+    told = await agents.nodes.unlinked([A, B], rdma=True)
+    assert told == {2: (await agents.nodes.team([A, B], 2, rdma=True))[1]}
+    assert told[2].endswith("Set mtu: 9000 at both ends")
+    agents.raw[B] = None
+    blind = f"the network of {B} cannot be read, so nobody knows of a rail: `sparkd fabric` and the daemon's log say why"
+    assert await agents.nodes.unlinked([A, B], rdma=True) == {2: blind}
+    assert await agents.nodes.team([A, B], 2, rdma=True) == ((), blind)
+    assert await agents.nodes.unlinked([A], rdma=True) == {}
+
+
 def test_a_nodes_ray_is_told_its_interface_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = readings("pair-different-ports")["spark-1"]
     monkeypatch.setattr("sparkd.fabric_nodes.sample", lambda: raw)

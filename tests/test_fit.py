@@ -90,13 +90,10 @@ def test_what_is_quantized_already_is_served_so() -> None:
 
 
 def test_without_rails_there_is_no_tensor_parallelism() -> None:
-    found = chosen(plain(), nodes=2, rails=False, rails_reason="cable 1 is down")
+    found = chosen(plain(), nodes=4, unlinked={2: "cable 1 is down"})
 
     assert {one.reason for one in found.options if one.tensor == 2} == {"cable 1 is down"}
-    assert {one.reason for one in chosen(plain(), nodes=2, rails=False).options if one.tensor == 2} == {
-        "the nodes are not linked by a healthy QSFP rail"
-    }
-    assert all(one.fits for one in found.options if one.tensor == 1)
+    assert all(one.fits for one in found.options if one.tensor in (1, 4))
 
 
 def test_a_length_beyond_the_models_own_is_refused() -> None:

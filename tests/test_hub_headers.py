@@ -23,6 +23,7 @@ from sparkd.errors import CheckpointError, ConfigError, Unavailable
 from sparkd.hub_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from sparkd.plan_here import checkpoint_here
 from tests import checkpoints
+from tests.fakes import FakeCluster
 from tests.hub_server import COMMIT, SIGNATURE, Repository, serving
 from tests.shards import header_of, layered, pack, write_folder, write_shard
 
@@ -464,6 +465,6 @@ async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, m
     monkeypatch.setattr(plan_here, "LIMIT_S", 0.0)
 
     with pytest.raises(Unavailable, match=f"{ID}: its headers were not all read within 0 s. Ask again later"):
-        await plan_here.planned_here(plan_here.QuestionHere(model=ID), lambda _: None)
+        await plan_here.planned_here(plan_here.QuestionHere(model=ID), lambda _: None, FakeCluster().unlinked)
     with pytest.raises(Unavailable, match="were not all read"):
-        plan_here._answer(plan_here.QuestionHere(model=ID), lambda _: None)
+        plan_here._answer(plan_here.QuestionHere(model=ID), plan_here.hardware_here("spark"), lambda _: None, {})

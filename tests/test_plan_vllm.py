@@ -347,7 +347,7 @@ CPU_LIKE = {"memory_bytes": 64 << 30, "platform": "cpu"}
     [
         ("spark", Wish()),
         ("spark", Wish(nodes=2, requests=4, quantize="nvfp4", margin_bytes=2 << 30)),
-        ("spark", Wish(nodes=2, max_model_len=4096, eager=True, rails=False)),
+        ("spark", Wish(nodes=2, max_model_len=4096, eager=True, unlinked={2: "no cable"})),
         (
             "h200",
             Wish(quantize={"format": "int4-g32", "keep": ["o_proj"]}, serving=Serving(0, kv_dtype="fp8", max_num_batched_tokens=2048)),

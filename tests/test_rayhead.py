@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from sparkd import rayhead
-from sparkd.cluster import rank_folders
 from sparkd.config import load_config
 from sparkd.errors import RayUnavailable
+from sparkd.rank_folders import rank_folders
 from sparkd.rayhead import MARK, RayHead, make_token, node_environment, process_cost
 from tests.daemon_process import alive, until
 from workers.agent import NODE_LINKS, Agent

@@ -174,6 +174,21 @@ def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_
     assert f"the largest node in sight offers {THERE_GIB} GiB" in refused["message"]
 
 
+def test_nodes_share_no_model_over_a_cable_that_is_not_sound(stage: Stage) -> None:
+    told = {}
+    for mtu in (1400, 1500):
+        stage.there.set_mtu(mtu)
+        stage.daemon.load("shared")
+        refused = stage.daemon.wait_for("shared", "FAILED", 20)
+        stage.unloaded("shared")
+        told[mtu] = (refused["reason"], refused["message"])
+
+    assert told[1400][0] == told[1500][0] == "DoesNotFit"
+    ends = "a cable without a sound rail: MTU 1500 at one end and 1400 at the other. Set mtu: 9000 at both ends."
+    assert told[1400][1].startswith("shared cannot be shared by 2 nodes (tensor_parallel): ") and told[1400][1].endswith(ends)
+    assert "one node only" in told[1500][1], "what the ranks would run is alike on both"
+
+
 def test_a_model_that_does_not_fit_beside_another_goes_to_the_other_node(stage: Stage) -> None:
     stage.far()
 
@@ -356,6 +371,7 @@ def _built(folder: Path, here: Namespace, there: Namespace) -> Stage:
     slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
     sizes: dict[str, dict[str, Any]] = {"near": {"memory_gib": 3}, "far": {"memory_gib": 3, "env": slow}, "big": {"memory_gib": 5}}
     sizes["huge"] = {"memory_gib": THERE_GIB + 1}
+    sizes["shared"] = {"memory_gib": 3, "tensor_parallel": 2}
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
         "memory": {"os_reserve_gib": _reserve_gib(HERE_GIB)},

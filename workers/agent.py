@@ -13,6 +13,7 @@ from typing import Any
 from sparkd import errors
 from sparkd.errors import RankError
 from workers import fabric_reading, meminfo, rank
+from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.runtime import probe
@@ -118,6 +119,10 @@ class Agent:
     def runtime(self, interpreter: str) -> dict[str, Any]:
         """{"platform", "vllm", "entrypoint"} of a Python interpreter of this node. Raises RankError."""
         return probe(interpreter).to_dict()
+
+    def identity(self, interpreter: str, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any]:
+        """What this node would serve the model with: see workers.identity. environ: the model's own, over this node's. Raises RankError."""
+        return identity(interpreter, model, revision, {**os.environ, **environ})
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
         """Stop a rank, verify that every process is gone, and forget it. `survivors` names what even SIGKILL did not end."""

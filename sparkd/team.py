@@ -1,0 +1,77 @@
+"""Owns whether nodes may share one model: rails between them, and the same vLLM, plugin and checkpoint on each. Never starts a rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sparkd.errors import DoesNotFit, RankError
+from sparkd.fabric_nodes import FabricNodes
+
+Identity = Mapping[str, Any]
+
+
+async def team_of(
+    model: str, size: int, nodes: Sequence[str], fabric: FabricNodes, identify: Callable[[str], Awaitable[Identity]], *, rdma: bool
+) -> tuple[str, ...]:
+    """The first `size` of `nodes` that have a sound rail between each two; none where so many are not there.
+
+    identify: what workers.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
+    linked, RankError where two of them would not serve the same, both with the cure; ClusterError where a node does not answer.
+    """
+    if len(nodes) < size:
+        return ()
+    chosen, why = await fabric.team(nodes, size, rdma=rdma)
+    if why:
+        raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {why}.")
+    found = await asyncio.gather(*(identify(node) for node in chosen))
+    if told := difference(dict(zip(chosen, found, strict=True))):
+        raise RankError(f"{model} cannot be shared by {_among(chosen)}: {told}")
+    return chosen
+
+
+def difference(found: Mapping[str, Identity]) -> str | None:
+    """The first thing in which nodes differ, with the value of each, and what helps; None where they are alike."""
+    return next(_differences(found), None)
+
+
+def _differences(found: Mapping[str, Identity]) -> Iterator[str]:
+    same = "install the same release of sparkd on all of them and restart their Ray (systemctl restart sparkd-ray)."
+    for name, called, cure in (
+        ("vllm", "vLLM", "install the same version in the runtime of each (engine.runtime)."),
+        ("platform", "the platform", "ranks of one model run on one kind of device."),
+        ("plugin", "the build of sparkd's plugin", same),
+    ):
+        values = {node: one[name] or "missing" for node, one in found.items()}
+        if len(set(values.values())) > 1:
+            yield f"{called} is {_each(values)}: {cure}"
+    files = {node: one["files"] for node, one in found.items()}
+    there = {node: names for node, names in files.items() if names is not None}
+    if there and len(there) < len(files):
+        yield f"the model is not on {_among(node for node in files if node not in there)}: copy it there from {next(iter(there))}."
+    wrong = [told for name in sorted({name for names in there.values() for name in names}) if (told := _file(name, there))]
+    if wrong:
+        more = f", and {len(wrong) - 1} more files" if len(wrong) > 1 else ""
+        yield f"{wrong[0]}{more}: copy the model from one node to the others, or load the same revision on each."
+
+
+def _file(name: str, there: Mapping[str, Mapping[str, Sequence[Any]]]) -> str | None:
+    """How a file differs; None where it does not."""
+    missing = [node for node, names in there.items() if name not in names]
+    if missing:
+        return f"{name} is not on {_among(missing)}"
+    sizes = {node: f"{names[name][0]:,} bytes" for node, names in there.items()}
+    if len(set(sizes.values())) > 1:
+        return f"{name} has {_each(sizes)}"
+    digests = {node: names[name][1] for node, names in there.items()}
+    return f"{name} says something else (digest {_each(digests)})" if len(set(digests.values())) > 1 else None
+
+
+def _each(values: Mapping[str, str]) -> str:
+    """`0.32.0 on a and b, 0.31.0 on c`."""
+    return ", ".join(f"{value} on {_among(node for node in values if values[node] == value)}" for value in dict.fromkeys(values.values()))
+
+
+def _among(nodes: Iterator[str] | Sequence[str]) -> str:
+    return " and ".join(nodes)

@@ -1,0 +1,142 @@
+"""Whether nodes may share a model: what differs between them, in words that name the values, and what a node says of itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import AgentLost, DoesNotFit, RankError
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.team import difference, team_of
+from tests.fabric_tree import readings
+from workers.identity import identity, plugin
+from workers.runtime import Runtime
+
+A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+FILES = {"config.json": [700, "c0"], "model-1.safetensors": [4000, "aa"], "model-2.safetensors": [5000, "bb"]}
+ALIKE = {"vllm": "0.32.0", "platform": "cuda", "plugin": "f00d", "files": FILES}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {other: facts for other, facts in FILES.items() if other != name}
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ({}, None),
+        ({"vllm": "0.31.1"}, f"vLLM is 0.32.0 on {A} and {C}, 0.31.1 on {B}: install the same version in the runtime of each"),
+        ({"vllm": None}, f"vLLM is 0.32.0 on {A} and {C}, missing on {B}: install the same"),
+        ({"platform": "cpu"}, f"the platform is cuda on {A} and {C}, cpu on {B}: "),
+        ({"plugin": "beef"}, f"the build of sparkd's plugin is f00d on {A} and {C}, beef on {B}: install the same release of sparkd"),
+        ({"files": None}, f"the model is not on {B}: copy it there from {A}."),
+        ({"files": without("model-2.safetensors")}, f"model-2.safetensors is not on {B}: copy the model"),
+        ({"files": FILES | {"model-1.safetensors": [3999, ""]}}, f"model-1.safetensors has 4,000 bytes on {A} and {C}, 3,999 bytes on"),
+        ({"files": FILES | {"config.json": [700, "c1"]}}, f"config.json says something else (digest c0 on {A} and {C}, c1 on {B}): copy"),
+        ({"files": {}}, f"config.json is not on {B}, and 2 more files: copy the model from one node to the others, or load"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_told_with_the_values(there: dict[str, Any], told: str | None) -> None:
+    found = difference({A: ALIKE, B: ALIKE | there, C: ALIKE})
+
+    assert found is None if told is None else (found or "").startswith(told)
+
+
+def test_a_model_that_is_on_no_node_yet_is_alike_on_all() -> None:
+    assert difference({A: ALIKE | {"files": None}, B: ALIKE | {"files": None}}) is None
+
+
+async def team(scenario: str, size: int = 2, nodes: tuple[str, ...] = (A, B), **there: Any) -> tuple[str, ...]:
+    """`there`: what is different on the second node."""
+    raw = dict(zip((A, B, C), readings(scenario).values(), strict=False))
+
+    async def read(node: str) -> Mapping[str, Any]:
+        return raw[node]
+
+    async def identify(node: str) -> Mapping[str, Any]:
+        if "lost" in there and node == B:
+            raise AgentLost("The agent does not answer.")
+        return ALIKE | there if node == B else ALIKE
+
+    return await team_of("m", size, nodes, FabricNodes(read), identify, rdma=True)
+
+
+async def test_the_first_nodes_with_a_rail_between_each_two_share_it() -> None:
+    assert await team("pair-different-ports") == (A, B)
+    assert await team("pair-different-ports", nodes=(B, A)) == (B, A)
+    assert await team("ring-of-three", nodes=(A, B, C)) == (A, B)
+    assert await team("pair-different-ports", size=3) == (), "so many are not there"
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "told"),
+    [
+        (lambda: team("half-trained"), DoesNotFit, "m cannot be shared by 2 nodes (tensor_parallel): spark-1 and spark-2 have a cable"),
+        (lambda: team("ring-of-three", 3, (A, B, C)), DoesNotFit, "m cannot be shared by 3 nodes (tensor_parallel): "),
+        (
+            lambda: team("pair-different-ports", vllm="0.31.1"),
+            RankError,
+            f"m cannot be shared by {A} and {B}: vLLM is 0.32.0 on {A}, 0.31.1",
+        ),
+        (lambda: team("pair-different-ports", lost=True), AgentLost, "does not answer"),
+    ],
+)
+async def test_who_may_not_is_told_why(asked: Any, error: type[Exception], told: str) -> None:
+    waiting: Awaitable[object] = asked()
+    with pytest.raises(error, match=re.escape(told)):
+        await waiting
+
+
+@pytest.fixture
+def _runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.identity.probe", lambda runtime: Runtime("cpu", f"0.32.0 of {runtime}", None))
+
+
+@pytest.mark.usefixtures("_runtime")
+def test_a_copy_of_a_model_is_the_same_and_another_header_is_not(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    (first / "config.json").write_text("{}")
+    (first / "README.md").write_text("not looked at")
+    header = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (first / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    (first / "odd.safetensors").write_bytes(b"\xff" * 9)
+    (first / "old.bin").write_bytes(b"abc")
+    shutil.copytree(first, second)
+    os.utime(second / "model.safetensors", (1, 1))
+    (second / "README.md").write_text("here neither")
+    a = identity("python", str(first), None, {})
+
+    assert a == identity("python", str(second), None, {})
+    assert {name: size for name, (size, _) in a["files"].items()} == {
+        "config.json": 2, "model.safetensors": 12 + len(header), "odd.safetensors": 9, "old.bin": 3,
+    }  # fmt: skip
+    assert (a["vllm"], a["platform"]) == ("0.32.0 of python", "cpu")
+    assert (a["plugin"], len(a["plugin"]), a["files"]["old.bin"][1]) == (plugin(), 12, "")
+    (second / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.replace(b"F32", b"I32") + b"abcd")
+    assert "model.safetensors says something else" in (difference({A: a, B: identity("python", str(second), None, {})}) or "")
+
+
+@pytest.mark.usefixtures("_runtime")
+def test_a_hub_id_is_looked_up_in_the_nodes_own_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "models--owner--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc\n")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+
+    assert identity("python", "owner/name", None, {"HF_HOME": str(tmp_path)})["files"].keys() == {"config.json"}
+    for model, revision in (("owner/name", "v2"), ("owner/other", None), (str(tmp_path / "gone"), None)):
+        assert identity("python", model, revision, {"HF_HOME": str(tmp_path)})["files"] is None
+
+
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(RankError, match=r"model\.safetensors cannot be read"):
+        identity("python", str(tmp_path), None, {})
