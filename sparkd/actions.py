@@ -7,6 +7,7 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from sparkd.ledger import Ledger
 from sparkd.plan import Backoff
 from sparkd.record import Record
 from sparkd.roster import Roster
-from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, Want, check_step
+from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
+from sparkd.transport import told_of
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -156,6 +158,24 @@ class Actions:
         gauges.loaded(record.name, record.load_s, record.adopted)
         self._ledger.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._door.open(record)
+        handles = [fact.handle for fact in record.ranks or () if fact.alive]
+        if len({handle.node_id for handle in handles}) > 1:
+            self.spawn(self._prove(record, handles), f"transport of {record.name}")
+
+    async def _prove(self, record: Record, handles: list[RankHandle]) -> None:
+        """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
+        rank_id, env = record.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
+        try:
+            found = await self._cluster.transport(handles, env)
+        except ClusterError as error:
+            self._ledger.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
+            return
+        except Exception:
+            log.exception("the transport of %s could not be judged", record.name)
+            return
+        if found and record.rank_id == rank_id:
+            record.transport = tuple(asdict(one) for one in found)
+            self._ledger.say("transport", record.name, told_of(found), verdict=found[0].verdict)
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""

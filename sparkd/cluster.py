@@ -8,13 +8,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sparkd.admission import free_on, no_room
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
+from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
 from sparkd.needs import Need, account_of, need_of, runtime_of, said_to, too_large
@@ -26,6 +27,7 @@ from sparkd.sight import Look, Observation, Sight, facts_of, told_of
 from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, RankHandle
 from sparkd.team import team_of
+from sparkd.transport import proof
 from sparkd.upstream import Upstream, served_names
 from workers.agent import Agent
 from workers.hub_cache import cache_places
@@ -77,7 +79,7 @@ class Cluster:
         )
         self._link = RayLink(node_environment(token_path, self.node_ip), self._agent_arguments)
         self._here = Agent(self.node_ip, *self._agent_arguments(self.node_ip))
-        self._fabric = FabricNodes(self._read_fabric)
+        self._fabric = FabricNodes(lambda node_ip: self._ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
         self._reserved: dict[str, tuple[str, int]] = {}
@@ -170,11 +172,7 @@ class Cluster:
         for note in said.notes:
             log.info("%s: %s", spec.name, note)
         computed = await self._fabric.environment(
-            placement.node_id,
-            placement.peers,
-            rdma=placement.platform == "cuda",
-            configured=said.env,
-            shared=spec.executor == "ray",
+            placement.node_id, placement.peers, rdma=placement.platform == "cuda", configured=said.env, shared=spec.executor == "ray"
         )
         fields = {
             "rank_id": rank_id,
@@ -210,12 +208,7 @@ class Cluster:
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
         node_ip = fact.handle.node_id
-        try:
-            ended = await self._link.call(node_ip, lambda agent: agent.destroy.remote(handle, grace_s), grace_s + SPAWN_TIMEOUT_S)
-        except AgentLost:
-            if node_ip != self.node_ip:
-                raise
-            ended = await asyncio.to_thread(self._here.destroy, handle, grace_s)
+        ended = await self._ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + SPAWN_TIMEOUT_S)
         if not ended["gone"]:
             pids = ", ".join(str(pid) for pid in ended["survivors"])
             raise RankError(
@@ -232,6 +225,14 @@ class Cluster:
 
     async def served_names(self, upstream: Upstream) -> list[str] | None:
         return await served_names(upstream)
+
+    async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
+        """See transport.proof: of the ranks of one model."""
+
+        def lines(one: RankHandle) -> Awaitable[list[str]]:
+            return self._ask(one.node_id, "nccl_lines", one.log_path, timeout_s=FABRIC_TIMEOUT_S)
+
+        return await proof(handles, self._fabric, lines, configured)
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
         if node_id and node_id != self.node_ip:
@@ -269,13 +270,14 @@ class Cluster:
             with contextlib.suppress(OSError):
                 run_dirs.parent.rmdir()
 
-    async def _read_fabric(self, node_ip: str) -> dict[str, Any]:
+    async def _ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """One method of a node's agent; of this node, while its agent does not answer, of the agent's own code here."""
         try:
-            return await self._link.call(node_ip, lambda agent: agent.fabric.remote(), FABRIC_TIMEOUT_S)
-        except ClusterError:
+            return await self._link.call(node_ip, lambda agent: getattr(agent, method).remote(*arguments), timeout_s)
+        except AgentLost:
             if node_ip != self.node_ip:
                 raise
-            return await asyncio.to_thread(self._here.fabric)
+            return await asyncio.to_thread(getattr(self._here, method), *arguments)
 
     async def _kept_up(self) -> bool:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""

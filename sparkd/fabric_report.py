@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,12 +12,18 @@ from sparkd.fabric_environment import settings
 from sparkd.fabric_findings import FAIL, Finding, findings, worst
 
 
-def report(readings: Mapping[str, Mapping[str, Any] | None], configured: Mapping[str, str] | None = None) -> dict[str, Any]:
+def report(
+    readings: Mapping[str, Mapping[str, Any] | None],
+    configured: Mapping[str, str] | None = None,
+    proved: Iterable[Mapping[str, str]] = (),
+) -> dict[str, Any]:
     """readings: by a node's address in the cluster or its name, what `workers.fabric_reading.sample` answered; None where nobody did.
 
-    configured: variables of sparkd.yaml's engine.env that count over what is computed.
+    configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
+    fields of a Finding, with a node's address for its name.
     """
-    nodes = [*fabrics_of({node: raw for node, raw in readings.items() if raw is not None}).values()]
+    known = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
+    nodes = [*known.values()]
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
     found = (
@@ -27,6 +33,7 @@ def report(readings: Mapping[str, Mapping[str, Any] | None], configured: Mapping
         ),
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
+        *(Finding(**{**one, "node": known[one["node"]].node if one["node"] in known else one["node"]}) for one in proved),
     )
     together, reason = rails(nodes, rdma=rdma)
     return {

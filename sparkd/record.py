@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.config import ModelConfig
@@ -44,6 +44,7 @@ class Record:
         "spec",
         "state",
         "task",
+        "transport",
         "upstream",
         "waiters",
     )
@@ -69,6 +70,8 @@ class Record:
         self.log_path: str | None = None
         self.memory_gib: float | None = None
         self.upstream: Upstream | None = None
+        # Findings on how the ranks of several nodes talk, as plain JSON.
+        self.transport: tuple[Mapping[str, str], ...] = ()
         self.adopted = False
         self.in_flight = 0
         self.waiters: set[asyncio.Future[None]] = set()
@@ -100,6 +103,7 @@ class Record:
         self.last_asked_s = float("-inf")
         self.ready_since_s = self.load_s = self.progress = None
         self.reason = self.message = None
+        self.transport = ()
         self.adopted = False
 
     def fail(self, reason: str, message: str, backoff_until_s: float) -> None:
@@ -111,6 +115,7 @@ class Record:
     def forget_rank(self) -> None:
         self.rank_id = self.handle = self.node_id = self.progress = self.memory_gib = self.ready_since_s = None
         self.reason = self.message = None
+        self.transport = ()
         self.failures = 0
         self.backoff_until_s = float("-inf")
 

@@ -148,4 +148,5 @@ class Roster:
             load_s=record.load_s,
             memory_gib=record.memory_gib,
             operation=record.operation,
+            transport=record.transport,
         )

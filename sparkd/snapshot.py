@@ -11,7 +11,10 @@ from sparkd.state import ModelState, Operation, Progress, RankHandle, Reading, W
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model."""
+    """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model.
+
+    transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -40,6 +43,7 @@ class ModelView:
     load_s: float | None
     memory_gib: float | None
     operation: str | None
+    transport: tuple[Mapping[str, str], ...] = ()
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

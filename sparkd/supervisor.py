@@ -226,7 +226,8 @@ class Supervisor:
     async def fabric(self) -> dict[str, Any]:
         """See fabric_report.report."""
         readings, env = await self._cluster.fabric(), self.config.engine.env
-        return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env})
+        proved = [one for record in self._roster.records.values() for one in record.transport]
+        return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env}, proved)
 
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """By a number of nodes, up to all in sight: why no so many may share a model by tensor parallelism, and what helps."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.errors import RankError, SparkdError
+from sparkd.fabric_findings import Finding
 from sparkd.placement import Placement
 from sparkd.sight import Observation
 from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
@@ -45,6 +46,7 @@ class FakeCluster:
         self.unseen: frozenset[str] = frozenset()
         self.readings: dict[str, dict[str, Any] | None] = {}
         self.links: dict[int, str] = {}
+        self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
         self.expected = set(nodes)
@@ -90,6 +92,10 @@ class FakeCluster:
 
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         return self.links
+
+    async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
+        self.log.append(f"transport {' '.join(handle.node_id for handle in handles)}")
+        return self.proof()
 
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings

@@ -138,6 +138,10 @@ class Agent:
             return {"text": "", "cursor": cursor or ""}
         return rank.read_log(path, cursor, max_bytes=max_bytes)
 
+    def nccl_lines(self, path: str) -> list[str]:
+        """NCCL's own lines of one rank since it started; only of files in this node's log folder."""
+        return rank.nccl_lines(path) if Path(path).resolve().parent == Path(self.log_dir).resolve() else []
+
     def drop_page_cache(self) -> dict[str, Any]:
         """Free clean page cache. The kernel checks for uid 0, so an ordinary user asks the root helper on its socket.
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 LINE_BYTES = 16 * 1024
 MODE = 0o640
 SHORTEST_SECRET = 8
+# What the shim writes when it starts an engine: one file holds the lines of several starts.
+STARTED = "engine started as process"
 
 _KEYS = re.compile(
     r"(?i)(authorization\W{1,4}(?:(?:bearer|basic)\s+)?|\bbearer\s+|(?:api|access|secret)[_-]?key\W{1,6}|\b(?:hf|auth|access)[_-]?token\W{1,6}|password\W{1,6})"
@@ -163,6 +166,26 @@ def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, ta
         data = log.read(max_bytes)
         whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == max_bytes else b"")
         return {"text": _text(whole), "cursor": f"{inode}:{offset + len(whole)}"}
+
+
+def lines_since(path: str, mark: str, words: Iterable[str], *, most: int = 20_000) -> list[str]:
+    """The last `most` lines with one of `words` after the last line with `mark`, in what was written last and what was rotated last.
+
+    All of them where no line has the mark: it was rotated away. Reads both files: not for every look.
+    """
+    marked, wanted = mark.encode(), [word.encode() for word in words]
+    found: deque[bytes] = deque(maxlen=most)
+    for name in (f"{path}.1", path):
+        try:
+            with open(name, "rb") as log:
+                for line in log:
+                    if marked in line:
+                        found.clear()
+                    elif any(word in line for word in wanted):
+                        found.append(line)
+        except FileNotFoundError:
+            continue
+    return [line.decode("utf-8", "replace").rstrip("\n") for line in found]
 
 
 def _rest_of_rotated(path: str, inode: int, offset: int, max_bytes: int) -> dict[str, Any] | None:

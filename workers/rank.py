@@ -23,14 +23,14 @@ from workers import processes
 from workers.command import build_command, build_environment, ipc_dir
 from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
 from workers.loadfile import load_path, read_load, remove_load, together
-from workers.logfile import read_log
+from workers.logfile import STARTED, lines_since, read_log
 from workers.processes import Identity
 from workers.progress import Parser
 from workers.spec import RankSpec, checked_rank_id
 from workers.status import identity_of, rank_ids, read_status, remove_sockets, status_path, write_status
 
 __all__ = [
-    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "read_log", "scan", "spawn", "stop", "strays",
+    "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "spawn", "stop", "strays",
     "verify_gone",
 ]  # fmt: skip
 
@@ -91,6 +91,12 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
         load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
         facts.append(_fact(rank_id, status, with_kv(together(log, load), kv), shims[rank_id], engine, len(pids)))
     return facts
+
+
+def nccl_lines(path: str) -> list[str]:
+    """What NCCL wrote into a rank's log since its engine started, with NCCL_DEBUG=INFO."""
+    # ibv_modify_qp's complaint goes on in lines that have its device and GIDs, and not always NCCL's name.
+    return lines_since(path, STARTED, ("NCCL", "NET/", "ibv_", "GID", "dev "))
 
 
 def strays(run_dir: str) -> dict[str, list[int]]:

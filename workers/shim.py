@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from workers import processes
-from workers.logfile import LineSplitter, Redactor, RotatingLog
+from workers.logfile import STARTED, LineSplitter, Redactor, RotatingLog
 from workers.processes import Identity
 from workers.progress import Parser
 from workers.spec import RankSpec
@@ -114,7 +114,7 @@ class Shim:
         facts = processes.read_stat(pid)
         self._engine = Identity(pid, facts.start_ticks if facts else -1, self._me.boot_id)
         self._state = "running"
-        self._say(f"engine started as process {pid}: {shlex.join(self._command)}")
+        self._say(f"{STARTED} {pid}: {shlex.join(self._command)}")
 
     def _turn(self, timeout_s: float) -> None:
         """One look at output, signals and children; at most timeout_s seconds."""
