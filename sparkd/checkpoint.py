@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sparkd.errors import CheckpointError
-from sparkd.header_processes import read_headers
-from sparkd.safetensors import AGAIN, Shard, open_regular, shown
+from sparkd.safetensors import AGAIN, Shard, open_regular, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
 from sparkd.tensors import FileTensors, TensorRef, Tensors, any_twice
@@ -70,14 +69,13 @@ class Selection:
     index: Mapping[str, bytes] | None
 
 
-def read_checkpoint(folder: str | os.PathLike[str], processes: int = 1) -> Checkpoint:
+def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """What a folder's checkpoint holds, from its headers alone. Raises CheckpointError, which names file, tensor, reason and cure.
 
     The files are those that model.safetensors.index.json names, else every *.safetensors (without consolidated*, Mistral's second copy,
-    where model* is there too). The snapshot folders of a hub cache, whose files are links, work. processes: that may read headers at once,
-    for a process without threads.
+    where model* is there too). The snapshot folders of a hub cache, whose files are links, work.
     """
-    source = Folder(folder, processes)
+    source = Folder(folder)
     return assembled(source, selected(source))
 
 
@@ -117,10 +115,9 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
 
 
 class Folder:
-    """A folder on this machine. processes: that may read its headers. Raises CheckpointError where it cannot be listed."""
+    """A folder on this machine. Raises CheckpointError where it cannot be listed."""
 
-    def __init__(self, folder: str | os.PathLike[str], processes: int = 1) -> None:
-        self._processes = processes
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.place = os.path.abspath(os.fspath(folder))
         self.names: Collection[str] = _listing(self.place)
 
@@ -139,7 +136,7 @@ class Folder:
         return raw
 
     def headers(self, files: Mapping[str, int]) -> Iterator[tuple[Shard, FileTensors]]:
-        return read_headers([self.path(file) for file in files], self._processes)
+        return (read_header(self.path(file)) for file in files)
 
 
 def _header_bytes(names: bytes) -> int:

@@ -28,19 +28,16 @@ _CURE = "It is so on the hub: choose a repository or a revision that has config.
 Progress = Callable[[int, int], None]
 
 
-def checkpoint_of(
-    text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None, processes: int = 1
-) -> Checkpoint:
+def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
     """Of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError, CheckpointError.
 
-    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent. processes: as
-    read_checkpoint.
+    environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
     """
     source = source_of(text)
     if source.startswith("/"):
-        return read_checkpoint(source, processes)
+        return read_checkpoint(source)
     snapshot = snapshot_of(source, revision, environ)
-    cached = complete(snapshot, processes) if snapshot is not None else None
+    cached = complete(snapshot) if snapshot is not None else None
     return assembled(*cached) if cached is not None else read_remote_checkpoint(source, revision, environ, progress)
 
 
@@ -60,10 +57,10 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
         raise CheckpointError(error.reason, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
-def complete(snapshot: Path, processes: int = 1) -> tuple[Folder, Selection] | None:
+def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
     """A snapshot of the hub cache; None where a file is not there yet: a download may be on its way, or have been given up."""
     try:
-        folder = Folder(snapshot, processes)
+        folder = Folder(snapshot)
         selection = selected(folder)
     except CheckpointError:
         return None

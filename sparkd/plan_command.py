@@ -13,7 +13,6 @@ from rich.console import Console
 from sparkd import show, show_plan
 from sparkd.checkpoint import Checkpoint
 from sparkd.hardware import hardware_of
-from sparkd.header_processes import idle_cores
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import meant, value_of
 from sparkd.plan_question import Question, answer
@@ -22,8 +21,6 @@ from sparkd.quantizing import AUTO
 
 __all__ = ["KV_DTYPES", "Question", "found", "show_found", "value_of", "write_containers"]
 
-# Beyond so many the index, which one process reads, takes longest.
-PROCESSES = 4
 KV_DTYPES = get_args(Question.model_fields["kv_cache_dtype"].annotation)
 
 
@@ -39,7 +36,7 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
         source, revision, configured, engine = meant(name, config, os.environ, ask)
         env.update(engine)
         with show.headers_of(source) as progress:
-            checkpoint = checkpoint_of(source, revision, env, progress, idle_cores(PROCESSES))
+            checkpoint = checkpoint_of(source, revision, env, progress)
         return source, checkpoint, None if configured in (AUTO, "bf16") else configured
 
     return answer(question, hardware_of(hardware), find, lambda source, checkpoint: prequantized(source, checkpoint, env))

@@ -87,8 +87,7 @@ def progress(console: Console) -> Iterator[Line]:
 
 @contextmanager
 def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
-    """A line about headers that come from the hub, (read, to read). Begun only with the first, because what draws it is a thread, and a
-    process with threads reads the headers of files alone."""
+    """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
     with ExitStack() as shown:
         line: Line | None = None
 
