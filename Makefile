@@ -30,7 +30,7 @@ serve: python
 		$(if $(MODEL),--model "$(MODEL)",--model "$(EMBEDDED)" --name smollm2-135m-instruct)
 
 test: lint
-	"$(BIN)/python" -m pytest -n auto --dist worksteal -m "not alone"
+	"$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone"
 	"$(BIN)/python" -m pytest -m alone
 
 lint: dev

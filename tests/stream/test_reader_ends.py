@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import traceback
@@ -179,9 +180,10 @@ def test_threads_that_cannot_be_started_leave_nothing(tmp_path: Path, monkeypatc
 
 def test_files_are_closed_as_soon_as_they_are_read(shards: dict[str, bytes]) -> None:
     paths = [path for path, data in shards.items() if data]
+    gc.collect()
     fds = open_files()
     reader = make_reader([Piece(path, path, 0, 1) for path in paths], threads=1, block_bytes=4096, blocks=2)
     with reader:
         for chunk in released(reader):
             del chunk
-        assert open_files() == fds
+        assert open_files() <= fds
