@@ -48,7 +48,9 @@ class Reading:
 
     @property
     def _whole_room(self) -> int:
-        host = min(self.available, self.free + int(RECLAIMABLE_SHARE * self.reclaimable))
+        host = self.available
+        if self.device_free is not None:  # who allocates for a device waits less for the kernel's page cache than a process does
+            host = min(host, self.free + int(RECLAIMABLE_SHARE * self.reclaimable))
         if self.cgroup_left is not None:
             host = min(host, self.cgroup_left)
         if self.device_free is None:
