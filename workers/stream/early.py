@@ -131,7 +131,6 @@ class _Aside:
     def __init__(self, do: Callable[[_Waiting], None], device: torch.device) -> None:
         self.error: BaseException | None = None
         self._do = do
-        self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
