@@ -1,6 +1,6 @@
 """Which architectures the loader serves: each scaled down, through the real engine, beside stock vLLM. Never asserts; it prints lines.
 
-    python -m tests.bench.architectures [--quantize nvfp4] [--only REGEX] [--jobs N] [--logs FOLDER]
+    python -m tests.bench.architectures [--quantize nvfp4] [--only REGEX] [--graphs] [--again] [--jobs N] [--logs FOLDER]
 
 For every architecture of tests/architectures.py engines start in processes of their own: ours with --quantize, stock vLLM on a BF16
 checkpoint of the values that the formats can hold (dequantized.py), and stock vLLM on the checkpoint itself where that tells something
@@ -9,6 +9,8 @@ distributions are those of the dequantized checkpoint. NAMED: stock vLLM does no
 take the format (workers/stream/served.py); the reason follows.
 FAIL: anything else. Exit status 1: there was a FAIL.
 A checkpoint that is quantized already passes through, so there stock vLLM on the same files is what ours is compared with.
+--graphs: with torch.compile and CUDA graphs instead of eager engines. --again: what is compared is a second start of ours, which reads
+the quantized cache that the first one has written. In FP8 vLLM's own online FP8 is asked too, where more than two --jobs are allowed.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ _TOLERANCE = {"fp8": (0.02, 0.5), "fp8-block": (0.02, 0.5)}
 _PLAIN_TOLERANCE = (0.002, 0.15)
 
 
-def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, plugins: Path, jobs: int) -> tuple[str, str]:
+def examine(
+    name: str, quantize: str, *, cuda: bool, graphs: bool, again: bool, folder: Path, logs: Path, plugins: Path, jobs: int
+) -> tuple[str, str]:
     """(PASS, NAMED or FAIL, the rest of the line)."""
     model = architectures.ARCHITECTURES[name]()
     source = checkpoints.write_checkpoint(folder / name, model.config, model.entries, shard_bytes=2 * checkpoints.MIB, shuffled=True)
@@ -57,24 +61,30 @@ def examine(name: str, quantize: str, *, cuda: bool, folder: Path, logs: Path, p
         quantized = write_dequantized(source, reference, quantize)
     except (ValueError, RuntimeError) as error:
         return "FAIL", f"no reference: {type(error).__name__}: {error}"
-    arguments = child.engine_arguments(cuda=cuda)
-    if "kv_lora_rank" in model.config:
-        arguments.pop("attention_backend", None)  # latent attention has backends of its own
+    arguments = child.engine_arguments(cuda=cuda) | {"enforce_eager": not graphs}
+    if cuda and "kv_lora_rank" in model.config:
+        arguments["attention_backend"] = child.LATENT_ATTENTION
     if cuda and "linear_num_key_heads" in model.config:
         arguments["gdn_prefill_backend"] = "triton"  # the others are not everywhere either
-    ours = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": quantize}}
+    cache = str(folder / f"{name}-cache") if again else None
+    ours = {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": quantize, "cache_dir": cache}}
     runs: dict[str, tuple[Path, dict[str, Any]]] = {"ours": (source, ours), "reference": (reference, {}), "stock": (source, {})}
+    runs |= {"first": runs["ours"], "online": (source, {"quantization": "fp8"})}
 
     def run(which: str) -> Mapping[str, Any] | str:
         path, more = runs[which]
         question = {"model": str(path), "arguments": {**arguments, **more}, "prompts": [_PROMPT], "max_tokens": 8, "logprobs": -1}
-        env = child.environment(plugins, ours=which == "ours")
+        env = child.environment(plugins, ours=which in ("ours", "first"))
         try:
             return child.ask("tests.bench.speak_case", question, env, limit_s=LIMIT_S, log=logs / f"{name}-{which}.log").value
         except child.ChildFailed as failed:
             return str(failed)
 
-    needed = ["ours", *(["reference"] if quantized else []), *(["stock"] if jobs > 2 or not quantized else [])]
+    if again and isinstance(failed := run("first"), str):
+        return "FAIL", f"the first start: {failed}"
+    online = jobs > 2 and quantized and quantize.startswith("fp8")
+    asked = {"ours": True, "reference": quantized, "stock": jobs > 2 or not quantized, "online": online}
+    needed = [which for which, wanted in asked.items() if wanted]
     with ThreadPoolExecutor(jobs) as pool:
         found = dict(zip(needed, pool.map(run, needed), strict=True))
     if "stock" not in found and any(isinstance(said, str) for said in found.values()):
@@ -100,6 +110,9 @@ def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_k
     if quantized and isinstance(stock, Mapping):
         other = stock["prompts"][0]
         told += f"; KL {mean_kl(other['likely'], mine['likely'], 10**6):.4f} from the source"
+        online = found.get("online")
+        if isinstance(online, Mapping):
+            told += f" (vLLM's own FP8: {mean_kl(other['likely'], online['prompts'][0]['likely'], 10**6):.4f})"
     told += f"; tokens {'equal' if mine['tokens'] == theirs['tokens'] else 'differ'}; {ours['seconds']:.0f} s"
     if isinstance(stock, str):
         told += f"; stock vLLM does not serve the source itself: {stock[:80]}"
@@ -113,6 +126,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quantize", default="nvfp4")
     parser.add_argument("--only", default="", help="a regular expression for the architectures' names")
+    parser.add_argument("--graphs", action="store_true", help="engines with torch.compile and CUDA graphs")
+    parser.add_argument("--again", action="store_true", help="compare a second start, from the quantized cache")
     parser.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1, help="engines at a time")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
     given = parser.parse_args()
@@ -126,9 +141,8 @@ def main() -> int:
         for name in architectures.ARCHITECTURES:
             if not re.search(given.only, name):
                 continue
-            status, told = examine(
-                name, given.quantize, cuda=torch.cuda.is_available(), folder=folder, logs=logs, plugins=plugins, jobs=given.jobs
-            )
+            more = {"graphs": given.graphs, "again": given.again, "jobs": given.jobs}
+            status, told = examine(name, given.quantize, cuda=torch.cuda.is_available(), folder=folder, logs=logs, plugins=plugins, **more)
             print(f"{status:<5}  {name:<22}  {given.quantize}: {told}", flush=True)
             failed += status == "FAIL"
     return 1 if failed else 0

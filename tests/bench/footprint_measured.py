@@ -102,8 +102,8 @@ def _case(name: str, form: str, source: Path, preset: Preset, plugins: Path, fol
         "async_scheduling": False,
         "seed": 0,
     }
-    if "kv_lora_rank" in checkpoint.config:
-        arguments.pop("attention_backend", None)  # latent attention has backends of its own
+    if preset.platform == "cuda" and "kv_lora_rank" in checkpoint.config:
+        arguments["attention_backend"] = child.LATENT_ATTENTION
     if form != "bf16":
         arguments |= {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form, "cache_dir": None}}
     known = {"sequences": preset.requests, "margin_bytes": 0, "report": str(report)}

@@ -72,8 +72,8 @@ PRESETS: Mapping[str, Preset] = {
                 },
             ),
         },
-        {"max_model_len": 8192, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
-        leave_gib=40.0,
+        {"max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
+        leave_gib=100.0,  # about what a Spark has for an engine
         margin_gib=0.5,
     ),
 }

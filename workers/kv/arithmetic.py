@@ -47,6 +47,11 @@ class Need:
     def per_token(self) -> float:
         return self.per_request / self.max_model_len
 
+    @property
+    def per_block(self) -> int:
+        """Bytes of one block of all layers; vLLM keeps one for itself."""
+        return self.least - self.per_request
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -99,8 +104,7 @@ def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None =
 
 def longest(left: int, need: Need) -> int:
     """About how many tokens one request may have where `left` bytes are there for it."""
-    fixed = need.least - need.per_request
-    return max(0, int((left - fixed) / need.per_token)) // 256 * 256
+    return max(0, int((left - need.per_block) / need.per_token)) // 256 * 256
 
 
 def _limited(what: str, size: int, need: Need) -> str:

@@ -42,7 +42,7 @@ class CudaRehearsal:
             with smaller_batches(runner, scale):
                 self.warm()
                 peaks = [self._peak(runner.profile_run)]
-            with minimal_cache(runner, self._block_bytes()):
+            with minimal_cache(runner):
                 peaks.append(self._peak(lambda: self._largest(runner, scale)))
             self._settle()
             before, _ = torch.cuda.mem_get_info()
@@ -89,10 +89,6 @@ class CudaRehearsal:
             from vllm.v1.worker.gpu.warmup import warmup_kernels
 
             warmup_kernels(runner, self._worker.execute_model, self._worker.sample_tokens)
-
-    def _block_bytes(self) -> int:
-        need = need_of(self._worker.vllm_config, self._worker.get_kv_cache_spec())
-        return 0 if need is None else need.least - need.per_request
 
     def _settle(self) -> None:
         torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from workers.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
-from workers.kv.symbols import Missing, function, method
+from workers.kv.symbols import Missing, function, method, need_of
 
 MINIMAL_BLOCKS = 8
 # Where every sequence cannot have a block of its own within this, fewer sequences are run.
@@ -31,9 +31,9 @@ def is_v2(runner: Any) -> bool:
 
 
 @contextlib.contextmanager
-def minimal_cache(runner: Any, block_bytes: int = 0) -> Iterator[None]:
-    """For forward passes with attention. block_bytes: of one block of all layers, as far as it is known. Raises Missing."""
-    allocate, tear_down = _v2(runner, block_bytes) if is_v2(runner) else _v1(runner)
+def minimal_cache(runner: Any) -> Iterator[None]:
+    """For forward passes with attention. Raises Missing."""
+    allocate, tear_down = _v2(runner) if is_v2(runner) else _v1(runner)
     from vllm.config import set_current_vllm_config
 
     try:
@@ -101,10 +101,11 @@ def _v1(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     return allocate, tear_down
 
 
-def _v2(runner: Any, block_bytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def _v2(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     """With a block for each sequence where that is not too much: V2's warm-up runs as many real requests as there are blocks for."""
+    need = need_of(runner.vllm_config, runner.get_kv_cache_spec())
     wanted = 1 + 2 * runner.max_num_reqs
-    blocks = max(MINIMAL_BLOCKS, min(wanted, MOST_BYTES // block_bytes if block_bytes else wanted))
+    blocks = max(MINIMAL_BLOCKS, wanted if need is None else min(wanted, MOST_BYTES // need.per_block))
 
     def allocate() -> None:
         cache = runner.cache_config

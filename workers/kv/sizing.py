@@ -126,7 +126,7 @@ class Sizing:
         tokens = int(requests * self._need.max_model_len)
         given = round(requests * self._need.per_request)
         # More than a block: another rank had less.
-        other = self._pool.bytes - given > 2 * (self._need.least - self._need.per_request) and self._pool.bytes > given
+        other = self._pool.bytes - given > 2 * self._need.per_block and self._pool.bytes > given
         self._sentence = (
             f"{given / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
             f"({self._need.per_token / 1024:.1f} KiB a token)"
@@ -253,7 +253,7 @@ class Sizing:
     def _asked(self, need: Need) -> int | None:
         """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
         settings = self._settings
-        block = need.least - need.per_request
+        block = need.per_block
         if settings.bytes is not None:
             return settings.bytes
         if settings.tokens is not None:
