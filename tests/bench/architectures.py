@@ -43,6 +43,9 @@ _PROMPT = [256, *random.Random(7).choices(range(256), k=47)]
 # weight does not show; the others differ by BF16's rounding alone.
 _TOLERANCE = {"fp8": (0.02, 0.5), "fp8-block": (0.02, 0.5)}
 _PLAIN_TOLERANCE = (0.002, 0.15)
+# Where vLLM's own FP8 was asked too, ours passes when it is about as near to the source.
+_OWN_FP8 = 1.5
+_NOT_TAKEN = "CheckpointError: "
 
 
 def examine(
@@ -99,12 +102,15 @@ def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_k
     if isinstance(ours, str) or reference is None:
         if isinstance(stock, str) and isinstance(reference, str):
             return "NAMED", f"stock vLLM does not serve it here: {stock}"
+        if isinstance(ours, str) and ours.startswith(_NOT_TAKEN) and " this vLLM's " in ours:
+            return "NAMED", f"refused while the model is asked: {ours.removeprefix(_NOT_TAKEN)}"
         return "FAIL", str(ours)
     if isinstance(reference, str):
         return "NAMED", f"ours serves it, stock vLLM does not serve what it is compared with: {reference}"
     mine, theirs = ours["prompts"][0], reference["prompts"][0]
     every = divergences(theirs["likely"], mine["likely"], 10**6)
     kl, gap = statistics.median(every), median_gap(theirs["likely"], mine["likely"], TOP)
+    near = False
     told = f"{quantized} weights quantized, " if quantized else "passed through, "
     told += f"KL {kl:.5f} (mean {statistics.fmean(every):.5f}), gap {gap:.3f} from {'the dequantized model' if quantized else 'stock'}"
     if quantized and isinstance(stock, Mapping):
@@ -112,11 +118,13 @@ def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_k
         told += f"; KL {mean_kl(other['likely'], mine['likely'], 10**6):.4f} from the source"
         online = found.get("online")
         if isinstance(online, Mapping):
-            told += f" (vLLM's own FP8: {mean_kl(other['likely'], online['prompts'][0]['likely'], 10**6):.4f})"
+            own = mean_kl(other["likely"], online["prompts"][0]["likely"], 10**6)
+            near = mean_kl(other["likely"], mine["likely"], 10**6) <= _OWN_FP8 * own
+            told += f" (vLLM's own FP8: {own:.4f})"
     told += f"; tokens {'equal' if mine['tokens'] == theirs['tokens'] else 'differ'}; {ours['seconds']:.0f} s"
     if isinstance(stock, str):
         told += f"; stock vLLM does not serve the source itself: {stock[:80]}"
-    well = len(mine["tokens"]) == 8 and kl <= most_kl and gap <= most_gap
+    well = len(mine["tokens"]) == 8 and (near or (kl <= most_kl and gap <= most_gap))
     return ("PASS" if well else "FAIL"), told
 
 

@@ -4,7 +4,8 @@ Standard input: {"model", "arguments", "prompt_tokens", "prompts"}; SPARKD_KV in
 product's, with a look at the memory before and after its weights came.
 Answer, in bytes: {"weights": of all tensors that its modules hold, each storage once; "weights_grown": what process or device grew by;
 "load_peak": the most while the weights came, "total_peak": the most since they are there, both above what was taken before them;
-"report": what the worker tells of its cache}.
+"report": what the worker tells of its cache; "allocated_peak": of total_peak, what torch's allocator had handed out at most, on a GPU}.
+With SPARKD_BENCH_WHERE=1 on a GPU the log names the modules in whose calls most was handed out, and the figures above are not to be used.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def main() -> None:
     # Every way of the sampler: top-k and top-p sort the whole vocabulary.
     engine.generate(longest, SamplingParams(temperature=1.0, top_k=50, top_p=0.9, max_tokens=4, ignore_eos=True), use_tqdm=False)
     report = json.loads(Path(json.loads(os.environ[VARIABLE])["report"]).read_text())
-    child.say({"weights": weights, **MEASURED, "total_peak": _peak() - MEASURED.pop("before"), "report": report})
+    for line in WHERE.lines():
+        print(line)
+    peaks = {"total_peak": _peak() - MEASURED.pop("before"), "allocated_peak": _allocated_peak() - MEASURED.pop("allocated_before")}
+    child.say({"weights": weights, **MEASURED, **peaks, "report": report})
 
 
 def held_bytes(model: Any) -> int:
@@ -67,6 +71,43 @@ def _peak() -> int:
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else peak_resident_bytes()
 
 
+def _allocated_peak() -> int:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+class Where:
+    """Per module without children, and per attention and set of experts: bytes handed out before its call and the most during it."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, int]] = {}
+        self._base = 0
+
+    def watch(self, model: Any) -> None:
+        import torch
+
+        self._base = torch.cuda.memory_allocated()
+        for name, module in model.named_modules():
+            if not list(module.children()) or type(module).__name__.endswith(("Attention", "Experts", "MoE", "Mixer2")):
+                module.register_forward_pre_hook(lambda *_: torch.cuda.reset_peak_memory_stats())
+                module.register_forward_hook(lambda one, *_, name=name: self._note(f"{name} ({type(one).__name__})"))
+
+    def lines(self) -> list[str]:
+        most = sorted(self._found.items(), key=lambda item: -item[1][1])[:12]
+        return [f"WHERE {name}: {now / 2**20:.1f} MiB after it, {peak / 2**20:.1f} at most" for name, (now, peak) in most]
+
+    def _note(self, name: str) -> None:
+        import torch
+
+        now, peak = torch.cuda.memory_allocated() - self._base, torch.cuda.max_memory_allocated() - self._base
+        if peak > self._found.get(name, (0, 0))[1]:
+            self._found[name] = (now, peak)
+
+
+WHERE = Where()
+
+
 def _begin() -> None:
     """Peaks count anew from here."""
     import torch
@@ -82,11 +123,13 @@ def _begin() -> None:
 
 def _measured(load: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     _begin()
-    MEASURED["before"] = _taken()
+    MEASURED["before"], MEASURED["allocated_before"] = _taken(), _allocated_peak()
     loaded = load(worker, *args, **kwargs)
     MEASURED["load_peak"] = _peak() - MEASURED["before"]
     _begin()
     MEASURED["weights_grown"] = _taken() - MEASURED["before"]
+    if os.environ.get("SPARKD_BENCH_WHERE"):
+        WHERE.watch(worker.model_runner.model)
     return loaded
 
 

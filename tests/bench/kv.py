@@ -48,6 +48,7 @@ NOISE_BYTES, TRIES = GIB // 4, 2
 # About as many as the search needs from a guess that is a step away.
 SEARCH_STARTS = 4
 FLOOR_BYTES = 3 * GIB
+WARM_UP, OWN_WARM_UP = "warm-up", "own warm-up"
 LAST_PHASES = ("ready", "refused", "stock")
 WORKERS = {True: "workers.kv.SparkWorker", False: "workers.kv.SparkCPUWorker"}
 
@@ -92,8 +93,9 @@ class Bench:
         tuned = kv_figures.best(one for one in self.starts if one.case == case)
         beside = tuned.utilization if tuned else round(self._guess() * STEP, 3)
         if tuned is None:
-            # What compilers keep on disk is there before anything is timed.
-            self._start(case, "warm-up", beside)
+            self._start(case, WARM_UP, beside)
+        # What compilers keep on disk is there before anything is timed; the rehearsal has kernels that stock vLLM compiles later.
+        self._start(case, OWN_WARM_UP)
         for kind, rep in kv_figures.schedule(self._given.starts, self._given.reps):
             self._start(case, kind, beside if kind == "timed" else None, rep)
 
@@ -121,7 +123,7 @@ class Bench:
             if unmoved or number == TRIES - 1:
                 break
             _say(f"again: other processes took {start.others_bytes / GIB:+.2f} GiB meanwhile")
-        if kind != "warm-up":
+        if kind not in (WARM_UP, OWN_WARM_UP):
             self.starts.append(start)
             self.record()
         return start
@@ -137,7 +139,7 @@ class Bench:
         arguments = kv_models.arguments(given.preset, cuda=self._cuda, eager=eager, dummy=dummy, attention=given.attention_backend)
         self._count += 1
         report = self._logs / f"{self._count:03d}-{case.replace(' ', '-')}-{kind}.report"
-        ours = kind in kv_figures.OURS
+        ours = kind in kv_figures.OURS or kind == OWN_WARM_UP
         if ours:
             arguments["worker_cls"] = WORKERS[self._cuda]
             known = {"margin_bytes": self._margin, "profiles": str(self._profiles(case)), "report": str(report)}
@@ -146,7 +148,7 @@ class Bench:
             arguments["gpu_memory_utilization"] = utilization
         env = child.environment(self._plugins, ours=ours, more=more)
         env.pop("VLLM_CPU_KVCACHE_SPACE")  # it would be the cache's size
-        rounds = 0 if kind in ("timed", "warm-up") else given.rounds
+        rounds = 0 if kind in ("timed", WARM_UP, OWN_WARM_UP) else given.rounds
         question = {"model": str(model), "arguments": arguments, "rounds": rounds, "load": given.load, "new_tokens": NEW_TOKENS}
         if kind == "first":
             shutil.rmtree(self._profiles(case), ignore_errors=True)

@@ -133,7 +133,10 @@ class _Blocks:
 
 
 def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, seconds: float = 20.0) -> float:
-    """Bytes/s of O_DIRECT reads of whole 8 MiB blocks in the order of the files, `threads` at a time. 0 where O_DIRECT is refused."""
+    """Bytes/s of O_DIRECT reads of whole 8 MiB blocks in the order of the files, `threads` at a time. 0 where O_DIRECT is refused.
+
+    Into huge pages where the kernel gives them: a disk takes a block that lies in 2048 places of memory in many small requests.
+    """
     blocks = iter(_Blocks([os.fspath(path) for path in paths]))
     lock = threading.Lock()
     started = perf_counter()
@@ -141,7 +144,8 @@ def direct_rate(paths: Iterable[str | os.PathLike[str]], *, threads: int = 4, se
     def work() -> int:
         done = 0
         opened: dict[str, int] = {}
-        buffer = mmap.mmap(-1, BLOCK_BYTES)
+        buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer.madvise(mmap.MADV_HUGEPAGE)
         try:
             while perf_counter() - started < seconds:
                 with lock:

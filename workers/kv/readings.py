@@ -47,6 +47,11 @@ class Reading:
         return whole // self.sharers
 
     @property
+    def is_shared(self) -> bool:
+        """Whether everything else on the host lives in the same memory."""
+        return self.device_free is None or self.integrated
+
+    @property
     def _whole_room(self) -> int:
         host = self.available
         if self.device_free is not None:  # who allocates for a device waits less for the kernel's page cache than a process does

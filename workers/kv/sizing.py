@@ -19,7 +19,7 @@ from workers.kv.symbols import Missing
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
-# What is left is read as a minimum over so long: other processes breathe, and freed memory comes back late.
+# What is left is read as a minimum over so long: other processes breathe, and freed memory comes back late. A GPU's own memory is known.
 WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
 # So far may free memory be from what was expected before a profile counts as wrong.
 ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
@@ -176,7 +176,8 @@ class Sizing:
         else:
             source, demand = "rehearsal", self._rehearsed()
             self._seconds = time.monotonic() - began
-        reading = lowest(self._rehearsal.read, WINDOW_S if source == "rehearsal" else KNOWN_WINDOW_S)
+        long = source == "rehearsal" and self._rehearsal.read().is_shared
+        reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         made = pool(
             reading.room,
             demand,

@@ -109,7 +109,7 @@ class Reader:
         threads: int = 4,
         pin: bool,
         direct: bool | None = None,
-        gap_bytes: int = 64 * 1024,
+        gap_bytes: int = 32 * 1024,
         releases_elsewhere: bool = False,
     ) -> None:
         if block_bytes <= 0 or block_bytes % ALIGNMENT or blocks < 2 or threads < 1:

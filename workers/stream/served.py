@@ -7,6 +7,7 @@ of compressed-tensors' methods on a GPU only the integer one has a place for the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from sparkd.checkpoint import Checkpoint
@@ -15,6 +16,7 @@ from workers.stream.format import Format
 from workers.stream.packed import is_interleaved, packed_of
 
 BLOCK = 128
+_UP = re.compile(r"(.+\.experts\.\d+)\.up_proj")
 
 _KEEP = "add 'experts' to `keep`"
 
@@ -22,6 +24,7 @@ _KEEP = "add 'experts' to `keep`"
 def refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format], tensor_parallel_size: int) -> None:
     """Raises CheckpointError for the first matrix or set of experts whose format vLLM could not take."""
     _refuse_torn_blocks(checkpoint, formats)
+    _refuse_experts_without_gate(checkpoint, formats)
     asked: dict[Format, str] = {}
     for module, form in formats.items():
         found = packed_of(module)
@@ -43,6 +46,22 @@ def _refuse_torn_blocks(checkpoint: Checkpoint, formats: Mapping[str, Format]) -
                 tensor=ref.name,
                 cure="Use fp8, or give that layer another format",
             )
+
+
+def _refuse_experts_without_gate(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
+    """vLLM 0.26's experts in MXFP4 always have room for a gate beside the up projection, and its kernel then finds half of them empty."""
+    for module, form in formats.items():
+        found = _UP.fullmatch(module) if form.name == "mxfp4" else None
+        if found is None or f"{found[1]}.gate_proj.weight" in checkpoint.tensors:
+            continue
+        if not _is_cpu() and not _mxfp4_counts_projections():
+            raise CheckpointError(
+                "this vLLM's mxfp4 experts need a gate projection on a GPU, and this model's have none",
+                file=checkpoint.tensors[f"{module}.weight"].path,
+                tensor=f"{module}.weight",
+                cure="Give the experts another format with `layers: {experts: nvfp4}`, or use vLLM 0.32 or later",
+            )
+        return
 
 
 def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None:
@@ -82,6 +101,14 @@ def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _mxfp4_counts_projections() -> bool:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (
+        CompressedTensorsW4A4Mxfp4MoEMethod,
+    )
+
+    return "w13_num_shards" in CompressedTensorsW4A4Mxfp4MoEMethod.create_weights.__code__.co_names
 
 
 def _int4_has_biases() -> bool:
