@@ -11,7 +11,6 @@ import copy
 import gc
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -46,8 +45,6 @@ from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
 from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
-
-SWITCH_S = 0.0005
 
 
 def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
@@ -138,19 +135,6 @@ def compile_kernels(described: Mapping[str, Any], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _reads_first() -> Iterator[None]:
-    """A reading thread that has filled a block needs Python's lock for a moment to ask for the next one. Python lets whoever computes keep
-    it for 5 ms, in which a fast disk could have read two blocks.
-    """
-    given = sys.getswitchinterval()
-    sys.setswitchinterval(min(given, SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(given)
-
-
-@contextlib.contextmanager
 def _young_garbage_only() -> Iterator[None]:
     """vLLM and torch are a million objects, and a load makes enough of its own that the collector looks through all of them several times:
     1.3 of 2.6 s of asking 9,000 tensors where they go. Meanwhile it looks at the load's own alone.
@@ -206,7 +190,7 @@ class SparkStreamLoader(DefaultModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """As the base class does. Raises CheckpointError, with file and tensor, where vLLM's class does not take what it is given."""
         try:
-            with _young_garbage_only(), _reads_first():
+            with _young_garbage_only():
                 super().load_weights(model, model_config)
         except SparkdError:
             raise
