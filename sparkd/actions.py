@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from sparkd.ledger import Ledger
 from sparkd.plan import Backoff
 from sparkd.record import Record
 from sparkd.roster import Roster
+from sparkd.start import Attempt
 from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from sparkd.transport import told_of
 
@@ -67,32 +68,40 @@ class Actions:
         self.move(record, ModelState.PLANNED)
         try:
             placement = await self._cluster.place(spec)
-            record.node_id, record.memory_gib = placement.node_id, placement.memory_gib
+            record.nodes, record.world, record.memory_gib = placement.nodes, len(placement.nodes), placement.memory_gib
             rank_id = f"{placement.slug}-{record.desired.generation}-{secrets.token_hex(4)}"
             record.rank_id = rank_id
-            handle = await self._cluster.spawn(placement, spec, rank_id, record.desired.generation, record.hash or "")
+            attempt = Attempt(rank_id, record.desired.generation, record.hash or "")
+            handles = await self._cluster.start(placement, spec, attempt, partial(self._ledger.say, "start", record.name))
         except SparkdError as error:
             record.rank_id = None
             self.fail(record, type(error).__name__, error.message)
             return
-        record.handle = handle
-        self._ledger.keep_handle(handle)
+        record.handles = handles
+        for handle in handles:
+            self._ledger.keep_handle(handle)
         self.move(record, ModelState.LOADING)
-        self._ledger.say("started", record.name, f"Rank {rank_id} started on {placement.node_id} as process {handle.pid}.", pid=handle.pid)
+        for handle in handles:
+            self._ledger.say("started", record.name, _started(handle), pid=handle.pid)
 
-    def adopt(self, record: Record, fact: RankFact) -> None:
+    def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
+        """ranks: all of one start, by number."""
+        handles = tuple(fact.handle for fact in ranks)
         record.begin_attempt(self._clock())
-        record.rank_id, record.handle, record.node_id = fact.handle.rank_id, fact.handle, fact.handle.node_id
+        record.rank_id, record.handles, record.world = handles[0].start, handles, len(handles)
+        record.nodes = tuple(handle.node_id for handle in handles)
         record.adopted = True
-        self._ledger.keep_handle(fact.handle)
+        for handle in handles:
+            self._ledger.keep_handle(handle)
         self.move(record, ModelState.LOADING)
-        told = f"Rank {fact.handle.rank_id}, process {fact.handle.pid}, was adopted as it runs."
-        self._ledger.say("adopted", record.name, told, pid=fact.handle.pid)
+        for handle in handles:
+            told = f"Rank {handle.rank_id}, process {handle.pid}, was adopted as it runs."
+            self._ledger.say("adopted", record.name, told, pid=handle.pid)
         self.start(record, "hold", self._hold(record))
 
     async def _hold(self, record: Record) -> None:
         if record.spec:
-            await self._cluster.hold(record.spec, record.node_id or "")
+            await self._cluster.hold(record.spec, record.nodes)
 
     async def ask(self, record: Record) -> None:
         handle = record.handle
@@ -118,33 +127,41 @@ class Actions:
         if record.state in STARTING:
             self._ready(record)
 
-    async def stop(self, record: Record, ranks: tuple[RankFact, ...]) -> None:
+    async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         try:
-            for fact in ranks:
-                await self._cluster.destroy(fact)
-                self._ledger.forget_handle(fact.handle.rank_id)
+            await self._end(ranks)
             await self._cluster.release(record.name)
         except ClusterError as error:
             record.message = error.message
             self._ledger.say("stop", record.name, error.message)
             await asyncio.sleep(RETRY_S)
 
-    async def destroy(self, fact: RankFact, why: str) -> None:
-        rank_id, model = fact.handle.rank_id, fact.handle.model
-        self._ledger.say("destroy", model, f"Rank {rank_id} is removed: {why}.")
+    async def destroy(self, ranks: Sequence[RankFact], why: str) -> None:
+        """ranks: all that were seen of one start."""
+        start, model = ranks[0].handle.start, ranks[0].handle.model
+        for fact in ranks:
+            self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {why}.")
         try:
-            await self._cluster.destroy(fact)
-            self._ledger.forget_handle(rank_id)
+            await self._end(ranks)
             await self._cluster.release(model)
         except ClusterError as error:
             self._ledger.say("destroy", model, error.message)
             await asyncio.sleep(RETRY_S)
             return
         finally:
-            self.strays.discard(rank_id)
+            self.strays.discard(start)
         record = self._roster.records.get(model)
-        if record and record.rank_id == rank_id:
+        if record and record.rank_id == start:
             record.rank_id = None
+
+    async def _end(self, ranks: Sequence[RankFact]) -> None:
+        """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
+        results = await asyncio.gather(*(self._cluster.destroy(fact) for fact in ranks), return_exceptions=True)
+        for fact, failed in zip(ranks, results, strict=True):
+            if failed is None:
+                self._ledger.forget_handle(fact.handle.rank_id)
+        if error := next((one for one in results if isinstance(one, BaseException)), None):
+            raise error
 
     def _ready(self, record: Record) -> None:
         record.load_s = self._clock() - record.attempt_since_s
@@ -259,3 +276,8 @@ class Actions:
         if self.tasks is None:
             raise RuntimeError("the supervisor does not run")
         return self.tasks.create_task(work, name=name)
+
+
+def _started(handle: RankHandle) -> str:
+    which = f" ({handle.rank + 1} of {handle.world})" if handle.world > 1 else ""
+    return f"Rank {handle.rank_id}{which} started on {handle.node_id} as process {handle.pid}."

@@ -16,6 +16,7 @@ from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import SPARK, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
+from sparkd.legal import refusal
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
 from sparkd.prequantized import prequantized
@@ -24,6 +25,9 @@ from sparkd.source import snapshot_of
 from sparkd.weight_cost import Inventory, inventory
 from workers.kv.profiles import checkpoint_of, profiles_of
 from workers.stream.recipe import Recipe
+
+# Tensor-parallel and pipeline-parallel size.
+Ways = tuple[int, int]
 
 _KNOWN_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -46,18 +50,22 @@ class Account:
         return None if self.cache is None else self.fixed + self.cache
 
 
-def account(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], profiles: str | None = None) -> Account | None:
+def account(
+    spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], profiles: str | None = None, ways: Ways = (1, 1)
+) -> Account | None:
     """None where nothing can be said beforehand: headers that are not here or cannot be read, a kind of layer that is not known, flags of
-    the operator's own that change the account. profiles: the folder of what earlier starts measured."""
+    the operator's own that change the account. profiles: the folder of what earlier starts measured. ways: over how many
+    ranks, each on a node of its own."""
     known = _inventory(spec, env)
-    if known is None or spec.quantization is not None or spec.tensor_parallel not in ("auto", 1):
+    if known is None or spec.quantization is not None:
         return None
     try:
         recipe = Recipe.parse(spec.quantize or None, dict(env)) if spec.quantize is not None else Recipe.parse("bf16")
         serving = _serving(spec, known, hardware)
         if serving is None:
             return None
-        learned = _learned(spec, known, serving, recipe, profiles)
+        serving = replace(serving, tensor_parallel=ways[0], pipeline_parallel=ways[1])
+        learned = _learned(spec, known, serving, recipe, profiles if ways == (1, 1) else None)
         found = footprint(known, recipe, serving, hardware, eager=spec.enforce_eager, margin_bytes=0, learned=learned)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
@@ -67,7 +75,7 @@ def account(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], profi
     return Account(least, fixed, cache, _sentence(found, serving, least))
 
 
-def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_bytes: int) -> ModelConfig:
+def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_bytes: int, ways: Ways = (1, 1)) -> ModelConfig:
     """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes,
     and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what refuses it says so.
     """
@@ -82,10 +90,11 @@ def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free
     length = serving.max_model_len if spec.max_model_len != AUTO else None
     there = replace(hardware, memory_bytes=free_bytes, system_bytes=0)
     try:
-        found = choose(known, there, Wish(length, 1, 1, serving, recipe, spec.enforce_eager, 0))
+        found = choose(known, there, Wish(length, 1, ways[0] * ways[1], serving, recipe, spec.enforce_eager, 0))
     except (CheckpointError, ConfigError):
         return plain
-    best = found.best or max((one for one in found.options if one.footprint is not None), key=lambda one: one.longest, default=None)
+    options = [one for one in found.options if (one.tensor, one.pipeline) == ways and one.footprint is not None]
+    best = next((one for one in options if one.fits), None) or max(options, key=lambda one: one.longest, default=None)
     if best is None:
         return plain
     told: dict[str, object] = {}
@@ -94,6 +103,18 @@ def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free
     if spec.max_model_len == AUTO and best.longest:
         told["max_model_len"] = best.longest
     return plain.model_copy(update=told)
+
+
+def illegal(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], ways: Ways) -> str | None:
+    """Why vLLM would not split the model over `ways` ranks, without a full stop; None where it would, or nothing is known of it."""
+    known = _inventory(spec, env)
+    if known is None or spec.quantization is not None:
+        return None
+    stored = spec.quantize is None or spec.quantize == AUTO
+    try:
+        return refusal(known, Recipe.parse("bf16" if stored else spec.quantize or None, dict(env)), *ways)
+    except (CheckpointError, ConfigError):
+        return None  # the engine says it, with the tensor's name
 
 
 def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int) -> str:
@@ -128,14 +149,19 @@ def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish
             yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
 
 
-def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Mapping[str, tuple[str, int]]) -> str:
-    """Why it has to wait, and which model's end would make room. reserved: other model -> (node, GiB)."""
-    left = free_on(offered_gib, reserved.values())
+def no_room(
+    model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1
+) -> str:
+    """Why it has to wait, and which model's end would make room. reserved: (other model, node, GiB). nodes: how many it is spread over."""
+    held_by = list(reserved)
+    left = free_on(offered_gib, [(node, held) for _, node, held in held_by])
     free = ", ".join(f"{node} {room:.0f} of {offered_gib[node]:.0f}" for node, room in left.items())
-    enough = sorted((held, name) for name, (node, held) in reserved.items() if left.get(node, 0.0) + held >= need_gib)
-    unload = f"Unload {' or '.join(name for _, name in enough[:3])}" if enough else "Unload some (`sparkd ps`)"
+    enough = sorted((held, name) for name, node, held in held_by if left.get(node, 0.0) + held >= need_gib)
+    names = list(dict.fromkeys(name for _, name in enough))
+    unload = f"Unload {' or '.join(names[:3])}" if names else "Unload some (`sparkd ps`)"
+    where = "one node" if nodes == 1 else f"each of {nodes} nodes"
     return (
-        f"{model} asks for {need_gib} GiB of unified memory on one node, and other models hold too much; free GiB: {free}. "
+        f"{model} asks for {need_gib} GiB of unified memory on {where}, and other models hold too much; free GiB: {free}. "
         f"{unload}, give kv_cache a size, or set memory_gib to what it really needs."
     )
 

@@ -12,37 +12,34 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sparkd.admission import free_on, no_room
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import AgentLost, ClusterError, DoesNotFit, RankError
+from sparkd.errors import AgentLost, ClusterError, RankError
 from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
-from sparkd.needs import Need, account_of, need_of, runtime_of, said_to, too_large
-from sparkd.placement import Placement, kv_limit_bytes, nodes_with_room, offered_gib
-from sparkd.rank_folders import folder_name, rank_folders, slug_of
+from sparkd.placement import Placement, offered_gib
+from sparkd.places import Places
+from sparkd.rank_folders import folder_name, rank_folders
 from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
 from sparkd.raylink import RayLink
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
+from sparkd.siting import Siting
 from sparkd.snapshot import NodeView
+from sparkd.start import Attempt, Starter, Tell
 from sparkd.state import RankFact, RankHandle
-from sparkd.team import team_of
 from sparkd.transport import proof
 from sparkd.upstream import Upstream, served_names
 from workers.agent import Agent
-from workers.hub_cache import cache_places
 
 log = logging.getLogger("sparkd.cluster")
 
 OBSERVE_TIMEOUT_S = 3.0
+# Between two ends of a cable: a tick waits for it.
+KNOCK_TIMEOUT_S = 0.3
 FABRIC_TIMEOUT_S = 15.0
-PLACE_TIMEOUT_S = 20.0
-PLACE_AGAIN_TIMEOUT_S = 5.0
-SPAWN_TIMEOUT_S = 60.0
+DESTROY_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 MISSES_BEFORE_RECOVERY = 3
-# The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
-QUIET = ("--disable-uvicorn-access-log",)
 # Made by systemd for the unit, and removed by it.
 SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
@@ -82,7 +79,9 @@ class Cluster:
         self._fabric = FabricNodes(lambda node_ip: self._ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
-        self._reserved: dict[str, tuple[str, int]] = {}
+        self._places = Places(self._link, self.node_ip, self._offered)
+        self._starter = Starter(self._link, self._fabric, self.node_ip)
+        self._siting = Siting(self._link, self._fabric, self._places, self._here, self._in_sight, self.total_gib)
         self._sight = Sight()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
@@ -110,7 +109,11 @@ class Cluster:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
         could_look = self._link.connected
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
-        here, *others = await asyncio.gather(self._look_here(), *(self._look(ip) for ip in addresses))
+        away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]
+        (here, *others), _ = await asyncio.gather(
+            asyncio.gather(self._look_here(), *(self._look(ip) for ip in addresses)),
+            asyncio.gather(*(self._knock(ip) for ip in away)),
+        )
         if here is None:
             return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
         looks = [here, *(look for look in others if look is not None)]
@@ -122,6 +125,7 @@ class Cluster:
             connected=could_look and here.node.agent,
             nodes=(*(look.node for look in looks), *missing),
             unseen=frozenset(node.node_id for node in missing),
+            dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
             trouble=self._trouble or told_of(missing),
             cluster=about,
         )
@@ -135,72 +139,24 @@ class Cluster:
         return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
 
     async def place(self, spec: ModelConfig) -> Placement:
-        """Reserve unified memory for `spec` on one node. Raises DoesNotFit with the numbers, ClusterError while Ray is away."""
-        if spec.tensor_parallel not in ("auto", 1):
-            await self._team(spec, int(spec.tensor_parallel))
-            raise DoesNotFit(
-                f"tensor_parallel {spec.tensor_parallel} needs as many nodes, and this release of sparkd starts a model on one node only: "
-                "leave it out or set it to 1."
-            )
+        """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit with the numbers, or another ClusterError."""
         if spec.executor == "ray":
-            raise RankError("executor: ray serves across nodes, which this release of sparkd does not do: leave it out or set it to mp.")
-        need = await asyncio.to_thread(need_of, spec, self._config, self._here, self._most_free_gib(spec.name), self.total_gib)
-        if refused := said_to(need.spec, self._config, need.vllm).refused:
-            raise RankError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
-        node_ip = await self._reserve(need)
-        return Placement(node_ip, slug_of(spec.name), need.gib, need.platform, need.entrypoint, need.vllm, need.spec)
+            raise RankError("executor: ray is not built yet: leave it out or set it to mp.")
+        return await self._siting.place(self._config, spec)
 
-    async def hold(self, spec: ModelConfig, node_ip: str) -> None:
-        """Reserve again what an adopted rank uses already; while Ray is away, with the next connection."""
-        need = await asyncio.to_thread(need_of, spec, self._config, self._here, self.total_gib, self.total_gib)
-        self._reserved[spec.name] = (node_ip, need.gib)
+    async def hold(self, spec: ModelConfig, nodes: Sequence[str]) -> None:
+        """Reserve again what adopted ranks use already; while Ray is away, with the next connection."""
+        gib = await asyncio.to_thread(self._siting.held_gib, self._config, spec, len(nodes))
+        self._places.hold(spec.name, gib, nodes)
         if self._link.connected:
-            await self._reserve_again([node_ip])
+            await self._places.again(nodes)
 
     async def release(self, model: str) -> None:
-        self._reserved.pop(model, None)
-        await self._link.release(model)
+        await self._places.release(model)
 
-    async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
-        """Free the page cache, then start the one rank of `spec`. Raises RankError or AgentLost."""
-        spec = placement.spec or spec
-        if placement.platform == "cuda":
-            dropped = await self._link.call(placement.node_id, lambda agent: agent.drop_page_cache.remote(), SPAWN_TIMEOUT_S)
-            log.info("page cache of %s: %s, %d MiB freed", placement.node_id, dropped["how"], dropped["freed_bytes"] >> 20)
-        limit_bytes = await asyncio.to_thread(lambda: kv_limit_bytes(spec, account_of(spec, self._config, placement.platform)))
-        said = said_to(spec, self._config, placement.vllm)
-        for note in said.notes:
-            log.info("%s: %s", spec.name, note)
-        computed = await self._fabric.environment(
-            placement.node_id, placement.peers, rdma=placement.platform == "cuda", configured=said.env, shared=spec.executor == "ray"
-        )
-        fields = {
-            "rank_id": rank_id,
-            "model_name": spec.name,
-            "served_names": list(spec.served_names()),
-            "model": spec.model,
-            "generation": generation,
-            "node_id": placement.node_id,
-            "rank": 0,
-            "runtime": runtime_of(spec, self._config),
-            "entrypoint": placement.entrypoint,
-            # A name: the node has a folder of its own for it.
-            "log_path": f"{placement.slug}.log",
-            "config_hash": config_hash,
-            "platform": placement.platform,
-            # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
-            "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
-            "extra_args": list(said.args),
-            **self._config.loader_of(spec),
-            **self._config.sizing_of(spec, placement.platform, placement.entrypoint, limit_bytes),
-            "env": computed | dict(said.env),
-            "log_max_bytes": self._config.engine.log_max_bytes,
-            "log_backups": self._config.engine.log_backups,
-            "stop_timeout_s": float(self._config.engine.stop_timeout_s),
-        }
-        private = placement.node_id != self.node_ip
-        handle = await self._link.call(placement.node_id, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S)
-        return RankHandle(**handle)
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None) -> tuple[RankHandle, ...]:
+        """See Starter.start."""
+        return await self._starter.start(self._config, placement, spec, attempt, tell)
 
     async def destroy(self, fact: RankFact) -> None:
         """Stop a rank and verify that nothing of it is left. Raises RankError naming the processes that would not die."""
@@ -208,7 +164,7 @@ class Cluster:
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
         node_ip = fact.handle.node_id
-        ended = await self._ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + SPAWN_TIMEOUT_S)
+        ended = await self._ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + DESTROY_TIMEOUT_S)
         if not ended["gone"]:
             pids = ", ".join(str(pid) for pid in ended["survivors"])
             raise RankError(
@@ -286,7 +242,7 @@ class Cluster:
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
             # What Ray reserved on a node went with its raylet.
-            await self._reserve_again(met)
+            await self._places.again(met)
         except ClusterError as error:
             self._trouble = f"{type(error).__name__}: {error.message}"
             return False
@@ -302,7 +258,7 @@ class Cluster:
             # Only now: a head that `sparkd ray-node` is starting must not be ended for being slow.
             self._head_is_suspect = True
             await self._link.connect(address or "", self.node_ip)
-            await self._reserve_again(self._link.nodes())
+            await self._places.again(self._link.nodes())
         except ClusterError as error:
             if self._trouble != f"{type(error).__name__}: {error.message}":
                 log.error("%s", error.message)
@@ -312,41 +268,6 @@ class Cluster:
         self._trouble = None
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
-
-    async def _team(self, spec: ModelConfig, size: int) -> tuple[str, ...]:
-        engine, runtime = self._config.engine, runtime_of(spec, self._config)
-        platform = (await asyncio.to_thread(self._here.runtime, runtime))["platform"] if engine.platform == "auto" else engine.platform
-        asked = (runtime, spec.model, spec.revision, cache_places(spec.environment(engine)))
-
-        def identify(node_ip: str) -> Awaitable[dict[str, Any]]:
-            return self._link.call(node_ip, lambda agent: agent.identity.remote(*asked), SPAWN_TIMEOUT_S)
-
-        return await team_of(spec.name, size, self._in_sight(), self._fabric, identify, rdma=platform == "cuda")
-
-    async def _reserve(self, need: Need) -> str:
-        """The node that has room, by our own book: Ray forgets what was reserved on a node that it lost, and the rank there lives on."""
-        offered, model = self._offered(), need.spec.name
-        most_gib = int(max(offered.values(), default=self.total_gib))
-        where = "the largest node in sight" if len(self._link.gib_of) > 1 else "this node"
-        if why := await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(self._config.engine)):
-            raise DoesNotFit(why)
-        others = {name: held for name, held in self._reserved.items() if name != model}
-        for node_ip in nodes_with_room(offered, others.values(), self.node_ip, need.gib):
-            if await self._link.reserve(model, need.gib, node_ip, PLACE_TIMEOUT_S):
-                self._reserved[model] = (node_ip, need.gib)
-                return node_ip
-        raise DoesNotFit(no_room(model, need.gib, offered, others))
-
-    async def _reserve_again(self, nodes: Iterable[str]) -> None:
-        """What runs on these nodes already: a reservation that does not fit is a word in the log, not an end."""
-        held = [(model, node_ip, gib) for model, (node_ip, gib) in self._reserved.items() if node_ip in nodes]
-        for model, node_ip, gib in held:
-            if not await self._link.reserve(model, gib, node_ip, PLACE_AGAIN_TIMEOUT_S):
-                log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, node_ip, gib)
-
-    def _most_free_gib(self, model: str) -> float:
-        others = [held for name, held in self._reserved.items() if name != model]
-        return max(free_on(self._offered(), others).values(), default=self.total_gib)
 
     def _in_sight(self) -> list[str]:
         """This node first."""
@@ -386,11 +307,22 @@ class Cluster:
             self._trouble = None
         return self._looked_at(node_ip, facts, agent=True)
 
+    async def _knock(self, node_ip: str) -> None:
+        """Whether the node itself is there, when its agent is not: who refuses a connection is alive, and the cable is in."""
+        try:
+            async with asyncio.timeout(KNOCK_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(node_ip, self._link.port_of[node_ip])
+            writer.close()
+        except ConnectionRefusedError:
+            pass
+        except (OSError, TimeoutError):
+            return
+        self._sight.heard(node_ip, time.monotonic())
+
     def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> Look:
-        reserved_gib = sum(gib for where, gib in self._reserved.values() if where == node_ip)
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
         now = reading(node_ip, facts["reading"], facts["now_s"])
-        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(reserved_gib))
+        view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
         return Look(view, facts_of(facts["ranks"]))
 
     def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:

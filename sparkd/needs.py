@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparkd.admission import Account, account, advice, machine, resolved
+from sparkd.admission import Account, Ways, account, advice, illegal, machine, resolved
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import RankError
 from sparkd.hardware import Hardware
@@ -39,14 +39,17 @@ class Node(Protocol):
         """What a Python environment has: `platform`, and `entrypoint` and `vllm` (its version) or None."""
 
 
-def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float) -> Need:
-    """free_gib: the most that a node has beside the other models. Raises RankError where the runtime or the folder is not there."""
+def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Need:
+    """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own.
+
+    Raises RankError where the runtime or the folder is not there.
+    """
     engine = config.engine
     if spec.model.startswith("/") and not Path(spec.model).is_dir():
         raise RankError(f"The folder {spec.model} is not on this node: check the path in `model`, or use a hub id (owner/name).")
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
-    platform = str(found["platform"]) if engine.platform == "auto" else engine.platform
+    platform = _platform(found, config)
     entrypoint = spec.entrypoint_of(engine)
     if entrypoint == "auto":
         entrypoint = found["entrypoint"]
@@ -56,14 +59,21 @@ def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offe
             "to the Python interpreter of an environment that has it."
         )
     here = _this_node(platform)
-    spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB))
-    known = account_of(spec, config, platform)
+    spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB), ways)
+    known = account_of(spec, config, platform, ways)
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
     return Need(spec, platform, entrypoint, gib, known, found.get("vllm"))
 
 
-def account_of(spec: ModelConfig, config: Config, platform: str) -> Account | None:
-    return account(spec, _this_node(platform), spec.environment(config.engine), str(config.profiles_path()))
+def account_of(spec: ModelConfig, config: Config, platform: str, ways: Ways = (1, 1)) -> Account | None:
+    """Of one node; see admission.account."""
+    return account(spec, _this_node(platform), spec.environment(config.engine), str(config.profiles_path()), ways)
+
+
+def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
+    """Why vLLM would not split the model so; None where it would, or its headers are not here. Raises RankError."""
+    platform = _platform(node.runtime(runtime_of(spec, config)), config)
+    return illegal(spec, _this_node(platform), spec.environment(config.engine), ways)
 
 
 def said_to(spec: ModelConfig, config: Config, vllm: str | None) -> Translation:
@@ -87,6 +97,10 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
             "context or format, give kv_cache a size, or set memory_gib to what it really needs."
         )
     return None
+
+
+def _platform(found: Mapping[str, Any], config: Config) -> str:
+    return str(found["platform"]) if config.engine.platform == "auto" else config.engine.platform
 
 
 def _this_node(platform: str) -> Hardware:

@@ -29,7 +29,8 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where one model goes. slug: its name as a file name. platform: `cuda` or `cpu`. entrypoint: the module that is its engine. vllm: its
-    version where it is known. spec: the model with what was `auto` in it decided; None where nothing was. peers: nodes of its other ranks.
+    version where it is known. spec: the model with what was `auto` in it decided; None where nothing was. peers: nodes of its other ranks,
+    in their order; memory_gib is what it takes on each. tensor, pipeline: parallel sizes, together one rank on each node.
     """
 
     node_id: str
@@ -40,6 +41,13 @@ class Placement:
     vllm: str | None = None
     spec: ModelConfig | None = None
     peers: tuple[str, ...] = ()
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Of every rank, rank 0's first."""
+        return (self.node_id, *self.peers)
 
 
 def needed_gib(

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparkd.state import STARTING, ModelState, Progress, RankFact, Want
+from sparkd.team_progress import progress_of
 
 ASK_EVERY_S = 1.0
 # A log that the parser does not understand must not hide a server that is up: it is asked blindly now and then.
 ASK_BLINDLY_EVERY_S = 5.0
+# A node that answers nothing, not even with a refusal: shorter is a cable that was touched. Ranks over it wait for each other meanwhile.
+DARK_S = 6.0
+# A rank that is stopped by a signal: shorter is a debugger that looks.
+HALTED_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,12 @@ class Backoff:
 class ModelFacts:
     """Everything the plan may know of one model. Times are seconds on one monotonic clock.
 
-    config_hash is None where the model is no longer configured. `rank_id` is the rank that the present attempt started or adopted.
-    `busy` names the action in flight, if any: then only a stop may overtake it. `ranks` is None where nobody could look.
+    config_hash is None where the model is no longer configured. `rank_id` names the start that the present attempt made or adopted, and
+    its rank 0; `world` is how many ranks that has. `busy` names the action in flight, if any: then only a stop may overtake it.
+
+    `ranks` is None where nobody could look. Of a model on several nodes it may lack those of a node that is out of sight: then `unseen`
+    is true, and dark_s says for how long that node has given no sign of life. halted_s: for how long a signal has held a rank. frozen: the
+    sentence of an engine that has stopped to compute (sparkd.pulse).
     """
 
     name: str
@@ -44,6 +53,11 @@ class ModelFacts:
     config_hash: str | None
     rank_id: str | None = None
     ranks: tuple[RankFact, ...] | None = ()
+    world: int = 1
+    unseen: bool = False
+    dark_s: float = 0.0
+    halted_s: float = 0.0
+    frozen: str | None = None
     busy: str | None = None
     in_flight: int = 0
     queued: int = 0
@@ -58,14 +72,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find a node, reserve its memory, start the rank."""
+    """Find the nodes, reserve their memory, start the ranks."""
 
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Take over a living rank of an earlier daemon."""
+    """Take over what an earlier daemon started, all its ranks alive. rank_id: as in ModelFacts."""
 
     model: str
     rank_id: str
@@ -124,7 +138,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """Remove a rank that nobody may adopt, or the remains of one that died."""
+    """Remove every rank of a start that nobody may adopt, or the remains of one that died. rank_id: as in ModelFacts."""
 
     rank_id: str
     model: str
@@ -140,7 +154,8 @@ def plan(models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_
     `strangers` are ranks of models nobody knows. Only one model starts at a time: two that load together each see memory that the
     other is about to take, and on unified memory that is a frozen host, not an error (reference: one STARTING worker for each node).
     """
-    actions: list[Action] = [Destroy(fact.handle.rank_id, fact.handle.model, "no such model is configured") for fact in strangers]
+    unknown = {fact.handle.start: fact.handle.model for fact in strangers}
+    actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
     starting = any(facts.state in STARTING or facts.busy == "place" for facts in models.values())
     for name in sorted(models, key=lambda n: (models[n].queued == 0, n)):
         facts = models[name]
@@ -158,7 +173,8 @@ def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
         # Nobody could look at the node. A wish to stop or start waits; what runs, runs on.
         return None
     if facts.busy:
-        return None
+        # A question that a rank will never answer would wait for it as long as a start may take.
+        return _broken(facts) if facts.busy == "ask" and facts.world > 1 and facts.state in STARTING else None
     stray = _stray(facts)
     if stray:
         return stray
@@ -167,25 +183,40 @@ def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     return _towards_running(facts, can_start, now_s)
 
 
-def _stray(facts: ModelFacts) -> Destroy | None:
-    """A rank of this model that is neither the present one nor adoptable."""
+def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
+    """What is there of the model, by the start that it belongs to."""
+    found: dict[str, list[RankFact]] = {}
     for fact in facts.ranks or ():
-        if fact.handle.rank_id == facts.rank_id:
+        found.setdefault(fact.handle.start, []).append(fact)
+    return found
+
+
+def _stray(facts: ModelFacts) -> Destroy | None:
+    """Ranks of this model that belong neither to the present start nor to one that can be adopted."""
+    for start, found in _starts(facts).items():
+        if start == facts.rank_id or facts.state is ModelState.STOPPING:
             continue
-        if facts.state is ModelState.STOPPING:
+        if facts.rank_id is None and (_adoptable(facts, found) or (facts.unseen and _adoptable(facts, found, whole=False))):
             continue
-        if facts.rank_id is None and _adoptable(facts, fact):
-            continue
-        if fact.alive:
-            why = "its configuration changed" if fact.handle.config_hash != facts.config_hash else "it is not the present rank of its model"
+        if any(fact.handle.config_hash != facts.config_hash for fact in found):
+            why = "its configuration changed"
+        elif all(fact.alive for fact in found):
+            whole = facts.rank_id is not None or len(found) == found[0].handle.world
+            why = "it is not the present rank of its model" if whole else "the other ranks of its start are gone"
         else:
             why = "it died while nobody watched"
-        return Destroy(fact.handle.rank_id, facts.name, why)
+        return Destroy(start, facts.name, why)
     return None
 
 
-def _adoptable(facts: ModelFacts, fact: RankFact) -> bool:
-    return fact.alive and not fact.stop_ordered and facts.want is Want.RUNNING and fact.handle.config_hash == facts.config_hash
+def _adoptable(facts: ModelFacts, found: list[RankFact], *, whole: bool = True) -> bool:
+    """whole: every rank of the start has to be there. An engine of which a part is missing answers nothing, and looks alive."""
+    if facts.want is not Want.RUNNING or any(not fact.alive or fact.stop_ordered for fact in found):
+        return False
+    numbers = sorted(fact.handle.rank for fact in found)
+    return all(fact.handle.config_hash == facts.config_hash for fact in found) and (
+        not whole or numbers == list(range(found[0].handle.world))
+    )
 
 
 def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
@@ -198,11 +229,18 @@ def _towards_stopped(facts: ModelFacts, now_s: float) -> Action | None:
             expired = now_s - facts.state_since_s >= facts.drain_deadline_s
             return Stop(facts.name) if facts.in_flight == 0 or expired else None
         case ModelState.FAILED:
-            return Stop(facts.name) if facts.ranks else Rest(facts.name)
+            return _end(facts)
         case ModelState.STOPPING:
-            return Stop(facts.name) if facts.ranks else Rest(facts.name)
+            return _end(facts)
         case _:
             return Stop(facts.name)
+
+
+def _end(facts: ModelFacts) -> Action | None:
+    """Nothing is gone that could not be looked at."""
+    if facts.ranks:
+        return Stop(facts.name)
+    return None if facts.unseen else Rest(facts.name)
 
 
 def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
@@ -210,7 +248,7 @@ def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action
         case ModelState.STOPPED | ModelState.FAILED:
             return _start(facts, can_start, now_s)
         case ModelState.STOPPING:
-            return Stop(facts.name) if facts.ranks else Rest(facts.name)
+            return _end(facts)
         case ModelState.PLANNED:
             # No action is in flight, so the one that placed it was lost: begin again.
             return Fail(facts.name, "PlacementLost", "The placement ended without a result; it is tried again.")
@@ -219,26 +257,27 @@ def _towards_running(facts: ModelFacts, can_start: bool, now_s: float) -> Action
 
 
 def _start(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
-    for fact in facts.ranks or ():
-        if fact.handle.rank_id == facts.rank_id:
-            return Destroy(fact.handle.rank_id, facts.name, "the attempt it belonged to failed")
-        if _adoptable(facts, fact):
-            return Adopt(facts.name, fact.handle.rank_id)
-    if facts.config_hash is None or not can_start or now_s < facts.backoff_until_s:
+    for start, found in _starts(facts).items():
+        if start == facts.rank_id:
+            return Destroy(start, facts.name, "the attempt it belonged to failed")
+        if _adoptable(facts, found):
+            return Adopt(facts.name, start)
+    if facts.config_hash is None or facts.unseen or not can_start or now_s < facts.backoff_until_s:
+        # Ranks on a node that is out of sight may still hold its memory.
         return None
     return Place(facts.name)
 
 
 def _watch(facts: ModelFacts, now_s: float) -> Action | None:
-    fact = next((fact for fact in facts.ranks or () if fact.handle.rank_id == facts.rank_id), None)
-    if fact is None:
-        return Fail(facts.name, "RankLost", "Its rank has left no trace on the node; it is started again.")
-    if not fact.alive:
-        return Fail(facts.name, *_epitaph(facts.name, fact))
-    if fact.handle.config_hash != facts.config_hash:
+    if failed := _broken(facts):
+        return failed
+    present = _present(facts)
+    if not present:
+        return None
+    if any(fact.handle.config_hash != facts.config_hash for fact in present):
         return _towards_stopped(facts, now_s)
     if facts.state in STARTING:
-        return _advance(facts, fact.progress, now_s)
+        return _advance(facts, present, now_s)
     if facts.state is ModelState.DRAINING:
         return Move(facts.name, ModelState.READY)
     idle_s = now_s - facts.last_used_s
@@ -247,7 +286,39 @@ def _watch(facts: ModelFacts, now_s: float) -> Action | None:
     return None
 
 
-def _advance(facts: ModelFacts, progress: Progress, now_s: float) -> Action | None:
+def _present(facts: ModelFacts) -> list[RankFact]:
+    return sorted((fact for fact in facts.ranks or () if fact.handle.start == facts.rank_id), key=lambda fact: fact.handle.rank)
+
+
+def _broken(facts: ModelFacts) -> Fail | None:
+    """Ranks are one engine: where one of them is dead, missing, held or out of reach, none of them serves."""
+    present = _present(facts)
+    if not present and not facts.unseen:
+        return Fail(facts.name, "RankLost", "Its rank has left no trace on the node; it is started again.")
+    dead = [fact for fact in present if not fact.alive]
+    if dead:
+        # The others end because of the first, and say less.
+        told = next((fact for fact in dead if fact.progress.failure or fact.progress.last_error), dead[0])
+        return Fail(facts.name, *_epitaph(facts.name, told))
+    missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
+    if missing and not facts.unseen:
+        named = " and ".join(map(str, missing))
+        return Fail(facts.name, "RankMissing", f"Rank {named} of {facts.world} has left no trace on its node; all are started again.")
+    if facts.world == 1:
+        return None
+    if facts.dark_s >= DARK_S:
+        told_s = f"a node of it has given no sign of life for {facts.dark_s:.0f} s"
+        return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {told_s}; they are started again once that is clear.")
+    if facts.halted_s >= HALTED_S:
+        held = next((fact for fact in present if fact.halted), present[0]).handle
+        return Fail(facts.name, "RankHangs", f"Rank {held.rank} on {held.node_id} is stopped by a signal (SIGSTOP); all are started again.")
+    if facts.frozen:
+        return Fail(facts.name, "EngineFrozen", facts.frozen)
+    return None
+
+
+def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action | None:
+    progress = progress_of(present) or Progress()
     if now_s - facts.attempt_since_s >= facts.start_deadline_s:
         return Fail(
             facts.name,
@@ -255,7 +326,7 @@ def _advance(facts: ModelFacts, progress: Progress, now_s: float) -> Action | No
             f"It was not ready after {facts.start_deadline_s:.0f} s and hung in {facts.state}. Look at `sparkd logs {facts.name}`; "
             "if it was only slow, raise health_check_timeout_s.",
         )
-    if failed := _told_failure(facts.name, progress):
+    if failed := next(filter(None, (_told_failure(facts.name, fact.progress) for fact in present)), None):
         # The engine may take its time to end, or hang: what it was started for has failed.
         return Fail(facts.name, *failed)
     said = _PHASES.get(progress.phase)
@@ -274,9 +345,10 @@ def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
     """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
     if failed := _told_failure(name, fact.progress):
         return failed
+    where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
     how = f"exit code {fact.exit_code}" if fact.exit_code is not None else "killed, with no exit code left behind"
     last = f" Last error in its log: {fact.progress.last_error}" if fact.progress.last_error else ""
-    return "EngineExited", f"The engine ended by itself ({how}).{last} See `sparkd logs {name}`."
+    return "EngineExited", f"{where} ended by itself ({how}).{last} See `sparkd logs {name}`."
 
 
 def _told_failure(name: str, progress: Progress) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.safetensors import shown
 from sparkd.source import name_of
 from sparkd.weight_cost import Inventory
-from workers.command import build_command, build_environment
+from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER
 from workers.spec import RankSpec
 from workers.stream.recipe import Recipe
@@ -171,13 +171,7 @@ def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
 
 def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware) -> dict[str, Any]:
     flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
-    if option.tensor > 1:
-        flags += ["--tensor-parallel-size", str(option.tensor)]
-    if option.pipeline > 1:
-        flags += ["--pipeline-parallel-size", str(option.pipeline)]
-    if option.nodes > 1:
-        flags += ["--nnodes", str(option.nodes), "--node-rank", str(number), "--master-addr", "HEAD", "--master-port", str(MASTER_PORT)]
-        flags += ["--distributed-executor-backend", "mp", *(["--headless"] if number else [])]
+    flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
     fields: Mapping[str, Any] = {
         **quantizing.loader_of(spec, {}, _QUANTIZED, None),
         **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, _PROFILES, None),
@@ -196,6 +190,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware) -> dict
         log_path="/dev/null",
         config_hash="",
         platform=hardware.platform,
+        world=option.nodes,
         flags=tuple(flags),
         extra_args=tuple(flags_of(spec)),
         **fields,

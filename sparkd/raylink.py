@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkd.errors import AgentLost, ClusterError, RayUnavailable
@@ -46,6 +46,8 @@ class RayLink:
         self._joined = False
         self.address: str | None = None
         self.gib_of: dict[str, float] = {}
+        # Where a node's raylet listens: who refuses there is alive.
+        self.port_of: dict[str, int] = {}
 
         # Only once every node was met: before that, a rank on a node not met yet would count as gone and be started a second time.
         self.connected = False
@@ -119,13 +121,13 @@ class RayLink:
                 raise cause from None
             raise AgentLost(f"The agent of node {node_ip} could not do it: {type(error).__name__}.") from error
 
-    async def reserve(self, model: str, gib: int, node_ip: str, timeout_s: float) -> bool:
-        """One placement group of the model on the node `node_ip`, kept beyond the daemon; False where Ray has no room for it there.
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float) -> bool:
+        """One placement group of the model, kept beyond the daemon: `gib` on each of these nodes; False where Ray has no room for it there.
 
-        Bound to that node: Ray would move it elsewhere when it loses the node, and the rank stays where it is.
+        Bound to those nodes: Ray would move it elsewhere when it loses one, and the rank stays where it is.
         """
         await self.release(model)
-        return await self._answer(self._reserve, model, gib, node_ip, timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
+        return await self._answer(self._reserve, model, gib, tuple(nodes), timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
 
     async def release(self, model: str) -> None:
         if self.connected:
@@ -189,6 +191,7 @@ class RayLink:
                 alive.setdefault(node["NodeManagerAddress"], []).append(node)
         chosen = {node_ip: _present(nodes) for node_ip, nodes in alive.items()}
         self.gib_of = {node_ip: float(node["Resources"][RESOURCE]) for node_ip, node in chosen.items()}
+        self.port_of |= {node_ip: int(node["NodeManagerPort"]) for node_ip, node in chosen.items()}
         return {node_ip: node["NodeID"] for node_ip, node in chosen.items()}
 
     def _start_agent(self, node_ip: str, node_id: str) -> Any:
@@ -210,12 +213,13 @@ class RayLink:
         self._ray().kill(agent, no_restart=True)
         return self._start_agent(node_ip, node_id)
 
-    def _reserve(self, model: str, gib: int, node_ip: str, wait_s: float) -> bool:
+    def _reserve(self, model: str, gib: int, nodes: tuple[str, ...], wait_s: float) -> bool:
         self._ray()
         from ray.util import placement_group
 
-        bundle = {RESOURCE: gib, f"node:{node_ip}": 0.001}
-        self._groups[model] = placement_group([bundle], strategy="STRICT_PACK", name=_group(model), lifetime="detached")
+        bundles = [{RESOURCE: gib, f"node:{node_ip}": 0.001} for node_ip in nodes]
+        strategy = "STRICT_SPREAD" if len(nodes) > 1 else "STRICT_PACK"
+        self._groups[model] = placement_group(bundles, strategy=strategy, name=_group(model), lifetime="detached")
         if self._groups[model].wait(wait_s):
             return True
         self._release(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparkd.config import ModelConfig
 from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle
+from sparkd.team_progress import progress_of
 from sparkd.upstream import Upstream
 
 
@@ -21,7 +22,8 @@ class Record:
         "busy",
         "desired",
         "failures",
-        "handle",
+        "halted_since_s",
+        "handles",
         "hash",
         "in_flight",
         "last_asked_s",
@@ -31,7 +33,7 @@ class Record:
         "memory_gib",
         "message",
         "name",
-        "node_id",
+        "nodes",
         "operation",
         "progress",
         "rank_id",
@@ -47,6 +49,7 @@ class Record:
         "transport",
         "upstream",
         "waiters",
+        "world",
     )
 
     def __init__(self, name: str, desired: Desired, now_s: float, wall_s: float) -> None:
@@ -63,8 +66,12 @@ class Record:
         self.busy: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.rank_id: str | None = None
-        self.handle: RankHandle | None = None
-        self.node_id: str | None = None
+        # Of every rank, rank 0's first; so are the nodes.
+        self.handles: tuple[RankHandle, ...] = ()
+        self.nodes: tuple[str, ...] = ()
+        self.world = 1
+        # Since when a rank of it is stopped by a signal, as far as anybody has looked.
+        self.halted_since_s: float | None = None
         self.ranks: tuple[RankFact, ...] | None = None
         self.progress: Progress | None = None
         self.log_path: str | None = None
@@ -88,15 +95,29 @@ class Record:
     def queued(self) -> int:
         return len(self.waiters)
 
-    def observe(self, ranks: tuple[RankFact, ...] | None) -> None:
-        """Take in what the node showed; None where nobody could look."""
+    @property
+    def handle(self) -> RankHandle | None:
+        """Rank 0's, which serves."""
+        return self.handles[0] if self.handles else None
+
+    @property
+    def node_id(self) -> str | None:
+        return self.nodes[0] if self.nodes else None
+
+    def observe(self, ranks: tuple[RankFact, ...] | None, now_s: float) -> None:
+        """Take in what its nodes showed; None where nobody could look."""
         if ranks is None:
             return
         self.ranks = ranks
-        for fact in ranks:
-            if fact.handle.rank_id == self.rank_id:
-                self.progress = fact.progress
+        ours = [fact for fact in ranks if fact.handle.start == self.rank_id]
+        self.progress = progress_of(ours) or self.progress
+        for fact in ours:
+            if fact.handle.rank == 0:
                 self.log_path = fact.handle.log_path
+        if not any(fact.halted for fact in ours):
+            self.halted_since_s = None
+        elif self.halted_since_s is None:
+            self.halted_since_s = now_s
 
     def begin_attempt(self, now_s: float) -> None:
         self.attempt_since_s = now_s
@@ -105,6 +126,7 @@ class Record:
         self.reason = self.message = None
         self.transport = ()
         self.adopted = False
+        self.halted_since_s = None
 
     def fail(self, reason: str, message: str, backoff_until_s: float) -> None:
         self.reason, self.message = reason, message
@@ -113,7 +135,8 @@ class Record:
         self.restarts += 1
 
     def forget_rank(self) -> None:
-        self.rank_id = self.handle = self.node_id = self.progress = self.memory_gib = self.ready_since_s = None
+        self.rank_id = self.progress = self.memory_gib = self.ready_since_s = None
+        self.handles, self.nodes, self.world = (), (), 1
         self.reason = self.message = None
         self.transport = ()
         self.failures = 0
@@ -122,6 +145,11 @@ class Record:
     def cancel(self) -> None:
         """End a placement or a question that is under way; a stop always runs to its end."""
         if self.task and self.busy in ("place", "ask"):
+            self.task.cancel()
+
+    def give_up_asking(self) -> None:
+        """The engine that was asked has failed."""
+        if self.task and self.busy == "ask":
             self.task.cancel()
 
     def close_upstream(self, spawn: Callable[[Any, str], object]) -> None:

@@ -139,7 +139,7 @@ class Roster:
             message=record.message,
             progress=record.progress,
             node=record.node_id,
-            ranks=(record.handle,) if record.handle else (),
+            ranks=record.handles,
             in_flight=record.in_flight,
             queued=record.queued,
             failures=record.failures,

@@ -48,7 +48,7 @@ class Scraper:
         """Fetch all engines side by side; a page older than KEEP_S is dropped rather than shown as if it were news."""
         targets = list(self._targets())
         async with asyncio.TaskGroup() as tasks:
-            fetches = {(model, node): tasks.create_task(_fetch(upstream)) for model, node, upstream in targets}
+            fetches = {(model, node): tasks.create_task(page_of(upstream)) for model, node, upstream in targets}
         now_s = self._clock()
         for key, fetch in fetches.items():
             page = fetch.result()
@@ -92,7 +92,18 @@ def merge(pages: dict[tuple[str, str], str]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-async def _fetch(upstream: Upstream) -> str | None:
+def samples(page: str) -> dict[str, float]:
+    """The engine's own values by name, added up over their labels."""
+    found: dict[str, float] = {}
+    for line in page.split("\n"):
+        match = _SAMPLE.fullmatch(line) if line.startswith(_ENGINES_OWN) else None
+        if match is not None:
+            found[match["name"]] = found.get(match["name"], 0.0) + float(match["rest"].split()[0])
+    return found
+
+
+async def page_of(upstream: Upstream) -> str | None:
+    """An engine's metrics page; None where it has none to give within TIMEOUT_S."""
     try:
         async with asyncio.timeout(TIMEOUT_S), upstream.session().get("/metrics") as response:
             if response.status != 200:

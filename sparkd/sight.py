@@ -21,6 +21,7 @@ class Observation:
     """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
 
     `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
+    `dark_s` says for how long such a node has given no sign of life at all, not even a refused connection.
     """
 
     ranks: tuple[RankFact, ...] | None
@@ -28,8 +29,13 @@ class Observation:
     connected: bool
     nodes: tuple[NodeView, ...] = ()
     unseen: frozenset[str] = frozenset()
+    dark_s: Mapping[str, float] = field(default_factory=dict)
     trouble: str | None = None
     cluster: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_start(self, start: str) -> tuple[RankFact, ...]:
+        """The ranks of one start, by number."""
+        return tuple(sorted((fact for fact in self.ranks or () if fact.handle.start == start), key=lambda fact: fact.handle.rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,19 @@ class Sight:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[NodeView, float]] = {}
+        self._heard_s: dict[str, float] = {}
+
+    def heard(self, address: str, now_s: float) -> None:
+        """It gave a sign of life, although nobody there could tell what runs."""
+        self._heard_s[address] = now_s
+
+    def awaits(self, address: str) -> bool:
+        """Whether it was in sight a moment ago."""
+        return address in self._seen
+
+    def dark_s(self, address: str, now_s: float) -> float:
+        """For how long a node has given no sign of life; 0 for one that nobody ever heard of."""
+        return now_s - self._heard_s.get(address, now_s)
 
     def expect(self, addresses: Iterable[str], now_s: float) -> None:
         """An earlier daemon left ranks there: they count as seen now."""
@@ -57,6 +76,7 @@ class Sight:
     def look(self, seen: Sequence[NodeView], *, could_look: bool, now_s: float) -> tuple[NodeView, ...]:
         """The nodes that are missing among `seen`, as they were seen last and without a reading."""
         fresh = {node.node_id: (node, now_s) for node in seen}
+        self._heard_s |= dict.fromkeys(fresh, now_s)
         kept = {node_id: (node, at_s if could_look else now_s) for node_id, (node, at_s) in self._seen.items()}
         self._seen = {node_id: last for node_id, last in (kept | fresh).items() if now_s - last[1] <= NODE_GRACE_S}
         return tuple(replace(node, agent=False, reading=None) for node_id, (node, _) in sorted(self._seen.items()) if node_id not in fresh)
@@ -87,6 +107,8 @@ def facts_of(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
                 exit_code=raw["exit_code"],
                 stop_ordered=raw["stop_ordered"],
                 progress=known(Progress, raw["progress"] or {}),
+                halted=bool(raw.get("halted")),
+                cpu_s=float(raw.get("cpu_s") or 0.0),
             )
         )
     return tuple(found)

@@ -82,6 +82,7 @@ class RankHandle:
 
     pid is the rank's shim, start_ticks its start time in clock ticks since boot (field 22 of /proc/PID/stat), boot_id the
     kernel's: together they name one process for ever. socket_path is set where the rank listens on a Unix socket, else host and port.
+    world: how many ranks its model has. attempt: the start that they belong to, which is rank 0's rank_id; empty of a rank alone.
     """
 
     rank_id: str
@@ -99,6 +100,13 @@ class RankHandle:
     config_hash: str
     log_path: str
     started_at_s: float
+    world: int = 1
+    attempt: str = ""
+
+    @property
+    def start(self) -> str:
+        """What the ranks of one start have in common, and no other start has."""
+        return self.attempt or self.rank_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +158,10 @@ class RankFact:
     exit_code: int | None
     stop_ordered: bool
     progress: Progress
+    # A signal has stopped a process of it (SIGSTOP): it lives, and will never answer.
+    halted: bool = False
+    # CPU time of all its processes, seconds since they started.
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

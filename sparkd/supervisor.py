@@ -14,6 +14,7 @@ from sparkd.actions import Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.fabric_report import report
+from sparkd.found import Found
 from sparkd.lease import Door, Lease
 from sparkd.ledger import Ledger
 from sparkd.plan import (
@@ -23,7 +24,6 @@ from sparkd.plan import (
     Destroy,
     Drain,
     Fail,
-    ModelFacts,
     Move,
     Place,
     Rest,
@@ -31,6 +31,7 @@ from sparkd.plan import (
     Unwant,
     plan,
 )
+from sparkd.pulse import Pulse
 from sparkd.record import Record
 from sparkd.roster import Roster
 from sparkd.sight import Observation
@@ -40,7 +41,6 @@ from sparkd.state import (
     ModelState,
     Operation,
     OperationState,
-    RankFact,
     RankHandle,
     Store,
     Want,
@@ -95,6 +95,7 @@ class Supervisor:
             wall=wall,
             rng=rng or random.Random(),  # jitter only
         )
+        self._pulse = Pulse(self._actions.spawn, clock)
         self._expect(store.handles().values())
         for record in self._roster.missing():
             self.want(record.name, Want.RUNNING, "config")
@@ -296,12 +297,13 @@ class Supervisor:
 
     async def tick(self) -> None:
         """One round: observe, plan, act. Acts only once the first reading and the adoption scan are in."""
-        # A look that began while an action was under way may show the ranks as they were before it.
-        steady = {name: record.rank_id for name, record in self._roster.records.items() if not record.busy}
+        # A look that began while an action was under way may show the ranks as they were before it; a question changes none.
+        steady = {name: record.rank_id for name, record in self._roster.records.items() if record.busy in (None, "ask")}
         self._observation = observation = await self._cluster.observe()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
+        self._pulse.look(self._roster.records.values())
         if self._settled and not self._draining:
             for action in self._plan(observation, steady):
                 self._act(action, observation)
@@ -312,71 +314,36 @@ class Supervisor:
 
     def _expect(self, handles: Iterable[RankHandle]) -> None:
         """Where an earlier daemon started something, it is unknown, not absent, until that node was seen."""
-        for handle in sorted(handles, key=lambda handle: handle.started_at_s):
+        for handle in sorted(handles, key=lambda handle: (handle.started_at_s, handle.rank)):
             if record := self._roster.records.get(handle.model):
-                record.node_id = handle.node_id
-        self._cluster.expect({record.node_id for record in self._roster.records.values() if record.node_id})
+                others = record.nodes if handle.rank else ()
+                record.nodes = (*(node for node in others if node != handle.node_id), handle.node_id)
+        self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
 
     def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> list[Action]:
-        """`steady`: the rank of each model that no action was changing when the observation began. The others are left alone."""
-        by_model: dict[str, list[RankFact]] = {}
-        for fact in observation.ranks or ():
-            by_model.setdefault(fact.handle.model, []).append(fact)
-        facts: dict[str, ModelFacts] = {}
-        for name, record in self._roster.records.items():
-            moved = name not in steady or steady[name] != record.rank_id
-            hidden = observation.ranks is None or moved or record.node_id in observation.unseen
-            ranks = None if hidden else tuple(by_model.get(name, ()))
-            record.observe(ranks)
-            facts[name] = self._facts(record, ranks)
-        strangers = tuple(
-            fact
-            for name, found in by_model.items()
-            if name not in self._roster.records
-            for fact in found
-            if fact.handle.rank_id not in self._actions.strays
-        )
-        return plan(facts, strangers, observation.connected, self._clock())
-
-    def _facts(self, record: Record, ranks: tuple[RankFact, ...] | None) -> ModelFacts:
-        spec = record.spec
-        return ModelFacts(
-            name=record.name,
-            want=record.desired.want,
-            generation=record.desired.generation,
-            state=record.state,
-            state_since_s=record.since_s,
-            config_hash=record.hash,
-            rank_id=record.rank_id,
-            ranks=ranks,
-            busy=record.busy,
-            in_flight=record.in_flight,
-            queued=record.queued,
-            last_used_s=record.last_used_s,
-            last_asked_s=record.last_asked_s,
-            attempt_since_s=record.attempt_since_s,
-            backoff_until_s=record.backoff_until_s,
-            start_deadline_s=self.config.start_deadline_s(spec) if spec else 0.0,
-            drain_deadline_s=self.config.unload_timeout_s,
-            ttl_s=self.config.ttl_s(spec) if spec else 0.0,
-        )
+        """`steady`: the start of each model that no action was changing when the observation began. The others are left alone."""
+        found = Found.of(observation, self._roster.records, steady)
+        now_s = self._clock()
+        facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
+        strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
+        return plan(facts, strangers, observation.connected, now_s)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
-            fact = next(fact for fact in observation.ranks or () if fact.handle.rank_id == action.rank_id)
+            ranks = observation.of_start(action.rank_id)
             record = self._roster.records.get(action.model)
             if record:
-                self._actions.start(record, "destroy", self._actions.destroy(fact, action.why))
+                self._actions.start(record, "destroy", self._actions.destroy(ranks, action.why))
             else:
                 self._actions.strays.add(action.rank_id)
-                self._actions.spawn(self._actions.destroy(fact, action.why), f"destroy {action.rank_id}")
+                self._actions.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.rank_id}")
             return
         record = self._roster.records[action.model]
         match action:
             case Place():
                 self._actions.start(record, "place", self._actions.place(record))
             case Adopt(rank_id=rank_id):
-                self._actions.adopt(record, next(fact for fact in observation.ranks or () if fact.handle.rank_id == rank_id))
+                self._actions.adopt(record, observation.of_start(rank_id))
             case Move(state=ModelState.READY):
                 self._actions.resume(record)
             case Move(state=state):
@@ -396,4 +363,5 @@ class Supervisor:
             case Rest():
                 self._actions.rest(record)
             case Fail(reason=reason, message=message):
+                record.give_up_asking()
                 self._actions.fail(record, reason, message)

@@ -14,6 +14,7 @@ from sparkd.errors import RankError, SparkdError
 from sparkd.fabric_findings import Finding
 from sparkd.placement import Placement
 from sparkd.sight import Observation
+from sparkd.start import Attempt
 from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
 from sparkd.supervisor import Supervisor
 from sparkd.upstream import Upstream
@@ -36,6 +37,8 @@ class FakeCluster:
         self.ranks: dict[str, RankFact] | None = {}
         self.reading: Reading | None = READING
         self.connected = True
+        self.nodes: tuple[str, ...] = ("n",)
+        self.dark_s: dict[str, float] = {}
         self.log: list[str] = []
         self.place_error: SparkdError | None = None
         self.immortal = False
@@ -53,25 +56,30 @@ class FakeCluster:
 
     async def observe(self) -> Observation:
         ranks = None if self.ranks is None else tuple(self.ranks.values())
-        return Observation(ranks, self.reading, self.connected, unseen=self.unseen)
+        return Observation(ranks, self.reading, self.connected, unseen=self.unseen, dark_s=self.dark_s)
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")
         await self.placing.wait()
         if self.place_error:
             raise self.place_error
-        return Placement("n", spec.name, 4, "cpu", "workers.stub")
+        return Placement(self.nodes[0], spec.name, 4, "cpu", "workers.stub", peers=self.nodes[1:], tensor=len(self.nodes))
 
-    async def spawn(self, placement: Placement, spec: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
         self.log.append(f"spawn {spec.name}")
-        handle = RankHandle(
-            *(rank_id, spec.name, generation, "n", 0, 42, 7, "b", "/run/x.sock", None, None, None, config_hash, f"/log/{spec.name}", 0.0)
-        )
-        if self.ranks is not None:
-            self.ranks[rank_id] = RankFact(handle, True, 3, None, False, Progress(phase="loading"))
-        return handle
+        handles = []
+        for rank, node in enumerate(placement.nodes):
+            rank_id, world = attempt.rank_id_of(rank), len(placement.nodes)
+            handle = RankHandle(
+                *(rank_id, spec.name, attempt.generation, node, rank, 42 + rank, 7, "b", None if rank else "/run/x.sock"),
+                *(None, None, None, attempt.config_hash, f"/log/{spec.name}", 0.0, world, attempt.rank_id if world > 1 else ""),
+            )
+            handles.append(handle)
+            if self.ranks is not None:
+                self.ranks[rank_id] = RankFact(handle, True, 3, None, False, Progress(phase="loading"))
+        return tuple(handles)
 
-    async def hold(self, spec: ModelConfig, node_ip: str) -> None:
+    async def hold(self, spec: ModelConfig, nodes: Sequence[str]) -> None:
         self.log.append(f"hold {spec.name}")
 
     async def destroy(self, fact: RankFact) -> None:

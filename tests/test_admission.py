@@ -132,12 +132,13 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
 
 
 def test_whose_end_would_make_room() -> None:
-    held = {"big": ("a", 60), "small": ("a", 20), "other": ("b", 30)}
-    assert free_on({"a": 100.0, "b": 40.0}, held.values()) == {"a": 20.0, "b": 10.0}
+    held = [("big", "a", 60), ("small", "a", 20), ("other", "b", 30)]
+    assert free_on({"a": 100.0, "b": 40.0}, [(node, gib) for _, node, gib in held]) == {"a": 20.0, "b": 10.0}
     why = no_room("m", 50, {"a": 100.0, "b": 40.0}, held)
     assert "free GiB: a 20 of 100, b 10 of 40" in why
     assert "Unload big, give kv_cache a size" in why
     assert "Unload some" in no_room("m", 95, {"a": 100.0, "b": 40.0}, held)
+    assert "on each of 2 nodes" in no_room("m", 50, {"a": 100.0, "b": 40.0}, held, 2)
 
 
 class Runtime:

@@ -19,7 +19,7 @@ from workers.loadfile import load_path
 from workers.runtime import probe
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "8"
+VERSION = "9"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -92,14 +92,16 @@ class Agent:
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         """Start one rank; returns its handle once that is on disk. Raises RankError. Its log is of that name in this node's log folder.
 
-        private: the gateway is on another node, so it listens on this node's address with a key of its own instead of on a Unix socket.
+        Rank 0 alone serves. private: the gateway is on another node, so it listens on this node's address with a key of its own instead
+        of on a Unix socket.
         """
         key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
-        if private:
+        where: dict[str, Any] = {}
+        if private and not spec["rank"]:
             with open(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
             where = {"host": self.node_id, "port": _free_port(self.node_id), "api_key_path": str(key_path)}
-        else:
+        elif not spec["rank"]:
             where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
         try:
             here: dict[str, Any] = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
@@ -108,6 +110,10 @@ class Agent:
         except RankError:
             key_path.unlink(missing_ok=True)
             raise
+
+    def free_port(self) -> int:
+        """One of this node's address that nothing listens on now."""
+        return _free_port(self.node_id)
 
     def api_key(self, rank_id: str) -> str:
         """The key of a rank that was spawned with private=True. Raises RankError where there is none."""

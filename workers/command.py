@@ -16,9 +16,12 @@ from pathlib import Path
 
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
+from workers.runtime import API_SERVER, COMMAND_LINE
 from workers.spec import SOCKET_PATH_BYTES, RankSpec
 
 KEEP_ALIVE_S = 75
+# vLLM's API server takes --headless and serves HTTP all the same; only its command line, or this module of ours, heeds it.
+HEADLESS = "workers.headless"
 CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 CPU_KV_CACHE_GIB = 2
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
@@ -46,9 +49,24 @@ NOT_INHERITED = (
 
 def build_command(spec: RankSpec) -> list[str]:
     """argv of the engine. The operator's arguments stand unchanged; names and listener come last, where argparse lets them win."""
-    model = ["serve", spec.model] if spec.entrypoint == "vllm.entrypoints.cli.main" else ["--model", spec.model]
+    entrypoint = HEADLESS if spec.rank and spec.entrypoint == API_SERVER else spec.entrypoint
+    model = ["serve", spec.model] if entrypoint == COMMAND_LINE else ["--model", spec.model]
     names = ["--served-model-name", *spec.served_names] if spec.served_names else []
-    return [spec.runtime, "-m", spec.entrypoint, *model, *_platform_flags(spec), *spec.flags, *spec.extra_args, *names, *_listener(spec)]
+    return [spec.runtime, "-m", entrypoint, *model, *_platform_flags(spec), *spec.flags, *spec.extra_args, *names, *_listener(spec)]
+
+
+def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int) -> list[str]:
+    """How the ranks of a model meet, one on each node; none of a model on one node. head, port: rank 0's node, and where they meet there.
+
+    vLLM's own executor over nodes (vllm/v1/executor/multiproc_executor.py); a rank other than 0 serves no HTTP.
+    """
+    nodes = tensor * pipeline
+    if nodes == 1:
+        return []
+    flags = ["--tensor-parallel-size", str(tensor)] if tensor > 1 else []
+    flags += ["--pipeline-parallel-size", str(pipeline)] if pipeline > 1 else []
+    flags += ["--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", head, "--master-port", str(port)]
+    return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if rank else [])]
 
 
 def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str | None) -> dict[str, str]:

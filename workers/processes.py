@@ -40,13 +40,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A line of /proc/PID/stat. state is the kernel's letter; session is the pid of the session's first process."""
+    """A line of /proc/PID/stat. state is the kernel's letter; session is the pid of the session's first process; cpu_ticks: used, clock
+    ticks."""
 
     pid: int
     state: str
     parent: int
     session: int
     start_ticks: int
+    cpu_ticks: int = 0
 
 
 def boot_id() -> str:
@@ -71,7 +73,7 @@ def read_stat(pid: int) -> Stat | None:
         return None
     # The command name stands in parentheses and may hold anything, parentheses and spaces included.
     fields = text[text.rfind(b")") + 2 :].split()
-    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[11]) + int(fields[12]))
 
 
 def table() -> dict[int, Stat]:

@@ -73,8 +73,8 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     """One fact per status file, sorted by rank id. Reads /proc and the files, changes nothing, fails on no single file.
 
     alive: shim and engine both live. processes: how many processes of the rank live, the shim not counted; above 0 while alive is
-    False means that something has to be stopped. handle is None and error tells why where a file cannot be read. progress is what the
-    log, the loader and the worker that sizes the KV cache say together.
+    False means that something has to be stopped. halted: a signal has stopped one of them; cpu_s: CPU seconds of all. handle is None and
+    error tells why where a file cannot be read. progress is what the log, the loader and the worker that sizes the KV cache say together.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -89,7 +89,10 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
         pids = processes.belonging(stats, boot, marks.get(rank_id, ()), shim=shims[rank_id], engine=engine)
         log = status.get("progress") or Parser().progress
         load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
-        facts.append(_fact(rank_id, status, with_kv(together(log, load), kv), shims[rank_id], engine, len(pids)))
+        fact = _fact(rank_id, status, with_kv(together(log, load), kv), shims[rank_id], engine, len(pids))
+        fact["halted"] = any(stats[pid].state == "T" for pid in pids if pid in stats)
+        fact["cpu_s"] = sum(stats[pid].cpu_ticks for pid in pids if pid in stats) / os.sysconf("SC_CLK_TCK")
+        facts.append(fact)
     return facts
 
 

@@ -273,6 +273,8 @@ class Shim:
             "config_hash": spec.config_hash,
             "log_path": spec.log_path,
             "started_at_s": self._started_at_s,
+            "world": spec.world,
+            "attempt": spec.attempt,
         }
 
 

@@ -26,7 +26,8 @@ class RankSpec:
 
     rank_id is new for every start. model is a folder or a hub id, runtime and the paths are absolute. It listens on socket_path, or
     on host and port with the key in api_key_path (mode 0600), or, as a headless rank, on nothing. stop_timeout_s is what an engine
-    gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings).
+    gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings). world: the ranks of the
+    model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags).
     """
 
     rank_id: str
@@ -57,6 +58,8 @@ class RankSpec:
     log_max_bytes: int = 64 * 2**20
     log_backups: int = 3
     stop_timeout_s: float = 20.0
+    world: int = 1
+    attempt: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(json.loads(json.dumps(asdict(self))))
@@ -78,6 +81,8 @@ class RankSpec:
     def check(self) -> None:
         """Raises RankError for what could not be started safely."""
         checked_rank_id(self.rank_id)
+        if not 0 <= self.rank < self.world:
+            raise RankError(f"The rank {self.rank_id} is number {self.rank} of {self.world}: numbers begin at 0 and end below that.")
         for name in ("runtime", "run_dir", "log_path", "socket_path", "api_key_path"):
             value = getattr(self, name)
             if value is not None and not os.path.isabs(value):

@@ -36,6 +36,7 @@ from workers.stub_engine import Behaviour, Request, StubEngine
 from workers.stub_http import StubProtocol
 from workers.stub_kv import Refused, StubKv
 from workers.stub_load import StubLoad, pause
+from workers.stub_team import StubTeam
 
 __all__ = ["Behaviour", "CommandLine", "Life", "Request", "StubEngine", "main", "start_stub"]
 
@@ -176,7 +177,11 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     # vLLM binds before it loads and listens after: until then the socket's file is there and refuses connections.
     listener = None if line.headless else _bind(line.uds, line.host, line.port)
     load, kv = StubLoad(line.flags, life.load_bytes), StubKv(line.flags, os.environ, life.room_bytes)
-    status = await _load(life, engine, load, kv, stop)
+    team = StubTeam.of(line.flags)
+    if team is not None:
+        engine.stalled = team.stalled
+        await team.meet(stop)
+    status = None if stop.is_set() else await _load(life, engine, load, kv, stop)
     if status is None and not stop.is_set():
         if listener is not None:
             await _listen(engine, listener)
@@ -186,6 +191,8 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
         await stop.wait()
     _log("APIServer", "launcher.py:254", "[shutdown] API server: shutdown triggered")
     await engine.close()
+    if team is not None:
+        await team.close()
     if listener is not None:
         listener.close()
     for child in children:

@@ -75,6 +75,8 @@ class StubEngine:
     behaviour: Behaviour = field(default_factory=Behaviour)
     keep_requests: int = 0
     on_answered: Callable[[int], None] | None = None
+    # Whether requests cannot go on now, because another rank gives no sign.
+    stalled: Callable[[], bool] = lambda: False
     running: int = 0
     posts: int = 0
     answered: int = 0

@@ -21,6 +21,7 @@ _PLAIN = Behaviour()
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 # Unpaced chunks per turn of the loop: enough to amortise the turn, few enough that other connections keep their pace.
 _BURST = 32
+_STALLED_AGAIN_S = 0.05
 
 
 class StubProtocol(asyncio.Protocol):
@@ -130,6 +131,9 @@ class StubProtocol(asyncio.Protocol):
         request, answer = self._request, self._answer
         if request is None:
             return
+        if answer.behaviour is not None and self._engine.stalled():
+            self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._begin)
+            return
         if answer.behaviour is not None and answer.behaviour.malformed:
             data, close = broken_answer(answer.behaviour.malformed)
             self._transport.write(data)
@@ -152,6 +156,9 @@ class StubProtocol(asyncio.Protocol):
         self._timer = None
         request, answer, stream = self._request, self._answer, self._answer.stream
         if request is None or stream is None or self._paused:
+            return
+        if self._engine.stalled():
+            self._timer = self._loop.call_later(_STALLED_AGAIN_S, self._continue)
             return
         interval_s = (answer.behaviour or _PLAIN).chunk_interval_s
         start = self._seq

@@ -1,0 +1,69 @@
+"""Owns what one look at the nodes means for each model: its ranks among all, and what could not be seen of it. Never decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sparkd.config import Config
+from sparkd.plan import ModelFacts
+from sparkd.record import Record
+from sparkd.sight import Observation
+from sparkd.state import RankFact
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """by_model: every rank that was seen. steady: the start of each model that no action was changing when the look began."""
+
+    observation: Observation
+    by_model: Mapping[str, list[RankFact]]
+    strangers: tuple[RankFact, ...]
+    steady: Mapping[str, str | None]
+
+    @classmethod
+    def of(cls, observation: Observation, records: Mapping[str, Record], steady: Mapping[str, str | None]) -> Found:
+        by_model: dict[str, list[RankFact]] = {}
+        for fact in observation.ranks or ():
+            by_model.setdefault(fact.handle.model, []).append(fact)
+        strangers = tuple(fact for name, found in by_model.items() if name not in records for fact in found)
+        return cls(observation, by_model, strangers, steady)
+
+    def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
+        """The record takes in what was seen of it. frozen: see Pulse.frozen."""
+        seen, spec = self._ranks_of(record), record.spec
+        record.observe(seen, now_s)
+        unseen = self.observation.unseen.intersection(record.nodes)
+        return ModelFacts(
+            name=record.name,
+            want=record.desired.want,
+            generation=record.desired.generation,
+            state=record.state,
+            state_since_s=record.since_s,
+            config_hash=record.hash,
+            rank_id=record.rank_id,
+            ranks=seen,
+            world=record.world,
+            unseen=bool(unseen),
+            dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
+            halted_s=now_s - record.halted_since_s if record.halted_since_s is not None else 0.0,
+            frozen=frozen(record),
+            busy=record.busy,
+            in_flight=record.in_flight,
+            queued=record.queued,
+            last_used_s=record.last_used_s,
+            last_asked_s=record.last_asked_s,
+            attempt_since_s=record.attempt_since_s,
+            backoff_until_s=record.backoff_until_s,
+            start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
+            drain_deadline_s=config.unload_timeout_s,
+            ttl_s=config.ttl_s(spec) if spec else 0.0,
+        )
+
+    def _ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
+        """None where nothing can be said: nobody could look, an action is at it, or its only node is out of sight."""
+        moved = record.name not in self.steady or self.steady[record.name] != record.rank_id
+        alone = len(record.nodes) < 2 and self.observation.unseen.intersection(record.nodes)
+        if self.observation.ranks is None or moved or alone:
+            return None
+        return tuple(self.by_model.get(record.name, ()))

@@ -1,0 +1,82 @@
+"""The book of unified memory: which model holds how much on which nodes, and the same in Ray. Never starts anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from sparkd.admission import free_on, no_room
+from sparkd.errors import DoesNotFit
+from sparkd.placement import nodes_with_room
+from sparkd.raylink import RayLink
+
+log = logging.getLogger("sparkd.cluster")
+
+PLACE_TIMEOUT_S = 20.0
+PLACE_AGAIN_TIMEOUT_S = 5.0
+
+Held = tuple[tuple[str, int], ...]
+
+
+class Places:
+    """The daemon's own book goes before Ray's: Ray forgets what was reserved on a node that it lost, and the rank there lives on.
+
+    `here` is the daemon's node; `offered()` says what each node in sight lends, GiB.
+    """
+
+    def __init__(self, link: RayLink, here: str, offered: Callable[[], Mapping[str, float]]) -> None:
+        self._link = link
+        self._here = here
+        self.offered = offered
+        self._held: dict[str, Held] = {}
+
+    def with_room(self, model: str, gib: int) -> list[str]:
+        """Nodes that can hold so much beside what the other models hold there: this one first, then the one with the most room."""
+        return nodes_with_room(self.offered(), self._of_others(model), self._here, gib)
+
+    def most_free_gib(self, model: str, otherwise: float, nodes: int = 1) -> float:
+        """The most that each of so many nodes has beside the other models; `otherwise` where not so many are in sight."""
+        free = sorted(free_on(self.offered(), self._of_others(model)).values(), reverse=True)
+        return free[nodes - 1] if len(free) >= nodes else otherwise
+
+    async def reserve_one(self, model: str, gib: int) -> str:
+        """One node with room. Raises DoesNotFit with the numbers."""
+        for node in self.with_room(model, gib):
+            if await self._link.reserve(model, gib, [node], PLACE_TIMEOUT_S):
+                self._held[model] = ((node, gib),)
+                return node
+        raise self.no_room(model, gib)
+
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str]) -> None:
+        """So much on each of these nodes. Raises DoesNotFit where Ray has not got it there."""
+        if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S):
+            raise self.no_room(model, gib, len(nodes))
+        self._held[model] = tuple((node, gib) for node in nodes)
+
+    def no_room(self, model: str, gib: int, nodes: int = 1) -> DoesNotFit:
+        others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
+        return DoesNotFit(no_room(model, gib, self.offered(), others, nodes))
+
+    def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
+        """An adopted model uses it already; Ray is told by `again`."""
+        self._held[model] = tuple((node, gib) for node in nodes)
+
+    async def again(self, nodes: Iterable[str]) -> None:
+        """Tell Ray anew what is held on these nodes: where it does not fit is a word in the log, not an end, because it runs already."""
+        fresh = set(nodes)
+        for model, places in list(self._held.items()):
+            if fresh.isdisjoint(node for node, _ in places):
+                continue
+            named = [node for node, _ in places]
+            if not await self._link.reserve(model, places[0][1], named, PLACE_AGAIN_TIMEOUT_S):
+                log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, " and ".join(named), places[0][1])
+
+    async def release(self, model: str) -> None:
+        self._held.pop(model, None)
+        await self._link.release(model)
+
+    def reserved_gib(self, node: str) -> int:
+        return sum(gib for places in self._held.values() for where, gib in places if where == node)
+
+    def _of_others(self, model: str) -> list[tuple[str, int]]:
+        return [place for name, places in self._held.items() if name != model for place in places]

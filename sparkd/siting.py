@@ -1,0 +1,123 @@
+"""Owns on which nodes a model goes, and how it is split over them: the fewest that hold it. Never starts a rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from sparkd.admission import Ways
+from sparkd.config import Config, ModelConfig
+from sparkd.errors import DoesNotFit, RankError
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.needs import Need, Node, need_of, runtime_of, said_to, too_large, why_illegal
+from sparkd.placement import Placement
+from sparkd.places import Places
+from sparkd.rank_folders import slug_of
+from sparkd.raylink import RayLink
+from sparkd.team import team_of
+from workers.hub_cache import cache_places
+
+IDENTITY_TIMEOUT_S = 60.0
+ALONE: Ways = (1, 1)
+
+
+class Siting:
+    """`here` answers what a Python environment of this node has; `in_sight()` are the nodes that answer, this one first; total_gib is
+    what this node lends."""
+
+    def __init__(
+        self, link: RayLink, fabric: FabricNodes, places: Places, here: Node, in_sight: Callable[[], list[str]], total_gib: int
+    ) -> None:
+        self._link = link
+        self._fabric = fabric
+        self._places = places
+        self._here = here
+        self._in_sight = in_sight
+        self._total_gib = total_gib
+
+    async def place(self, config: Config, spec: ModelConfig) -> Placement:
+        """The memory is reserved on every node of it. Raises DoesNotFit, RankError or another ClusterError, each with the cure."""
+        if isinstance(spec.tensor_parallel, int) and spec.tensor_parallel > 1:
+            return await self._team(config, spec, (spec.tensor_parallel, 1))
+        need = await self._need(config, spec, ALONE)
+        why = await self._too_large(config, need, 1)
+        if why is None:
+            node = await self._places.reserve_one(spec.name, need.gib)
+            return _placement(need, (node,), ALONE)
+        if spec.tensor_parallel == 1 or spec.memory_gib != "auto":
+            # A number of the operator's own is what it takes on each node, split or not.
+            raise DoesNotFit(why)
+        return await self._spread(config, spec, why)
+
+    def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
+        """What a model takes on each of so many nodes. Blocks."""
+        ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)
+        return need_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
+
+    async def _spread(self, config: Config, spec: ModelConfig, why: str) -> Placement:
+        """It is too large for one node: over the fewest that hold it."""
+        for nodes in range(2, len(self._in_sight()) + 1):
+            ways = await asyncio.to_thread(_ways, config, spec, self._here, nodes)
+            try:
+                return await self._team(config, spec, ways)
+            except DoesNotFit as error:
+                why = f"{why} Over {nodes} nodes: {error.message}"
+        raise DoesNotFit(why)
+
+    async def _team(self, config: Config, spec: ModelConfig, ways: Ways) -> Placement:
+        size, seen = ways[0] * ways[1], self._in_sight()
+        if len(seen) < size:
+            there = f"{len(seen)} node{'s are' if len(seen) > 1 else ' is'} in sight ({', '.join(seen)})"
+            cure = "Connect the others (`sparkd fabric`), or leave tensor_parallel out"
+            raise DoesNotFit(f"{spec.name} needs {size} nodes, and {there}. {cure}.")
+        if illegal := await asyncio.to_thread(why_illegal, spec, config, self._here, ways):
+            cure = "Leave tensor_parallel out, or choose another number"
+            raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.")
+        need = await self._need(config, spec, ways)
+        if why := await self._too_large(config, need, size):
+            raise DoesNotFit(why)
+        nodes = self._places.with_room(spec.name, need.gib)
+        if len(nodes) < size:
+            raise self._places.no_room(spec.name, need.gib, size)
+        asked = (runtime_of(spec, config), spec.model, spec.revision, cache_places(spec.environment(config.engine)))
+
+        def identify(node: str) -> Awaitable[dict[str, Any]]:
+            return self._link.call(node, lambda agent: agent.identity.remote(*asked), IDENTITY_TIMEOUT_S)
+
+        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=need.platform == "cuda")
+        await self._places.reserve(spec.name, need.gib, team)
+        return _placement(need, team, ways)
+
+    async def _need(self, config: Config, spec: ModelConfig, ways: Ways) -> Need:
+        free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
+        need = await asyncio.to_thread(need_of, spec, config, self._here, free_gib, self._total_gib, ways)
+        if refused := said_to(need.spec, config, need.vllm).refused:
+            raise RankError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
+        return need
+
+    async def _too_large(self, config: Config, need: Need, size: int) -> str | None:
+        offered = sorted(self._places.offered().values(), reverse=True)
+        most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
+        where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
+        return await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+
+
+def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Ways:
+    """By tensor parallelism where vLLM splits this model so: it is faster than a pipeline of as many nodes."""
+    split: Sequence[Ways] = ((nodes, 1), (1, nodes))
+    return next((ways for ways in split if why_illegal(spec, config, node, ways) is None), split[0])
+
+
+def _placement(need: Need, nodes: Sequence[str], ways: Ways) -> Placement:
+    return Placement(
+        nodes[0],
+        slug_of(need.spec.name),
+        need.gib,
+        need.platform,
+        need.entrypoint,
+        need.vllm,
+        need.spec,
+        tuple(nodes[1:]),
+        *ways,
+    )

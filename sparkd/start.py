@@ -1,0 +1,158 @@
+"""How the ranks of one model come to life: page cache, ports, environment, workers first and rank 0 last. Never decides where they go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from sparkd.config import Config, ModelConfig
+from sparkd.errors import ClusterError, RankError
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.needs import account_of, runtime_of, said_to
+from sparkd.placement import Placement, kv_limit_bytes
+from sparkd.raylink import RayLink
+from sparkd.state import RankHandle
+from workers.command import parallel_flags
+
+log = logging.getLogger("sparkd.cluster")
+
+SPAWN_TIMEOUT_S = 60.0
+# The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
+QUIET = ("--disable-uvicorn-access-log",)
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a model. rank_id: rank 0's, and the attempt's own name."""
+
+    rank_id: str
+    generation: int
+    config_hash: str
+
+    def rank_id_of(self, rank: int) -> str:
+        return f"{self.rank_id}-r{rank}" if rank else self.rank_id
+
+
+class Starter:
+    """`here` is the daemon's node: a rank 0 there is reached by a Unix socket."""
+
+    def __init__(self, link: RayLink, fabric: FabricNodes, here: str) -> None:
+        self._link = link
+        self._fabric = fabric
+        self._here = here
+
+    async def start(
+        self, config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Tell | None = None
+    ) -> tuple[RankHandle, ...]:
+        """The handles of every rank, rank 0's first. `tell` hears what an operator should know of it.
+
+        Raises RankError or AgentLost, and leaves nothing running where it can reach the nodes.
+        """
+        spec = placement.spec or spec
+        said = said_to(spec, config, placement.vllm)
+        for note in said.notes:
+            log.info("%s: %s", spec.name, note)
+        await self._clear(placement, tell or log.info)
+        port = await self._rendezvous(placement)
+        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, said.args)
+
+        async def spawn(rank: int) -> RankHandle:
+            node = placement.nodes[rank]
+            peers = [one for one in placement.nodes if one != node]
+            computed = await self._fabric.environment(
+                node, peers, rdma=placement.platform == "cuda", configured=said.env, shared=spec.executor == "ray"
+            )
+            parallel = parallel_flags(placement.tensor, placement.pipeline, rank, placement.node_id, port)
+            fields = shared | {
+                "rank_id": attempt.rank_id_of(rank),
+                "node_id": node,
+                "rank": rank,
+                # A name: the node has a folder of its own for it.
+                "log_path": f"{placement.slug}.rank{rank}.log" if rank else f"{placement.slug}.log",
+                "flags": [*shared["flags"], *parallel],
+                "env": computed | dict(said.env),
+            }
+            private = node != self._here
+            return RankHandle(**await self._link.call(node, lambda agent: agent.spawn.remote(fields, private), SPAWN_TIMEOUT_S))
+
+        if not placement.peers:
+            return (await spawn(0),)
+        # Workers wait for rank 0, and rank 0 for nobody who is not on the way.
+        found = await asyncio.gather(*map(spawn, range(1, len(placement.nodes))), return_exceptions=True)
+        workers = [one for one in found if isinstance(one, RankHandle)]
+        try:
+            if failed := next((one for one in found if isinstance(one, BaseException)), None):
+                raise failed
+            return (await spawn(0), *workers)
+        except ClusterError:
+            await self._undo(placement, attempt)
+            raise
+
+    async def _clear(self, placement: Placement, tell: Tell) -> None:
+        """Before the ranks meet, on every node: memory that the page cache holds is not there for CUDA, on any of them."""
+        nodes = placement.nodes
+        if placement.platform == "cuda":
+            dropped = await self._each(placement, lambda agent: agent.drop_page_cache.remote())
+            for node, answer in zip(nodes, dropped, strict=True):
+                log.info("page cache of %s: %s, %d MiB freed", node, answer["how"], answer["freed_bytes"] >> 20)
+                if len(nodes) > 1 and not answer["dropped"]:
+                    tell(f"The page cache of {node} was not dropped: {answer['how']}. Install the helper of deploy/ on that node.")
+        if len(nodes) == 1:
+            return
+        # A stale rank at the same place blocks a rendezvous without a word.
+        for node, strays in zip(nodes, await self._each(placement, lambda agent: agent.strays.remote()), strict=True):
+            for rank_id in strays:
+                tell(f"Rank {rank_id} on {node} has lost its status file: it is ended before the ranks of another start.")
+                await self._end(node, rank_id)
+
+    async def _rendezvous(self, placement: Placement) -> int:
+        """A port of rank 0's node that nothing listens on: another one for every start, so that no rank of an earlier one can join."""
+        if not placement.peers:
+            return 0
+        return await self._link.call(placement.node_id, lambda agent: agent.free_port.remote(), SPAWN_TIMEOUT_S)
+
+    async def _each(self, placement: Placement, method: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        return list(await asyncio.gather(*(self._link.call(node, method, SPAWN_TIMEOUT_S) for node in placement.nodes)))
+
+    async def _undo(self, placement: Placement, attempt: Attempt) -> None:
+        """What cannot be reached now is fenced when its node is back: it belongs to no start that anybody knows."""
+        for rank, node in enumerate(placement.nodes):
+            with suppress(ClusterError):
+                await self._end(node, attempt.rank_id_of(rank))
+
+    async def _end(self, node: str, rank_id: str) -> None:
+        ended = await self._link.call(node, lambda agent: agent.destroy.remote({"rank_id": rank_id}, 0.0), SPAWN_TIMEOUT_S)
+        if not ended["gone"]:
+            pids = ", ".join(map(str, ended["survivors"]))
+            raise RankError(f"Processes {pids} of rank {rank_id} on {node} do not end even after SIGKILL: reboot that node.")
+
+
+def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, args: Sequence[str]) -> dict[str, Any]:
+    """Of a workers.spec.RankSpec: what every rank of the model has in common. Reads the checkpoint's headers."""
+    limit_bytes = kv_limit_bytes(spec, account_of(spec, config, placement.platform, (placement.tensor, placement.pipeline)))
+    return {
+        "model_name": spec.name,
+        "served_names": list(spec.served_names()),
+        "model": spec.model,
+        "generation": attempt.generation,
+        "world": len(placement.nodes),
+        "attempt": attempt.rank_id if placement.peers else "",
+        "runtime": runtime_of(spec, config),
+        "entrypoint": placement.entrypoint,
+        "config_hash": attempt.config_hash,
+        "platform": placement.platform,
+        # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
+        "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
+        "extra_args": list(args),
+        **config.loader_of(spec),
+        **config.sizing_of(spec, placement.platform, placement.entrypoint, limit_bytes),
+        "log_max_bytes": config.engine.log_max_bytes,
+        "log_backups": config.engine.log_backups,
+        "stop_timeout_s": float(config.engine.stop_timeout_s),
+    }

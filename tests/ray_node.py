@@ -1,0 +1,88 @@
+"""`sparkd ray-node` on the second of two nodes, and what a test asks of it. Never fakes any part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sparkd.memory import GIB
+from tests.daemon_process import ROOT
+from tests.namespaces import Namespace
+from workers.meminfo import sample
+
+
+@dataclass
+class RayNode:
+    """`sparkd ray-node` on the second node. Whoever ends it starts it again, as its systemd unit does."""
+
+    node: Namespace
+    folder: Path
+    settings: dict[str, Any]
+    process: subprocess.Popen[bytes] | None = None
+    _kept: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        config = self.folder / "sparkd.yaml"
+        config.write_text(yaml.safe_dump(self.settings | {"state_dir": str(self.state_dir), "runtime_dir": str(self.runtime_dir)}))
+        with self.node.entered(), (self.folder / "ray-node.log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sparkd", "ray-node", "--config", str(config)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def state_dir(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def runtime_dir(self) -> Path:
+        return self.folder / "run"
+
+    def pid_of(self, name: str) -> int:
+        """The process of this node that is called so (`raylet`, `ray::Agent`), 0 where there is none."""
+        return next((pid for pid in self.node.pids() if name_of(pid) == name), 0)
+
+    def keep(self) -> None:
+        """As systemd does: whenever it ends it is started again, until `leave`."""
+        self._kept = threading.Event()
+
+        def watch() -> None:
+            while not self._kept.wait(0.2):
+                if self.process is not None and self.process.poll() is not None:
+                    self.start()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def leave(self) -> None:
+        """Nobody starts it again; it ends with SIGTERM."""
+        self._kept.set()
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
+    def ended(self, timeout_s: float = 20.0) -> int:
+        return self.process.wait(timeout_s) if self.process else 0
+
+
+def reserve_gib(offered_gib: int) -> float:
+    """What a node keeps so that it offers so much. Half a GiB is spare: MemTotal is no whole number of them."""
+    return int(sample()["mem_total_bytes"]) / GIB - offered_gib - 0.5
+
+
+def name_of(pid: int) -> str:
+    """The program, or the title that Ray gave its process."""
+    words: list[bytes] = []
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        words = file.read().split(bytes(1))
+    return os.path.basename(words[0].decode("utf-8", "replace")).strip() if words else ""

@@ -1,0 +1,83 @@
+"""Whether an engine over nodes computes, by its own counters and its ranks' CPU time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sparkd.pulse import BUSY_S, IDLE_S, Pulse
+from sparkd.record import Record
+from sparkd.state import Desired, ModelState, Progress, RankFact, Want
+from sparkd.upstream import Upstream
+from tests.fakes import FakeClock
+from tests.test_team_plan import FIRST, SECOND
+
+
+class Scene:
+    """One model over two nodes with requests in hand. `page` is what its engine says, None for one that says nothing."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.page: str | None = page(1)
+        self.record = Record("m", Desired("m", Want.RUNNING, 1, "test", 0.0), 0.0, 0.0)
+        self.record.state, self.record.rank_id, self.record.world = ModelState.READY, "r1", 2
+        self.record.upstream, self.record.in_flight = Upstream(socket_path="/x"), 2
+        self.cpu(0.0)
+        self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.clock, self.page_of)
+
+    async def page_of(self, upstream: Upstream) -> str | None:
+        return self.page
+
+    def cpu(self, used_s: float) -> None:
+        ranks = [RankFact(one.handle, True, 1, None, False, Progress(), cpu_s=used_s) for one in (FIRST, SECOND)]
+        self.record.ranks = tuple(ranks)
+
+    async def after(self, seconds: float, **changes: Any) -> str | None:
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.clock.now_s += seconds
+        self.pulse.look([self.record])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return self.pulse.frozen(self.record)
+
+
+def page(tokens: int, running: int = 1) -> str:
+    return f'vllm:generation_tokens_total{{engine="0"}} {tokens}\nvllm:num_requests_running{{engine="0"}} {running}\n'
+
+
+async def test_an_engine_whose_counters_stand_still_while_no_rank_computes_is_frozen() -> None:
+    scene = Scene()
+
+    assert await scene.after(0) is None
+    assert await scene.after(5, page=page(2)) is None
+    assert await scene.after(IDLE_S - 1) is None
+    told = await scene.after(1)
+    assert told is not None
+    assert told.startswith(f"2 requests run, and for {IDLE_S:.0f} s no token came and none of its ranks computes")
+
+
+async def test_one_that_says_nothing_is_no_better() -> None:
+    scene = Scene()
+
+    await scene.after(0)
+    assert await scene.after(IDLE_S, page=None) is not None
+
+
+async def test_a_rank_that_computes_has_longer() -> None:
+    scene = Scene()
+    await scene.after(0)
+    scene.cpu(100.0)
+
+    assert await scene.after(BUSY_S - 1) is None
+    assert await scene.after(1) is not None
+
+
+async def test_what_has_nothing_in_hand_does_not_freeze() -> None:
+    scene = Scene()
+    await scene.after(0)
+    assert await scene.after(100, page=page(1, running=0)) is None
+    scene.record.in_flight = 0
+    assert await scene.after(100) is None
+    scene.record.in_flight, scene.record.world = 1, 1
+    assert await scene.after(100) is None

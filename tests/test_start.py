@@ -1,0 +1,144 @@
+"""How ranks come to life over nodes, by what their agents are asked: page cache and strays first, workers, then rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Config, parse_model
+from sparkd.errors import AgentLost
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.placement import Placement
+from sparkd.start import Attempt, Starter
+
+A, B = "10.0.0.1", "10.0.0.2"
+
+
+class FakeAgents:
+    """The link to both; what their agents are asked is in `log`."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.spawned: list[dict[str, Any]] = []
+        self.dropped: dict[str, Any] = {"dropped": True, "how": "helper", "freed_bytes": 0}
+        self.strays: dict[str, list[int]] = {}
+        self.fails: str | None = None
+
+    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+        return await method(FakeAgent(self, node))
+
+
+class FakeAgent:
+    def __init__(self, agents: FakeAgents, node: str) -> None:
+        self._agents = agents
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        class Method:
+            remote = getattr(FakeAgent, f"ask_{name}").__get__(self)
+
+        return Method
+
+    async def ask_drop_page_cache(self) -> dict[str, Any]:
+        self._agents.log.append(f"drop {self._node}")
+        return self._agents.dropped
+
+    async def ask_strays(self) -> dict[str, list[int]]:
+        return self._agents.strays if self._node == B else {}
+
+    async def ask_free_port(self) -> int:
+        self._agents.log.append(f"port {self._node}")
+        return 45678
+
+    async def ask_destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
+        self._agents.log.append(f"destroy {handle['rank_id']} {self._node}")
+        return {"gone": True, "survivors": []}
+
+    async def ask_spawn(self, fields: dict[str, Any], private: bool) -> dict[str, Any]:
+        self._agents.log.append(f"spawn {fields['rank']} {self._node}")
+        if self._agents.fails == self._node:
+            raise AgentLost("it is gone.")
+        self._agents.spawned.append(fields | {"private": private})
+        names = ("rank_id", "generation", "node_id", "rank", "config_hash", "log_path", "world", "attempt")
+        blank = dict.fromkeys(("socket_path", "host", "port", "api_key_path"))
+        own = {"model": fields["model_name"], "pid": 1, "start_ticks": 1, "boot_id": "b", "started_at_s": 0.0}
+        return {name: fields[name] for name in names} | blank | own
+
+
+async def started(agents: FakeAgents, tmp_path: Path, *, platform: str = "cuda", peers: tuple[str, ...] = (B,)) -> tuple[Any, list[str]]:
+    async def read(node: str) -> dict[str, Any]:
+        raise AgentLost("nobody reads.")
+
+    told: list[str] = []
+    config = Config(state_dir=tmp_path)
+    spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2}, over_admin=False)
+    placement = Placement(A, "m", 3, platform, "vllm.entrypoints.cli.main", "0.32.0", spec, peers, 1 + len(peers))
+    starter = Starter(agents, FabricNodes(read), A)  # type: ignore[arg-type]
+    return await starter.start(config, placement, spec, Attempt("m-1-abcdef12", 1, "hash"), told.append), told
+
+
+async def test_caches_go_first_then_the_workers_and_rank_0_last(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    handles, told = await started(agents, tmp_path)
+
+    assert agents.log == [f"drop {A}", f"drop {B}", f"port {A}", f"spawn 1 {B}", f"spawn 0 {A}"]
+    assert [(one.rank_id, one.rank, one.world, one.attempt) for one in handles] == [
+        ("m-1-abcdef12", 0, 2, "m-1-abcdef12"),
+        ("m-1-abcdef12-r1", 1, 2, "m-1-abcdef12"),
+    ]
+    assert told == []
+
+
+async def test_ranks_are_told_where_to_meet_and_all_but_rank_0_serve_nobody(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    await started(agents, tmp_path)
+    second, first = (one["flags"] for one in agents.spawned)
+
+    meet = ["--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "0", "--master-addr", A, "--master-port", "45678"]
+    assert first[-len(meet) - 2 :] == [*meet, "--distributed-executor-backend", "mp"]
+    assert second[-1] == "--headless"
+    assert second[second.index("--node-rank") + 1] == "1"
+    assert [one["log_path"] for one in agents.spawned] == ["m.rank1.log", "m.log"]
+    assert [one["private"] for one in agents.spawned] == [True, False]
+
+
+async def test_a_page_cache_that_may_not_be_dropped_is_told(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    agents.dropped = {"dropped": False, "how": "no root helper on /run/x: No such file or directory", "freed_bytes": 0}
+
+    _, told = await started(agents, tmp_path)
+    assert told[0].startswith(f"The page cache of {A} was not dropped: no root helper")
+    assert len(told) == 2
+    _, told = await started(agents, tmp_path, platform="cpu")
+    assert told == []
+
+
+async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    agents.strays = {"old": [4, 5]}
+
+    _, told = await started(agents, tmp_path, platform="cpu")
+    assert agents.log[0] == f"destroy old {B}"
+    assert told == [f"Rank old on {B} has lost its status file: it is ended before the ranks of another start."]
+
+
+@pytest.mark.parametrize("node", [A, B])
+async def test_a_start_that_fails_half_way_leaves_no_rank(node: str, tmp_path: Path) -> None:
+    agents = FakeAgents()
+    agents.fails = node
+
+    with pytest.raises(AgentLost):
+        await started(agents, tmp_path)
+    assert agents.log[-2:] == [f"destroy m-1-abcdef12 {A}", f"destroy m-1-abcdef12-r1 {B}"]
+
+
+async def test_a_rank_alone_asks_for_none_of_it(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    (handle,), _ = await started(agents, tmp_path, platform="cpu", peers=())
+
+    assert agents.log == [f"spawn 0 {A}"]
+    assert (handle.world, handle.attempt, handle.start) == (1, "", "m-1-abcdef12")
+    assert "--nnodes" not in agents.spawned[0]["flags"]

@@ -1,0 +1,127 @@
+"""Ranks of one model are one engine: what the plan decides of them, and how far they are together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sparkd.plan import Adopt, Ask, Destroy, Fail, ModelFacts, Move, Place, Rest, Stop, plan
+from sparkd.state import ModelState, Progress, RankFact, Want
+from sparkd.team_progress import progress_of
+from tests.test_plan import ALIVE, HANDLE, HASH, NOW_S, RUNNING
+
+S = ModelState
+FIRST = replace(ALIVE, handle=replace(HANDLE, world=2, attempt="r1"))
+SECOND = replace(ALIVE, handle=replace(HANDLE, rank_id="r1-r1", node_id="o", rank=1, pid=43, socket_path=None, world=2, attempt="r1"))
+UP = replace(FIRST, progress=Progress(phase="serving", server_up=True))
+SIZED = replace(SECOND, progress=Progress(phase="sizing"))
+DEAD = replace(SECOND, alive=False, processes=0, exit_code=-9)
+HELD = replace(SECOND, halted=True)
+STALE = replace(SECOND, handle=replace(SECOND.handle, rank_id="r0-r1", attempt="r0"))
+
+
+def team(state: ModelState, *ranks: RankFact, **changes: object) -> ModelFacts:
+    return replace(RUNNING, state=state, ranks=ranks, rank_id="r1", world=2, **changes)
+
+
+def failed(*ranks: RankFact, state: ModelState = S.READY, **changes: object) -> tuple[str, str]:
+    (action,) = plan({"m": team(state, *ranks, **changes)}, (), True, NOW_S)
+    assert isinstance(action, Fail), action
+    return action.reason, action.message
+
+
+TABLE = {
+    "all of them alive are left alone": (team(S.READY, UP, SIZED), []),
+    "a slow rank holds the state": (team(S.LOADING, replace(FIRST, progress=Progress(phase="sizing")), SECOND, last_asked_s=NOW_S), []),
+    "all have gone on": (
+        team(S.LOADING, *(replace(one, progress=Progress(phase="warming")) for one in (FIRST, SECOND))),
+        [Move("m", S.WARMING)],
+    ),
+    "rank 0 serves for all": (team(S.SIZING, UP, SIZED), [Ask("m")]),
+    "a failed start is removed whole": (
+        team(S.FAILED, UP, DEAD, backoff_until_s=NOW_S + 9),
+        [Destroy("r1", "m", "the attempt it belonged to failed")],
+    ),
+    "nothing starts while a node of it is out of sight": (
+        replace(team(S.FAILED, unseen=True), rank_id=None, backoff_until_s=NOW_S - 1),
+        [],
+    ),
+    "nor is it stopped for good": (replace(team(S.STOPPING, unseen=True), want=Want.STOPPED), []),
+    "what is seen of it is": (replace(team(S.STOPPING, UP, unseen=True), want=Want.STOPPED), [Stop("m")]),
+    "a node that comes back finds no other start": (replace(team(S.STOPPING), want=Want.STOPPED), [Rest("m")]),
+    "then it starts again": (replace(team(S.FAILED), rank_id=None, backoff_until_s=NOW_S - 1), [Place("m")]),
+    "a stale rank is fenced": (team(S.READY, UP, SIZED, STALE), [Destroy("r0", "m", "it is not the present rank of its model")]),
+    "whole, it is adopted": (replace(RUNNING, ranks=(UP, SIZED)), [Adopt("m", "r1")]),
+    "a part of it is not": (replace(RUNNING, ranks=(SIZED,)), [Destroy("r1", "m", "the other ranks of its start are gone")]),
+    "a part waits for the node that is out of sight": (replace(RUNNING, ranks=(UP,), unseen=True), []),
+    "with a dead rank it is not adopted": (replace(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while nobody watched")]),
+    "a short silence is waited for": (team(S.READY, UP, unseen=True, dark_s=5.0), []),
+    "a look of a debugger too": (team(S.READY, UP, HELD, halted_s=2.0), []),
+    "a question under way does not hide nothing": (team(S.SIZING, UP, SIZED, busy="ask"), []),
+    "strangers go start by start": (RUNNING, [Place("m")]),
+}
+
+
+@pytest.mark.parametrize(("facts", "expected"), TABLE.values(), ids=TABLE.keys())
+def test_plan_of_a_model_with_two_ranks(facts: ModelFacts, expected: list[object]) -> None:
+    assert plan({"m": facts}, (), True, NOW_S) == expected
+
+
+def test_a_rank_that_is_gone_fails_all() -> None:
+    reason, message = failed(UP, DEAD)
+    assert (reason, message.split(" ended")[0]) == ("EngineExited", "Rank 1 of 2, on o,")
+    assert failed(UP) == ("RankMissing", "Rank 1 of 2 has left no trace on its node; all are started again.")
+    assert failed()[0] == "RankLost"
+
+
+def test_the_rank_that_says_why_is_quoted() -> None:
+    first = replace(FIRST, alive=False, exit_code=1)
+    second = replace(DEAD, progress=Progress(last_error="RuntimeError: no device"))
+
+    assert "RuntimeError: no device" in failed(first, second)[1]
+
+
+@pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])
+def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> None:
+    assert failed(UP, HELD, state=state, halted_s=3.0) == (
+        "RankHangs",
+        "Rank 1 on o is stopped by a signal (SIGSTOP); all are started again.",
+    )
+    assert failed(UP, state=state, unseen=True, dark_s=6.0)[0] == "NodeLost"
+    assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
+
+
+def test_a_question_under_way_does_not_hide_a_dead_rank() -> None:
+    assert failed(UP, DEAD, state=S.SIZING, busy="ask")[0] == "EngineExited"
+
+
+def test_a_loader_that_fails_on_any_rank_fails_all_with_its_sentence() -> None:
+    second = replace(SECOND, progress=Progress(failure="model.safetensors is cut off"))
+
+    reason, message = failed(FIRST, second, state=S.LOADING)
+    assert (reason, message.startswith("model.safetensors is cut off")) == ("LoadFailed", True)
+
+
+def test_strangers_are_destroyed_start_by_start() -> None:
+    assert plan({}, (FIRST, SECOND), True, NOW_S) == [Destroy("r1", "m", "no such model is configured")]
+
+
+def test_progress_adds_up_over_ranks() -> None:
+    one = Progress(phase="loading", bytes_done=10, bytes_total=40, eta_s=3.0, fraction=0.25, kv_tokens=7)
+    other = Progress(phase="starting", bytes_done=5, bytes_total=40, eta_s=8.0, fraction=0.125)
+    found = progress_of([replace(SECOND, progress=other), replace(FIRST, progress=one)])
+
+    assert found == replace(one, phase="starting", bytes_done=15, bytes_total=80, eta_s=8.0, fraction=0.125)
+    silent = progress_of([replace(FIRST, progress=one), replace(SECOND, progress=Progress(phase="loading"))])
+    assert silent is not None
+    assert (silent.bytes_done, silent.eta_s, silent.fraction, silent.phase) == (None, None, None, "loading")
+    assert progress_of([replace(FIRST, progress=one)]) is one
+    assert progress_of([]) is None
+
+
+def test_the_hash_of_any_rank_counts() -> None:
+    changed = replace(SIZED, handle=replace(SIZED.handle, config_hash="f" * 16))
+
+    assert HASH != "f" * 16
+    assert plan({"m": team(S.READY, UP, changed)}, (), True, NOW_S) == [Stop("m")]
