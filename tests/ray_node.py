@@ -59,7 +59,7 @@ class RayNode:
         self._kept = threading.Event()
 
         def watch() -> None:
-            while not self._kept.wait(0.2):
+            while not self._kept.wait(1.0):
                 if self.process is not None and self.process.poll() is not None:
                     self.start()
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.daemon_process import DaemonProcess, until
@@ -18,6 +23,36 @@ from tests.ray_node import RayNode, reserve_gib
 RAY_PORT = 6379
 OFFERED_GIB = 4
 DETECTED_S = 10.0
+OUT_S = 20.0
+
+
+@dataclass
+class Stream:
+    """A client in the middle of an answer, on a thread of its own in the first node."""
+
+    pair: Pair
+    text: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> Stream:
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self.began.wait(20), "an answer begins"
+        return self
+
+    def _read(self) -> None:
+        body = {"model": "pair", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+        try:
+            with (
+                self.pair.here.entered(),
+                httpx.Client(timeout=60, trust_env=False) as client,
+                client.stream("POST", f"{self.pair.daemon.url}/v1/chat/completions", json=body) as answer,
+            ):
+                for line in answer.iter_lines():
+                    self.text += line + "\n"
+                    self.began.set()
+        finally:
+            self.ended.set()
 
 
 @dataclass
@@ -39,22 +74,49 @@ class Pair:
         self.both()
         if self.daemon.model("pair")["want"] != "RUNNING":
             self.daemon.load("pair")
-        return list(self.daemon.wait_for("pair", "READY", 90)["ranks"])
+        return list(self.daemon.wait_for("pair", "READY", 60)["ranks"])
+
+    def again(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """READY without a hand: other processes, on both nodes, and nothing of the earlier ones."""
+        self.both()
+        until(lambda: self.daemon.model("pair").get("restarts"), 30, "it failed", 0.1)
+        after = list(self.daemon.wait_for("pair", "READY", 90)["ranks"])
+        assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
+        assert [pid for rank in before for pid in self.members(rank)] == []
+        assert len(self.engines()) == len(after) == 2
+        assert self.answers()
+        return after
+
+    def failure(self, since_s: float) -> tuple[str, float]:
+        """Why it failed first since then, and how many seconds later that was noticed."""
+
+        def look() -> tuple[str, float] | None:
+            events = (self.daemon.get("/admin/v1/events?limit=1000") or {"events": []})["events"]
+            found = [one for one in events if one["kind"] == "failed" and one["model"] == "pair" and one["at_s"] >= since_s]
+            return (found[0]["data"]["reason"], found[0]["at_s"] - since_s) if found else None
+
+        found = until(look, 30, "the failure", 0.2)
+        assert found is not None
+        return found
 
     def engines(self) -> list[int]:
         return [pid for pid in (*self.here.pids(), *self.there.pids()) if b"workers.stub" in _command(pid)]
 
     def engine_of(self, rank: dict[str, Any]) -> int:
         """The engine's process below the rank's shim."""
-        return next(pid for pid in self.engines() if _parent(pid) == rank["pid"])
+        return next(pid for pid in self.engines() if _stat(pid)[0] == rank["pid"])
+
+    def members(self, rank: dict[str, Any]) -> list[int]:
+        return [pid for pid in (*self.here.pids(), *self.there.pids()) if _stat(pid)[1] == rank["pid"]]
 
     def answers(self) -> bool:
-        return self.daemon.chat("pair", "hello", max_tokens=2).status_code == 200
+        answer = self.daemon.chat("pair", "hello", max_tokens=2)
+        return answer.status_code == 200 and bool(answer.json()["choices"][0]["message"]["content"])
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("team")
+    folder = tmp_path_factory.mktemp("pr")
     with two_nodes() as (here, there), here.entered():
         made = _built(folder, here, there)
         try:
@@ -85,16 +147,125 @@ def test_a_model_over_two_nodes_has_a_rank_on_each_and_answers(pair: Pair) -> No
     assert pair.answers()
 
 
+def test_only_rank_0_serves_and_no_key_is_in_a_command_line(pair: Pair) -> None:
+    first, second = pair.ready()
+    commands = {rank["rank"]: _command(pair.engine_of(rank)).decode().split("\0") for rank in (first, second)}
+
+    assert [("--headless" in commands[rank], "--uds" in commands[rank]) for rank in (0, 1)] == [(False, True), (True, False)]
+    assert [address for address, pid in pair.there.listeners() if pid in pair.engines()] == []
+    (meet,) = [address for address, pid in pair.here.listeners() if pid in pair.engines()]
+    assert meet.split(":")[0] == pair.here.address
+    assert f"--master-port\0{meet.split(':')[1]}" in "\0".join(commands[1])
+    assert (second["host"], second["port"], second["api_key_path"] if "api_key_path" in second else None) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "fault", ["the engine of rank 1 is killed", "rank 1 is stopped and does not die", "the engine of rank 0 is killed"]
+)
+def test_a_rank_that_is_lost_ends_all_and_all_come_back(pair: Pair, fault: str) -> None:
+    before = pair.ready()
+    stream = Stream(pair).start()
+    rank = before[0] if "rank 0" in fault else before[1]
+    at_s = time.time()
+    os.kill(pair.engine_of(rank), signal.SIGSTOP if "stopped" in fault else signal.SIGKILL)
+    reason, after_s = pair.failure(at_s)
+
+    assert reason == ("RankHangs" if "stopped" in fault else "EngineExited")
+    assert after_s < DETECTED_S
+    assert stream.ended.wait(10), "the client is told"
+    assert '"error"' in stream.text
+    pair.again(before)
+
+
+def test_the_raylet_of_the_other_node_dies_and_the_engine_serves_on(pair: Pair) -> None:
+    before = pair.ready()
+    os.kill(pair.ray_node.pid_of("raylet"), signal.SIGKILL)
+    until(lambda: any("NodeUnseen" in told for told in pair.daemon.status()["conditions"]), 20, "it is noticed", 0.2)
+    assert pair.answers()
+    pair.both()
+
+    assert [rank["pid"] for rank in pair.ready()] == [rank["pid"] for rank in before]
+    assert pair.answers()
+
+
+def test_the_next_daemon_adopts_both_ranks_as_they_run(pair: Pair) -> None:
+    before = pair.ready()
+    pair.daemon.kill()
+    pair.daemon.start()
+    pair.daemon.settled()
+
+    assert [rank["pid"] for rank in pair.ready()] == [rank["pid"] for rank in before]
+    assert pair.answers()
+    reserved = [node["reserved_gib"] for node in pair.daemon.get("/admin/v1/nodes")["nodes"]]
+    assert reserved == [3, 3]
+
+
+def test_a_rank_that_dies_while_there_is_no_daemon_ends_the_others(pair: Pair) -> None:
+    before = pair.ready()
+    pair.daemon.kill()
+    os.kill(pair.engine_of(before[1]), signal.SIGKILL)
+    pair.daemon.start()
+    pair.daemon.settled()
+
+    after = pair.ready()
+    assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
+    assert len(pair.engines()) == 2
+    assert pair.answers()
+
+
+def test_a_cable_that_is_out_for_20_seconds_ends_in_ready_again(pair: Pair) -> None:
+    before = pair.ready()
+    stream = Stream(pair).start()
+    at_s = time.time()
+    pair.there.plug(up=False)
+    try:
+        reason, after_s = pair.failure(at_s)
+        assert stream.ended.wait(10), "the client is told"
+        until(lambda: time.time() - at_s > OUT_S, OUT_S + 5, "the cable is out", 0.5)
+        assert pair.daemon.model("pair")["state"] == "FAILED"
+    finally:
+        pair.there.plug(up=True)
+
+    assert (reason, after_s < DETECTED_S, '"error"' in stream.text) == ("NodeLost", True, True)
+    pair.again(before)
+
+
+def test_unloading_ends_every_process_on_both_nodes(pair: Pair) -> None:
+    ranks = pair.ready()
+    pair.daemon.unload("pair")
+    pair.daemon.wait_for("pair", "STOPPED", 20)
+
+    assert pair.engines() == []
+    assert [pid for rank in ranks for pid in pair.members(rank)] == []
+    assert not list(pair.ray_node.runtime_dir.rglob(f"{ranks[0]['rank_id']}*"))
+    assert [node["reserved_gib"] for node in pair.daemon.get("/admin/v1/nodes")["nodes"]] == [0, 0]
+
+
+def test_an_engine_that_takes_requests_and_computes_nothing_is_noticed(pair: Pair) -> None:
+    pair.both()
+    pair.daemon.load("stuck")
+    failed = pair.daemon.wait_for("stuck", "FAILED", 40)
+    pair.daemon.unload("stuck")
+    pair.daemon.wait_for("stuck", "STOPPED", 20)
+
+    assert failed["reason"] == "EngineFrozen"
+    assert pair.engines() == []
+
+
 def _built(folder: Path, here: Namespace, there: Namespace) -> Pair:
     for name in ("model", "a", "b/state"):
         (folder / name).mkdir(parents=True)
     slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
+    shared = {"model": str(folder / "model"), "memory_gib": 3, "tensor_parallel": 2}
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
         "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
         "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
         "backoff": {"initial_s": 1, "max_s": 4},
-        "models": {"pair": {"model": str(folder / "model"), "memory_gib": 3, "tensor_parallel": 2, "env": slow}},
+        "models": {
+            "pair": shared | {"env": slow},
+            "stuck": shared | {"env": {"SPARKD_STUB_HANG_AT": "request"}},
+        },
     }
     second = {
         "cluster": {"node_ip": there.address, "address": f"{here.address}:{RAY_PORT}"},
@@ -109,7 +280,9 @@ def _command(pid: int) -> bytes:
     return b""
 
 
-def _parent(pid: int) -> int:
+def _stat(pid: int) -> tuple[int, int]:
+    """Parent and session."""
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return -1
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(words[1]), int(words[3])
+    return -1, -1

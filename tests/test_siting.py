@@ -1,0 +1,190 @@
+"""On which nodes a model goes: the fewest that hold it, linked and alike, with the reason where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Config, load_config, parse_model
+from sparkd.errors import DoesNotFit
+from sparkd.placement import Placement
+from sparkd.places import Places
+from sparkd.siting import Siting
+from tests.shards import layered, write_sparse
+
+A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+HEADS, LAYERS, HIDDEN, INNER, VOCAB = 32, 8, 4096, 14_336, 32_000
+
+
+class FakeLink:
+    """Ray, which has room everywhere, and agents that all say the same of themselves."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self.full: set[str] = set()
+
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float) -> bool:
+        if self.full & set(nodes):
+            return False
+        self.groups[model] = (gib, tuple(nodes))
+        return True
+
+    async def release(self, model: str) -> None:
+        self.groups.pop(model, None)
+
+    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+        return {"vllm": "0.32.0", "platform": "cpu", "plugin": "p", "files": {"config.json": [1, "d"]}}
+
+
+class FakeFabric:
+    """Which nodes are linked: those of `teams`, each to each."""
+
+    def __init__(self, linked: Sequence[str]) -> None:
+        self.linked = linked
+
+    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
+        found = tuple(node for node in nodes if node in self.linked)
+        return (found[:size], "") if len(found) >= size else ((), "no cable between them. Plug one in")
+
+
+class Runtime:
+    def runtime(self, _interpreter: str) -> Mapping[str, Any]:
+        return {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": "0.32.0"}
+
+
+class Scene:
+    def __init__(self, tmp_path: Path, offered: Mapping[str, float], linked: Sequence[str] = (A, B, C)) -> None:
+        self.config: Config = load_config(None, flags={"state_dir": str(tmp_path / "state"), "engine.platform": "cpu"}, environ={})
+        self.link = FakeLink()
+        self.places = Places(self.link, A, lambda: offered)  # type: ignore[arg-type]
+        self.siting = Siting(self.link, FakeFabric(linked), self.places, Runtime(), lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+
+    async def place(self, model: str, **keys: Any) -> Placement:
+        keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
+        return await self.siting.place(self.config, parse_model("m", {"model": model, **keys}, over_admin=False))
+
+    async def refused(self, model: str, **keys: Any) -> str:
+        with pytest.raises(DoesNotFit) as caught:
+            await self.place(model, **keys)
+        return caught.value.message
+
+
+def model_of(folder: Path, heads: int = HEADS) -> str:
+    """Some 4 GiB of weights that are holes."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
+        "head_dim": 128,
+        "intermediate_size": INNER,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+    rows = {"q": heads * 128, "k": heads * 32, "v": heads * 32}
+    layer = {f"self_attn.{name}_proj.weight": (wide, HIDDEN) for name, wide in rows.items()}
+    layer |= {"self_attn.o_proj.weight": (HIDDEN, heads * 128), "mlp.gate_proj.weight": (INNER, HIDDEN)}
+    layer |= {"mlp.up_proj.weight": (INNER, HIDDEN), "mlp.down_proj.weight": (HIDDEN, INNER)}
+    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
+    folder.mkdir(exist_ok=True)
+    return str(write_sparse(folder, {**ends, **layered(LAYERS, layer)}, config))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model_of(tmp_path_factory.mktemp("even"))
+
+
+async def test_what_one_node_holds_stays_on_one(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    found = await scene.place(model)
+
+    assert (found.nodes, found.tensor, found.pipeline) == ((A,), 1, 1)
+    assert scene.link.groups == {"m": (found.memory_gib, (A,))}
+
+
+async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: str, tmp_path: Path) -> None:
+    alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
+    scene = Scene(tmp_path, {A: alone - 1.0, B: alone - 1.0, C: alone - 1.0})
+    found = await scene.place(model)
+
+    assert (found.nodes, found.tensor, found.pipeline) == ((A, B), 2, 1)
+    assert found.memory_gib < alone - 1
+    assert scene.link.groups == {"m": (found.memory_gib, (A, B))}
+    assert [scene.places.reserved_gib(node) for node in (A, B, C)] == [found.memory_gib, found.memory_gib, 0]
+
+
+async def test_a_number_of_nodes_is_kept_to(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    assert (await scene.place(model, tensor_parallel=2)).nodes == (A, B)
+    assert "m needs 4 nodes, and 2 nodes are in sight (10.0.0.1, 10.0.0.2)." in await scene.refused(model, tensor_parallel=4)
+
+    small = Scene(tmp_path, {A: 5.0, B: 5.0})
+    assert "this node offers" not in await small.refused(model, tensor_parallel=1)
+
+
+async def test_a_split_that_vllm_would_refuse_is_told_with_the_number_that_breaks_it(model: str, tmp_path: Path) -> None:
+    told = await Scene(tmp_path, dict.fromkeys((A, B, C), 30.0)).refused(model, tensor_parallel=3)
+
+    assert told.startswith("m cannot be split over 3 nodes: 32 attention heads do not divide by 3 ranks. Leave tensor_parallel out")
+
+
+async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_path: Path) -> None:
+    odd = model_of(tmp_path / "odd", heads=44)
+    alone = (await Scene(tmp_path, {A: 30.0}).place(odd)).memory_gib
+    found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0)).place(odd)
+
+    assert (found.tensor, found.pipeline, len(found.nodes)) == (1, 3, 3)
+
+
+async def test_nodes_without_a_cable_share_nothing(model: str, tmp_path: Path) -> None:
+    alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
+    scene = Scene(tmp_path, {A: alone - 1.0, B: alone - 1.0}, linked=[A])
+
+    told = await scene.refused(model)
+    assert f"offers {alone - 1} GiB" in told
+    assert "Over 2 nodes: m cannot be shared by 2 nodes (tensor_parallel): no cable between them. Plug one in." in told
+
+
+async def test_a_team_does_not_take_what_others_hold(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
+    scene.places.hold("other", 18, [B])
+
+    assert (await scene.place(model, tensor_parallel=2)).nodes == (A, C)
+    scene.places.hold("more", 18, [C])
+    told = await scene.refused(model, tensor_parallel=2)
+    assert "of unified memory on each of 2 nodes, and other models hold too much" in told
+    assert "Unload more or other" in told
+
+
+async def test_a_number_of_gib_is_for_each_node(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+
+    assert (await scene.place(model, tensor_parallel=2, memory_gib=7)).memory_gib == 7
+    assert "Over 2 nodes" not in await scene.refused(model, memory_gib=21)
+
+
+async def test_what_ray_has_not_got_is_told(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    scene.link.full = {B}
+
+    assert "each of 2 nodes" in await scene.refused(model, tensor_parallel=2)
+    assert scene.places.reserved_gib(A) == 0
+
+
+async def test_what_is_held_again_is_on_every_node(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    scene.places.hold("m", 5, [A, B])
+    await scene.places.again([B])
+
+    assert scene.link.groups == {"m": (5, (A, B))}
+    await scene.places.again([C])
+    await scene.places.release("m")
+    assert (scene.link.groups, scene.places.reserved_gib(A)) == ({}, 0)
