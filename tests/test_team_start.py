@@ -156,7 +156,7 @@ def test_only_rank_0_serves_and_no_key_is_in_a_command_line(pair: Pair) -> None:
     (meet,) = [address for address, pid in pair.here.listeners() if pid in pair.engines()]
     assert meet.split(":")[0] == pair.here.address
     assert f"--master-port\0{meet.split(':')[1]}" in "\0".join(commands[1])
-    assert (second["host"], second["port"], second["api_key_path"] if "api_key_path" in second else None) == (None, None, None)
+    assert (second["host"], second["port"], second["socket_path"]) == (None, None, None)
 
 
 @pytest.mark.parametrize(
