@@ -314,10 +314,12 @@ class Supervisor:
 
     def _expect(self, handles: Iterable[RankHandle]) -> None:
         """Where an earlier daemon started something, it is unknown, not absent, until that node was seen."""
-        for handle in sorted(handles, key=lambda handle: (handle.started_at_s, handle.rank)):
-            if record := self._roster.records.get(handle.model):
-                others = record.nodes if handle.rank else ()
-                record.nodes = (*(node for node in others if node != handle.node_id), handle.node_id)
+        known = sorted(handles, key=lambda handle: handle.started_at_s)
+        newest = {handle.model: handle.start for handle in known}
+        for model, start in newest.items():
+            ranks = sorted((one.rank, one.node_id) for one in known if one.model == model and one.start == start)
+            if record := self._roster.records.get(model):
+                record.nodes = tuple(node for _, node in ranks)
         self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
 
     def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> list[Action]:
