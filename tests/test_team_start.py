@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.checkpoints import qwen3_moe
 from tests.daemon_process import DaemonProcess, until
 from tests.namespaces import Namespace, two_nodes
 from tests.ray_node import RayNode, reserve_gib
@@ -24,6 +26,8 @@ RAY_PORT = 6379
 OFFERED_GIB = 4
 DETECTED_S = 10.0
 OUT_S = 20.0
+POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
+API_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @dataclass
@@ -109,6 +113,14 @@ class Pair:
     def members(self, rank: dict[str, Any]) -> list[int]:
         return [pid for pid in (*self.here.pids(), *self.there.pids()) if _stat(pid)[1] == rank["pid"]]
 
+    def log_probabilities(self, model: str) -> list[dict[str, float]]:
+        """Of the first positions of one prompt, by token."""
+        body = {"model": model, "prompt": list(range(30, 30 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": 2 * TOP_TOKENS}
+        answer = self.daemon.client.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        found = answer.json()["choices"][0]["prompt_logprobs"][1:]
+        return [{token: one["logprob"] for token, one in at.items()} for at in found]
+
     def answers(self) -> bool:
         answer = self.daemon.chat("pair", "hello", max_tokens=2)
         return answer.status_code == 200 and bool(answer.json()["choices"][0]["message"]["content"])
@@ -145,6 +157,29 @@ def test_a_model_over_two_nodes_has_a_rank_on_each_and_answers(pair: Pair) -> No
     ]
     assert second["attempt"] == first["rank_id"]
     assert pair.answers()
+
+
+@pytest.mark.timeout(600)
+def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
+    """Teacher-forced: sampled text of a random model would diverge on rounding."""
+    said = {}
+    for name in ("split", "whole"):
+        pair.both()
+        pair.daemon.load(name)
+        ready = pair.daemon.wait_for(name, "READY", 240)
+        assert len(ready["ranks"]) == (2 if name == "split" else 1)
+        assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
+        said[name] = pair.log_probabilities(name)
+        if name == "split":
+            assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
+        pair.daemon.unload(name)
+        pair.daemon.wait_for(name, "STOPPED", 60)
+
+    shared = [{token: (one[token], other[token]) for token in one.keys() & other.keys()} for one, other in zip(*said.values(), strict=True)]
+    assert len(shared) == POSITIONS
+    assert all(len(tokens) >= TOP_TOKENS for tokens in shared)
+    assert max(abs(one - other) for tokens in shared for one, other in tokens.values()) < AGREED
+    assert [pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in _command(pid)] == []
 
 
 def test_only_rank_0_serves_and_no_key_is_in_a_command_line(pair: Pair) -> None:
@@ -257,6 +292,9 @@ def _built(folder: Path, here: Namespace, there: Namespace) -> Pair:
         (folder / name).mkdir(parents=True)
     slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
     shared = {"model": str(folder / "model"), "memory_gib": 3, "tensor_parallel": 2}
+    # Alone it needs 5 GiB with that cache, and split 4.
+    vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
+    vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
         "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
@@ -264,6 +302,8 @@ def _built(folder: Path, here: Namespace, there: Namespace) -> Pair:
         "backoff": {"initial_s": 1, "max_s": 4},
         "models": {
             "pair": shared | {"env": slow},
+            "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
+            "whole": vllm | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
             "stuck": shared | {"env": {"SPARKD_STUB_HANG_AT": "request"}},
         },
     }
@@ -272,6 +312,15 @@ def _built(folder: Path, here: Namespace, there: Namespace) -> Pair:
         "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
     }
     return Pair(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
+
+
+def _chat_model(folder: Path) -> Path:
+    """Every expert answers for every token: rounding could choose others, and other values."""
+    qwen3_moe(folder)
+    path = folder / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return folder
 
 
 def _command(pid: int) -> bytes:
