@@ -2,150 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.checkpoints import qwen3_moe
-from tests.daemon_process import DaemonProcess, until
-from tests.namespaces import Namespace, two_nodes
-from tests.ray_node import RayNode, reserve_gib
+from tests.daemon_process import until
+from tests.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
 
-RAY_PORT = 6379
-OFFERED_GIB = 4
 DETECTED_S = 10.0
 OUT_S = 20.0
 POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
 API_SERVER = "vllm.entrypoints.openai.api_server"
 
 
-@dataclass
-class Stream:
-    """A client in the middle of an answer, on a thread of its own in the first node."""
-
-    pair: Pair
-    text: str = ""
-    ended: threading.Event = field(default_factory=threading.Event)
-    began: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> Stream:
-        threading.Thread(target=self._read, daemon=True).start()
-        assert self.began.wait(20), "an answer begins"
-        return self
-
-    def _read(self) -> None:
-        body = {"model": "pair", "stream": True, "messages": [{"role": "user", "content": "x"}]}
-        try:
-            with (
-                self.pair.here.entered(),
-                httpx.Client(timeout=60, trust_env=False) as client,
-                client.stream("POST", f"{self.pair.daemon.url}/v1/chat/completions", json=body) as answer,
-            ):
-                for line in answer.iter_lines():
-                    self.text += line + "\n"
-                    self.began.set()
-        finally:
-            self.ended.set()
-
-
-@dataclass
-class Pair:
-    here: Namespace
-    there: Namespace
-    daemon: DaemonProcess
-    ray_node: RayNode
-
-    def both(self, timeout_s: float = 90.0) -> None:
-        def seen() -> bool:
-            nodes = (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]
-            return len(nodes) == 2 and all(node["agent"] for node in nodes)
-
-        until(seen, timeout_s, "both nodes", 0.2)
-
-    def ready(self) -> list[dict[str, Any]]:
-        """The ranks, rank 0's first."""
-        self.both()
-        if self.daemon.model("pair")["want"] != "RUNNING":
-            self.daemon.load("pair")
-        return list(self.daemon.wait_for("pair", "READY", 60)["ranks"])
-
-    def again(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """READY without a hand: other processes, on both nodes, and nothing of the earlier ones."""
-        self.both()
-        until(lambda: self.daemon.model("pair").get("restarts"), 30, "it failed", 0.1)
-        after = list(self.daemon.wait_for("pair", "READY", 90)["ranks"])
-        assert {rank["pid"] for rank in after}.isdisjoint(rank["pid"] for rank in before)
-        assert [pid for rank in before for pid in self.members(rank)] == []
-        assert len(self.engines()) == len(after) == 2
-        assert self.answers()
-        return after
-
-    def failure(self, since_s: float) -> tuple[str, float]:
-        """Why it failed first since then, and how many seconds later that was noticed."""
-
-        def look() -> tuple[str, float] | None:
-            events = (self.daemon.get("/admin/v1/events?limit=1000") or {"events": []})["events"]
-            found = [one for one in events if one["kind"] == "failed" and one["model"] == "pair" and one["at_s"] >= since_s]
-            return (found[0]["data"]["reason"], found[0]["at_s"] - since_s) if found else None
-
-        found = until(look, 30, "the failure", 0.2)
-        assert found is not None
-        return found
-
-    def engines(self) -> list[int]:
-        return [pid for pid in (*self.here.pids(), *self.there.pids()) if b"workers.stub" in _command(pid)]
-
-    def engine_of(self, rank: dict[str, Any]) -> int:
-        """The engine's process below the rank's shim."""
-        return next(pid for pid in self.engines() if _stat(pid)[0] == rank["pid"])
-
-    def members(self, rank: dict[str, Any]) -> list[int]:
-        return [pid for pid in (*self.here.pids(), *self.there.pids()) if _stat(pid)[1] == rank["pid"]]
-
-    def log_probabilities(self, model: str) -> list[dict[str, float]]:
-        """Of the first positions of one prompt, by token."""
-        body = {"model": model, "prompt": list(range(30, 30 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": 2 * TOP_TOKENS}
-        answer = self.daemon.client.post("/v1/completions", json=body)
-        answer.raise_for_status()
-        found = answer.json()["choices"][0]["prompt_logprobs"][1:]
-        return [{token: one["logprob"] for token, one in at.items()} for at in found]
-
-    def answers(self) -> bool:
-        answer = self.daemon.chat("pair", "hello", max_tokens=2)
-        return answer.status_code == 200 and bool(answer.json()["choices"][0]["message"]["content"])
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pr")
-    with two_nodes() as (here, there), here.entered():
-        made = _built(folder, here, there)
-        try:
-            made.daemon.start()
-            made.daemon.settled()
-            made.daemon.ray_connected()
-            shutil.copy(made.daemon.state_dir / "ray.token", made.ray_node.state_dir / "ray.token")
-            made.ray_node.start()
-            made.ray_node.keep()
-            yield made
-        finally:
-            made.ray_node.leave()
-            made.daemon.client.close()
-            for process in (made.daemon.process, made.ray_node.process):
-                if process:
-                    process.kill()
-                    process.wait(10)
+    # Alone it needs 5 GiB with the larger cache, and split 4.
+    vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
+    vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
+    models = {
+        "pair": shared_model(folder / "model", **SLOW),
+        "stuck": shared_model(folder / "model", SPARKD_STUB_HANG_AT="request"),
+        "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
+        "whole": vllm | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
+    }
+    with two_sparks(folder, models) as made:
+        yield made
 
 
 def test_a_model_over_two_nodes_has_a_rank_on_each_and_answers(pair: Pair) -> None:
@@ -169,7 +58,7 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         ready = pair.daemon.wait_for(name, "READY", 240)
         assert len(ready["ranks"]) == (2 if name == "split" else 1)
         assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
-        said[name] = pair.log_probabilities(name)
+        said[name] = _log_probabilities(pair, name)
         if name == "split":
             assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
         pair.daemon.unload(name)
@@ -179,12 +68,12 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
     assert len(shared) == POSITIONS
     assert all(len(tokens) >= TOP_TOKENS for tokens in shared)
     assert max(abs(one - other) for tokens in shared for one, other in tokens.values()) < AGREED
-    assert [pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in _command(pid)] == []
+    assert [pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid)] == []
 
 
 def test_only_rank_0_serves_and_no_key_is_in_a_command_line(pair: Pair) -> None:
     first, second = pair.ready()
-    commands = {rank["rank"]: _command(pair.engine_of(rank)).decode().split("\0") for rank in (first, second)}
+    commands = {rank["rank"]: command_of(pair.engine_of(rank)).decode().split("\0") for rank in (first, second)}
 
     assert [("--headless" in commands[rank], "--uds" in commands[rank]) for rank in (0, 1)] == [(False, True), (True, False)]
     assert [address for address, pid in pair.there.listeners() if pid in pair.engines()] == []
@@ -287,31 +176,13 @@ def test_an_engine_that_takes_requests_and_computes_nothing_is_noticed(pair: Pai
     assert pair.engines() == []
 
 
-def _built(folder: Path, here: Namespace, there: Namespace) -> Pair:
-    for name in ("model", "a", "b/state"):
-        (folder / name).mkdir(parents=True)
-    slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
-    shared = {"model": str(folder / "model"), "memory_gib": 3, "tensor_parallel": 2}
-    # Alone it needs 5 GiB with that cache, and split 4.
-    vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
-    vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
-    first = {
-        "cluster": {"node_ip": here.address, "port": RAY_PORT},
-        "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
-        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
-        "backoff": {"initial_s": 1, "max_s": 4},
-        "models": {
-            "pair": shared | {"env": slow},
-            "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
-            "whole": vllm | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
-            "stuck": shared | {"env": {"SPARKD_STUB_HANG_AT": "request"}},
-        },
-    }
-    second = {
-        "cluster": {"node_ip": there.address, "address": f"{here.address}:{RAY_PORT}"},
-        "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
-    }
-    return Pair(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
+def _log_probabilities(pair: Pair, model: str) -> list[dict[str, float]]:
+    """Of the first positions of one prompt, by token."""
+    body = {"model": model, "prompt": list(range(30, 35 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": 2 * TOP_TOKENS}
+    answer = pair.daemon.client.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    found = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return [{token: one["logprob"] for token, one in at.items()} for at in found]
 
 
 def _chat_model(folder: Path) -> Path:
@@ -321,17 +192,3 @@ def _chat_model(folder: Path) -> Path:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     return folder
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def _stat(pid: int) -> tuple[int, int]:
-    """Parent and session."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(words[1]), int(words[3])
-    return -1, -1
