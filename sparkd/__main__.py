@@ -13,13 +13,12 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from sparkd import __version__
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.verbs import Asked, Json, KeyFile, Url
+
+if TYPE_CHECKING:
+    import typer
 
 INTERRUPTED = 130
 EXIT_CODES = """Exit codes
@@ -52,9 +51,6 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("launch", "register", ("check", "ray-node", "version")),
 )
 
-# typer's public BadParameter leads to the root of all usage errors, which typer or, in older releases, click keeps elsewhere.
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
-
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command line and exit with its code."""
@@ -80,12 +76,11 @@ def main(argv: list[str] | None = None) -> None:
 def exit_code(argv: list[str]) -> int:
     """The exit code of one command line. What went wrong is one sentence on stderr."""
     try:
-        return command_line(argv[0] if argv else "")(argv, prog_name="sparkd", standalone_mode=False) or 0
+        code = _plain_plan(argv[1:]) if argv[:1] == ["plan"] else None
+        return _any_verb(argv) if code is None else code
     except SparkdError as error:
         return _fail(error.message, error.exit_code)
-    except _USAGE_ERROR as error:
-        return _fail(_usage(error), ConfigError.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has had enough, as `head` has; Python must not complain when it flushes at the end.
@@ -103,6 +98,10 @@ def exit_code(argv: list[str]) -> int:
 
 def command_line(verb: str = "") -> typer.Typer:
     """All verbs; or, where the command line begins with one, that one alone: to import and describe the others takes as long again."""
+    import typer
+
+    from sparkd.verbs import options
+
     app = typer.Typer(
         name="sparkd",
         help="Turns one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
@@ -112,7 +111,7 @@ def command_line(verb: str = "") -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    app.callback(invoke_without_command=True)(_options)
+    app.callback(invoke_without_command=True)(options)
     asked = [row for row in _REGISTRARS if verb in row[2]]
     for module, function, _ in asked or _REGISTRARS:
         register: Callable[[typer.Typer], None] = getattr(import_module(f"sparkd.{module}"), function)
@@ -122,19 +121,24 @@ def command_line(verb: str = "") -> typer.Typer:
     return app
 
 
-def _options(
-    ctx: typer.Context,
-    url: Url = None,
-    key_file: KeyFile = None,
-    json: Json = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    ctx.obj = Asked(url, key_file, json)
-    if version:
-        sys.stdout.write(f"sparkd {__version__}\n")
-        raise typer.Exit
-    if ctx.invoked_subcommand is None:
-        sys.stdout.write(ctx.get_help() + "\n")
+def _plain_plan(words: list[str]) -> int | None:
+    from sparkd.plan_line import run
+
+    return run(words)
+
+
+def _any_verb(argv: list[str]) -> int:
+    app = command_line(argv[0] if argv else "")
+    import typer
+
+    # typer's public BadParameter leads to the root of all usage errors, which typer or, in older releases, click keeps elsewhere.
+    usage_error: type[Exception] = typer.BadParameter.__mro__[2]
+    try:
+        return app(argv, prog_name="sparkd", standalone_mode=False) or 0
+    except usage_error as error:
+        raise ConfigError(_usage(error)) from None
+    except typer.Abort:
+        return INTERRUPTED
 
 
 def _fail(message: str, code: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,16 +13,76 @@ from rich.console import Console
 
 from sparkd import show, show_plan
 from sparkd.checkpoint import Checkpoint
+from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.hardware import hardware_of
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import meant, value_of
-from sparkd.plan_question import Question, answer
+from sparkd.plan_question import KvDtype, Question, answer, beyond
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 
-__all__ = ["KV_DTYPES", "Question", "found", "show_found", "value_of", "write_containers"]
+KV_DTYPES = get_args(KvDtype)
+# What a field of the question is called on the command line.
+_OPTIONS = {
+    "model": "MODEL",
+    "nodes": "--nodes",
+    "max_model_len": "--ctx",
+    "requests": "--seqs",
+    "max_num_batched_tokens": "--batch",
+    "margin_gib": "--margin",
+}
 
-KV_DTYPES = get_args(Question.model_fields["kv_cache_dtype"].annotation)
+
+def run(
+    ask: Callable[[], list[dict[str, Any]]],
+    out: Callable[[], Console],
+    *,
+    json: bool,
+    model: str,
+    nodes: int = 1,
+    context: int | None = None,
+    seqs: int = 1,
+    quantize: str | None = None,
+    hardware: str = "spark",
+    batch: int | None = None,
+    kv_dtype: str = "auto",
+    margin: float | None = None,
+    eager: bool = False,
+    docker: bool = False,
+    compose: bool = False,
+    image: str | None = None,
+    every: bool = False,
+    config: Path | None = None,
+) -> int:
+    """The exit code. ask: the daemon's models, called only where nothing else knows the name. The others are the options of `sparkd plan`.
+
+    Raises ConfigError and CheckpointError.
+    """
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
+    if margin is not None and not math.isfinite(margin):
+        raise ConfigError(f"--margin {margin}: a number of GiB is expected.")
+    if image is not None and not (docker or compose):
+        raise ConfigError("--image belongs to --docker or --compose.")
+    asked = Question(
+        model=model,
+        nodes=nodes,
+        max_model_len=context,
+        requests=seqs,
+        quantize=value_of(quantize) if quantize is not None else None,
+        max_num_batched_tokens=batch,
+        kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
+        margin_gib=margin,
+        enforce_eager=eager,
+    )
+    if (too_much := beyond(asked)) is not None:
+        raise ConfigError(f"{_OPTIONS[too_much[0]]}: {too_much[1]}.")
+    plan = found(asked, hardware, config, ask)
+    if docker or compose:
+        write_containers(plan, image, compose=compose)
+    else:
+        show_found(plan, out, json=json, every=every)
+    return 0 if plan["choice"] is not None else DoesNotFit.exit_code
 
 
 def found(question: Question, hardware: str, config: Path | None, ask: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
@@ -42,11 +103,11 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
     return answer(question, hardware_of(hardware), find, lambda source, checkpoint: prequantized(source, checkpoint, env))
 
 
-def show_found(plan: dict[str, Any], console: Console, *, json: bool, every: bool) -> None:
+def show_found(plan: dict[str, Any], out: Callable[[], Console], *, json: bool, every: bool) -> None:
     if json:
         show.say_json(plan)
     else:
-        show_plan.plan(plan, console, every=every)
+        show_plan.plan(plan, out(), every=every)
 
 
 def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) -> None:

@@ -7,7 +7,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admission import machine
 from sparkd.checkpoint import Checkpoint
@@ -16,7 +18,7 @@ from sparkd.errors import ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.hub_headers import checkpoint_of
 from sparkd.model_config import ModelConfig
-from sparkd.plan_question import Question, answer
+from sparkd.plan_question import MODEL_CHARACTERS, MOST, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import source_of
@@ -31,9 +33,21 @@ class Unlinked(Protocol):
     async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
 
 
-class QuestionHere(Question):
-    """hardware: node is the one that the daemon runs on."""
+class QuestionHere(BaseModel):
+    """A Question with the machine that it is asked for. hardware: node is the one that the daemon runs on."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=MODEL_CHARACTERS)
+    nodes: int = Field(default=1, ge=1, le=MOST["nodes"])
+    max_model_len: int | None = Field(default=None, ge=1, le=MOST["max_model_len"])
+    requests: int = Field(default=1, ge=1, le=MOST["requests"])
+    quantize: str | dict[str, Any] | None = None
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MOST["max_num_batched_tokens"])
+    max_num_seqs: int | None = Field(default=None, ge=1, le=MOST["max_num_seqs"])
+    kv_cache_dtype: KvDtype = "auto"
+    margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
+    enforce_eager: bool = False
     hardware: Literal["node", "spark", "h200"] = "node"
 
 
@@ -72,7 +86,7 @@ def _answer(
             raise _too_slow(question.model)
 
     return answer(
-        question,
+        Question(**question.model_dump(exclude={"hardware"})),
         hardware,
         lambda name: checkpoint_here(name, find, progress),
         lambda source, checkpoint: prequantized(source, checkpoint, env),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.fit import Wish, choose
@@ -17,28 +15,48 @@ from sparkd.planned import Offer, to_json
 from sparkd.weight_cost import inventory
 
 MAX_TOKENS = 1 << 30
+# What a question may ask for at most.
+MOST: Mapping[str, int] = {
+    "nodes": 64,
+    "max_model_len": MAX_TOKENS,
+    "requests": 1 << 16,
+    "max_num_batched_tokens": MAX_TOKENS,
+    "max_num_seqs": 1 << 16,
+    "margin_gib": 1_000_000,
+}
+MODEL_CHARACTERS = 4096
+KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Finder = Callable[[str], tuple[str, Checkpoint, Any]]
 Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
 
-class Question(BaseModel):
-    """model: a configured name, a folder or a hub id. max_model_len: null for as much as fits. requests: of that length at once.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
-    quantize: a format or a recipe, null for what is configured, else all formats are tried.
+    quantize: a format or a recipe, None for what is configured, else all formats are tried.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str = Field(min_length=1, max_length=4096)
-    nodes: int = Field(default=1, ge=1, le=64)
-    max_model_len: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    requests: int = Field(default=1, ge=1, le=1 << 16)
+    model: str
+    nodes: int = 1
+    max_model_len: int | None = None
+    requests: int = 1
     quantize: str | dict[str, Any] | None = None
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    max_num_seqs: int | None = Field(default=None, ge=1, le=1 << 16)
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    margin_gib: Annotated[float | None, Field(ge=0, le=1e6)] = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_dtype: KvDtype = "auto"
+    margin_gib: float | None = None
     enforce_eager: bool = False
+
+
+def beyond(question: Question) -> tuple[str, str] | None:
+    """(field, why) of the first that is more than MOST, in the words that pydantic has for it in the admin API; None where none is."""
+    if not question.model:
+        return "model", "String should have at least 1 character"
+    if len(question.model) > MODEL_CHARACTERS:
+        return "model", f"String should have at most {MODEL_CHARACTERS} characters"
+    found = (name for name, most in MOST.items() if (value := getattr(question, name)) is not None and value > most)
+    return next(((name, f"Input should be less than or equal to {MOST[name]}") for name in found), None)
 
 
 def answer(

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.verbs import Session, argument, option, verb
-
-# What a field of the question is called on the command line.
-_OPTIONS = {
-    "model": "MODEL",
-    "max_model_len": "--ctx",
-    "requests": "--seqs",
-    "max_num_batched_tokens": "--batch",
-    "margin_gib": "--margin",
-}
 
 
 def register(app: typer.Typer) -> None:
@@ -48,35 +37,27 @@ def plan(
     Reads config.json and the headers of the weights, and needs neither a daemon nor a GPU. A hub id that is not on this machine is looked
     at on the hub; nothing but headers is fetched.
     """
-    from pydantic import ValidationError
-
     from sparkd import plan_command
 
-    if kv_dtype not in plan_command.KV_DTYPES:
-        raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(plan_command.KV_DTYPES)} are known.")
-    if margin is not None and not math.isfinite(margin):
-        raise ConfigError(f"--margin {margin}: a number of GiB is expected.")
-    if image is not None and not (docker or compose):
-        raise ConfigError("--image belongs to --docker or --compose.")
-    try:
-        asked = plan_command.Question(
-            model=model,
-            nodes=nodes,
-            max_model_len=context,
-            requests=seqs,
-            quantize=plan_command.value_of(quantize) if quantize is not None else None,
-            max_num_batched_tokens=batch,
-            kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
-            margin_gib=margin,
-            enforce_eager=eager,
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(f"{_OPTIONS[str(first['loc'][0])]}: {first['msg']}.") from None
-    found = plan_command.found(asked, hardware, config, session.client.models)
-    if docker or compose:
-        plan_command.write_containers(found, image, compose=compose)
-    else:
-        plan_command.show_found(found, session.out, json=session.json, every=every)
-    if found["choice"] is None:
-        raise typer.Exit(DoesNotFit.exit_code)
+    code = plan_command.run(
+        session.client.models,
+        lambda: session.out,
+        json=session.json,
+        model=model,
+        nodes=nodes,
+        context=context,
+        seqs=seqs,
+        quantize=quantize,
+        hardware=hardware,
+        batch=batch,
+        kv_dtype=kv_dtype,
+        margin=margin,
+        eager=eager,
+        docker=docker,
+        compose=compose,
+        image=image,
+        every=every,
+        config=config,
+    )
+    if code:
+        raise typer.Exit(code)

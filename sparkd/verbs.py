@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sparkd import show
+from sparkd import __version__, show
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
 from sparkd.errors import ConfigError, Conflict, ModelFailed, Unavailable
 
@@ -108,6 +109,22 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     return command
+
+
+def options(
+    ctx: typer.Context,
+    url: Url = None,
+    key_file: KeyFile = None,
+    json: Json = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """What stands before a verb, or in place of one."""
+    ctx.obj = Asked(url, key_file, json)
+    if version:
+        sys.stdout.write(f"sparkd {__version__}\n")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        sys.stdout.write(ctx.get_help() + "\n")
 
 
 def register(app: typer.Typer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd import quantizing
-from sparkd.__main__ import exit_code
+from sparkd import plan_command, plan_line, plan_verb, quantizing
+from sparkd.__main__ import command_line, exit_code
 from sparkd.config import load_config, parse_model
 from tests.daemon_process import ROOT
 from tests.sketches import dense, mixture, tensors_of, write
@@ -251,10 +252,78 @@ def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFi
     assert not loader or json.loads(command[command.index("--model-loader-extra-config") + 1])["quantize"] == spec.quantize
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["M"],
+        ["/models/a-b_c.d", "--json", "--nodes", "4"],
+        ["--ctx", "4096", "owner/name", "--seqs", "3", "--batch", "2048", "--all"],
+        ["M", "--quantize", "int4-g32", "--hardware", "./spark.yaml", "--kv-dtype", "fp8", "--margin", "2.5", "--eager"],
+        ["M", "--docker", "--image", "nvcr.io/nvidia/vllm:26.01-py3", "--config", "~/sparkd.yaml"],
+        ["M", "--compose", "--margin", "0"],
+    ],
+)
+def test_a_plain_command_line_is_read_as_typer_reads_it(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[dict[str, Any]] = []
+
+    def run(ask: object, out: object, **asked: Any) -> int:
+        read.append(asked)
+        return 0
+
+    monkeypatch.setattr(plan_command, "run", run)
+    assert exit_code(["plan", *argv]) == 0
+    monkeypatch.setattr(plan_line, "read", lambda words: None)
+    assert exit_code(["plan", *argv]) == 0
+    plain, by_typer = read
+    assert by_typer == {**_defaults(), **plain}
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: one.default for name, one in inspect.signature(plan_verb.plan).parameters.items() if name not in ("session", "model")}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "M N",
+        "M -h",
+        "--help",
+        "-- M",
+        "M --json --json",
+        "M --ctx",
+        "M --ctx=1",
+        "M --ctx 01",
+        "M --nodes -1",
+        "M --margin 1e3",
+        "M --image --json",
+        "M --url h:1\n    ",
+        "M --key-file k",
+        "M --ct 1",
+        "[M]",
+    ],
+)
+def test_any_other_command_line_is_left_to_typer(line: str) -> None:
+    assert plan_line.read(line.split()) is None
+
+
+def test_a_plain_command_line_has_every_option() -> None:
+    (command,) = command_line("plan").registered_commands
+    assert command.callback is not None
+    found = set(inspect.signature(command.callback).parameters)
+
+    own = {name for name, _ in plan_line.VALUES.values()} | set(plan_line.SWITCHES.values())
+    assert found - own == {"ctx", "model", "url", "key_file"} and own <= found
+    assert {*_defaults(), "json", "model"} == inspect.signature(plan_command.run).parameters.keys() - {"ask", "out"}
+    for name, one in inspect.signature(plan_command.run).parameters.items():
+        assert one.default is one.empty or one.default == _defaults()[name]
+
+
 def test_a_plan_loads_no_engine(folder: Path) -> None:
     code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
 
     heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "yaml", "huggingface_hub", "sparkd.config", "sparkd.talk"}
+    heavy |= {"typer", "pydantic"}
     assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"

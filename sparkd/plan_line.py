@@ -1,0 +1,76 @@
+"""Owns reading a plain command line of `sparkd plan`. Never says what is wrong with one: any other is left to typer, as all verbs are.
+
+To import typer, and what it imports to check options, takes as long as reading all headers of a large checkpoint (release 0.29 has pydantic
+build a validator for each of them).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkd.client import DEFAULT_URL, Client, admin_key, base_url
+
+# From 1, and of no more digits than any of these options may have.
+_COUNT = re.compile(r"[1-9][0-9]{0,11}")
+_SIZE = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
+_WORD = re.compile(r"[A-Za-z0-9_./~][\w./~+:-]*", re.ASCII)
+
+
+def _matching(pattern: re.Pattern[str], kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: kind(text) if pattern.fullmatch(text) else None
+
+
+_count, _word = _matching(_COUNT, int), _matching(_WORD, str)
+# Option -> parameter of sparkd.plan_command.run, and what reads its value: None for one that is not plain.
+VALUES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "--nodes": ("nodes", _count),
+    "--ctx": ("context", _count),
+    "--seqs": ("seqs", _count),
+    "--quantize": ("quantize", _word),
+    "--hardware": ("hardware", _word),
+    "--batch": ("batch", _count),
+    "--kv-dtype": ("kv_dtype", _word),
+    "--margin": ("margin", _matching(_SIZE, float)),
+    "--image": ("image", _word),
+    "--config": ("config", _matching(_WORD, Path)),
+}
+SWITCHES: Mapping[str, str] = {"--json": "json", "--eager": "eager", "--docker": "docker", "--compose": "compose", "--all": "every"}
+
+
+def run(words: Sequence[str]) -> int | None:
+    """The exit code of `sparkd plan WORDS`; None where they are not plain, and nothing was done. Raises ConfigError and CheckpointError."""
+    asked = read(words)
+    if asked is None:
+        return None
+    # Refused as any verb refuses them, whether a daemon is asked or not.
+    client = Client(base_url(os.environ.get("SPARKD_URL") or DEFAULT_URL), admin_key(None, os.environ))
+    from sparkd import plan_command, show
+
+    try:
+        return plan_command.run(client.models, show.terminal, **asked)
+    finally:
+        client.close()
+
+
+def read(words: Sequence[str]) -> dict[str, Any] | None:
+    """The parameters of sparkd.plan_command.run; None for a command line that has anything unusual, such as an option twice."""
+    asked: dict[str, Any] = {}
+    key: str
+    value: Any
+    rest = iter(words)
+    for word in rest:
+        if word in SWITCHES:
+            key, value = SWITCHES[word], True
+        elif word in VALUES:
+            key, read_value = VALUES[word]
+            value = read_value(next(rest, ""))
+        else:
+            key, value = "model", _word(word)
+        if value is None or key in asked:
+            return None
+        asked[key] = value
+    return {"json": False} | asked if "model" in asked else None
