@@ -3,8 +3,9 @@
     python -m tests.bench.headers [--rounds 3] [--folder EMPTY_FOLDER]
 
 The checkpoint is one of 60 layers of 512 experts in FP8 with block scales: 188,000 tensors in 160 files, 400 GB, with real headers and a
-real index around data that is a hole. Each row is a process of its own that does what the row says and nothing else; wall and CPU are the
-medians of the rounds from the start of the interpreter to its end, memory is the largest peak (VmHWM in /proc/PID/status).
+real index around data that is a hole. Each row is a process of its own that does what the row says and nothing else, with the bytecode that
+an installation has; wall and CPU are the medians and the least of the rounds from the start of the interpreter to its end, memory is the
+largest peak (VmHWM in /proc/PID/status).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,7 @@ ROWS = {
     "read_checkpoint, every tensor looked at": f"{_READ}; all(t.nbytes for t in c.tensors.values())",
     "read_checkpoint, one looked up": f"{_READ}; c.tensors['lm_head.weight']",
     "read_checkpoint, weights of 2 formats on 1, 2, 4 ranks": _COUNTED,
-    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.plan_command",
+    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.plan_line, sparkd.plan_command, sparkd.show",
     "`sparkd plan` for 4 nodes": "import sparkd.__main__ as m; m.main(['plan', 'FOLDER', '--nodes', '4'])",
 }
 _TOLD = """import atexit
@@ -95,7 +96,11 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         if not (folder / "config.json").exists():
             write(folder)
-        found = {name: [cost(code.replace("FOLDER", str(folder))) for _ in range(options.rounds)] for name, code in ROWS.items()}
+        # Where sparkd is not installed nothing may be written beside it, and a compilation at each start is nobody's plan.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as compiled:
+            env["PYTHONPYCACHEPREFIX"] = compiled
+            found = {name: measured(code.replace("FOLDER", str(folder)), options.rounds, env) for name, code in ROWS.items()}
         return show(found, folder)
 
 
@@ -152,11 +157,17 @@ def linear(module: str, rows: int, columns: int) -> Iterator[Named]:
     yield f"{module}.weight_scale_inv", "F32", (-(-rows // 128), -(-columns // 128))
 
 
-def cost(code: str) -> Cost:
+def measured(code: str, rounds: int, env: Mapping[str, str]) -> list[Cost]:
+    """After one start that does not count, since it compiles."""
+    return [cost(code, env) for _ in range(1 + rounds)][1:]
+
+
+def cost(code: str, env: Mapping[str, str]) -> Cost:
     """Of a fresh interpreter that runs `code`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     since = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", _TOLD + code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    argv = [sys.executable, "-c", _TOLD + code]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=True)
     wall_s = time.monotonic() - since
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -168,13 +179,14 @@ def show(found: dict[str, list[Cost]], folder: Path) -> int:
     stored = sum(file.stat().st_size for file in files)
     index = (folder / "model.safetensors.index.json").stat().st_size
     table = Table(box=box.SIMPLE, title=f"{stored / 1e9:.0f} GB, {len(files)} files, index of {index / 1e6:.1f} MB")
-    for column in ("", "wall s", "CPU s", "peak MiB"):
+    for column in ("", "wall s", "CPU s", "least wall s", "least CPU s", "peak MiB"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     last = (0.0, 0.0)
     for name, costs in found.items():
-        wall_s, cpu_s = (statistics.median(values) for values in ((one.wall_s for one in costs), (one.cpu_s for one in costs)))
-        last = wall_s, max(one.peak_mib for one in costs)
-        table.add_row(name, f"{wall_s:.2f}", f"{cpu_s:.2f}", f"{last[1]:.0f}")
+        walls, cpus = [one.wall_s for one in costs], [one.cpu_s for one in costs]
+        last = statistics.median(walls), max(one.peak_mib for one in costs)
+        times = (statistics.median(walls), statistics.median(cpus), min(walls), min(cpus))
+        table.add_row(name, *(f"{time_s:.2f}" for time_s in times), f"{last[1]:.0f}")
     good = last[0] < BAR_S and last[1] < BAR_MIB
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(f"bars for the last row: {BAR_S:.0f} s and {BAR_MIB:.0f} MiB: {'ok' if good else 'MISSED'}")
