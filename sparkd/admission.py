@@ -61,7 +61,7 @@ def account(
         return None
     try:
         recipe = Recipe.parse(spec.quantize or None, dict(env)) if spec.quantize is not None else Recipe.parse("bf16")
-        serving = _serving(spec, known, hardware)
+        serving = _serving(spec, known, hardware, env)
         if serving is None:
             return None
         serving = replace(serving, tensor_parallel=ways[0], pipeline_parallel=ways[1])
@@ -83,7 +83,7 @@ def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free
         return spec
     known = _inventory(spec, env)
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
-    serving = _serving(plain, known, hardware) if known is not None else None
+    serving = _serving(plain, known, hardware, env) if known is not None else None
     if known is None or serving is None:
         return plain
     recipe = None if spec.quantize == AUTO else spec.quantize if spec.quantize is not None else "bf16"
@@ -122,7 +122,7 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offere
     known = _inventory(spec, env)
     if known is None:
         return ""
-    serving = _serving(spec, known, hardware)
+    serving = _serving(spec, known, hardware, env)
     if serving is None:
         return ""
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
@@ -197,7 +197,7 @@ def _read(folder: str, _identity: str) -> Inventory:
     return inventory(checkpoint, shape_of(checkpoint.config))
 
 
-def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware) -> Serving | None:
+def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mapping[str, str]) -> Serving | None:
     kv_dtype = spec.kv_cache_dtype or "auto"
     if kv_dtype not in _KNOWN_KV_DTYPES or any(flag.startswith("--") for flag in spec.extra_args):
         return None
@@ -208,6 +208,7 @@ def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware) -> Serving
         max_num_batched_tokens=spec.max_num_batched_tokens or BATCH_TOKENS[hardware.platform],
         kv_dtype=kv_dtype,
         platform=hardware.platform,
+        block_outermost=env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B"),
     )
 
 

@@ -144,11 +144,9 @@ def _recipes(inventory: Inventory, wish: Wish) -> Iterator[tuple[str, Recipe]]:
 
 
 def _ways(wish: Wish) -> Iterator[tuple[int, int]]:
-    """(tensor, pipeline) over all numbers of nodes up to those that are there."""
+    """(tensor, pipeline) over all numbers of nodes up to those that are there: each number of ranks whose groups come out even."""
     for nodes in range(1, wish.nodes + 1):
-        yield nodes, 1
-        if nodes > 1:
-            yield 1, nodes
+        yield from ((tensor, nodes // tensor) for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
 
 
 def _option(

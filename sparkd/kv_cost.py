@@ -30,8 +30,9 @@ BATCHES_IN_FLIGHT = 2
 class Serving:
     """What of an engine's configuration bears on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own.
 
-    draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead (multi-token prediction).
-    batches_in_flight: without a pipeline; each further stage has one more.
+    draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead from its hidden states (multi-token
+    prediction, EAGLE). batches_in_flight: without a pipeline; each further stage has one more. block_outermost: whether the layers' pages
+    lie side by side in each block (VLLM_KV_CACHE_LAYOUT=BLHNC and its kin), as a KV connector may ask for.
     """
 
     max_model_len: int
@@ -46,6 +47,7 @@ class Serving:
     batches_in_flight: int = BATCHES_IN_FLIGHT
     speculative_tokens: int = 0
     draft_layers: int = 0
+    block_outermost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
         # All layers keep the same tokens: one group, which holds pages of several sizes.
         pages = [sum(kind.page_bytes * kind.stages.count(stage) for kind in kinds) for stage in range(serving.pipeline_parallel)]
         return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window, kinds[0].chunked),), serving)
+    if serving.block_outermost and len({kind.page_bytes for kind in kinds}) > 1:
+        return _packed(kinds, serving)
     page_bytes = max(kind.page_bytes for kind in kinds)
     groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
     fullest = max(max(map(stages.count, stages)) for _, stages in groups)
@@ -159,7 +163,7 @@ def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
 
 def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     stages = stages_of(len(shape.mixers), serving.pipeline_parallel)
-    placed = [*zip(shape.mixers, stages, strict=True), *zip(shape.beside, stages, strict=False)]
+    placed = [*zip(_kept(shape, serving), stages, strict=True), *zip(shape.beside, stages, strict=False)]
     placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
     mixers = dict.fromkeys(one for one, _ in placed if one is not None)
     attentions = {one: token_bytes(one, shape, serving) for one in mixers if isinstance(one, Attention)}
@@ -186,9 +190,22 @@ def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     return list({id(kind): kind for kind in kind_of.values()}.values())
 
 
+def _kept(shape: Shape, serving: Serving) -> tuple[Mixer | None, ...]:
+    """Beside a draft that reads the model's hidden states, vLLM keeps all tokens of chunked layers too (vllm/config/vllm.py,
+    need_disable_hybrid_kv_cache_manager; kv_cache_utils.py, _promote_local_kv_cache_specs)."""
+    chunked = {one for one in shape.mixers if isinstance(one, Attention) and one.chunked}
+    whole = any(isinstance(one, Attention) and one.window is None for one in shape.mixers)
+    if not serving.draft_layers or not chunked or not whole:
+        return shape.mixers
+    return tuple(replace(one, window=None, chunked=False) if one in chunked else one for one in shape.mixers)
+
+
 def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
+    """Each with an indexer of its own where the model's attention is sparse, whatever the model's own layers share
+    (vllm/model_executor/models/deepseek_v2.py, is_mtp_layer)."""
     whole = next((one for one in shape.mixers if isinstance(one, Attention) and one.window is None), None)
-    return (whole,) * serving.draft_layers if whole is not None else ()
+    keys = next((one for one in shape.beside if isinstance(one, Attention)), None)
+    return tuple(one for one in (whole, keys) if one is not None) * serving.draft_layers if whole is not None else ()
 
 
 def _widened(kind: _Kind, page_bytes: int) -> _Kind:
@@ -205,6 +222,46 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
     for kind in kinds:
         count = ceil(len(kind.stages) / length)
         yield from ((kind, kind.stages[number::count]) for number in range(count))
+
+
+def _packed(kinds: Sequence[_Kind], serving: Serving) -> KvLayout:
+    """Pages of several sizes side by side in a block, each in its own (vllm/v1/core/kv_cache_utils.py, _get_packed_kv_cache_groups).
+
+    Layers that keep the same tokens are a bucket. One with as many layers of each size repeats a pattern; such are cut into groups of about
+    as many repeats as the smallest that mixes sizes. States and windows are cut so that they fit into the block that the others need.
+    """
+    buckets: dict[tuple[int, int | None, bool], dict[int, list[int]]] = {}
+    for kind in kinds:
+        pages = buckets.setdefault((kind.block_tokens, kind.window, kind.chunked), {})
+        pages.setdefault(kind.page_bytes, []).extend(kind.stages)
+    most = {key: max(map(len, pages.values())) for key, pages in buckets.items()}
+    balanced = {key for key, pages in buckets.items() if len(set(map(len, pages.values()))) == 1}
+    least = max((most[key] for key in balanced if len(buckets[key]) > 1), default=0)
+    repeats = _least_padding([most[key] for key in buckets if key in balanced], least) if least else 0
+    counts = {key: ceil(most[key] / repeats) if repeats and key in balanced else 1 for key in buckets}
+    free = {key for key in buckets if not key[0] or (not repeats and key[1] is not None and not key[2])}
+    anchor = max(
+        sum(ceil(len(stages) / (sum(map(len, pages.values())) if key in free else counts[key])) * size for size, stages in pages.items())
+        for key, pages in buckets.items()
+    )
+    groups: list[tuple[int, int | None, bool]] = []
+    block_bytes = 0
+    for key, pages in buckets.items():
+        count = counts[key]
+        if key in free:
+            count = max(count, ceil(sum(map(len, pages.values())) / max(1, anchor // next(iter(pages)))))
+        for number in range(count):
+            held = [(size, stage) for size, stages in pages.items() for stage in stages[number::count]]
+            sums = (sum(size for size, stage in held if stage == each) for each in range(serving.pipeline_parallel))
+            block_bytes = max(block_bytes, *sums)
+            groups.append(key)
+    return KvLayout(block_bytes, tuple(groups), serving)
+
+
+def _least_padding(counts: Sequence[int], least: int) -> int:
+    """The length of groups, at least `least`, that pads `counts` layers least; the largest of several."""
+    lengths = range(least, max(max(counts), least) + 1)
+    return min(reversed(lengths), key=lambda length: sum(ceil(count / length) * length - count for count in counts))
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

@@ -57,6 +57,21 @@ def test_every_format_at_every_way_over_the_nodes() -> None:
     assert {one.way for one in found.options} == {"-", "TP=2", "TP=3", "PP=2", "PP=3"}
 
 
+def test_stages_of_several_ranks_each() -> None:
+    """Four nodes may be two stages of two ranks: each holds a quarter, and only its pair talks within a layer."""
+    inventory = plain(num_hidden_layers=8)
+    found = {(one.tensor, one.pipeline): one.footprint for one in chosen(inventory, nodes=4, quantize="bf16").options if one.footprint}
+    both, pair, stages = found[2, 2], found[2, 1], found[1, 2]
+
+    assert both.weights.bytes < min(pair.weights.bytes, stages.weights.bytes)
+    assert both.kv.block_bytes * 2 == pair.kv.block_bytes == stages.kv.block_bytes and both.kv.blocks == pair.kv.blocks
+    assert both.parts["graphs"] == stages.parts["graphs"] < pair.parts["graphs"]
+    assert both.weights.by_kind["mlp"] * 4 == found[1, 1].weights.by_kind["mlp"]
+    # A token waits for both stages, whose pairs read half of each layer.
+    assert both.decode_tokens_s < pair.decode_tokens_s and found[1, 4].decode_tokens_s < found[1, 1].decode_tokens_s
+    assert next(one.way for one in chosen(inventory, nodes=4).options if one.nodes == 4 and one.tensor == one.pipeline) == "TP=2 x PP=2"
+
+
 def test_quality_goes_before_speed_and_speed_before_nodes() -> None:
     one = chosen(plain())
     assert names(one) == list(ALL) and one.best is not None and one.best.format == AS_STORED

@@ -20,7 +20,7 @@ from sparkd.hardware import Hardware, hardware_of
 from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
 from sparkd.legal import refusal
 from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
-from sparkd.planned import to_json
+from sparkd.planned import how, to_json
 from tests.sketches import dense, known, mixture, tensors_of
 from workers.stream.recipe import Recipe
 
@@ -80,10 +80,10 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def vllm_config(serving: Serving) -> Any:
-    """What the functions read of a VllmConfig, the number of batches in flight by its own property."""
+def vllm_config(serving: Serving, *, whole: bool = False) -> Any:
+    """What the functions read of a VllmConfig, the number of batches in flight by its own property. whole: all layers keep all tokens."""
     scheduler = SimpleNamespace(
-        disable_hybrid_kv_cache_manager=False,
+        disable_hybrid_kv_cache_manager=whole,
         async_scheduling=serving.batches_in_flight == 2,
         max_num_batched_tokens=serving.max_num_batched_tokens,
     )
@@ -91,7 +91,7 @@ def vllm_config(serving: Serving) -> Any:
         decode_context_parallel_size=1, tensor_parallel_size=serving.tensor_parallel, pipeline_parallel_size=serving.pipeline_parallel
     )
     cache = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC if serving.block_outermost else KVCacheLayout.LBNHC,
         num_gpu_blocks_override=None,
         prefix_cache_retention_interval=None,
         mamba_cache_mode="align" if serving.prefix_caching else "none",
@@ -158,7 +158,9 @@ def aligned(config: Any, attention: Attention, state: State, serving: Serving, m
 
 def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """(bytes of a block, blocks of a request)."""
-    config = vllm_config(serving)
+    chunked = any(isinstance(one, Attention) and one.chunked for one in shape.mixers)
+    # What VllmConfig sets for attention in chunks and a method with use_eagle().
+    config = vllm_config(serving, whole=chunked and serving.draft_layers > 0)
     attentions = [one for one in shape.mixers if isinstance(one, Attention)]
     states = [one for one in (*shape.mixers, *shape.beside) if isinstance(one, State)]
     sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
@@ -181,8 +183,10 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
             }
         )
     whole = next((one for one in attentions if not one.window), None)
-    if whole is not None:
-        workers[-1] |= {f"draft.{number}": attention_spec(whole, serving, block) for number in range(serving.draft_layers)}
+    keys = next((one for one in shape.beside if isinstance(one, Attention)), None)
+    for number in range(serving.draft_layers if whole is not None else 0):
+        own = {"attention": whole, "indexer": keys}
+        workers[-1] |= {f"draft.{number}.{name}": attention_spec(one, serving, block) for name, one in own.items() if one is not None}
     made = kv_cache_utils.get_kv_cache_configs(config, workers, [MUCH] * len(workers))
     requests = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, made[0])
     return MUCH // made[0].num_blocks, round(made[0].num_blocks / requests)
@@ -239,6 +243,7 @@ def test_a_cache_costs_what_vllm_counts(kind: str, monkeypatch: pytest.MonkeyPat
             batches_in_flight=draw.choice([1, 2]),
             speculative_tokens=draw.choice([0, 0, 2]),
             draft_layers=draw.choice([0, 0, 1]),
+            block_outermost=draw.random() < 0.3,
         )
         if not all(
             any(shape.mixers[at] for at in range(shape.layers) if stages_of(shape.layers, serving.pipeline_parallel)[at] == stage)
@@ -246,8 +251,14 @@ def test_a_cache_costs_what_vllm_counts(kind: str, monkeypatch: pytest.MonkeyPat
         ):
             continue  # vLLM has no cache at all for such a stage.
 
+        try:
+            counted = counted_by_vllm(shape, serving, monkeypatch)
+        except AssertionError as error:
+            # Windows of two sizes of pages, not as many of one as of the other: vLLM 0.32 does not start with them packed.
+            assert "not assigned to any group" in str(error) and serving.block_outermost and kind == "wild"
+            continue
         found = kv_cost(shape, serving)
-        assert (found.block_bytes, found.blocks) == counted_by_vllm(shape, serving, monkeypatch), (number, shape.mixers, serving)
+        assert (found.block_bytes, found.blocks) == counted, (number, shape.mixers, serving)
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(10, 1), (10, 2), (11, 2), (61, 4), (62, 4), (63, 4), (3, 3), (2, 3)])
@@ -342,6 +353,23 @@ def parser() -> Any:
 CPU_LIKE = {"memory_bytes": 64 << 30, "platform": "cpu"}
 
 
+def parsed_by(parser: Any, arguments: list[str]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parser.parse_args(arguments)
+
+
+def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) -> None:
+    inventory, machine, wish = known(config := mixture(), tensors_of(config)), hardware_of("spark"), Wish(nodes=4)
+    both = next(one for one in choose(inventory, machine, wish).options if (one.tensor, one.pipeline) == (2, 2))
+    told = how("/m", both, wish, machine)
+
+    assert told["config"] is None and len(told["ranks"]) == both.nodes == 4
+    for number, rank in enumerate(told["ranks"]):
+        parsed = parsed_by(parser, rank["command"][3:])
+        assert (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.nnodes, parsed.node_rank) == (2, 2, 4, number)
+
+
 @pytest.mark.parametrize(
     ("hardware", "wish"),
     [
@@ -367,9 +395,7 @@ def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: Wish, pa
     for number, rank in enumerate(choice["ranks"]):
         _, dash_m, module, *arguments = rank["command"]
         assert (dash_m, module) == ("-m", "vllm.entrypoints.openai.api_server")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parsed = parser.parse_args(arguments)
+        parsed = parsed_by(parser, arguments)
         assert (parsed.model, parsed.max_model_len, parsed.max_num_seqs) == ("/m", choice["max_model_len"], Serving(0).max_num_seqs)
         assert parsed.max_num_batched_tokens == wish.serving.max_num_batched_tokens
         assert (parsed.tensor_parallel_size, parsed.pipeline_parallel_size) == (choice["tensor_parallel"], choice["pipeline_parallel"])
