@@ -298,7 +298,7 @@ def _broken(facts: ModelFacts) -> Fail | None:
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The others end because of the first, and say less.
-        told = next((fact for fact in dead if fact.progress.failure or fact.progress.last_error), dead[0])
+        told = next((fact for fact in dead if fact.progress.failure or fact.progress.last_error or fact.diagnosis), dead[0])
         return Fail(facts.name, *_epitaph(facts.name, told))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
@@ -323,7 +323,8 @@ def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action
         return Fail(
             facts.name,
             "StartTimeout",
-            f"It was not ready after {facts.start_deadline_s:.0f} s and hung in {facts.state}. Look at `sparkd logs {facts.name}`; "
+            f"It was not ready after {facts.start_deadline_s:.0f} s and hung in {facts.state}. {_why(present)}"
+            f"Look at `sparkd logs {facts.name}`; "
             "if it was only slow, raise health_check_timeout_s.",
         )
     if failed := next(filter(None, (_told_failure(facts.name, fact.progress) for fact in present)), None):
@@ -341,12 +342,19 @@ _ORDER = [ModelState.PLANNED, ModelState.LOADING, ModelState.WARMING, ModelState
 _PHASES = {"loading": ModelState.LOADING, "warming": ModelState.WARMING, "sizing": ModelState.SIZING}
 
 
+def _why(present: list[RankFact]) -> str:
+    known = next((fact.diagnosis for fact in present if fact.diagnosis), None)
+    return f"{known.cause} {known.cure} " if known else ""
+
+
 def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
     """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
     if failed := _told_failure(name, fact.progress):
         return failed
     where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
     how = f"exit code {fact.exit_code}" if fact.exit_code is not None else "killed, with no exit code left behind"
+    if fact.diagnosis and fact.diagnosis.weight > 1:
+        return fact.diagnosis.name, f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `sparkd logs {name}`."
     last = f" Last error in its log: {fact.progress.last_error}" if fact.progress.last_error else ""
     return "EngineExited", f"{where} ended by itself ({how}).{last} See `sparkd logs {name}`."
 

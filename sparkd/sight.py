@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkd.snapshot import NodeView
-from sparkd.state import Progress, RankFact, RankHandle, Reading, known
+from sparkd.state import Diagnosis, Progress, RankFact, RankHandle, Reading, known
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 log = logging.getLogger("sparkd.cluster")
@@ -109,6 +109,7 @@ def facts_of(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
                 progress=known(Progress, raw["progress"] or {}),
                 halted=bool(raw.get("halted")),
                 cpu_s=float(raw.get("cpu_s") or 0.0),
+                diagnosis=known(Diagnosis, raw["diagnosis"]) if raw.get("diagnosis") else None,
             )
         )
     return tuple(found)

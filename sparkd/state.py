@@ -149,6 +149,16 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a known line of an engine's log means (workers.signatures): one CamelCase word, and two sentences. weight 1 is a hint only."""
+
+    name: str
+    weight: int
+    cause: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankFact:
     """What an agent observed of one rank: a handle, whether its processes live, and how it ended."""
 
@@ -162,6 +172,7 @@ class RankFact:
     halted: bool = False
     # CPU time of all its processes, seconds since they started.
     cpu_s: float = 0.0
+    diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True, slots=True)

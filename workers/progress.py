@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from workers.signatures import HINT, Diagnosis, diagnose
+
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
 LAST_ERROR_CHARS = 300
 ROOT_CAUSE_WINDOW_S = 60.0
@@ -70,6 +72,7 @@ _KNOWN_CAUSE = re.compile(
 _FATAL_LOG = re.compile(r"EngineCore (?:encountered a fatal error|failed to start)|WorkerProc (?:failed to start|hit an exception)")
 _ERROR_HINTS = ("rror", "xception", "imeout", "imed out", "ailure", "atal", "emory", "ault", "NVRM", "what():", "terminate called")
 _INSIDE_ENGINE = re.compile(r"^(?:EngineCore|Worker|VllmWorker|RayWorker|MainProcess)")
+_REMARKS = ("DEBUG", "INFO", "WARNING")
 _INPUT_VALUE = re.compile(r"\s*\[type=.*$")
 
 
@@ -78,10 +81,12 @@ class Parser:
 
     fraction and eta_s belong to the current phase: shards while loading, graphs while sizing. weights_gib and kv_gib are this
     rank's; eta_s counts from line_at_s. phase moves forward only. max_concurrency is requests of full length at once, where said.
+    diagnosis is what the weightiest known line means, the first among equals.
     """
 
     def __init__(self) -> None:
         self.max_concurrency: float | None = None
+        self.diagnosis: Diagnosis | None = None
         self._known: dict[str, Any] = {
             "phase": PHASES[0],
             "fraction": None,
@@ -119,10 +124,11 @@ class Parser:
         process, level, text = _bare(line)
         if not text:
             return False
-        before = self._known.copy()
+        before, diagnosed = self._known.copy(), self.diagnosis
+        self._diagnose(process, level, text)
         if self._known["server_up"] or not (self._take_bar(text, now_s) or self._take_fact(text)):
             self._take_error(process, level, text, now_s)
-        return self._known != before
+        return self._known != before or self.diagnosis is not diagnosed
 
     def _take_bar(self, text: str, now_s: float) -> bool:
         if match := _SHARDS.match(text):
@@ -158,6 +164,7 @@ class Parser:
         if _SERVING.match(text):
             self._enter("serving")
             self._known["server_up"] = True
+            self.diagnosis = None  # what made the start slow says nothing of a later end
             return True
         for pattern, phase, names in _FACTS:
             if match := pattern.search(text):
@@ -187,6 +194,15 @@ class Parser:
         if PHASES.index(phase) > PHASES.index(self._known["phase"]):
             self._known.update(phase=phase, fraction=None, eta_s=None)
 
+    def _diagnose(self, process: str, level: str, text: str) -> None:
+        if self._known["server_up"] and not (_INSIDE_ENGINE.match(process) or not (process or level)):
+            return
+        found = diagnose(text)
+        if found is None or (level in _REMARKS and found.weight > HINT):
+            return
+        if self.diagnosis is None or found.weight > self.diagnosis.weight:
+            self.diagnosis = found
+
     def _take_error(self, process: str, level: str, text: str, now_s: float) -> None:
         weight = _weight(level, text)
         if not weight:
@@ -215,7 +231,7 @@ def _bare(line: str) -> tuple[str, str, str]:
 
 def _weight(level: str, text: str) -> int:
     """0 where the line is no error. Text logged below ERROR is a remark, whatever it quotes."""
-    if level in ("DEBUG", "INFO", "WARNING"):
+    if level in _REMARKS:
         return 0
     if _EXCEPTION.match(text) or _KNOWN_CAUSE.search(text):
         if _OUT_OF_MEMORY.search(text):

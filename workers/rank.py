@@ -74,7 +74,8 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
 
     alive: shim and engine both live. processes: how many processes of the rank live, the shim not counted; above 0 while alive is
     False means that something has to be stopped. halted: a signal has stopped one of them; cpu_s: CPU seconds of all. handle is None and
-    error tells why where a file cannot be read. progress is what the log, the loader and the worker that sizes the KV cache say together.
+    error tells why where a file cannot be read. progress is what the log, the loader and the worker that sizes the KV cache say together,
+    diagnosis what a known line of the log means.
     """
     statuses = {rank_id: read_status(status_path(run_dir, rank_id)) for rank_id in rank_ids(run_dir)}
     if not statuses:
@@ -175,6 +176,7 @@ def _fact(
         "updated_at_s": status.get("updated_at_s"),
         "dropped_lines": status.get("dropped_lines", 0),
         "error": status.get("error"),
+        "diagnosis": status.get("diagnosis"),
     }
 
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -252,6 +253,7 @@ class Shim:
             "subreaper": self._subreaper,
             "dropped_lines": self._log.dropped_lines,
             "progress": self._parser.progress,
+            "diagnosis": asdict(self._parser.diagnosis) if self._parser.diagnosis else None,
             "updated_at_s": time.time(),
         }
 

@@ -1,0 +1,157 @@
+"""Known lines of real logs, what they come to, and that nothing of a line but numbers and names is taken over."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from sparkd.plan import Fail, plan
+from sparkd.state import Diagnosis, ModelState
+from tests.test_plan import ALIVE, DEAD, NOW_S, running
+from tests.test_progress import ERROR, read
+from workers.signatures import SIGNATURES, diagnose
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# Wording of vLLM 0.26 and 0.32, transformers 4.57, huggingface_hub 1.1, torch 2.13, NCCL 2.28 and Linux 6.17, as their sources have it.
+LINES = {
+    "KvCacheDoesNotFit": "ValueError: To serve at least one request with the model's max seq len (8192), (9.0 GiB KV cache is needed, "
+    "which "
+    "is larger than the available KV cache memory (1.0 GiB). Based on the available memory, the estimated maximum model length is 910. Try",
+    "NoRoomForKvCache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing",
+    "MemoryMovedWhileProfiling": "AssertionError: Error in memory profiling. Initial free memory 100.1 GiB, current free memory 104.2 "
+    "GiB. This",
+    "CudaOutOfMemory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 121.69 "
+    "GiB of",
+    "PinnedMemoryRefused": "spark-1:3:9 [0] misc/ibvwrap.cc:205 NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate "
+    "memory",
+    "HostOutOfMemory": "RuntimeError: [enforce fail at alloc_cpu.cpp:126] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+    "SharedMemoryFull": "OSError: [Errno 28] No space left on device: '/psm_25dd9c55'",
+    "RailUnreachable": "spark-1:3:9 [0] NCCL WARN NET/IB : Got completion from peer 10.0.0.2<4> with status=12 IBV_WC_RETRY_EXC_ERR(12)",
+    "NcclFailed": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with "
+    "NCCL_DEBUG=INFO)",
+    "ServeTwice": "vllm: error: unrecognized arguments: serve nvidia/Qwen3.6-35B-A3B-NVFP4",
+    "UnknownFlag": "api_server.py: error: unrecognized arguments: --no-such-flag",
+    "QuantizationUnknown": "  Value error, Unknown quantization method: modelopt_fp5. Must be one of ['awq', 'fp8']. [type=value_error",
+    "Fp4KernelFailed": "RuntimeError: [FP4 gemm Runner] Failed to run cutlass FP4 gemm on sm120/sm121. Error: Error Internal",
+    "NoKernelImage": "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+    "ArchitectureUnknown": "  Value error, Model architectures ['Qwen9ForCausalLM'] are not supported for now. Supported architectures: "
+    "dict_keys",
+    "ContextTooLong": "  Value error, User-specified max_model_len (300000) is greater than the derived max_model_len "
+    "(max_position_embeddings=262144",
+    "RemoteCode": "  Value error, The repository /models/x contains custom code which must be executed to correctly load the model.",
+    "Gated": "huggingface_hub.errors.GatedRepoError: 401 Client Error. Cannot access gated repo for url "
+    "https://huggingface.co/api/models/x.",
+    "Offline": "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache and outgoing traffic "
+    "has been",
+    "NoWeights": "RuntimeError: Cannot find any model weights with `/models/empty`",
+    "DiskFull": "OSError: [Errno 28] No space left on device: '/var/lib/models/x.incomplete'",
+    "NotReadable": "PermissionError: [Errno 13] Permission denied: '/home/anna/.cache/vllm/torch_compile_cache'",
+    "DockerRefused": "permission denied while trying to connect to the docker API at unix:///var/run/docker.sock",
+    "NoVllm": "/opt/venv/bin/python: No module named vllm",
+    "PortTaken": "OSError: [Errno 98] Address already in use",
+    "NoGpu": "RuntimeError: Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG` to turn on verbose",
+    "GpuFault": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "ToolParserMissing": '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+}
+FILES = {
+    "vllm-logs/memory-gate-error.txt": "StartMemoryShort",
+    "vllm-logs/parallel-errors.txt": "WorldTooLarge HeadsDoNotDivide LaunchOptionsDoNotDivide RendezvousTimedOut",
+    "vllm-logs/quantization-errors.txt": "KernelMissing WeightsDoNotMatch QuantizationMismatch",
+    "vllm-logs/backend-selection.txt": "MoeBackendRefused",
+    "vllm-logs/shm-broadcast-wait.txt": "RankStalled",
+    "vllm-logs/rpc-timeout.txt": "RpcTimedOut",
+    "vllm-logs/toolchain-errors.txt": "PtxasTooOld",
+    "vllm-logs/cpu-0.32.0-native-rank0-peer-killed.txt": "RankGone",
+    "ray-logs/oom-monitor-kill.txt": "RayKilledForMemory",
+    "nccl-logs/gid-wrong.txt": "GidWrong NcclFailed",
+    "nccl-logs/wrong-pairing.txt": "RailUnreachable",
+    "dmesg/nvrm-no-memory.txt": "DriverOutOfMemory",
+    "dmesg/hung-tasks.txt": "DriverDeadlock",
+    "dmesg/oom-killer-vllm-worker.txt": "KilledByKernel",
+    "dmesg/proprietary-module.txt": "ProprietaryDriver",
+    # Nothing is wrong in these.
+    "vllm-logs/cpu-0.32.0-single-start-serve-sigterm.txt": "",
+    "vllm-logs/cpu-0.32.0-native-rank0-start.txt": "",
+    "vllm-logs/cpu-0.32.0-native-rank1-start.txt": "",
+    "vllm-logs/memory-success-0.33.txt": "",
+    "vllm-logs/startup-progress.txt": "",
+    "ray-logs/vllm-0.32.0-ray-executor-start.txt": "",
+    "nccl-logs/ib-good.txt": "",
+    "dmesg/cx7-cable-plug.txt": "",
+}
+
+
+def named(text: str) -> str:
+    return " ".join(dict.fromkeys(found.name for line in text.splitlines() if (found := diagnose(line))))
+
+
+@pytest.mark.parametrize(("file", "names"), FILES.items(), ids=FILES)
+def test_captured_texts(file: str, names: str) -> None:
+    assert named((FIXTURES / file).read_text()) == names
+
+
+@pytest.mark.parametrize(("name", "line"), LINES.items(), ids=LINES)
+def test_the_wording_of_releases(name: str, line: str) -> None:
+    assert named(line) == name
+
+
+def test_every_signature_has_a_line_here_and_sentences() -> None:
+    proved = set(" ".join(FILES.values()).split()) | LINES.keys()
+    for one_of in SIGNATURES:
+        assert one_of.name in proved
+        assert re.fullmatch(r"[A-Z]\w+", one_of.name)
+        assert one_of.cause.endswith(".") and one_of.cure.endswith(".")
+
+
+def test_numbers_are_taken_over_and_nothing_else() -> None:
+    found = diagnose((FIXTURES / "vllm-logs/memory-gate-error.txt").read_text())
+    assert found is not None
+    assert found.cause == (
+        "vLLM found 104.46 of 121.69 GiB free when it started and was told to take 105.87 GiB (gpu_memory_utilization 0.87)."
+    )
+    secret = "hf_0123456789abcdefghijklmnop"
+    for line in [*LINES.values(), *(text for file in FILES for text in (FIXTURES / file).read_text().splitlines())]:
+        found = diagnose(f"{secret} {line} {secret} /home/anna")
+        assert found is None or not {word for word in (secret, "anna") if word in found.cause + found.cure}
+
+
+def test_the_weightiest_line_counts_and_remarks_do_not() -> None:
+    gone, memory = "RuntimeError: Connection closed by peer [10.0.0.2]:1", LINES["CudaOutOfMemory"]
+    assert read(ERROR + gone, ERROR + memory, ERROR + LINES["GpuFault"]).diagnosis == diagnose(memory)
+    assert read(f"(EngineCore pid=1) WARNING 11-21 07:00:00 [a.py:1] {memory}").diagnosis is None
+    told = read(
+        f"(EngineCore pid=1) INFO 11-21 07:00:00 [shm_broadcast.py:1] {(FIXTURES / 'vllm-logs/shm-broadcast-wait.txt').read_text()}"
+    )
+    assert told.diagnosis and told.diagnosis.name == "RankStalled"
+
+
+def test_what_a_request_quotes_is_no_diagnosis() -> None:
+    parser = read(ERROR + LINES["PortTaken"], "Application startup complete.")
+    assert parser.diagnosis is None
+    parser.feed(f"(APIServer pid=1) ERROR 11-21 07:00:00 [serving.py:1] ValueError: {LINES['CudaOutOfMemory']}", 1100.0)
+    assert parser.diagnosis is None
+    parser.feed(ERROR + LINES["GpuFault"], 1200.0)
+    assert parser.diagnosis and parser.diagnosis.name == "GpuFault"
+
+
+def test_a_start_that_failed_ends_with_cause_and_cure() -> None:
+    found = diagnose(LINES["ServeTwice"])
+    assert found is not None
+    fact = replace(DEAD, exit_code=2, diagnosis=Diagnosis(**asdict(found)))
+    assert plan({"m": running(ModelState.LOADING, fact)}, (), True, NOW_S) == [
+        Fail("m", "ServeTwice", f"{found.cause} {found.cure} The engine ended (exit code 2); see `sparkd logs m`.")
+    ]
+
+
+def test_a_hint_explains_a_start_that_took_too_long_and_names_no_end() -> None:
+    hint = Diagnosis("RankStalled", 1, "A rank has not answered.", "Wait.")
+    (ended,) = plan({"m": running(ModelState.LOADING, replace(DEAD, diagnosis=hint))}, (), True, NOW_S)
+    (slow,) = plan(
+        {"m": running(ModelState.LOADING, replace(ALIVE, diagnosis=hint), attempt_since_s=0.0, start_deadline_s=9.0)}, (), True, NOW_S
+    )
+
+    assert isinstance(ended, Fail) and ended.reason == "EngineExited"
+    assert isinstance(slow, Fail) and slow.reason == "StartTimeout" and "A rank has not answered. Wait. Look at" in slow.message
