@@ -46,6 +46,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("verbs", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
     ("plan_verb", "register", ("plan",)),
     ("fabric_verb", "register", ("fabric",)),
+    ("doctor_verb", "register", ("doctor",)),
     ("export", "register", ("export",)),
     ("recipe_verbs", "register", ("recipes",)),
     ("launch", "register", ("check", "ray-node", "version")),

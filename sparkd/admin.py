@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from sparkd import __version__
+from sparkd.doctor import examined
 from sparkd.errors import (
     BadRequest,
     ClusterError,
@@ -133,6 +135,12 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
     async def fabric() -> dict[str, Any]:
         return await supervisor.fabric()
+
+    @api.get("/doctor", summary="How well the nodes are prepared, what is wrong and what helps, and why models failed")
+    async def doctor() -> dict[str, Any]:
+        snapshot, config = supervisor.snapshot(), supervisor.config
+        readings = await supervisor.everywhere("host", str(config.engine.runtime or sys.executable))
+        return examined(readings, config, snapshot.models.values())
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:

@@ -149,9 +149,7 @@ def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish
             yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
 
 
-def no_room(
-    model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1
-) -> str:
+def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1) -> str:
     """Why it has to wait, and which model's end would make room. reserved: (other model, node, GiB). nodes: how many it is spread over."""
     held_by = list(reserved)
     left = free_on(offered_gib, [(node, held) for _, node, held in held_by])

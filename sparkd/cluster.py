@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -20,8 +19,8 @@ from sparkd.memory import reading
 from sparkd.placement import Placement, offered_gib
 from sparkd.places import Places
 from sparkd.rank_folders import folder_name, rank_folders
-from sparkd.rayhead import LOOPBACK, RayHead, node_environment, process_cost
-from sparkd.raylink import RayLink
+from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
+from sparkd.raylink import RayLink, or_none
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
 from sparkd.siting import Siting
 from sparkd.snapshot import NodeView
@@ -134,6 +133,12 @@ class Cluster:
         """By node, what workers.fabric_reading.sample says there now; None of a node whose agent does not answer."""
         return await self._fabric.readings([self.node_ip, *self._link.nodes()], kept_s=0)
 
+    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """By node, what this method of its agent answers; None of a node that does not answer."""
+        nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
+        asked = (self._ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
+        return dict(zip(nodes, await asyncio.gather(*(or_none(one) for one in asked)), strict=True))
+
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """See FabricNodes.unlinked: of the nodes in sight."""
         return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
@@ -197,13 +202,7 @@ class Cluster:
 
     def costs(self) -> dict[str, Any]:
         """What Ray and the daemon cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks."""
-        processes = self._head.costs() if self._head else []
-        return {
-            "daemon": process_cost(os.getpid()),
-            "ray": [{"name": p.name, "pid": p.pid, "pss_bytes": p.pss_bytes, "cpu_s": p.cpu_s} for p in processes],
-            "ray_pss_bytes": sum(p.pss_bytes for p in processes),
-            "ray_listeners": self._head.listeners() if self._head else [],
-        }
+        return costs_of(self._head)
 
     async def close(self, *, stop_ray: bool) -> None:
         """Leave the cluster; with stop_ray, end our own head too and clear the runtime folder. Ranks are not touched."""

@@ -338,3 +338,14 @@ def _address(text: str) -> str:
     words = b"".join(int(raw[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(raw), 8))
     family = socket.AF_INET if len(words) == 4 else socket.AF_INET6
     return f"{socket.inet_ntop(family, words)}:{int(port, 16)}"
+
+
+def costs_of(head: RayHead | None) -> dict[str, Any]:
+    """What Ray and this process cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks."""
+    processes = head.costs() if head else []
+    return {
+        "daemon": process_cost(os.getpid()),
+        "ray": [{"name": p.name, "pid": p.pid, "pss_bytes": p.pss_bytes, "cpu_s": p.cpu_s} for p in processes],
+        "ray_pss_bytes": sum(p.pss_bytes for p in processes),
+        "ray_listeners": head.listeners() if head else [],
+    }

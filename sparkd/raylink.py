@@ -236,6 +236,14 @@ class RayLink:
             return
 
 
+async def or_none(asked: Awaitable[T]) -> T | None:
+    """None where the node, or Ray, does not answer."""
+    try:
+        return await asked
+    except ClusterError:
+        return None
+
+
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Like asyncio.to_thread, on a daemon thread: a call into Ray that never returns must not keep the process from ending."""
     loop = asyncio.get_running_loop()

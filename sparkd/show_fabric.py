@@ -29,7 +29,7 @@ def fabric(found: Mapping[str, Any], console: Console) -> None:
         for cable in found["cables"]:
             _cable(cable, console, double, single)
         console.print()
-    _findings(found["findings"], console)
+    findings(found["findings"], console)
 
 
 def environment(found: Mapping[str, Any], console: Console) -> None:
@@ -114,14 +114,14 @@ def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str)
         console.print("    no subnet in common", style="red")
 
 
-def _findings(findings: Iterable[Mapping[str, Any]], console: Console) -> None:
+def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:
     """Worst first; what is fine and needs nothing is one line for each node."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", max_width=_WRAP if console.is_terminal else None)
     fine: dict[str, list[str]] = {}
     listed = []
-    for one in findings:
+    for one in found:
         if one["verdict"] == "ok" and not one["cure"]:
             fine.setdefault(one["node"], []).append(one["check"])
         else:

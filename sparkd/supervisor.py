@@ -17,34 +17,13 @@ from sparkd.fabric_report import report
 from sparkd.found import Found
 from sparkd.lease import Door, Lease
 from sparkd.ledger import Ledger
-from sparkd.plan import (
-    Action,
-    Adopt,
-    Ask,
-    Destroy,
-    Drain,
-    Fail,
-    Move,
-    Place,
-    Rest,
-    Stop,
-    Unwant,
-    plan,
-)
+from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, plan
 from sparkd.pulse import Pulse
 from sparkd.record import Record
 from sparkd.roster import Roster
 from sparkd.sight import Observation
 from sparkd.snapshot import Snapshot
-from sparkd.state import (
-    STARTING,
-    ModelState,
-    Operation,
-    OperationState,
-    RankHandle,
-    Store,
-    Want,
-)
+from sparkd.state import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
 from sparkd.upstream import Upstream
 from workers.fabric_reading import VARIABLES
 
@@ -229,6 +208,10 @@ class Supervisor:
         readings, env = await self._cluster.fabric(), self.config.engine.env
         proved = [one for record in self._roster.records.values() for one in record.transport]
         return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env}, proved)
+
+    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """See Cluster.everywhere."""
+        return await self._cluster.everywhere(method, *arguments)
 
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """By a number of nodes, up to all in sight: why no so many may share a model by tensor parallelism, and what helps."""

@@ -49,6 +49,7 @@ class FakeCluster:
         self.unseen: frozenset[str] = frozenset()
         self.readings: dict[str, dict[str, Any] | None] = {}
         self.links: dict[int, str] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -107,6 +108,10 @@ class FakeCluster:
 
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings
+
+    async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
+        self.log.append(f"everywhere {method}")
+        return self.answers.get(method, {})
 
     async def read_log(self, node_id: str | None, path: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
         return {"text": f"log of {path}", "cursor": "1"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkd import errors
 from sparkd.errors import RankError
-from workers import fabric_reading, meminfo, rank
+from workers import fabric_reading, host_reading, meminfo, rank
 from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
@@ -84,6 +84,10 @@ class Agent:
     def fabric(self) -> dict[str, Any]:
         """What this node's network looks like now: see workers.fabric_reading.sample. Takes as long as `ip` does, at most some seconds."""
         return fabric_reading.sample()
+
+    def host(self, runtime: str | None) -> dict[str, Any]:
+        """How this node was prepared: see workers.host_reading.sample. Takes at most two of its time-outs."""
+        return host_reading.sample(runtime=runtime)
 
     def strays(self) -> dict[str, list[int]]:
         """rank_id -> processes of engines that have no status file. Reads the environment of every process: not for every look."""

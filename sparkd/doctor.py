@@ -1,0 +1,69 @@
+"""Owns the doctor's report as plain JSON: each node's findings, what differs between nodes, failed models. Never reads a node itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sparkd import doctor_files, doctor_memory, doctor_system
+from sparkd.config import Config
+from sparkd.doctor_files import TIME_NAMES
+from sparkd.doctor_host import Host
+from sparkd.fabric_findings import FAIL, OK, WARN, Finding, worst
+from sparkd.snapshot import ModelView
+from sparkd.state import ModelState
+
+
+def report(readings: Mapping[str, Mapping[str, Any] | None], models: Iterable[Finding] = ()) -> dict[str, Any]:
+    """readings: by a node's name, what `workers.host_reading.sample` answered; None where nobody did. models: findings on failed models."""
+    hosts = [Host(name, raw) for name, raw in readings.items() if raw is not None]
+    silent = [name for name, raw in readings.items() if raw is None]
+    found = (
+        *(
+            Finding("agent", FAIL, name, "agent", "it does not answer", "See `sparkd status`, and sparkd-ray on that node.")
+            for name in silent
+        ),
+        *(one for host in hosts for one in of_node(host)),
+        *_differences(hosts),
+        *models,
+    )
+    return {"nodes": [host.name for host in hosts], "findings": [asdict(one) for one in found], "verdict": worst(found)}
+
+
+def examined(readings: Mapping[str, Mapping[str, Any] | None], config: Config, views: Iterable[ModelView]) -> dict[str, Any]:
+    """The report of a running daemon: with the time-outs that it waits for, and its failed models."""
+    start_s = {"health_check_timeout_s": config.health_check_timeout_s}
+    start_s |= {f"models.{name}": config.start_deadline_s(model) for name, model in config.models.items() if model.health_check_timeout_s}
+    env = config.engine.env
+    settings = {"start_s": start_s, "environment": {name: env[name].get_secret_value() for name in TIME_NAMES if name in env}}
+    told = {name: raw and {**raw, "settings": settings} for name, raw in readings.items()}
+    failed = [
+        Finding("model", FAIL, view.node or "this node", view.name, view.reason or "failed", view.message or "")
+        for view in views
+        if view.state is ModelState.FAILED
+    ]
+    return report(told, failed)
+
+
+def of_node(host: Host) -> tuple[Finding, ...]:
+    return (*doctor_system.findings(host), *doctor_memory.findings(host), *doctor_files.findings(host))
+
+
+def _differences(hosts: list[Host]) -> Iterator[Finding]:
+    """Nodes that share a model must run the same: kernels and drivers come in pairs, and a plugin of another build reads other weights."""
+    if len(hosts) < 2:
+        return
+    everyone = " - ".join(host.name for host in hosts)
+    for about, of, cure in (
+        ("kernel", lambda host: host.text("proc/sys/kernel/osrelease").strip(), "Boot the same kernel everywhere."),
+        ("driver", lambda host: host.gpu[1] if len(host.gpu) > 1 else "", "Install the same driver everywhere."),
+        ("sparkd", lambda host: str(host.raw.get("plugin") or ""), "Install the same sparkd everywhere: their builds differ."),
+        ("vllm", lambda host: str(host.raw.get("vllm") or ""), "Install the same vLLM everywhere."),
+    ):
+        values = {host.name: of(host) for host in hosts if of(host)}
+        told = ", ".join(f"{name} {value}" for name, value in values.items())
+        if len(set(values.values())) > 1:
+            yield Finding("equal", FAIL if about in ("sparkd", "vllm") else WARN, everyone, about, told, cure)
+        elif len(values) > 1:
+            yield Finding("equal", OK, everyone, about, told)

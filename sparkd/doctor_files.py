@@ -1,0 +1,144 @@
+"""Owns what the doctor says of devices, limits, caches, disks and time-outs of one node. Never changes anything."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from sparkd.doctor_host import GIB, Host, gib
+from sparkd.fabric_findings import FAIL, OK, WARN, Finding
+
+LEAST_MEMLOCK_BYTES = 64 * GIB
+LEAST_FREE_BYTES = 50 * GIB
+LEAST_INCOMPLETE_BYTES = GIB // 2
+# Sparks give 2 to 6.6 GB/s; 0.1 to 0.5 is what reading through mapped pages comes to.
+SLOW_BYTES_PER_S = 1.5e9
+# A first start compiles: 10 to 36 minutes were seen.
+LEAST_START_S = 900
+NAMES = 3
+
+
+def findings(host: Host) -> Iterator[Finding]:
+    yield from _limits(host)
+    yield from _devices(host)
+    yield from _hub(host)
+    yield from _caches(host)
+    yield from _disks(host)
+    yield from _rate(host)
+    yield from _times(host)
+
+
+def _limits(host: Host) -> Iterator[Finding]:
+    limit = re.search(r"^Max locked memory\s+(\S+)", host.text("proc/self/limits"), re.MULTILINE)
+    if limit is None:
+        return
+    ample = limit[1] == "unlimited" or int(limit[1]) >= LEAST_MEMLOCK_BYTES
+    told = "unlimited" if limit[1] == "unlimited" else f"{int(limit[1]) >> 20} MiB"
+    if ample:
+        yield host.fine("memlock", "memlock", told)
+        return
+    cure = (
+        "LimitMEMLOCK=infinity in the unit (deploy/ has it), `--ulimit memlock=-1` in a container, or `* - memlock unlimited` in "
+        "/etc/security/limits.d: RDMA locks its buffers, and sparkd its own memory."
+    )
+    yield host.find("memlock", FAIL if host.raw.get("rdma") else WARN, "memlock", told, cure)
+
+
+def _devices(host: Host) -> Iterator[Finding]:
+    cards = host.raw.get("rdma") or []
+    if cards and not (host.raw.get("verbs") and host.has("dev/infiniband/rdma_cm")):
+        inside = host.has(".dockerenv")
+        cure = "Start the container with --device=/dev/infiniband." if inside else "`sudo modprobe ib_uverbs rdma_ucm`."
+        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{len(cards)} RDMA devices and nothing that opens them", cure)
+    elif unusable := host.raw.get("unusable"):
+        cure = "`sudo chmod 666 /dev/infiniband/*`, or a udev rule: NCCL falls back to sockets without them."
+        yield host.find("infiniband", FAIL, "/dev/infiniband", f"{' '.join(unusable[:NAMES])} closed to {host.raw.get('user')}", cure)
+    elif cards:
+        yield host.fine("infiniband", "/dev/infiniband", " ".join(host.raw.get("verbs") or []))
+    if host.text("proc/driver/nvidia/version") and not host.has("dev/nvidia-uvm"):
+        inside = host.has(".dockerenv")
+        cure = "Start the container with --gpus all." if inside else "`sudo nvidia-modprobe -u -c=0`, or `sudo modprobe nvidia_uvm`."
+        yield host.find("devices", FAIL, "/dev/nvidia-uvm", "the driver is loaded and CUDA's device is missing", cure)
+
+
+def _hub(host: Host) -> Iterator[Finding]:
+    for one in host.raw.get("hubs") or []:
+        path = str(one["path"])
+        if one["foreign"]:
+            cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: a container that ran as root fetched them."
+            yield host.find("hub-cache", WARN, path, f"{_named(one['foreign'])} belong to somebody else", cure)
+        if one["incomplete_bytes"] > LEAST_INCOMPLETE_BYTES:
+            cure = f"Fetch it again, which goes on, or remove what broke off: `find {shlex.quote(path)} -name '*.incomplete' -delete`."
+            yield host.find("hub-cache", WARN, path, f"{gib(one['incomplete_bytes'])} of downloads that broke off", cure)
+        if one["nameless"]:
+            cure = "Fetch it once with a network, or name the commit by `revision`: without refs/main nothing finds it offline."
+            yield host.find("hub-cache", FAIL if one["offline"] else WARN, path, f"{_named(one['nameless'])} without refs/main", cure)
+        if not (one["foreign"] or one["nameless"]):
+            login = "logged in" if one["token"] else "not logged in, so gated models are refused"
+            yield host.fine("hub-cache", path, login)
+
+
+def _caches(host: Host) -> Iterator[Finding]:
+    installed_at_s = host.raw.get("runtime_at_s")
+    for one in host.raw.get("caches") or []:
+        path = str(one["path"])
+        if one["foreign"]:
+            cure = f"`sudo chown -R $(id -u):$(id -g) {shlex.quote(path)}`: what cannot be written is compiled again with each start."
+            yield host.find("compiled", WARN, path, "parts of it belong to somebody else", cure)
+        elif installed_at_s and one["newest_at_s"] < installed_at_s:
+            cure = (
+                f"`rm -rf {shlex.quote(path)}`: code compiled for another release has given garbage and crashes; the next start "
+                f"compiles anew."
+            )
+            yield host.find("compiled", WARN, path, "older than the vLLM that would use it", cure)
+        else:
+            yield host.fine("compiled", PurePath(path).name, "compiled code is kept")
+
+
+def _disks(host: Host) -> Iterator[Finding]:
+    for one in host.raw.get("disks") or []:
+        told = f"{gib(one['free_bytes'])} of {gib(one['total_bytes'])} free"
+        low = one["free_bytes"] < min(LEAST_FREE_BYTES, one["total_bytes"] // 10)
+        cure = "Models and their quantized copies need room: `sparkd ls --cached`, `sparkd rm --cached MODEL`." if low else ""
+        yield host.find("disk", WARN if low else OK, str(one["path"]), told, cure)
+
+
+def _rate(host: Host) -> Iterator[Finding]:
+    """Only where it was asked for: reading a disk is not free."""
+    rate = host.raw.get("disk_rate")
+    if not rate:
+        return
+    if rate.get("trouble"):
+        yield host.fine("disk-rate", "disk", str(rate["trouble"]))
+        return
+    per_s = rate["bytes"] / max(rate["seconds"], 1e-6)
+    told = f"{per_s / 1e9:.2f} GB/s over {gib(rate['bytes'])}{'' if rate['direct'] else ', through the page cache'}"
+    slow = per_s < SLOW_BYTES_PER_S and rate["bytes"] > GIB // 4
+    cure = "A Spark's own disk gives 2 to 6 GB/s: look whether the models lie on another one, or what else reads." if slow else ""
+    yield host.find("disk-rate", WARN if slow else OK, str(rate["path"]), told, cure)
+
+
+def _times(host: Host) -> Iterator[Finding]:
+    settings = host.raw.get("settings") or {}
+    for name, seconds in sorted((settings.get("start_s") or {}).items()):
+        if host.is_spark and seconds < LEAST_START_S:
+            cure = (
+                f"Raise it to {LEAST_START_S} or more: a first start compiles for 10 minutes and longer, and would begin again each time."
+            )
+            yield host.find("time-outs", WARN, name, f"health_check_timeout_s is {seconds:g}", cure)
+    for name, value in sorted((settings.get("environment") or {}).items()):
+        if value.isdigit() and int(value) < _TIMES[name]:
+            cure = f"Take it out of env, or raise it to {_TIMES[name]} or more."
+            yield host.find("time-outs", WARN, name, f"{value} s", cure)
+
+
+# vLLM's own, with the least that a Spark needs: an engine may compile between two answers.
+_TIMES = {"VLLM_ENGINE_READY_TIMEOUT_S": 600, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": 300, "VLLM_ENGINE_ITERATION_TIMEOUT_S": 60}
+TIME_NAMES = tuple(_TIMES)
+
+
+def _named(models: list[str]) -> str:
+    names = [name.removeprefix("models--").replace("--", "/") for name in models]
+    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")

@@ -1,0 +1,72 @@
+"""Owns one node as the doctor sees it: typed looks at what workers.host_reading.sample read. Never judges anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sparkd.fabric_findings import OK, Finding
+from workers.meminfo import parse_fields
+
+GIB = 1 << 30
+SPARK = re.compile(r"\bGB10\b")
+
+
+class Host:
+    """name: of the node. raw: plain JSON, of which nothing needs to be there."""
+
+    def __init__(self, name: str, raw: Mapping[str, Any]) -> None:
+        self.name = name
+        self.raw = raw
+        self._files: Mapping[str, str] = raw.get("files") or {}
+        self.meminfo = parse_fields(self.text("proc/meminfo"))
+        # name, driver, utilization, power, SM clock, its maximum: of the first GPU.
+        self.gpu = [word.strip() for word in self.command("nvidia-smi").partition("\n")[0].split(",")]
+
+    def text(self, path: str) -> str:
+        return self._files.get(path, "")
+
+    def number(self, path: str) -> int | None:
+        text = self.text(path).strip()
+        return int(text) if text.isdigit() else None
+
+    def has(self, *paths: str) -> bool:
+        return any(path in self.raw.get("paths", ()) for path in paths)
+
+    def command(self, name: str) -> str:
+        return str((self.raw.get("commands", {}).get(name) or {}).get("text") or "")
+
+    def trouble(self, name: str) -> str:
+        """Why a program gave no answer; empty where it did."""
+        return str((self.raw.get("commands", {}).get(name) or {}).get("trouble") or "")
+
+    def hung(self, name: str) -> bool:
+        return bool((self.raw.get("commands", {}).get(name) or {}).get("hung"))
+
+    @property
+    def is_spark(self) -> bool:
+        """A GB10, of whichever maker: the names in DMI differ, that of the GPU does not."""
+        named = f"{self.gpu[0]} {self.text('sys/class/dmi/id/product_name')} {self.text('etc/dgx-release')}"
+        return bool(SPARK.search(named) or "DGX_Spark" in named or "DGX Spark" in named)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.meminfo.get("MemTotal", 0)
+
+    def gpu_number(self, index: int) -> float | None:
+        """Utilization in percent (2), watts (3), MHz (4, 5); None where nvidia-smi says [N/A]."""
+        try:
+            return float(self.gpu[index])
+        except (IndexError, ValueError):
+            return None
+
+    def find(self, check: str, verdict: str, about: str, evidence: str, cure: str = "") -> Finding:
+        return Finding(check, verdict, self.name, about, evidence, cure)
+
+    def fine(self, check: str, about: str, evidence: str, cure: str = "") -> Finding:
+        return self.find(check, OK, about, evidence, cure)
+
+
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"

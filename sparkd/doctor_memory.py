@@ -1,0 +1,169 @@
+"""Owns what the doctor says of memory on one node: swap, kernel settings, page cache, who holds what. Never changes anything.
+
+Figures: owners' measurements on DGX Sparks (the Nemotron NVFP4 32 GB guide, jschmied's setup guide, nimbus, sparkrun).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from sparkd.doctor_host import GIB, Host, gib
+from sparkd.fabric_findings import FAIL, WARN, Finding
+from workers.meminfo import unaccounted_bytes
+
+MOST_SWAP_BYTES = 64 * GIB
+GOOD_SWAP = "16 GiB"
+MOST_SWAPPINESS = 10
+GOOD_DIRTY_BYTES = 256 << 20
+MOST_DIRTY_BYTES = 2 * GIB
+MOST_MIN_FREE_KIB = 2 << 20
+# What no line of /proc/meminfo accounts for, where no engine runs: 1.1 to 1.35 GiB on an idle Spark.
+MOST_GAP_BYTES = 4 * GIB
+SHARED_BYTES = GIB // 4
+OLD_S = 600.0
+
+
+def findings(host: Host) -> Iterator[Finding]:
+    yield from _swap(host)
+    yield from _settings(host)
+    yield from _page_cache(host)
+    yield from _killers(host)
+    yield from _holders(host)
+    yield from _system(host)
+
+
+def _swap(host: Host) -> Iterator[Finding]:
+    total, free = host.meminfo.get("SwapTotal"), host.meminfo.get("SwapFree", 0)
+    if total is None:
+        return
+    told = f"{gib(total)}, {gib(total - free)} used"
+    if total == 0:
+        cure = (
+            f"Make {GOOD_SWAP}: `sudo fallocate -l 16G /swap.img && sudo chmod 600 /swap.img && sudo mkswap /swap.img && sudo swapon "
+            "/swap.img`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
+        )
+        yield host.find("swap", WARN, "swap", told, cure)
+    elif total > MOST_SWAP_BYTES:
+        names = " ".join(line.split()[0] for line in host.text("proc/swaps").splitlines()[1:] if line.split())
+        cure = (
+            f"Keep {GOOD_SWAP} (`sudo swapoff` the rest{f' of {names}' if names else ''}): with so much the kernel pages for hours "
+            f"and kills nothing."
+        )
+        yield host.find("swap", WARN, "swap", told, cure)
+    else:
+        yield host.fine("swap", "swap", told)
+
+
+def _settings(host: Host) -> Iterator[Finding]:
+    swappiness = host.number("proc/sys/vm/swappiness")
+    if swappiness is not None and swappiness > MOST_SWAPPINESS:
+        cure = (
+            "`sudo sysctl vm.swappiness=10`, and a file in /etc/sysctl.d (`sparkd doctor --fix`): an engine's host side must not be "
+            "paged out."
+        )
+        yield host.find("swappiness", WARN, "vm.swappiness", str(swappiness), cure)
+    elif swappiness is not None:
+        yield host.fine("swappiness", "vm.swappiness", str(swappiness))
+    yield from _dirty(host)
+    min_free_kib = host.number("proc/sys/vm/min_free_kbytes")
+    if min_free_kib is not None and min_free_kib > MOST_MIN_FREE_KIB:
+        boost = host.number("proc/sys/vm/watermark_boost_factor")
+        cure = "`sudo sysctl vm.min_free_kbytes=45167`: what the kernel keeps is missing in MemAvailable, and vLLM then refuses to start."
+        told = f"{gib(min_free_kib * 1024)}{f', watermark_boost_factor {boost}' if boost else ''}"
+        yield host.find("min-free", WARN, "vm.min_free_kbytes", told, cure)
+    elif min_free_kib is not None:
+        yield host.fine("min-free", "vm.min_free_kbytes", str(min_free_kib))
+    if host.number("proc/sys/vm/overcommit_memory") == 2:
+        cure = "`sudo sysctl vm.overcommit_memory=0`: CUDA reserves address space far beyond the memory, and is refused."
+        yield host.find("overcommit", FAIL, "vm.overcommit_memory", "2, which refuses what is not backed", cure)
+    if pages := host.meminfo.get("HugePages_Total", 0):
+        size = pages * host.meminfo.get("Hugepagesize", 0)
+        cure = "`sudo sysctl vm.nr_hugepages=0`: CUDA on a shared memory then counts huge pages alone as free (NVIDIA's porting guide)."
+        yield host.find("huge-pages", WARN, "huge pages", f"{pages} reserved, {gib(size)}", cure)
+
+
+def _dirty(host: Host) -> Iterator[Finding]:
+    dirty, ratio = host.number("proc/sys/vm/dirty_bytes"), host.number("proc/sys/vm/dirty_ratio")
+    if dirty is None and ratio is None:
+        return
+    most = dirty or host.total_bytes * (ratio or 0) // 100
+    told = f"up to {gib(most)} may wait to be written"
+    if most > MOST_DIRTY_BYTES:
+        cure = f"`sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}` (`sparkd doctor --fix`): what waits to be written no engine can have."
+        yield host.find("dirty", WARN, "vm.dirty_bytes", told, cure)
+    else:
+        yield host.fine("dirty", "vm.dirty_bytes", told)
+
+
+def _page_cache(host: Host) -> Iterator[Finding]:
+    units = [
+        f"{folder}/sparkd-dropcache.socket" for folder in ("lib/systemd/system", "usr/lib/systemd/system", "usr/local/lib/systemd/system")
+    ]
+    if host.has("run/sparkd-dropcache.sock"):
+        yield host.fine("page-cache", "helper", "the helper listens on /run/sparkd-dropcache.sock")
+    elif host.raw.get("root") and not host.has(*units):
+        yield host.fine("page-cache", "helper", "sparkd runs as root and drops it by itself")
+    else:
+        cure = "`sudo systemctl enable --now sparkd-dropcache.socket`"
+        if not host.has(*units):
+            cure = f"`sudo make -C deploy install`, then {cure}"
+        why = "without it the page cache is not freed before a load, and CUDA sees MemFree alone."
+        yield host.find("page-cache", WARN, "helper", "no helper that may drop the page cache", f"{cure}: {why}")
+    free, available = host.meminfo.get("MemFree"), host.meminfo.get("MemAvailable")
+    if free is not None and available is not None:
+        yield host.fine("memory", "memory", f"{gib(available)} available, of which {gib(free)} free, the rest page cache")
+
+
+def _killers(host: Host) -> Iterator[Finding]:
+    arguments = host.text("etc/default/earlyoom")
+    if host.has("etc/systemd/system/multi-user.target.wants/earlyoom.service") or arguments:
+        if re.search(r"--prefer[ =].{0,200}\bpython", arguments) and "sparkd" not in arguments:
+            cure = "Add sparkd and ray to its --avoid in /etc/default/earlyoom: else it kills them as Python processes."
+            yield host.find("killers", WARN, "earlyoom", "it prefers to kill python", cure)
+        else:
+            yield host.fine("killers", "earlyoom", "installed")
+    if host.has("etc/systemd/system/multi-user.target.wants/systemd-oomd.service"):
+        cure = (
+            "`sudo systemctl disable --now systemd-oomd`: it does not see CUDA's memory, and kills by pressure the session that looks on."
+        )
+        yield host.find("killers", WARN, "systemd-oomd", "enabled", cure)
+
+
+def _holders(host: Host) -> Iterator[Finding]:
+    engines = host.raw.get("engines") or []
+    foreign = [one for one in engines if not one["ours"]]
+    if foreign:
+        told = ", ".join(f"{one['name']} (process {one['pid']})" for one in foreign[:5])
+        cure = "Stop them, or give sparkd less by memory.os_reserve_gib: it does not count what others take later."
+        yield host.find("others", WARN, "other engines", told, cure)
+    gap = unaccounted_bytes(host.meminfo)
+    if gap is not None and not engines:
+        if gap > MOST_GAP_BYTES:
+            cure = "An engine that died may have left it in the driver: `sudo fuser -v /dev/nvidia*` names who holds it; else restart."
+            yield host.find("leak", FAIL, "memory", f"{gib(gap)} are nobody's, and no engine runs", cure)
+        else:
+            yield host.fine("leak", "memory", f"{gib(max(0, gap))} are the kernel's and the driver's")
+    old = [
+        one
+        for one in host.raw.get("shared") or []
+        if one["age_s"] > OLD_S and one["name"].startswith(("psm_", "sem.", "nccl-", "vllm", "torch_"))
+    ]
+    size = sum(one["bytes"] for one in old)
+    if old and not engines and size > SHARED_BYTES:
+        names = " ".join(f"/dev/shm/{one['name']}" for one in sorted(old, key=lambda one: -one["bytes"])[:3])
+        cure = f"No engine runs: `sudo rm {names}`{' and the others' if len(old) > 3 else ''}. It is memory until it is removed."
+        yield host.find("shared-memory", WARN, "/dev/shm", f"{len(old)} files of ended engines, {gib(size)}", cure)
+
+
+def _system(host: Host) -> Iterator[Finding]:
+    if host.is_spark and str(host.raw.get("target") or "").endswith("graphical.target"):
+        cure = "Without a screen: `sudo systemctl set-default multi-user.target`, then restart. It gives 2 to 3 GB back."
+        yield host.fine("desktop", "default.target", "a desktop starts with the machine", cure)
+    if not host.text("proc/pressure/memory"):
+        yield host.find(
+            "pressure", WARN, "PSI", "/proc/pressure/memory is not there", "Add psi=1 to the kernel's command line, then restart."
+        )
+    if host.is_spark and "MemoryMin" not in str(host.raw.get("slice") or ""):
+        cure = "`sudo systemctl set-property user.slice MemoryMin=4G MemoryLow=6G` (or --fix): a shell then answers under pressure."
+        yield host.fine("operator", "user.slice", "no memory is kept for who logs in", cure)

@@ -1,0 +1,103 @@
+"""The verb `doctor`: how well the nodes are prepared, what is wrong and what helps. Never changes anything that was not agreed to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparkd import show
+from sparkd.errors import ConfigError, SparkdError, Unauthorized, Unavailable, UnknownRoute
+from sparkd.verbs import Session, option, verb
+
+HERE = Path("/")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(verb(doctor))
+
+
+def doctor(
+    session: Session,
+    root: Annotated[Path | None, option("--root", metavar="DIR", help="A folder that stands for this node's /.")] = None,
+    fix: Annotated[bool, option("--fix", help="Mend what can be mended safely and undone; asks before each.")] = False,
+    disk: Annotated[bool, option("--disk", help="Also read a large file of weights, at most 3 s, to see how fast the disk is.")] = False,
+) -> None:
+    """How well the nodes are prepared, and what helps.
+
+    Kernel, driver, memory settings, page cache, devices, limits, caches, disks, and why models failed. All nodes of the daemon's cluster;
+    this node alone where no daemon answers, with --root, --disk and --fix. Exit code 1 where a finding fails.
+    """
+    if root is not None and not (root / "proc").is_dir():
+        raise ConfigError(f"--root {root}: there is no folder proc in it, so it cannot stand for a node's /.")
+    raw: dict[str, Any] = {}
+    alone = root is not None or fix or disk
+    found = None if alone else _of_cluster(session)
+    if found is None:
+        raw, found = _of_this_node(root or HERE, disk=disk)
+    mended = _mend(session, found, raw, root or HERE) if fix else []
+    if session.json:
+        show.say_json(found | ({"fixed": mended} if fix else {}))
+    elif not fix:
+        from sparkd import show_fabric
+
+        show_fabric.findings(found["findings"], session.out)
+    if found["verdict"] == "fail" and not fix:
+        raise typer.Exit(SparkdError.exit_code)
+
+
+def _of_cluster(session: Session) -> dict[str, Any] | None:
+    """A daemon that is not there, wants a key or is older leaves this node, which needs nobody to be looked at."""
+    try:
+        return session.client.get("/doctor")
+    except Unavailable:
+        alone = "no daemon answers"
+    except (Unauthorized, UnknownRoute) as error:
+        alone = error.message.rstrip(".")
+    if not session.json:
+        session.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
+    return None
+
+
+def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    from sparkd.doctor import report
+    from workers.host_reading import sample
+
+    raw = sample(root)
+    if disk:
+        raw["disk_rate"] = _disk_rate(raw)
+    return raw, report({str(raw["host"]): raw})
+
+
+def _disk_rate(raw: dict[str, Any]) -> dict[str, Any]:
+    from workers.disk_rate import largest, rate
+
+    path = largest([Path(one["path"]) for one in raw["hubs"]] + [Path("/models"), Path("/var/lib/sparkd/quantized")])
+    if path is None:
+        return {"trouble": "no file of weights of 64 MiB or more in the hub's cache, /models or /var/lib/sparkd/quantized"}
+    try:
+        done, seconds, direct = rate(path)
+    except OSError as error:
+        return {"trouble": f"{path}: {error.strerror or error}"}
+    return {"path": str(path), "bytes": done, "seconds": seconds, "direct": direct}
+
+
+def _mend(session: Session, found: dict[str, Any], raw: dict[str, Any], root: Path) -> list[dict[str, Any]]:
+    from sparkd.doctor_fix import apply, fixes_of, may_change
+
+    fixes = fixes_of(found["findings"], raw)
+    if not fixes and not session.json:
+        session.out.print("Nothing here can be mended without a person; `sparkd doctor` says what helps.")
+    if fixes and root == HERE and not may_change():
+        raise ConfigError("--fix changes settings of the system: run it as root, sudo sparkd doctor --fix.")
+    mended = []
+    for one in fixes:
+        if not typer.confirm(f"{one.check}: {one.what}?", default=False, err=True):
+            continue
+        apply(one, root)
+        mended.append(asdict(one))
+        if not session.json:
+            session.out.print(f"{one.check}: done. To undo it: {one.undo}", markup=False)
+    return mended

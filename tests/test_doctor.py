@@ -1,0 +1,267 @@
+"""The doctor's verdicts: one prepared Spark in which nothing is wrong, and one fault at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.config import load_config
+from sparkd.doctor import examined, report
+from sparkd.doctor_fix import fixes_of
+from sparkd.errors import Unavailable
+from sparkd.state import ModelState
+from tests.doctor_tree import GOOD, LIMITS, MEMINFO, fixture, write
+from tests.gateway.fakes import view
+from workers import child, disk_rate, host_reading
+
+GIB_KIB = 1 << 20
+DRIVER = "NVRM version: NVIDIA UNIX {0}Kernel Module for aarch64  {1}  Release Build\n"
+SMI = "captured/nvidia-smi.txt"
+
+# fault -> (what it changes, check, verdict, a word of the cure)
+FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
+    "KHO holds free memory": ({"proc/meminfo": MEMINFO + "CmaTotal: 0 kB\nCmaFree: 10171187 kB\n"}, "kho", "fail", "kho=off"),
+    "a kernel whose KHO may": ({"proc/sys/kernel/osrelease": "7.0.0-1019-nvidia\n"}, "kho", "warn", "kho=off"),
+    "a kernel that panics": ({"proc/sys/kernel/osrelease": "6.17.0-1008-nvidia\n"}, "kernel", "fail", "6.17.0-1032"),
+    "a stranger's kernel": ({"proc/sys/kernel/osrelease": "6.17.0-14-generic\n"}, "kernel", "warn", "NVIDIA's kernel"),
+    "no driver": ({"proc/driver/nvidia/version": None, SMI: None, "sys/class/dmi/id/product_name": "NVIDIA_DGX_Spark"}, "driver", "fail",
+    "580-open"),
+    "the proprietary driver": ({"proc/driver/nvidia/version": DRIVER.format("", "580.173.02")}, "driver", "fail", "nvidia-driver-580-open"),
+    "a driver that hangs in capture": ({"proc/driver/nvidia/version": DRIVER.format("Open ", "590.48.01")}, "driver", "warn", "580"),
+    "nvidia-smi that hangs": ({"captured/nvidia-smi.hung": ""}, "nvidia-smi", "fail", "restart"),
+    "the low-power latch": ({SMI: "NVIDIA GB10, 580.142, 96, 19.5, 611, 3003\n"}, "low-power", "fail", "power plug"),
+    "a deadlocked kernel": ({SMI: "NVIDIA GB10, 580.142, 96, 17.0, 2400, 3003\n"}, "low-power", "warn", "unload the model"),
+    "an old BIOS": ({"sys/class/dmi/id/bios_date": "01/20/2026\n"}, "firmware", "warn", "fwupdmgr"),
+    "the driver out of memory": ({"captured/dmesg.txt": fixture("dmesg/nvrm-no-memory.txt") * 163}, "kernel-log", "fail", "os_reserve_gib"),
+    "that once": ({"captured/dmesg.txt": fixture("dmesg/nvrm-no-memory.txt")}, "kernel-log", "warn", "os_reserve_gib"),
+    "a driver's deadlock": ({"captured/dmesg.txt": fixture("dmesg/hung-tasks.txt")}, "kernel-log", "fail", "Restart"),
+    "sysrq forbids a restart": ({"proc/sys/kernel/sysrq": "16\n"}, "sysrq", "warn", "kernel.sysrq=176"),
+    "no swap": ({"proc/meminfo": fixture("meminfo/idle.txt") + "SwapTotal: 0 kB\n"}, "swap", "warn", "mkswap"),
+    "too much swap": ({"proc/meminfo": fixture("meminfo/idle.txt") + f"SwapTotal: {143 * GIB_KIB} kB\nSwapFree: 0 kB\n"}, "swap", "warn",
+    "/swap.img"),
+    "swappiness": ({"proc/sys/vm/swappiness": "60\n"}, "swappiness", "warn", "vm.swappiness=10"),
+    "dirty pages": ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "20\n"}, "dirty", "warn", "vm.dirty_bytes=268435456"),
+    "a large reserve of the kernel's": ({"proc/sys/vm/min_free_kbytes": "4194304\n"}, "min-free", "warn", "45167"),
+    "no overcommit": ({"proc/sys/vm/overcommit_memory": "2\n"}, "overcommit", "fail", "overcommit_memory=0"),
+    "huge pages": ({"proc/meminfo": MEMINFO.replace("HugePages_Total: 0", "HugePages_Total: 512\nHugepagesize: 2048 kB")}, "huge-pages",
+    "warn",
+    "nr_hugepages"),
+    "no helper": ({"run/sparkd-dropcache.sock": None, "usr/lib/systemd/system/sparkd-dropcache.socket": ""}, "page-cache", "warn",
+    "enable --now"),
+    "earlyoom hunts python": ({"etc/default/earlyoom": "EARLYOOM_ARGS=\"-m 2 --prefer '(vllm|ray|python3)'\"\n"}, "killers", "warn",
+    "--avoid"),
+    "systemd-oomd": ({"etc/systemd/system/multi-user.target.wants/systemd-oomd.service": ""}, "killers", "warn",
+    "disable --now systemd-oomd"),
+    "another engine": ({"proc/4711/comm": "VLLM::EngineCor\n", "proc/4711/statm": "9 9 9\n"}, "others", "warn", "os_reserve_gib"),
+    "a leak": ({"proc/meminfo": MEMINFO.replace("102000000", "62000000")}, "leak", "fail", "fuser"),
+    "a desktop": ({"etc/systemd/system/default.target": "-> /usr/lib/systemd/system/graphical.target"}, "desktop", "ok", "multi-user"),
+    "no PSI": ({"proc/pressure/memory": None}, "pressure", "warn", "psi=1"),
+    "nothing kept for a shell": ({"etc/systemd/system/user.slice.d/50-sparkd.conf": None}, "operator", "ok", "MemoryMin=4G"),
+    "memlock": ({"proc/self/limits": LIMITS.format("8388608")}, "memlock", "fail", "LimitMEMLOCK=infinity"),
+    "no verbs": ({"dev/infiniband/uverbs0": None}, "infiniband", "fail", "modprobe ib_uverbs"),
+    "no verbs in a container": ({"dev/infiniband/uverbs0": None, ".dockerenv": ""}, "infiniband", "fail", "--device=/dev/infiniband"),
+    "no device for CUDA": ({"dev/nvidia-uvm": None}, "devices", "fail", "nvidia-modprobe"),
+    "a model without main": ({"root/.cache/huggingface/hub/models--a--b/refs/main": None}, "hub-cache", "warn", "refs/main"),
+}  # fmt: skip
+
+
+def found_in(root: Path) -> dict[str, Any]:
+    raw = host_reading.sample(root)
+    return report({raw["host"]: raw})
+
+
+def of_check(found: Mapping[str, Any], check: str) -> list[dict[str, Any]]:
+    return [one for one in found["findings"] if one["check"] == check]
+
+
+def test_nothing_is_wrong_with_a_prepared_spark(tmp_path: Path) -> None:
+    found = found_in(write(tmp_path))
+
+    assert [one for one in found["findings"] if one["verdict"] != "ok" or one["cure"]] == []
+    assert (found["nodes"], found["verdict"]) == (["spark-1"], "ok")
+    assert of_check(found, "platform")[0]["evidence"] == "GX10, DGX OS 7.6.0, 121.6 GiB"
+    assert "hf_" not in json.dumps(found)
+
+
+@pytest.mark.parametrize(("changes", "check", "verdict", "cure"), FAULTS.values(), ids=FAULTS)
+def test_one_fault_at_a_time(tmp_path: Path, changes: Mapping[str, str | None], check: str, verdict: str, cure: str) -> None:
+    found = found_in(write(tmp_path, changes))
+    wrong = [one for one in found["findings"] if one["verdict"] != "ok" or one["cure"]]
+
+    assert [(one["check"], one["verdict"]) for one in wrong if one["check"] == check] == [(check, verdict)]
+    assert any(cure in one["cure"] for one in wrong), wrong
+    assert {one["check"] for one in wrong} <= {check, "nvidia-smi", "kho"}
+
+
+def test_a_machine_that_is_no_spark_is_not_measured_by_one(tmp_path: Path) -> None:
+    gone = (
+        "sys/class/dmi/id/product_name",
+        "etc/dgx-release",
+        "proc/driver/nvidia/version",
+        SMI,
+        "etc/systemd/system/user.slice.d/50-sparkd.conf",
+    )
+    found = found_in(write(tmp_path, dict.fromkeys(gone) | {"proc/sys/kernel/osrelease": "6.1.0-20-amd64\n"}))
+    assert found["verdict"] == "ok"
+
+
+def test_an_empty_folder_is_no_crash(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    assert {one["verdict"] for one in found_in(tmp_path)["findings"]} <= {"ok", "warn"}
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    raw = host_reading.sample()
+    found = report({raw["host"]: raw})
+    assert {"platform", "kernel", "memlock", "disk"} <= {one["check"] for one in found["findings"]}
+    json.dumps(raw)
+
+
+def test_caches_of_somebody_else_and_of_an_older_vllm(tmp_path: Path) -> None:
+    write(tmp_path)
+    os.chown(tmp_path / "root/.cache/huggingface/hub/models--a--b/refs", os.getuid(), os.getgid())
+    raw = host_reading.sample(tmp_path)
+    raw["runtime_at_s"] = time.time() + 60
+    raw["hubs"][0] |= {"foreign": ["models--a--b", "models--c--d"], "incomplete_bytes": 1 << 30}
+    found = report({"n": raw})
+
+    assert "rm -rf" in of_check(found, "compiled")[0]["cure"]
+    owner, broken = of_check(found, "hub-cache")
+    assert owner["evidence"] == "a/b, c/d belong to somebody else" and "chown -R" in owner["cure"]
+    assert broken["evidence"] == "1.0 GiB of downloads that broke off"
+
+
+def test_nodes_that_differ_are_told_and_silent_ones_fail(tmp_path: Path) -> None:
+    a = host_reading.sample(write(tmp_path / "a"))
+    b = host_reading.sample(write(tmp_path / "b", {"proc/sys/kernel/osrelease": "6.17.0-1031-nvidia\n"}))
+    found = report({"a": a | {"plugin": "1"}, "b": b | {"plugin": "2"}, "c": None})
+
+    told = {one["about"]: (one["verdict"], one["evidence"]) for one in of_check(found, "equal")}
+    assert told["kernel"] == ("warn", "a 6.17.0-1032-nvidia, b 6.17.0-1031-nvidia")
+    assert told["sparkd"] == ("fail", "a 1, b 2")
+    assert told["driver"][0] == "ok"
+    assert of_check(found, "agent")[0]["node"] == "c"
+
+
+def test_a_running_daemon_adds_its_time_outs_and_failed_models(tmp_path: Path) -> None:
+    flags = {"health_check_timeout_s": 120, "engine.env": {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30"}, "state_dir": str(tmp_path)}
+    failed = replace(view("m", state=ModelState.FAILED), reason="ServeTwice", message="Take it out.", node="n")
+    found = examined({"n": host_reading.sample(write(tmp_path))}, load_config(None, flags=flags, environ={}), [failed, view("fine")])
+
+    assert [(one["about"], one["evidence"]) for one in of_check(found, "time-outs")] == [
+        ("health_check_timeout_s", "health_check_timeout_s is 120"),
+        ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30 s"),
+    ]
+    assert of_check(found, "model") == [
+        {"check": "model", "verdict": "fail", "node": "n", "about": "m", "evidence": "ServeTwice", "cure": "Take it out."}
+    ]
+
+
+# Programs that hang, and disks
+
+
+def test_a_program_that_does_not_end_is_left_behind_in_time() -> None:
+    answer = child.ask(["sleep", "60"], 0.05)
+    assert (answer.hung, answer.trouble) == (True, "sleep did not answer within 0.05 s")
+    assert child.stuck() == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "trouble"),
+    [
+        (["no-such-program"], "no-such-program is not installed"),
+        (["sh", "-c", "echo gone >&2; exit 9"], "sh ended with exit code 9: gone"),
+        (["true"], None),
+    ],
+)
+def test_what_a_program_answers(command: list[str], trouble: str | None) -> None:
+    assert child.ask(command, 10).trouble == trouble
+
+
+def test_the_rate_of_a_disk_is_measured_on_the_largest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_rate, "SMALLEST_BYTES", 1)
+    (tmp_path / "m").mkdir()
+    for name, size in (("a", 10), ("b", 9 << 20)):
+        (tmp_path / "m" / f"{name}.safetensors").write_bytes(bytes(size))
+    path = disk_rate.largest([tmp_path])
+    assert path == tmp_path / "m" / "b.safetensors"
+    done, seconds, _ = disk_rate.rate(path)
+    assert done == 9 << 20 and seconds >= 0
+    assert disk_rate.largest([tmp_path / "nowhere"]) is None
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "ok"), (10.0, "warn")])
+def test_a_slow_disk_is_told(tmp_path: Path, seconds: float, verdict: str) -> None:
+    raw = host_reading.sample(write(tmp_path)) | {"disk_rate": {"path": "/m", "bytes": 2 << 30, "seconds": seconds, "direct": True}}
+    assert of_check(report({"n": raw}), "disk-rate")[0]["verdict"] == verdict
+
+
+# The verb
+
+
+def test_the_verb_looks_at_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["doctor", "--root", str(write(tmp_path / "good"))]) == 0
+    assert capsys.readouterr().out.startswith("ok  spark-1: platform, ")
+    changes, *_ = FAULTS["KHO holds free memory"]
+    assert exit_code(["--json", "doctor", "--root", str(write(tmp_path / "bad", changes))]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == "fail"
+    assert exit_code(["doctor", "--root", str(tmp_path / "none")]) == 2
+
+
+def test_the_daemon_is_asked_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "nodes": ["n"],
+        "findings": [{"check": "kho", "verdict": "fail", "node": "n", "about": "kernel", "evidence": "e", "cure": "c"}],
+        "verdict": "fail",
+    }
+    monkeypatch.setattr("sparkd.client.Client.get", lambda client, path: told)
+    assert exit_code(["doctor"]) == 1
+    assert "fail  n, kernel, kho: e\n      c" in "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+
+    def nobody(client: object, path: str) -> None:
+        raise Unavailable("No sparkd answers.")
+
+    monkeypatch.setattr("sparkd.client.Client.get", nobody)
+    exit_code(["doctor"])
+    assert capsys.readouterr().err == "This node alone, since no daemon answers.\n"
+
+
+def test_a_fix_is_asked_for_made_and_can_be_undone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = FAULTS["swappiness"][0] | FAULTS["dirty pages"][0]
+    root = write(tmp_path, changes)
+    answers = iter([True, False])
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: next(answers))
+
+    assert exit_code(["doctor", "--fix", "--root", str(root)]) == 0
+    made = root / "etc/sysctl.d/60-sparkd-swappiness.conf"
+    assert made.read_text() == "vm.swappiness = 10\n"
+    assert not (root / "etc/sysctl.d/60-sparkd-dirty-bytes.conf").exists()
+    told = capsys.readouterr().out
+    assert "To undo it: rm /etc/sysctl.d/60-sparkd-swappiness.conf && sysctl vm.swappiness=60" in told
+
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
+    assert exit_code(["doctor", "--fix", "--root", str(root)]) == 3, "what is there already is not written over"
+    assert "made by somebody else" in capsys.readouterr().err
+
+
+def test_what_is_never_mended_without_a_person(tmp_path: Path) -> None:
+    faults = {name: text for changes, *_ in FAULTS.values() for name, text in changes.items() if text is not None}
+    raw = host_reading.sample(write(tmp_path, faults | {"run/sparkd-dropcache.sock": None} | FAULTS["nothing kept for a shell"][0]))
+    found = report({"n": raw})
+    made = {one.check: one for one in fixes_of(found["findings"], raw)}
+
+    assert set(made) == {"swappiness", "dirty", "page-cache", "operator"}
+    assert made["dirty"].undo.endswith("sysctl vm.dirty_ratio=20")
+    assert made["page-cache"].undo == "systemctl disable --now sparkd-dropcache.socket"
+    assert fixes_of(found_in(write(tmp_path / "good"))["findings"], host_reading.sample(tmp_path / "good")) == []
+    assert GOOD["proc/sys/vm/swappiness"] == "10\n"

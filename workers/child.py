@@ -1,0 +1,62 @@
+"""Asks a program in a child with a time limit. Never waits for one that does not end: a caller must not hang with the driver it asks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PLACES = "/usr/sbin:/usr/bin:/sbin:/bin"
+REAP_S = 0.5
+
+# Killed and still there: in an uninterruptible wait. Kept so that they are reaped once they end, and counted meanwhile.
+_stuck: list[subprocess.Popen[str]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """text is what the program wrote to stdout. trouble says why there is none, None where it ended well; hung, whether it did not end."""
+
+    text: str
+    trouble: str | None = None
+    hung: bool = False
+
+
+def ask(command: Sequence[str], timeout_s: float) -> Answer:
+    """Blocks for timeout_s and REAP_S at most, whatever the program does."""
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            env={"PATH": f"{os.environ.get('PATH', os.defpath)}:{PLACES}", "LC_ALL": "C"}, start_new_session=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return Answer("", f"{command[0]} is not installed")
+    except OSError as error:
+        return Answer("", f"{command[0]} cannot be run: {error.strerror or error}")
+    try:
+        text, complaint = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _let_go(child)
+        return Answer("", f"{command[0]} did not answer within {timeout_s:g} s", hung=True)
+    if child.returncode:
+        said = (complaint.strip() or text.strip()).splitlines()
+        return Answer(text, f"{command[0]} ended with exit code {child.returncode}{': ' + said[0][:200] if said else ''}")
+    return Answer(text)
+
+
+def stuck() -> int:
+    """How many children that were killed have not ended yet."""
+    _stuck[:] = [child for child in _stuck if child.poll() is None]
+    return len(_stuck)
+
+
+def _let_go(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    for stream in (child.stdout, child.stderr):
+        if stream:
+            stream.close()
+    try:
+        child.wait(REAP_S)
+    except subprocess.TimeoutExpired:
+        _stuck.append(child)

@@ -1,0 +1,193 @@
+"""Reads how a node was prepared, from /proc, /sys, /etc, its caches and nvidia-smi, into plain JSON. Never judges or changes it.
+
+Below a root path other than / nothing is run: what a program would answer is read from files of the folder `captured`, so that a folder
+can stand for a node.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.child import ask
+from workers.hub_cache import hub_cache
+from workers.identity import plugin
+
+ROOT = Path("/")
+TIMEOUT_S = 5.0
+TEXT_BYTES = 64 * 1024
+DMESG_BYTES = 256 * 1024
+# Read whole where they are there.
+FILES = (
+    "proc/meminfo", "proc/swaps", "proc/cmdline", "proc/pressure/memory", "proc/driver/nvidia/version", "proc/self/limits",
+    "proc/sys/kernel/osrelease", "proc/sys/kernel/sysrq", "proc/sys/vm/swappiness", "proc/sys/vm/dirty_bytes", "proc/sys/vm/dirty_ratio",
+    "proc/sys/vm/min_free_kbytes", "proc/sys/vm/watermark_boost_factor", "proc/sys/vm/overcommit_memory",
+    "sys/class/dmi/id/product_name", "sys/class/dmi/id/bios_date", "sys/class/dmi/id/bios_version", "etc/dgx-release", "etc/os-release",
+    "etc/default/earlyoom",
+)  # fmt: skip
+# Whether they are there.
+PATHS = (
+    "run/sparkd-dropcache.sock", "dev/infiniband/rdma_cm", "dev/nvidiactl", "dev/nvidia-uvm", "dev/watchdog", ".dockerenv",
+    "lib/systemd/system/sparkd-dropcache.socket", "usr/lib/systemd/system/sparkd-dropcache.socket",
+    "usr/local/lib/systemd/system/sparkd-dropcache.socket", "etc/systemd/system/multi-user.target.wants/systemd-oomd.service",
+    "etc/systemd/system/multi-user.target.wants/earlyoom.service",
+)  # fmt: skip
+SLICES = ("etc/systemd/system/user.slice.d", "usr/lib/systemd/system/user.slice.d")
+DEFAULT_TARGET = ("etc/systemd/system/default.target", "usr/lib/systemd/system/default.target")
+# The program, and the file below `captured` that has its answer where the root is not /.
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "nvidia-smi": (
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,utilization.gpu,power.draw,clocks.current.sm,clocks.max.sm",
+        "--format=csv,noheader,nounits",
+    ),
+    "dmesg": ("dmesg", "--notime"),
+}
+# Kept from one start to the next by vLLM and by what it compiles with.
+CACHES = (".cache/vllm", ".cache/flashinfer", ".triton/cache", ".tilelang")
+ENGINE_NAMES = ("VLLM::", "vllm", "sglang", "llama-server", "ollama")
+
+
+def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
+    """One look; blocks, for two TIMEOUT_S at most where a program hangs. What cannot be read is left out.
+
+    runtime: the Python of the node's engines, whose vLLM is older or newer than what was compiled for it. Sizes in bytes, ages in seconds.
+    """
+    here = root == ROOT
+    environ = dict(os.environ) if here else {}
+    homes = [Path.home()] if here else [path for path in (root / "root", *_listed(root / "home")) if path.is_dir()]
+    hubs = [hub_cache(environ)] if here else [home / ".cache/huggingface/hub" for home in homes]
+    return {
+        "host": socket.gethostname() if here else (_text(root / "etc/hostname") or root.name).strip(),
+        "user": _user() if here else "",
+        "root": os.geteuid() == 0,
+        "files": {name: text for name in FILES if (text := _text(root / name)) is not None},
+        "paths": [name for name in PATHS if os.path.lexists(root / name)],
+        "target": next((os.readlink(root / name) for name in DEFAULT_TARGET if os.path.islink(root / name)), ""),
+        "slice": "".join(_text(path) or "" for name in SLICES for path in _listed(root / name)),
+        "rdma": [path.name for path in _listed(root / "sys/class/infiniband")],
+        "verbs": [path.name for path in _listed(root / "dev/infiniband") if path.name.startswith("uverbs")],
+        "unusable": [f"/dev/infiniband/{path.name}" for path in _listed(root / "dev/infiniband") if not os.access(path, os.R_OK | os.W_OK)],
+        "commands": {name: _asked(root, name) for name in COMMANDS},
+        "engines": list(_engines(root)),
+        "shared": list(_shared(root / "dev/shm")),
+        "hubs": [found for path in hubs if (found := _hub(path, environ))],
+        "caches": [found for home in homes for name in CACHES if (found := _cache(home / name, home))],
+        "disks": [_disk(path) for path in dict.fromkeys((ROOT, *(path for path in hubs if path.is_dir())))] if here else [],
+        **_installed(runtime),
+        "plugin": plugin() if here else "",
+    }
+
+
+def _asked(root: Path, name: str) -> dict[str, Any]:
+    if root == ROOT:
+        answer = ask(COMMANDS[name], TIMEOUT_S)
+        return {"text": answer.text[-DMESG_BYTES:], "trouble": answer.trouble, "hung": answer.hung}
+    text = _text(root / "captured" / f"{name}.txt", DMESG_BYTES)
+    hung = (root / "captured" / f"{name}.hung").exists()
+    trouble = f"{name} did not answer within {TIMEOUT_S:g} s" if hung else None if text is not None else f"{name} is not installed"
+    return {"text": text or "", "trouble": trouble, "hung": hung}
+
+
+def _engines(root: Path) -> Iterator[dict[str, Any]]:
+    """Processes that hold a model, ours and others', and what they hold on the host's side."""
+    for folder in _listed(root / "proc"):
+        if not folder.name.isdigit():
+            continue
+        name = (_text(folder / "comm") or "").strip()
+        if name.startswith(ENGINE_NAMES):
+            words = (_text(folder / "statm") or "0 0").split()
+            ours = "SPARKD_RANK_ID=" in (_text(folder / "environ") or "")
+            yield {"pid": int(folder.name), "name": name, "resident_bytes": int(words[1]) * os.sysconf("SC_PAGE_SIZE"), "ours": ours}
+
+
+def _shared(folder: Path) -> Iterator[dict[str, Any]]:
+    """Files of shared memory, which outlive who made them."""
+    for path in _listed(folder):
+        try:
+            found = path.lstat()
+        except OSError:
+            continue
+        if stat.S_ISREG(found.st_mode):
+            yield {"name": path.name, "bytes": found.st_blocks * 512, "age_s": max(0.0, time.time() - found.st_mtime)}
+
+
+def _hub(path: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The hub's cache: whose it is, what broke off, and models whose `main` is not known, which nothing finds without a network."""
+    if not path.is_dir():
+        return None
+    owner = path.parent.parent.stat().st_uid if path.parts[-3:-1] == (".cache", "huggingface") else os.geteuid()
+    foreign, incomplete, nameless = [], 0, []
+    for model in _listed(path):
+        if not model.name.startswith("models--"):
+            continue
+        parts = [model, *(model / name for name in ("blobs", "refs", "snapshots"))]
+        blobs = _listed(model / "blobs")
+        facts = [found for each in (*parts, *blobs) if (found := _lstat(each))]
+        if any(found.st_uid != owner for found in facts):
+            foreign.append(model.name)
+        incomplete += sum(found.st_blocks * 512 for blob in blobs if blob.suffix == ".incomplete" and (found := _lstat(blob)))
+        if _listed(model / "snapshots") and not (model / "refs" / "main").is_file():
+            nameless.append(model.name)
+    offline = environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    return {
+        "path": str(path), "foreign": foreign, "incomplete_bytes": incomplete, "nameless": nameless, "offline": offline,
+        "token": "HF_TOKEN" in environ or (path.parent / "token").is_file(), "writable": os.access(path, os.W_OK),
+    }  # fmt: skip
+
+
+def _cache(path: Path, home: Path) -> dict[str, Any] | None:
+    found, whose = _lstat(path), _lstat(home)
+    if found is None or whose is None or not path.is_dir():
+        return None
+    entries = [each for entry in _listed(path) if (each := _lstat(entry))]
+    newest_s = max((each.st_mtime for each in entries), default=found.st_mtime)
+    return {"path": str(path), "foreign": any(each.st_uid != whose.st_uid for each in (found, *entries)), "newest_at_s": newest_s}
+
+
+def _disk(path: Path) -> dict[str, Any]:
+    found = os.statvfs(path)
+    return {"path": str(path), "total_bytes": found.f_blocks * found.f_frsize, "free_bytes": found.f_bavail * found.f_frsize}
+
+
+def _installed(runtime: str | None) -> dict[str, Any]:
+    """Which vLLM is in the environment of that Python, and when it was put there: by its distribution's folder, since to ask is slow."""
+    folders = Path(runtime).parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info") if runtime else ()
+    known = [(found.st_mtime, path.name.removesuffix(".dist-info")) for path in folders if (found := _lstat(path))]
+    at_s, name = max(known, default=(None, ""))
+    return {"runtime_at_s": at_s, "vllm": name}
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except OSError:
+        return None
+
+
+def _text(path: Path, limit: int = TEXT_BYTES) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(limit)
+    except OSError:
+        return None
