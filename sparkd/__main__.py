@@ -47,6 +47,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("plan_verb", "register", ("plan",)),
     ("fabric_verb", "register", ("fabric",)),
     ("doctor_verb", "register", ("doctor",)),
+    ("incident_verbs", "register", ("incidents",)),
     ("export", "register", ("export",)),
     ("recipe_verbs", "register", ("recipes",)),
     ("launch", "register", ("check", "ray-node", "version")),

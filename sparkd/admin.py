@@ -25,6 +25,7 @@ from sparkd.errors import (
     ClusterError,
     MethodNotAllowed,
     SparkdError,
+    UnknownIncident,
     UnknownModel,
     UnknownRecipe,
     UnknownRoute,
@@ -146,6 +147,20 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     async def memory() -> dict[str, Any]:
         readings = [node.reading for node in supervisor.snapshot().nodes if node.reading]
         return {"readings": [asdict(reading) for reading in readings]}
+
+    @api.get("/incidents", summary="What the memory guards of the nodes did, newest first")
+    async def incidents() -> dict[str, Any]:
+        found = await supervisor.everywhere("incidents")
+        rows = sorted((one for told in found.values() for one in told or ()), key=lambda one: str(one["id"]), reverse=True)
+        return {"incidents": rows, "silent": [node for node, told in found.items() if told is None]}
+
+    @api.get("/incidents/{incident_id}", summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted")
+    async def incident(incident_id: str) -> dict[str, Any]:
+        found = await supervisor.everywhere("incident", incident_id)
+        known = next((told for told in found.values() if told), None)
+        if known is None:
+            raise UnknownIncident(incident_id)
+        return dict(known)
 
     @api.get("/models", summary="Every known model")
     async def models() -> dict[str, Any]:

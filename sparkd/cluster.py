@@ -8,6 +8,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
 from sparkd.placement import Placement, offered_gib
 from sparkd.places import Places
-from sparkd.rank_folders import folder_name, rank_folders
+from sparkd.rank_folders import agent_arguments, rank_folders
 from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.raylink import RayLink, or_none
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of
@@ -73,9 +74,11 @@ class Cluster:
                 fabric=ray_environment,
             )
         )
-        self._link = RayLink(node_environment(token_path, self.node_ip), self._agent_arguments)
-        self._here = Agent(self.node_ip, *self._agent_arguments(self.node_ip))
+        self.costs = partial(costs_of, self._head)
+        self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
+        self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
         self._fabric = FabricNodes(lambda node_ip: self._ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
+        self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
         self._places = Places(self._link, self.node_ip, self._offered)
@@ -132,6 +135,11 @@ class Cluster:
     async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
         """By node, what workers.fabric_reading.sample says there now; None of a node whose agent does not answer."""
         return await self._fabric.readings([self.node_ip, *self._link.nodes()], kept_s=0)
+
+    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        """By model, what the guards of the nodes must know: see workers.sentry.Sentry. They hear it with the next look."""
+        self._told = told
+        self._here.sentry.hear(told)
 
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         """By node, what this method of its agent answers; None of a node that does not answer."""
@@ -199,10 +207,6 @@ class Cluster:
         if node_id and node_id != self.node_ip:
             return await self._link.call(node_id, lambda agent: agent.read_log.remote(path, cursor, max_bytes), OBSERVE_TIMEOUT_S)
         return await asyncio.to_thread(self._here.read_log, path, cursor, max_bytes)
-
-    def costs(self) -> dict[str, Any]:
-        """What Ray and the daemon cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks."""
-        return costs_of(self._head)
 
     async def close(self, *, stop_ray: bool) -> None:
         """Leave the cluster; with stop_ray, end our own head too and clear the runtime folder. Ranks are not touched."""
@@ -282,6 +286,7 @@ class Cluster:
         """This node, through its agent or, while that is away, with the agent's own code."""
         try:
             found = await self._look(self.node_ip) if self._link.connected else None
+            self._here.sentry.claims = found is None
             if found:
                 return found
             return self._looked_at(self.node_ip, await asyncio.to_thread(self._here.observe), agent=False)
@@ -292,7 +297,7 @@ class Cluster:
     async def _look(self, node_ip: str) -> Look | None:
         ours = node_ip == self.node_ip
         try:
-            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(), OBSERVE_TIMEOUT_S)
+            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told), OBSERVE_TIMEOUT_S)
         except ClusterError as error:
             if ours:
                 self._misses += 1
@@ -323,8 +328,3 @@ class Cluster:
         now = reading(node_ip, facts["reading"], facts["now_s"])
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
         return Look(view, facts_of(facts["ranks"]))
-
-    def _agent_arguments(self, node_ip: str) -> tuple[str, str, float, str, bool]:
-        """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
-        run_dir, log_dir, *_ = self._rank_folders
-        return str(run_dir.with_name(folder_name(node_ip))), str(log_dir), self._config.memory.sample_s, "/proc", node_ip != self.node_ip

@@ -34,6 +34,7 @@ from sparkd.config_fields import (
     is_loopback,
     split_address,
 )
+from sparkd.config_memory import Memory
 from sparkd.config_source import (
     canonical,
     error_of,
@@ -111,19 +112,6 @@ class Backoff(Section):
         if self.max_s < self.initial_s:
             raise ValueError("max_s must be at least initial_s")
         return self
-
-
-class Memory(Section):
-    """How often memory is read, and what stays free."""
-
-    sample_s: Annotated[PositiveSeconds, Field(ge=0.05, le=60)] = 0.5
-    os_reserve_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-
-    def os_reserve_bytes(self, mem_total_bytes: int) -> int:
-        """What stays free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70 GiB."""
-        if self.os_reserve_gib == "auto":
-            return min(7 * GIB, mem_total_bytes // 10)
-        return int(self.os_reserve_gib * GIB)
 
 
 class QuantizedCache(Section):

@@ -35,6 +35,7 @@ from sparkd.state import Store, Want
 from sparkd.supervisor import Supervisor
 from sparkd.systemd import Systemd
 from sparkd.upstream import Upstream
+from workers import memlock
 
 log = logging.getLogger("sparkd")
 
@@ -62,6 +63,8 @@ class Options:
 def serve(config: Config, options: Options) -> None:
     """Run until a signal ends it. Raises ConfigError or StateError for what is wrong before anything was started."""
     _allow_many_files()
+    if unlocked := memlock.lock():
+        log.warning("the daemon's memory may be paged out: %s", unlocked)
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(_serve(config, options))
 

@@ -12,7 +12,7 @@
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
-    - UnknownResponse 404       - UnknownRecipe 404
+    - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
     - HeadersTooLarge 431
@@ -186,6 +186,17 @@ class UnknownOperation(RequestError):
     status = 404
     type = "not_found_error"
     code = "operation_not_found"
+
+
+class UnknownIncident(RequestError):
+    """The guard left no such bundle, or it is no longer kept."""
+
+    status = 404
+    type = "not_found_error"
+    code = "incident_not_found"
+
+    def __init__(self, incident_id: str) -> None:
+        super().__init__(f"There is no incident {incident_id[:128]!r} on the nodes that answer. `sparkd incidents ls` lists them.")
 
 
 class MethodNotAllowed(RequestError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +10,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sparkd import metrics
 from sparkd.snapshot import ModelView, NodeView, Snapshot
-from sparkd.state import ModelState, Progress
+from sparkd.state import ModelState, Progress, RankFact
+from workers.guard import LEVELS
 
 _models: set[str] = set()
 _nodes: set[str] = set()
@@ -35,12 +36,23 @@ def show(snapshot: Snapshot) -> None:
     _nodes.update(present)
 
 
+def engines(ranks: Iterable[RankFact]) -> None:
+    """What each engine holds on each node; one that is gone, or that nobody could weigh, has no series."""
+    for gauge, name in ((metrics.ENGINE_HOST_BYTES, "host_bytes"), (metrics.ENGINE_DEVICE_BYTES, "device_bytes")):
+        gauge.clear()
+        for fact in ranks:
+            if (value := getattr(fact, name)) is not None:
+                gauge.labels(fact.handle.model, fact.handle.node_id).set(value)
+
+
 def loaded(model: str, seconds: float, adopted: bool) -> None:
     if not adopted:
         metrics.MODEL_LOAD_SECONDS.labels(model).observe(seconds)
 
 
 def failed(model: str, reason: str) -> None:
+    if reason == "MemoryGuard":
+        metrics.GUARD_ACTIONS.labels("kill", model).inc()
     _reasons.setdefault(model, set()).add(reason)
     metrics.MODEL_FAILURES.labels(model, reason).inc()
 
@@ -99,7 +111,16 @@ def _show_node(node: NodeView) -> None:
         (metrics.NODE_PSI_SOME_RATIO, reading.psi_some_avg10 / 100 if reading.psi_some_avg10 is not None else None),
         (metrics.NODE_PSI_FULL_RATIO, reading.psi_full_avg10 / 100 if reading.psi_full_avg10 is not None else None),
         (metrics.NODE_READING_AGE_SECONDS, reading.age_s),
+        (metrics.NODE_MEM_UNACCOUNTED_BYTES, reading.unaccounted_bytes),
+        (metrics.NODE_MEM_SLOPE, reading.slope_bytes_per_s),
+        (metrics.NODE_SCANNED_PAGES, reading.scanned_per_s),
+        (metrics.NODE_SWAPPED_PAGES, reading.swapped_per_s),
+        (metrics.NODE_MEMORY_LEVEL, LEVELS.index(reading.level)),
     ]
+    if reading.floor_in_s is None:
+        _remove(metrics.NODE_MEM_FLOOR_SECONDS, node.node_id)
+    else:
+        metrics.NODE_MEM_FLOOR_SECONDS.labels(node.node_id).set(reading.floor_in_s)
     for gauge, value in values:
         if value is not None:
             gauge.labels(node.node_id).set(value)
@@ -137,6 +158,12 @@ _OF_A_NODE = (
     metrics.NODE_PSI_SOME_RATIO,
     metrics.NODE_PSI_FULL_RATIO,
     metrics.NODE_READING_AGE_SECONDS,
+    metrics.NODE_MEM_UNACCOUNTED_BYTES,
+    metrics.NODE_MEM_SLOPE,
+    metrics.NODE_MEM_FLOOR_SECONDS,
+    metrics.NODE_SCANNED_PAGES,
+    metrics.NODE_SWAPPED_PAGES,
+    metrics.NODE_MEMORY_LEVEL,
 )
 
 
@@ -145,6 +172,8 @@ def _forget_model(model: str) -> None:
         _remove(metrics.MODEL_STATE, model, state.value)
     for reason in _reasons.pop(model, set()):
         _remove(metrics.MODEL_FAILURES, model, reason)
+    for action in ("kill", "evict", "shed"):
+        _remove(metrics.GUARD_ACTIONS, action, model)
     for metric in _OF_A_MODEL:
         _remove(metric, model)
 

@@ -95,10 +95,10 @@ class Door:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def turn_away(self, record: Record) -> None:
-        """The model failed or was stopped: everyone who waits learns why."""
+    def turn_away(self, record: Record, error: Unavailable | None = None) -> None:
+        """The model failed, was stopped or cannot be loaded now: everyone who waits learns why."""
         unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
-        error = self._failed(record) if record.state is ModelState.FAILED else unloaded
+        error = error or (self._failed(record) if record.state is ModelState.FAILED else unloaded)
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_exception(error)

@@ -118,6 +118,29 @@ NODE_PSI_FULL_RATIO = Gauge(
     registry=REGISTRY,
 )
 NODE_READING_AGE_SECONDS = Gauge("sparkd_node_reading_age_seconds", "Age of the node's last reading.", ("node",), registry=REGISTRY)
+NODE_MEM_UNACCOUNTED_BYTES = Gauge(
+    "sparkd_node_mem_unaccounted_bytes", "What no line of /proc/meminfo accounts for: the driver's.", ("node",), registry=REGISTRY
+)
+NODE_MEM_SLOPE = Gauge("sparkd_node_mem_slope_bytes_per_second", "Change of MemAvailable in the last second.", ("node",), registry=REGISTRY)
+NODE_MEM_FLOOR_SECONDS = Gauge(
+    "sparkd_node_mem_floor_seconds", "Until the guard's floor at that pace; absent while memory does not go.", ("node",), registry=REGISTRY
+)
+NODE_SCANNED_PAGES = Gauge(
+    "sparkd_node_scanned_pages_per_second", "Pages that processes had to look through for a free one.", ("node",), registry=REGISTRY
+)
+NODE_SWAPPED_PAGES = Gauge("sparkd_node_swapped_pages_per_second", "Pages swapped in and out.", ("node",), registry=REGISTRY)
+NODE_MEMORY_LEVEL = Gauge(
+    "sparkd_node_memory_level", "The guard's level: 0 ok, 1 tight, 2 pressed, 3 critical.", ("node",), registry=REGISTRY
+)
+ENGINE_HOST_BYTES = Gauge(
+    "sparkd_engine_host_bytes", "Anonymous memory of the engine's processes on a node.", ("model", "node"), registry=REGISTRY
+)
+ENGINE_DEVICE_BYTES = Gauge(
+    "sparkd_engine_device_bytes", "Memory of its processes on the device, as nvidia-smi says.", ("model", "node"), registry=REGISTRY
+)
+GUARD_ACTIONS = Counter(
+    "sparkd_guard_actions", "What was done because memory was short: kill, evict, shed.", ("action", "model"), registry=REGISTRY
+)
 NODE_RESERVED_BYTES = Gauge(
     "sparkd_node_reserved_bytes", "Unified memory that resident models have reserved.", ("node",), registry=REGISTRY
 )

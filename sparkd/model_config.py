@@ -15,6 +15,7 @@ from sparkd import kv_sizing, quantizing
 from sparkd.config_fields import (
     AbsolutePath,
     Arguments,
+    Count,
     Environment,
     Gib,
     Metadata,
@@ -107,6 +108,8 @@ class ModelConfig(Section):
 
     preload: bool = False
     ttl: Annotated[Seconds | None, BeforeValidator(_minus_one_is_none)] = None
+    pin: bool = False
+    priority: Annotated[Count, Field(le=100)] = 50
     concurrency_limit: Annotated[PositiveCount | None, BeforeValidator(_zero_is_none)] = None
     wait_for_load_s: Seconds | None = None
     health_check_timeout_s: PositiveSeconds | None = None

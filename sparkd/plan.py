@@ -298,7 +298,8 @@ def _broken(facts: ModelFacts) -> Fail | None:
     dead = [fact for fact in present if not fact.alive]
     if dead:
         # The others end because of the first, and say less.
-        told = next((fact for fact in dead if fact.progress.failure or fact.progress.last_error or fact.diagnosis), dead[0])
+        knows = (fact for fact in dead if fact.killed or fact.progress.failure or fact.progress.last_error or fact.diagnosis)
+        told = next(knows, dead[0])
         return Fail(facts.name, *_epitaph(facts.name, told))
     missing = sorted(set(range(facts.world)) - {fact.handle.rank for fact in present})
     if missing and not facts.unseen:
@@ -349,6 +350,8 @@ def _why(present: list[RankFact]) -> str:
 
 def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
     """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
+    if fact.killed:
+        return "MemoryGuard", fact.killed
     if failed := _told_failure(name, fact.progress):
         return failed
     where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admission import machine
 from sparkd.checkpoint import Checkpoint
-from sparkd.config import Memory
+from sparkd.config_memory import Memory
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.hub_headers import checkpoint_of

@@ -1,9 +1,10 @@
-"""Owns where a node's ranks keep what is theirs. Never makes a folder."""
+"""Owns where a node's ranks keep what is theirs, and what its agent is told of it. Never makes a folder."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from sparkd.config import Config
 
@@ -15,6 +16,13 @@ def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
     """
     run_dir = config.runtime_path() / "ranks" / folder_name(node_ip)
     return run_dir, config.state_dir / "logs", config.quantized_path(), config.profiles_path()
+
+
+def agent_arguments(config: Config, here: str, node_ip: str) -> tuple[Any, ...]:
+    """See workers.agent.Agent. Another node's folders are those of its own `sparkd ray-node`; these stand in where it has none."""
+    run_dir, log_dir, *_ = rank_folders(config, here)
+    own, memory = run_dir.with_name(folder_name(node_ip)), config.memory
+    return str(own), str(log_dir), memory.sample_s, "/proc", node_ip != here, memory.guard_settings()
 
 
 def folder_name(node_ip: str) -> str:

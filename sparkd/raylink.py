@@ -207,7 +207,7 @@ class RayLink:
             max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        return actor.remote(node_ip, *self._arguments(node_ip))
+        return actor.remote(node_ip, *self._arguments(node_ip), lock=True)
 
     def _replace_agent(self, agent: Any, node_ip: str, node_id: str) -> Any:
         self._ray().kill(agent, no_restart=True)

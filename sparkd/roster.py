@@ -13,6 +13,9 @@ from sparkd.record import Record
 from sparkd.snapshot import ModelView
 from sparkd.state import Desired, ModelState, Store, Want
 
+# Who unloads a model without an operator's word: what is to be preloaded comes back with the next start.
+OWN_WISHES = ("ttl", "request", "config", "guard")
+
 log = logging.getLogger("sparkd.supervisor")
 
 
@@ -101,7 +104,7 @@ class Roster:
         return [
             record
             for record in wanted
-            if record.desired.want is Want.STOPPED and (record.desired.generation == 0 or record.desired.by in ("ttl", "request", "config"))
+            if record.desired.want is Want.STOPPED and (record.desired.generation == 0 or record.desired.by in OWN_WISHES)
         ]
 
     def _with_added(self, config: Config) -> Config:

@@ -109,6 +109,9 @@ def facts_of(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
                 progress=known(Progress, raw["progress"] or {}),
                 halted=bool(raw.get("halted")),
                 cpu_s=float(raw.get("cpu_s") or 0.0),
+                killed=raw.get("killed"),
+                host_bytes=raw.get("host_bytes"),
+                device_bytes=raw.get("device_bytes"),
                 diagnosis=known(Diagnosis, raw["diagnosis"]) if raw.get("diagnosis") else None,
             )
         )

@@ -160,7 +160,11 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class RankFact:
-    """What an agent observed of one rank: a handle, whether its processes live, and how it ended."""
+    """What an agent observed of one rank: a handle, whether its processes live, and how it ended.
+
+    halted: a signal has stopped a process of it (SIGSTOP): it lives, and will never answer. cpu_s: CPU seconds of all its processes. killed:
+    the guard's sentence, where it was the guard. host_bytes: anonymous memory of its processes; device_bytes as nvidia-smi says.
+    """
 
     handle: RankHandle
     alive: bool
@@ -168,16 +172,22 @@ class RankFact:
     exit_code: int | None
     stop_ordered: bool
     progress: Progress
-    # A signal has stopped a process of it (SIGSTOP): it lives, and will never answer.
     halted: bool = False
-    # CPU time of all its processes, seconds since they started.
     cpu_s: float = 0.0
     diagnosis: Diagnosis | None = None
+    killed: str | None = None
+    host_bytes: int | None = None
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at /proc/meminfo of a node, bytes; at_s is the node's wall clock, age_s how old it was when it came in."""
+    """One look at a node's memory, bytes; at_s is the node's wall clock, age_s how old it was when it came in.
+
+    unaccounted: what no line of /proc/meminfo has, so the driver's. slope: of MemAvailable in the last second; floor_in_s: until the
+    guard's floor at that pace, None where memory does not go. scanned, swapped: pages per second. level: ok, tight, pressed or
+    critical, and why.
+    """
 
     node_id: str
     at_s: float
@@ -192,6 +202,14 @@ class Reading:
     psi_some_avg10: float | None = None
     psi_full_avg10: float | None = None
     age_s: float = 0.0
+    unaccounted_bytes: int | None = None
+    slope_bytes_per_s: float = 0.0
+    floor_in_s: float | None = None
+    scanned_per_s: float = 0.0
+    swapped_per_s: float = 0.0
+    level: str = "ok"
+    level_why: str | None = None
+    device_trouble: str | None = None
 
 
 N = TypeVar("N")

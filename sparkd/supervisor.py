@@ -18,6 +18,7 @@ from sparkd.found import Found
 from sparkd.lease import Door, Lease
 from sparkd.ledger import Ledger
 from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.pressure import Pressure, told_of
 from sparkd.pulse import Pulse
 from sparkd.record import Record
 from sparkd.roster import Roster
@@ -63,6 +64,7 @@ class Supervisor:
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock)
+        self._pressure = Pressure(self.ledger, self._door, self.want, clock)
         self._actions = Actions(
             self._roster,
             self.ledger,
@@ -118,7 +120,8 @@ class Supervisor:
     def snapshot(self) -> Snapshot:
         now_s = self._clock()
         observation = self._observation
-        conditions = tuple(filter(None, (self.ledger.trouble, observation.trouble if observation else None)))
+        told = (self.ledger.trouble, observation.trouble if observation else None, self._pressure.condition)
+        conditions = tuple(filter(None, told))
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
@@ -282,18 +285,21 @@ class Supervisor:
         """One round: observe, plan, act. Acts only once the first reading and the adoption scan are in."""
         # A look that began while an action was under way may show the ranks as they were before it; a question changes none.
         steady = {name: record.rank_id for name, record in self._roster.records.items() if record.busy in (None, "ask")}
+        self._cluster.tell(told_of(self._roster.records.values()))
         self._observation = observation = await self._cluster.observe()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
         self._pulse.look(self._roster.records.values())
         if self._settled and not self._draining:
+            self._pressure.relieve(observation, self._roster.records)
             for action in self._plan(observation, steady):
                 self._act(action, observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.adopted and record.state in STARTING for record in self._roster.records.values()):
             self._looked.set()
         gauges.show(self.snapshot())
+        gauges.engines(observation.ranks or ())
 
     def _expect(self, handles: Iterable[RankHandle]) -> None:
         """Where an earlier daemon started something, it is unknown, not absent, until that node was seen."""
@@ -311,7 +317,7 @@ class Supervisor:
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        return plan(facts, strangers, observation.connected, now_s)
+        return plan(facts, strangers, observation.connected and self._pressure.allows, now_s)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):

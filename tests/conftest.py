@@ -25,6 +25,7 @@ ALONE = (
     "test_rayhead.py",
     "test_raylink.py",
     "test_team_start.py",
+    "test_sentry.py",
     "test_two_nodes.py",
 )
 

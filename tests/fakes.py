@@ -109,6 +109,9 @@ class FakeCluster:
     async def fabric(self) -> dict[str, dict[str, Any] | None]:
         return self.readings
 
+    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        self.told = told
+
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         self.log.append(f"everywhere {method}")
         return self.answers.get(method, {})

@@ -155,6 +155,24 @@ async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:
     assert SECRET not in json.dumps(found)
 
 
+async def test_how_the_nodes_are_prepared(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.answers["host"] = {"n": {"files": {"proc/sys/kernel/osrelease": "6.17.0-1008-nvidia\n"}}, "m": None}
+        found = await made.ask("GET", "/doctor")
+
+    assert {(one["node"], one["check"]) for one in found["findings"] if one["verdict"] == "fail"} == {("n", "kernel"), ("m", "agent")}
+
+
+async def test_what_the_guards_did(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        rows = [{"id": f"20261122-00000{number}-m", "model": "m"} for number in (1, 2)]
+        made.scene.cluster.answers |= {"incidents": {"a": rows[:1], "b": rows[1:], "c": None}, "incident": {"a": None, "b": rows[1]}}
+        assert await made.ask("GET", "/incidents") == {"incidents": rows[::-1], "silent": ["c"]}
+        assert await made.ask("GET", f"/incidents/{rows[1]['id']}") == rows[1]
+        made.scene.cluster.answers["incident"] = {"a": None}
+        assert (await made.ask("GET", "/incidents/x", status=404))["error"]["code"] == "incident_not_found"
+
+
 async def test_whether_a_model_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
@@ -675,8 +693,9 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         assert document.openapi.startswith("3.1")
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
-            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/plan", "get"), ("/plan", "post"),
-            ("/events", "get"), ("/operations", "get"),
+            ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/plan", "get"),
+            ("/incidents", "get"), ("/incidents/{incident_id}", "get"),
+            ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),

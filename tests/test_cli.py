@@ -28,7 +28,7 @@ from tests.daemon_process import ROOT, free_port
 
 KEY = "correct-horse-battery-staple"
 VERBS = (
-    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "export", "check",
+    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "doctor", "export", "check",
     "ray-node", "version",
 )  # fmt: skip
 

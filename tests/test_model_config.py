@@ -61,8 +61,8 @@ CHANGES_ENGINE = {
     "kv_margin_gib": 2, "profile": "balanced", "speculative": "ngram",
 }  # fmt: skip
 CHANGES_NOTHING = {
-    "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "concurrency_limit": 1, "wait_for_load_s": 1,
-    "health_check_timeout_s": 1, "memory_gib": 1, "quantized_cache": False,
+    "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "pin": True, "priority": 1, "concurrency_limit": 1,
+    "wait_for_load_s": 1, "health_check_timeout_s": 1, "memory_gib": 1, "quantized_cache": False,
     "allow_missing_weights": True,
 }  # fmt: skip
 

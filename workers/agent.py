@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
-import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparkd import errors
 from sparkd.errors import RankError
-from workers import fabric_reading, host_reading, meminfo, rank
+from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
 from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.runtime import probe
+from workers.sentry import Sentry
+
+log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
 VERSION = "9"
@@ -44,12 +48,13 @@ class Agent:
 
     run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
     are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of quantized weights
-    and of what the KV cache's workers learned.
+    and of what the KV cache's workers learned. guard: see workers.sentry.Sentry, None looks only. lock: keep this process in memory.
     """
 
     def __init__(
-        self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc", elsewhere: bool = False
-    ) -> None:
+        self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc", elsewhere: bool = False,
+        guard: Mapping[str, Any] | None = None, lock: bool = False,
+    ) -> None:  # fmt: skip
         # A rank's are computed when it starts, and what stood here would look like the operator's own.
         for name in os.environ.pop(NODE_LINKS, "").split(","):
             os.environ.pop(name, None)
@@ -59,12 +64,14 @@ class Agent:
         self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
         self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
         self._proc = Path(proc)
-        self._sample_s = sample_s
         for folder in (run_dir, log_dir):
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._plugin_dir = self._expose_plugin()
-        self._sample()
-        threading.Thread(target=self._sample_forever, name="memory sampler", daemon=True).start()
+        self.unlocked = memlock.lock() if lock else None
+        if self.unlocked:
+            log.warning("this agent's memory may be paged out: %s", self.unlocked)
+        self.sentry = Sentry(node_id, run_dir, log_dir, self._proc, sample_s, guard or {}, self.drop_page_cache)
+        self.sentry.start()
 
     def version(self) -> str:
         return VERSION
@@ -72,14 +79,28 @@ class Agent:
     def pid(self) -> int:
         return os.getpid()
 
-    def observe(self) -> dict[str, Any]:
-        """Reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller work out ages."""
-        return {
-            "node_id": self.node_id,
-            "now_s": time.time(),
-            "reading": self._latest,
-            "ranks": rank.scan(self.run_dir),
-        }
+    def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller work out ages.
+
+        told: by model, what the daemon knows that the guard's choice depends on (workers.sentry.Sentry).
+        """
+        if told is not None:
+            self.sentry.hear(told)
+        held = {one.rank_id: one for one in self.sentry.holders.ranks}
+        ranks = rank.scan(self.run_dir)
+        for fact in ranks:
+            known = held.get(fact["rank_id"]) if fact["alive"] else None
+            fact["host_bytes"], fact["device_bytes"] = (known.host_bytes, known.device_bytes) if known else (None, None)
+            fact["killed"] = None if fact["alive"] else self.sentry.killed(fact["rank_id"])
+        return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "ranks": ranks}
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """What the guard did here, oldest first: see workers.incidents.SUMMARY."""
+        return incidents.summaries(self.sentry.folder)
+
+    def incident(self, incident_id: str) -> dict[str, Any] | None:
+        """The whole bundle; None where this node has none of that id."""
+        return incidents.read(self.sentry.folder, incident_id)
 
     def fabric(self) -> dict[str, Any]:
         """What this node's network looks like now: see workers.fabric_reading.sample. Takes as long as `ip` does, at most some seconds."""
@@ -216,17 +237,6 @@ class Agent:
             fresh.write_text(text, encoding="ascii")
             fresh.replace(folder / _PLUGIN / name)
         return str(folder)
-
-    def _sample(self) -> None:
-        self._latest = meminfo.sample(self._proc) | {"at_s": time.time()}
-
-    def _sample_forever(self) -> None:
-        while True:
-            time.sleep(self._sample_s)
-            try:
-                self._sample()
-            except OSError:
-                continue  # the age of the last reading tells
 
 
 def _free_port(host: str) -> int:

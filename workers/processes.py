@@ -193,7 +193,7 @@ def kill_all(find: Callable[[], Mapping[int, Identity]], *, timeout_s: float, be
         waited_s = time.monotonic() - started_s
         if waited_s > timeout_s:
             return sorted(found)
-        spared = {pid for pid in found if waited_s < TRACKER_S and _is_resource_tracker(pid)}
+        spared = {pid for pid in found if waited_s < TRACKER_S and is_resource_tracker(pid)}
         for pid in found.keys() - spared:
             send(found[pid], signal.SIGKILL)
         between(POLL_S)
@@ -224,7 +224,7 @@ def _is_over(stat: Stat) -> bool:
         return True
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
     return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 

@@ -1,0 +1,132 @@
+"""`sparkd incidents`: ls, show. What the memory guards did, from the daemon or this node's own folder. Never removes a bundle."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sparkd import show
+from sparkd.errors import Unavailable, UnknownIncident
+from sparkd.verbs import Session, argument, verb
+
+GIB = 1 << 30
+STATE_DIR = "/var/lib/sparkd"
+ROWS = 30
+LOG_LINES = 20
+
+incidents = typer.Typer(
+    name="incidents",
+    help="What the memory guard did, and why.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def register(app: typer.Typer) -> None:
+    incidents.command("ls")(verb(ls))
+    incidents.command("show")(verb(show_one))
+    app.add_typer(incidents)
+
+
+def ls(session: Session) -> None:
+    """Every incident that is kept, newest first: of all nodes, or of this one where no daemon answers."""
+    try:
+        found = session.client.get("/incidents")
+    except Unavailable:
+        found = {"incidents": _here(session)[::-1], "silent": []}
+    if session.json:
+        show.say_json(found)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("INCIDENT", "MODEL", "NODE", "PHASE", "WHY"):
+        table.add_column(title, overflow="fold", no_wrap=title == "INCIDENT")
+    for one in found["incidents"]:
+        table.add_row(*(show.printable(str(one.get(name) or "")) for name in ("id", "model", "node", "phase", "why")))
+    if found["incidents"]:
+        session.out.print(table)
+    else:
+        session.out.print("The guard has not acted.")
+    for node in found["silent"]:
+        session.err.print(f"{node} does not answer.", markup=False)
+
+
+def show_one(session: Session, incident: Annotated[str, argument(metavar="INCIDENT", help="Its id, as ls shows it.")]) -> None:
+    """One incident: two minutes of memory, who held it, the engine's last lines."""
+    try:
+        bundle: dict[str, Any] | None = session.client.get(f"/incidents/{quote(incident, safe='')}")
+    except Unavailable:
+        from workers.incidents import read
+
+        bundle = read(_folder(), incident)
+    if bundle is None:
+        raise UnknownIncident(incident)
+    if session.json:
+        show.say_json(bundle)
+    else:
+        _draw(bundle, session.out)
+
+
+def _draw(bundle: Mapping[str, Any], console: Console) -> None:
+    limits, told = bundle["limits"], bundle.get("told") or {}
+    lines = [
+        ("Killed", f"{bundle['model']} ({bundle['rank_id']}) on {bundle['node']}, {_date(bundle['at_s'])}, phase {bundle['phase']}"),
+        ("Why", bundle["why"]),
+        ("Limits", ", ".join(f"{name} {limits[f'{name}_bytes'] / GIB:.2f}" for name in ("soft", "hard", "floor")) + " GiB"),
+        ("Came back", f"{bundle['freed_bytes'] / GIB:.2f} GiB"),
+        ("Asked for by", told.get("by") or "not known"),
+        ("Predicted", f"{told['predicted_gib']:g} GiB" if told.get("predicted_gib") else "not known"),
+    ]
+    for one in bundle["engines"]:
+        device = "not known" if one["device_bytes"] is None else f"{one['device_bytes'] / GIB:.2f} GiB"
+        lines.append(("Engine", f"{one['model']}, {one['phase']}: host {one['host_bytes'] / GIB:.2f} GiB, device {device}"))
+    if bundle.get("survivors"):
+        lines.append(("Survived", f"processes {', '.join(map(str, bundle['survivors']))}: they hang in the kernel"))
+    for title, text in lines:
+        console.print(f"{title:<13}{show.printable(str(text))}", markup=False, soft_wrap=True)
+    _readings(bundle, console)
+    console.print()
+    for line in bundle["log"][-LOG_LINES:]:
+        console.print(show.printable(line), markup=False, style="dim", soft_wrap=True)
+
+
+def _readings(bundle: Mapping[str, Any], console: Console) -> None:
+    """The last moments in full, what went before thinned out."""
+    columns, rows = list(bundle["columns"]), bundle["readings"]
+    if not rows:
+        return
+    step = max(1, (len(rows) - ROWS // 2) // (ROWS // 2))
+    shown = [*rows[: max(0, len(rows) - ROWS // 2) : step], *rows[-(ROWS // 2) :]]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("SECONDS", "AVAILABLE", "FREE", "CACHED", "SCANNED", "SWAPPED"):
+        table.add_column(title, justify="right")
+    for row in shown:
+        value = dict(zip(columns, row, strict=True))
+        sizes = (f"{value[name] / GIB:.2f}" for name in ("available", "free", "cached"))
+        table.add_row(f"{value['at_s'] - rows[-1][0]:.1f}", *sizes, f"{value['scanned']:.0f}", f"{value['swapped']:.0f}")
+    console.print()
+    console.print(table)
+
+
+def _here(session: Session) -> list[dict[str, Any]]:
+    from workers.incidents import summaries
+
+    if not session.json:
+        session.err.print("This node alone, since no daemon answers.", style="dim", markup=False)
+    return summaries(_folder())
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR) / "logs" / "incidents"
+
+
+def _date(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -1,0 +1,112 @@
+"""What the control plane does where a node's guard says that memory is short: begins no load, sheds who waits, evicts an idle model.
+
+The hard end, a kill, is the guard's own, on the node (workers.guard). Never reads memory itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from sparkd import metrics
+from sparkd.errors import Unavailable
+from sparkd.lease import Door
+from sparkd.ledger import Ledger
+from sparkd.record import Record
+from sparkd.sight import Observation
+from sparkd.state import ModelState, Reading, Want
+
+GIB = 1 << 30
+# Memory takes up to a minute to come back from an engine that ended: the next one goes only if that was not enough.
+EVICT_EVERY_S = 60.0
+IDLE_S = 30.0
+RETRY_AFTER_S = 30
+
+
+class Pressure:
+    """Asked once in each tick. `allows` says whether a load may begin."""
+
+    def __init__(self, ledger: Ledger, door: Door, want: Callable[[str, Want, str], Any], clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._door = door
+        self._want = want
+        self._clock = clock
+        self._levels: dict[str, str] = {}
+        self._evicted_at_s = float("-inf")
+        self.allows = True
+        self.condition: str | None = None
+
+    def relieve(self, observation: Observation, records: Mapping[str, Record]) -> None:
+        short = {node: reading for node, reading in _readings(observation).items() if reading.level != "ok"}
+        self._tell(short)
+        self.allows = not short
+        if not short:
+            return
+        for record in records.values():
+            if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
+                self._shed(record, short, records)
+        pressed = {node for node, reading in short.items() if reading.level in ("pressed", "critical")}
+        now_s = self._clock()
+        if now_s - self._evicted_at_s >= EVICT_EVERY_S and (victim := evictable(records.values(), pressed, now_s)):
+            self._evicted_at_s = now_s
+            metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
+            why = short[victim.node_id or ""].level_why or _told(victim.node_id or "", short[victim.node_id or ""])
+            self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
+            self._want(victim.name, Want.STOPPED, "guard")
+
+    def _shed(self, record: Record, short: Mapping[str, Reading], records: Mapping[str, Record]) -> None:
+        holders = [f"{one.name} ({one.memory_gib:g} GiB)" for one in records.values() if one.memory_gib and one.ranks]
+        held = f" Memory is held by {', '.join(holders)}." if holders else ""
+        told = "; ".join(_told(node, reading) for node, reading in short.items())
+        metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.waiters))
+        self._door.turn_away(record, Unavailable(f"{record.name} cannot be loaded now: {told}.{held}", retry_after_s=RETRY_AFTER_S))
+        if record.desired.by == "request":
+            self._want(record.name, Want.STOPPED, "request")
+
+    def _tell(self, short: Mapping[str, Reading]) -> None:
+        for node, reading in short.items():
+            if self._levels.get(node) != reading.level:
+                self._ledger.say("memory", None, f"{_told(node, reading)}.", node=node, level=reading.level)
+        for node in self._levels.keys() - short.keys():
+            self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
+        self._levels = {node: reading.level for node, reading in short.items()}
+        told = "; ".join(_told(node, reading) for node, reading in short.items())
+        self.condition = f"MemoryShort: {told}; no load begins." if short else None
+
+
+def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
+    """By model, what the guards of the nodes must know of it: see workers.sentry.Sentry."""
+    return {
+        record.name: {
+            "in_flight": record.in_flight,
+            "priority": record.spec.priority if record.spec else 0,
+            "pinned": bool(record.spec and record.spec.pin),
+            "state": record.state.value,
+            "by": record.desired.by,
+            "predicted_gib": record.memory_gib,
+        }
+        for record in records
+        if record.rank_id
+    }
+
+
+def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Record | None:
+    """The idle model on one of these nodes that goes first: unpinned, of the lowest priority, idle for longest."""
+    idle = [
+        record
+        for record in records
+        if record.state is ModelState.READY
+        and record.node_id in nodes
+        and not (record.in_flight or record.queued or (record.spec and record.spec.pin))
+        and now_s - record.last_used_s >= IDLE_S
+    ]
+    return min(idle, key=lambda one: (one.spec.priority if one.spec else 0, one.last_used_s, one.name), default=None)
+
+
+def _readings(observation: Observation) -> dict[str, Reading]:
+    found = {node.node_id: node.reading for node in observation.nodes if node.reading}
+    return found or ({observation.reading.node_id: observation.reading} if observation.reading else {})
+
+
+def _told(node: str, reading: Reading) -> str:
+    return f"{node} is {reading.level}, {reading.mem_available_bytes / GIB:.1f} GiB available"

@@ -1,0 +1,329 @@
+"""The guard at work: real processes of a stub engine, a real memory hog, and a /proc/meminfo that shows what the hog takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.config import ModelConfig
+from sparkd.errors import Unavailable
+from sparkd.memory import reading
+from sparkd.placement import Placement
+from sparkd.pressure import told_of
+from sparkd.sight import Observation, facts_of
+from sparkd.state import RankFact, RankHandle, Want
+from sparkd.upstream import Upstream, served_names
+from tests import memory_hog
+from tests.fakes import FakeCluster, scene
+from tests.memory_hog import show
+from tests.ranks import until
+from workers import holders, incidents, memlock
+from workers.agent import Agent
+from workers.holders import device_bytes
+from workers.vitals import Vitals
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ON: Mapping[str, Any] = {"mode": "on"}
+FLOOR_GIB, HARD_GIB = 2.0, 4.0
+SAMPLE_S = 0.25
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """pytest's own paths are too long for a socket."""
+    made = Path(tempfile.mkdtemp(prefix="guard-"))
+    show(made / "proc", 9.9)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def agents(folder: Path) -> Iterator[Agents]:
+    made = Agents(folder)
+    yield made
+    made.end()
+
+
+class Agents:
+    """Agents of one node. Nothing of their ranks, and no thread of theirs, is left after a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: list[Agent] = []
+
+    def start(self, guard: Mapping[str, Any] | None = ON) -> Agent:
+        run, log = str(self.folder / "run"), str(self.folder / "log")
+        self.made.append(Agent("n1", run, log, SAMPLE_S, str(self.folder / "proc"), False, guard))
+        return self.made[-1]
+
+    def end(self) -> None:
+        for agent in self.made:
+            agent.sentry.stop()
+        for fact in self.made[0].observe()["ranks"] if self.made else ():
+            self.made[0].destroy({"rank_id": fact["rank_id"]}, 0)
+
+
+def spec(folder: Path, name: str = "m", **env: str) -> dict[str, Any]:
+    return {
+        "rank_id": f"{name}-1-0123abcd", "model_name": name, "served_names": [name], "model": "/models/m", "generation": 1, "node_id": "n1",
+        "rank": 0, "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": f"{name}.log", "config_hash": "c0ffee",
+        "platform": "cpu", "flags": [], "extra_args": [], "log_max_bytes": 1 << 20, "log_backups": 1, "stop_timeout_s": 1.0,
+        "env": {"SPARKD_STUB_CHILDREN": "2", **env},
+    }  # fmt: skip
+
+
+def started(agent: Agent, folder: Path, name: str = "m") -> dict[str, Any]:
+    """A rank that serves, and whose processes the guard has in hand."""
+    handle = agent.spawn(spec(folder, name), False)
+    until(lambda: any(fact["progress"]["server_up"] for fact in agent.observe()["ranks"] if fact["rank_id"] == handle["rank_id"]))
+    until(lambda: any(len(one.pidfds) >= 3 and one.phase == "serving" for one in agent.sentry.holders.ranks))
+    return handle
+
+
+def fact_of(agent: Agent, rank_id: str = "m-1-0123abcd") -> dict[str, Any]:
+    return next(fact for fact in agent.observe()["ranks"] if fact["rank_id"] == rank_id)
+
+
+def test_the_engine_goes_above_the_floor_and_a_bundle_says_why(agents: Agents, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """9.9 to 2.4 GiB in 3 s, without a daemon, and on to nothing."""
+    agent = agents.start()
+    handle = started(agent, folder)
+    agent.sentry.hear({"m": {"in_flight": 1, "by": "admin", "predicted_gib": 5}})
+    pids = agent.sentry.holders.ranks[0].pids
+    hog = memory_hog.start(folder / "proc", 9.9, 0.4, 3.8)
+    try:
+        until(lambda: fact_of(agent)["killed"])
+        until(lambda: not fact_of(agent)["alive"])
+        until(lambda: incidents.summaries(agent.sentry.folder))
+    finally:
+        hog.kill()
+        hog.wait()
+
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text()]
+    (summary,) = agent.incidents()
+    bundle = agent.incident(summary["id"])
+    assert bundle is not None
+    assert (bundle["model"], bundle["phase"], bundle["told"]["by"], bundle["told"]["predicted_gib"]) == ("m", "serving", "admin", 5)
+    assert bundle["available_bytes"] > FLOOR_GIB * memory_hog.GIB
+    assert "GiB less each second" in bundle["why"] or "below the limit" in bundle["why"]
+    assert len(bundle["readings"]) >= 5 and len(bundle["readings"][0]) == len(bundle["columns"])
+    assert any("Application startup complete" in line for line in bundle["log"])
+    assert bundle["survivors"] == []
+    assert stat.S_IMODE(os.stat(agent.sentry.folder / f"{summary['id']}.json").st_mode) == 0o600
+    # Crossing and kill by the bundle's own clock.
+    crossed_s = next((row[0] for row in bundle["readings"] if row[1] < HARD_GIB * memory_hog.GIB), bundle["readings"][-1][0])
+    assert bundle["readings"][-1][0] - crossed_s <= 1.0
+
+    facts = agent.observe()
+    (fact,) = facts_of(facts["ranks"])
+    assert fact.killed and summary["id"] in fact.killed
+    assert reading("n1", facts["reading"], facts["now_s"]).level in ("critical", "tight", "pressed", "ok")
+    shown(agent, summary["id"], capsys)
+    agent.destroy(handle, 0)
+    assert agents.start(None).sentry.killed(handle["rank_id"]), "another agent finds it on disk"
+
+
+def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a person reads it, with no daemon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKD_URL", "http://127.0.0.1:9")
+        patch.setattr("sparkd.incident_verbs._folder", lambda: agent.sentry.folder)
+        capsys.readouterr()
+        assert exit_code(["incidents", "ls"]) == 0
+        assert incident_id in capsys.readouterr().out
+        assert exit_code(["incidents", "show", incident_id]) == 0
+        told = capsys.readouterr().out
+        assert "Asked for by admin" in told and "Predicted    5 GiB" in told and "AVAILABLE" in told
+        assert exit_code(["--json", "incidents", "show", incident_id]) == 0
+        assert json.loads(capsys.readouterr().out)["id"] == incident_id
+        assert exit_code(["incidents", "show", "20260101-000000-x"]) == 5
+
+
+class RealNode(FakeCluster):
+    """One node whose agent and ranks are real; only Ray is left out."""
+
+    def __init__(self, agent: Agent, folder: Path) -> None:
+        super().__init__()
+        self.agent, self.folder = agent, folder
+
+    def tell(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        self.agent.sentry.hear(told)
+
+    async def observe(self) -> Observation:
+        facts = await asyncio.to_thread(self.agent.observe)
+        return Observation(facts_of(facts["ranks"]), reading("n1", facts["reading"], facts["now_s"]), True)
+
+    async def spawn(self, placement: Placement, spec_: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
+        order = spec(self.folder) | {"rank_id": rank_id, "config_hash": config_hash, "generation": generation}
+        return RankHandle(**await asyncio.to_thread(self.agent.spawn, order, False))
+
+    async def destroy(self, fact: RankFact) -> None:
+        await asyncio.to_thread(self.agent.destroy, {"rank_id": fact.handle.rank_id}, 0.0)
+
+    async def served_names(self, upstream: Upstream) -> list[str] | None:
+        return await served_names(upstream)
+
+
+async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.guard.CALM_S", 0.5)
+    agent = agents.start()
+    made = scene(folder, cluster=RealNode(agent, folder), backoff__initial_s=0.2, backoff__max_s=0.2)
+    made.clock = time.monotonic  # type: ignore[assignment]
+    supervisor = made.supervisor
+    for part in (supervisor, supervisor._actions, supervisor._door, supervisor._pressure, supervisor._roster):
+        part._clock = time.monotonic
+    async with asyncio.TaskGroup() as tasks:
+        supervisor._actions.tasks = tasks
+
+        async def tick_until(state: str) -> None:
+            async with asyncio.timeout(20):
+                while made.state() != state:
+                    await supervisor.tick()
+                    await asyncio.sleep(0.05)
+
+        supervisor.want("m", Want.RUNNING, "admin")
+        await tick_until("READY")
+        first = supervisor.record("m").rank_id
+        await asyncio.to_thread(until, lambda: [one for one in agent.sentry.holders.ranks if one.phase == "serving"])
+        hog = memory_hog.start(folder / "proc", 9.9, 0.4, 3.8)
+        try:
+            await tick_until("FAILED")
+            assert supervisor.record("m").reason == "MemoryGuard"
+            until(lambda: agent.sentry.reading["level"] != "ok")
+            for _ in range(10):
+                await supervisor.tick()
+                await asyncio.sleep(0.05)
+            assert made.state() == "FAILED", "no load begins while memory is short"
+            assert any(one.startswith("MemoryShort: n1 is ") for one in supervisor.snapshot().conditions)
+            with pytest.raises(Unavailable):
+                async with supervisor.lease("m", wait_s=0.1):
+                    raise AssertionError
+        finally:
+            hog.kill()
+            hog.wait()
+        show(folder / "proc", 60.0)
+        await tick_until("READY")
+        assert supervisor.record("m").rank_id != first
+        kinds = [event.kind for event in supervisor.ledger.events(0, 200)]
+        assert "memory" in kinds and "failed" in kinds
+        supervisor.want("m", Want.STOPPED, "admin")
+        await tick_until("STOPPED")
+        for task in list(tasks._tasks):  # type: ignore[attr-defined]
+            task.cancel()
+    made.store.close()
+
+
+def test_of_two_sentries_one_acts_and_the_other_takes_over(agents: Agents) -> None:
+    first, second = agents.start(), agents.start()
+    until(lambda: first.sentry._lock_fd >= 0 or second.sentry._lock_fd >= 0)
+    holder, other = (first, second) if first.sentry._lock_fd >= 0 else (second, first)
+    assert other.sentry._lock_fd < 0
+    holder.sentry.claims = False
+    until(lambda: other.sentry._lock_fd >= 0)
+    assert holder.sentry._lock_fd < 0
+
+
+@pytest.mark.parametrize("mode", ["watch", "off"])
+def test_who_only_watches_kills_nobody(agents: Agents, folder: Path, mode: str) -> None:
+    agent = agents.start({"mode": mode})
+    started(agent, folder)
+    show(folder / "proc", 0.3)
+    expected = "critical" if mode == "watch" else "ok"
+    until(lambda: agent.sentry.reading["mem_available_bytes"] < memory_hog.GIB and agent.sentry.reading["level"] == expected)
+    for _ in range(3):
+        agent.sentry.look(time.monotonic())
+    assert fact_of(agent)["alive"]
+
+
+# Readings
+
+
+def test_readings_of_a_spark_s_own_meminfo(tmp_path: Path) -> None:
+    shutil.copy(FIXTURES / "meminfo" / "idle.txt", tmp_path / "meminfo")
+    look = Vitals(tmp_path).look(1.0)
+    assert look is not None and look.unaccounted is not None
+    assert (look.total, look.free, look.cma_total) == (127535084 * 1024, 102000000 * 1024, None)
+    assert round(look.unaccounted / memory_hog.GIB, 2) == 1.35
+
+    shutil.copy(FIXTURES / "meminfo" / "with-cma-fields.txt", tmp_path / "meminfo")
+    look = Vitals(tmp_path).look(1.0)
+    assert look is not None
+    assert (look.cma_total, look.cma_free, look.unaccounted) == (131072 * 1024, 69320 * 1024, None)
+    assert Vitals(tmp_path / "nowhere").look(1.0) is None
+
+
+def test_slopes_and_rates_are_of_what_happened(tmp_path: Path) -> None:
+    vitals = Vitals(tmp_path)
+    (tmp_path / "pressure").mkdir()
+    (tmp_path / "pressure" / "memory").write_text("some avg10=1.00 total=5\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=77\n")
+    for second in range(100):
+        show(tmp_path, 50 - 0.1 * second)
+        (tmp_path / "vmstat").write_text(f"nr_free_pages 1\npswpin {second}\npswpout {second * 2}\npgscan_direct {second * 100}\n")
+        assert vitals.look(float(second))
+    trend = vitals.trend()
+    assert trend.short == pytest.approx(-0.1 * memory_hog.GIB, rel=0.01)
+    assert trend.fell == pytest.approx(6 * memory_hog.GIB, rel=0.01)
+    assert (trend.scanned_per_s, trend.swapped_per_s) == (100, 3)
+    assert trend.seconds_to(40 * memory_hog.GIB, 30 * memory_hog.GIB) == pytest.approx(100, rel=0.01)
+    assert len(vitals.rows()) == 100
+    vitals.forget()
+    assert (vitals.rows(), vitals.trend().short) == ([], 0)
+
+
+def test_two_minutes_are_kept_at_the_fastest_pace() -> None:
+    vitals = Vitals(Path("/proc"))
+    for tenth in range(3000):
+        assert vitals.look(tenth / 10)
+    rows = vitals.rows()
+    assert (rows[-1][0] - rows[0][0], len(rows)) == (pytest.approx(119.9), 1200)
+
+
+def test_device_memory_is_read_with_and_without_a_name() -> None:
+    text = (FIXTURES / "nvidia-smi" / "compute-apps-noheader.csv").read_text()
+    assert device_bytes(text.splitlines()) == {41001: 41458 << 20, 41377: 22439 << 20, 41902: 20816 << 20}
+    assert device_bytes(["41001, 5"]) == {41001: 5 << 20}
+    assert device_bytes((FIXTURES / "nvidia-smi" / "compute-apps-na.txt").read_text().splitlines()) == {}
+
+
+def test_a_driver_that_hangs_is_a_finding_and_holds_nobody_up(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "DEVICE_COMMAND", ("sleep", "600"))
+    monkeypatch.setattr(holders, "DEVICE_TIMEOUT_S", 0.1)
+    agent = agents.start()
+    started(agent, folder)
+    until(lambda: agent.sentry.reading["device_trouble"])
+    assert agent.sentry.reading["device_trouble"] == "sleep did not answer within 0.1 s"
+    assert fact_of(agent)["host_bytes"] > 1 << 20
+
+
+def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:
+    made = scene(tmp_path, models={"m": {"model": "/x", "pin": True, "priority": 7}})
+    record = made.supervisor.record("m")
+    assert told_of([record]) == {}
+    record.rank_id, record.in_flight, record.memory_gib = "m-1", 2, 30.0
+    assert told_of([record]) == {
+        "m": {"in_flight": 2, "priority": 7, "pinned": True, "state": "STOPPED", "by": record.desired.by, "predicted_gib": 30.0}
+    }
+    made.store.close()
+
+
+def test_memory_is_locked_where_that_is_allowed_and_else_it_says_why() -> None:
+    code = "from workers import memlock; import sys; sys.stdout.write(str(memlock.lock()))\n"
+    code += "print(next(line for line in open('/proc/self/status') if line.startswith('VmLck')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, cwd=FIXTURES.parent.parent)
+    locked = int(done.stdout.split()[-2])
+    assert (locked > 0) is done.stdout.startswith("None")
+    assert "None" in done.stdout or "LimitMEMLOCK=infinity" in done.stdout or "refused" in done.stdout
+    assert memlock.MCL_ONFAULT == 4

@@ -1,0 +1,208 @@
+"""The guard's decision: memory, where it goes and who holds it in, what to do out. Never reads, kills, waits or looks at the clock.
+
+A DGX Spark that runs out of memory freezes within seconds, without an OOM kill. Recorded collapses: 9.9 to 2.4 GiB in 3 s, 29 to 2.5
+GiB in 9 s. Recorded mistakes: a guard of 2 GiB that killed during compilation and so restarted for ever; a floor on MemAvailable alone
+that killed a healthy model with a large mapped table after 15 hours.
+So limits depend on the phase, and a low number alone kills nobody: memory must also be going, or the kernel must be reclaiming (the
+thresholds of pages per minute are those of that model's owner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workers.vitals import Look, Trend
+
+GIB = 1 << 30
+OK, TIGHT, PRESSED, CRITICAL = LEVELS = ("ok", "tight", "pressed", "critical")
+LOAD, CAPTURE, SERVE = "load", "capture", "serve"
+PHASES = {"starting": LOAD, "loading": LOAD, "warming": CAPTURE, "sizing": CAPTURE, "serving": SERVE}
+
+SCANNED_PER_S = 51_200 / 60
+SWAPPED_PER_S = 12_800 / 60
+# Looks in a row, so that a moment is not taken for a state. Capturing graphs dips for two.
+LOOKS = {LOAD: 2, CAPTURE: 3, SERVE: 2}
+# How soon the floor must be near for a fall to count as a collapse. A load takes memory on purpose, up to 4 GB/s, and ends.
+HORIZON_S = {LOAD: 1.0, CAPTURE: 1.0, SERVE: 2.0}
+REACH = {LOAD: 4.0, CAPTURE: 4.0, SERVE: 6.0}  # times the floor: a fall that begins higher may end
+FAST_SHARE_PER_S = 0.002  # of all memory: slower is no collapse
+SLOW_HORIZON_S = 30.0
+CREEP_SHARE = 0.0002
+RISE = 1.25
+CALM_S = 10.0
+PRESSED_S = 3.0
+# After a kill: memory comes back late, and the next look may still show what was.
+SETTLE_S = 1.5
+GONE_S = 5.0
+DROP_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of MemAvailable. Below soft no load begins; below hard, with proof, one engine is killed; floor must never be reached."""
+
+    soft: int
+    hard: int
+    floor: int
+
+    @classmethod
+    def of(cls, total: int, soft_gib: float | None = None, hard_gib: float | None = None, floor_gib: float | None = None) -> Limits:
+        """On a Spark 6, 4 and 2 GiB, on a smaller machine as large a share. A KV cache of `auto` leaves 3.6 GiB: low, and no danger."""
+
+        def limit(given: float | None, gib: float) -> int:
+            return int(given * GIB) if given is not None else min(int(gib * GIB), int(total * gib / 120))
+
+        return cls(limit(soft_gib, 6.0), limit(hard_gib, 4.0), limit(floor_gib, 2.0))
+
+    def hard_in(self, phase: str) -> int:
+        """Capturing graphs takes MemAvailable down to 4 GiB for a moment where 36 come back, so that its limit is half-way to the floor."""
+        return self.hard if phase == SERVE else (self.hard + self.floor) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine's ranks on this node. held: bytes that its end gives back, None where nobody could tell.
+
+    in_flight is None where nobody has said (no daemon): then it counts as busy. priority: the higher, the later its turn to die.
+    """
+
+    rank_id: str
+    model: str
+    phase: str = SERVE
+    held: int | None = None
+    in_flight: int | None = None
+    priority: int = 50
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the guard remembers between two looks. Times are those of the looks."""
+
+    level: str = OK
+    low_looks: int = 0
+    floor_looks: int = 0
+    fast_looks: int = 0
+    last_looks: int = 0
+    pressed_since_s: float | None = None
+    calm_since_s: float | None = None
+    killed_at_s: float = float("-inf")
+    dropped_at_s: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """kill: the rank that is to die now, and why, in one sentence. drop: the page cache is to be dropped."""
+
+    level: str
+    kill: str | None = None
+    why: str = ""
+    drop: bool = False
+
+
+def decide(
+    look: Look, trend: Trend, engines: Sequence[Engine], limits: Limits, state: State, *, unified: bool = True, dying: bool = False
+) -> tuple[Decision, State]:
+    """One look. dying: a rank that was killed still has processes. At most one victim, and none before the last one's memory had time."""
+    phase = _phase(engines)
+    reclaiming = trend.scanned_per_s >= SCANNED_PER_S or trend.swapped_per_s >= SWAPPED_PER_S
+    left_s = trend.seconds_to(look.available, limits.floor)
+    fast = (
+        # The last step too: what fell and stays is no collapse.
+        max(trend.short, trend.last) <= -FAST_SHARE_PER_S * look.total
+        and left_s is not None
+        and left_s <= HORIZON_S[phase]
+        and look.available <= REACH[phase] * limits.floor
+    )
+    state = replace(
+        state,
+        fast_looks=state.fast_looks + 1 if fast else 0,
+        low_looks=state.low_looks + 1 if look.available < limits.hard_in(phase) else 0,
+        floor_looks=state.floor_looks + 1 if look.available < limits.floor else 0,
+        last_looks=state.last_looks + 1 if look.available < limits.floor // 4 else 0,
+    )
+    falling = left_s is not None and left_s <= SLOW_HORIZON_S and trend.middle <= -CREEP_SHARE * look.total / SLOW_HORIZON_S
+    why = _reason(look, trend, limits, state, phase, reclaiming=reclaiming, falling=falling, left_s=left_s)
+    creeping = look.available < limits.hard and trend.fell >= CREEP_SHARE * look.total
+    state = _levelled(look, limits, state, critical=bool(why), corroborated=reclaiming or falling or creeping)
+    settled = look.at_s - state.killed_at_s >= (GONE_S if dying else SETTLE_S)
+    if why and settled and (victim := choose(engines, _needed(look, trend, limits))):
+        state = replace(state, killed_at_s=look.at_s, fast_looks=0, low_looks=0, floor_looks=0, last_looks=0)
+        return Decision(CRITICAL, victim.rank_id, why), state
+    flooded = unified and phase != SERVE and look.free < limits.hard and look.available - look.free > 2 * limits.soft
+    if flooded and look.at_s - state.dropped_at_s >= DROP_EVERY_S:
+        return Decision(state.level, drop=True), replace(state, dropped_at_s=look.at_s)
+    return Decision(state.level, why=why), state
+
+
+def choose(engines: Sequence[Engine], needed: int) -> Engine | None:
+    """Who goes: one whose end is enough; idle before busy, unpinned first, low priority first, then who is starting, then the largest."""
+    enough = [one for one in engines if one.held is None or one.held >= needed]
+    largest = max((one.held or 0 for one in engines), default=0)
+    # Where nobody's end is enough, small ones would only cost the time that is left.
+    able = enough or [one for one in engines if (one.held or 0) * 2 >= largest]
+
+    def rank(one: Engine) -> tuple[bool, bool, int, bool, int, str]:
+        return (one.in_flight != 0, one.pinned, one.priority, one.phase == SERVE, -(one.held or 0), one.rank_id)
+
+    return min(able, key=rank, default=None)
+
+
+def pace_s(look: Look, trend: Trend, limits: Limits, base_s: float) -> float:
+    """Seconds to the next look: a fifth while memory goes fast or little is left."""
+    hurried = look.available < limits.soft or trend.short <= -FAST_SHARE_PER_S * look.total
+    return base_s / 5 if hurried else base_s
+
+
+def _phase(engines: Sequence[Engine]) -> str:
+    """The most patient one that applies: only one engine of a node starts at a time."""
+    phases = {one.phase for one in engines}
+    return CAPTURE if CAPTURE in phases else LOAD if LOAD in phases else SERVE
+
+
+def _reason(
+    look: Look, trend: Trend, limits: Limits, state: State, phase: str, *, reclaiming: bool, falling: bool, left_s: float | None
+) -> str:
+    """Why an engine must go now; empty where none must."""
+    available, looks = f"{look.available / GIB:.2f} GiB available", LOOKS[phase]
+    if state.fast_looks >= 2:
+        rate, floor = -trend.short / GIB, limits.floor / GIB
+        return f"{available}, {rate:.2f} GiB less each second: the floor of {floor:.2f} GiB is {left_s:.1f} s away"
+    if state.last_looks >= 2:
+        return f"{available}, a quarter of the floor"
+    crept = trend.fell >= CREEP_SHARE * look.total
+    if state.floor_looks >= looks and (reclaiming or crept):
+        return f"{available}, below the floor of {limits.floor / GIB:.2f} GiB, {_proof(trend, reclaiming)}"
+    if state.low_looks >= looks and (reclaiming or falling):
+        return f"{available}, below the limit of {limits.hard_in(phase) / GIB:.2f} GiB ({phase}), {_proof(trend, reclaiming)}"
+    return ""
+
+
+def _proof(trend: Trend, reclaiming: bool) -> str:
+    if reclaiming:
+        return f"and the kernel reclaims ({trend.scanned_per_s:.0f} pages/s looked through, {trend.swapped_per_s:.0f} swapped)"
+    return f"and going: {trend.fell / GIB:.2f} GiB within a minute"
+
+
+def _needed(look: Look, trend: Trend, limits: Limits) -> int:
+    """What must come back for the fall to end above the hard limit, with the time that a kill takes."""
+    return max(0, int(limits.hard - look.available - min(trend.short, 0.0) * SETTLE_S))
+
+
+def _levelled(look: Look, limits: Limits, state: State, *, critical: bool, corroborated: bool) -> State:
+    """Worse at once, or after PRESSED_S; better one step at a time, after CALM_S well above the limit."""
+    now_s = look.at_s
+    if critical:
+        return replace(state, level=CRITICAL, calm_since_s=None, pressed_since_s=state.pressed_since_s or now_s)
+    if look.available < limits.soft:
+        since_s = (now_s if state.pressed_since_s is None else state.pressed_since_s) if corroborated else None
+        level = PRESSED if since_s is not None and now_s - since_s >= PRESSED_S else TIGHT
+        return replace(state, level=level, pressed_since_s=since_s, calm_since_s=None)
+    if state.level == OK:
+        return replace(state, pressed_since_s=None)
+    if look.available < RISE * limits.soft:
+        return replace(state, level=TIGHT, pressed_since_s=None, calm_since_s=None)
+    since_s = state.calm_since_s if state.calm_since_s is not None else now_s
+    level = OK if now_s - since_s >= CALM_S else TIGHT
+    return replace(state, level=level, calm_since_s=since_s, pressed_since_s=None)

@@ -1,0 +1,142 @@
+"""Who holds a node's memory: the engines' processes, held by descriptors, and what they take on the host and on the device. Never ends one.
+
+Slow, and on a thread of its own: /proc/PID and nvidia-smi may hang where a driver does. What is asked for in a hurry was made ready here.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers import processes
+from workers.child import ask, stuck
+from workers.processes import Identity
+from workers.status import identity_of, rank_ids, read_status, status_path
+
+DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+DEVICE_TIMEOUT_S = 4.0
+DEVICE_EVERY_S = 5.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One rank that lives here. pidfds: of all its processes but Python's resource trackers, which must go last (workers.processes)."""
+
+    rank_id: str
+    model: str
+    phase: str
+    log_path: str
+    shim: Identity | None
+    engine: Identity | None
+    pids: tuple[int, ...]
+    pidfds: tuple[int, ...]
+    host_bytes: int
+    device_bytes: int | None
+
+    @property
+    def held_bytes(self) -> int | None:
+        """What its end gives back: without the device's share nobody can tell."""
+        return None if self.device_bytes is None else self.host_bytes + self.device_bytes
+
+
+class Holders:
+    """`ranks` is replaced whole by each `refresh`. device_trouble: why nvidia-smi says nothing, None where it does or is not there."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.ranks: tuple[Held, ...] = ()
+        self.device_trouble: str | None = None
+        self.has_device = True
+        self._run_dir = run_dir
+        self._fds: dict[Identity, int] = {}
+        self._device: dict[int, int] = {}
+        self._asked_at_s = float("-inf")
+
+    def refresh(self, now_s: float, *, ask_device: bool = True) -> None:
+        """Blocks, at worst for DEVICE_TIMEOUT_S, or for as long as /proc does."""
+        ids = rank_ids(self._run_dir)
+        stats, boot = (processes.table(), processes.boot_id()) if ids else ({}, "")
+        if ids and ask_device and self.has_device and now_s - self._asked_at_s >= DEVICE_EVERY_S:
+            self._asked_at_s = now_s
+            self._ask_device()
+        found, kept = [], set()
+        for rank_id in ids:
+            status = read_status(status_path(self._run_dir, rank_id))
+            shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
+            pids = processes.belonging(stats, boot, (), shim=shim, engine=engine)
+            members = [Identity(pid, stats[pid].start_ticks, boot) for pid in sorted(pids)]
+            if not members:
+                continue
+            kept.update(members)
+            found.append(self._held(rank_id, status, shim, engine, members))
+        self.ranks = tuple(found)
+        for who in self._fds.keys() - kept:
+            os.close(self._fds.pop(who))
+
+    def _held(
+        self, rank_id: str, status: dict[str, object], shim: Identity | None, engine: Identity | None, members: list[Identity]
+    ) -> Held:
+        handle, progress = _mapping(status.get("handle")), _mapping(status.get("progress"))
+        device = [self._device[who.pid] for who in members if who.pid in self._device]
+        return Held(
+            rank_id,
+            str(handle.get("model", "")),
+            str(progress.get("phase", "starting")),
+            str(handle.get("log_path", "")),
+            shim,
+            engine,
+            tuple(who.pid for who in members),
+            tuple(fd for who in members if not processes.is_resource_tracker(who.pid) and (fd := self._fd(who)) >= 0),
+            sum(_anonymous_bytes(who.pid) for who in members),
+            sum(device) if device else (None if self.has_device else 0),
+        )
+
+    def _fd(self, who: Identity) -> int:
+        """Held from now on: it names this process whatever becomes of its number (pidfd_open(2))."""
+        if who not in self._fds:
+            try:
+                fd = os.pidfd_open(who.pid)
+            except OSError:
+                return -1
+            if not processes.is_alive(who):
+                os.close(fd)
+                return -1
+            self._fds[who] = fd
+        return self._fds[who]
+
+    def _ask_device(self) -> None:
+        if stuck():
+            # One that hangs is enough: the next would hang beside it.
+            return
+        answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S)
+        if answer.trouble and answer.trouble.endswith("is not installed"):
+            self.has_device = False
+            return
+        self.device_trouble = answer.trouble
+        if answer.trouble is None:
+            self._device = device_bytes(answer.text.splitlines())
+
+
+def device_bytes(lines: Iterable[str]) -> dict[int, int]:
+    """pid -> bytes, of rows `pid, [name,] used_memory`; a row whose memory is [N/A] is left out."""
+    found = {}
+    for row in csv.reader(line.replace("|", ",") for line in lines):
+        words = [word.strip() for word in row]
+        if len(words) >= 2 and words[0].isdigit() and (number := words[-1].removesuffix(" MiB")).isdigit():
+            found[int(words[0])] = int(number) * MIB
+    return found
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """Mapped files are page cache, which nobody's end gives back."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
+    except OSError:
+        return 0
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,237 @@
+"""Guards a node's memory on threads of its own: looks, decides, kills, and leaves a bundle. Never waits for the daemon, Ray or a driver.
+
+The thread that looks and kills reads three files that it holds open and signals descriptors that it holds already: nothing on its way can
+hang or has to be allocated but numbers. Who holds memory is found out on a second thread, what has to be said afterwards on a third.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from workers import incidents, meminfo, processes, rank
+from workers.guard import PHASES, Decision, Engine, Limits, State, decide, pace_s
+from workers.holders import Held, Holders
+from workers.vitals import COLUMNS, Look, Trend, Vitals
+
+HOLDERS_EVERY_S = 2.0
+# What a daemon said longer ago of requests says nothing any more.
+HEARD_S = 10.0
+GONE_TIMEOUT_S = 10.0
+ON, WATCH, OFF = "on", "watch", "off"
+
+log = logging.getLogger("sparkd.guard")
+
+
+class Sentry:
+    """settings: mode (on kills, watch only tells the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic.
+
+    What the daemon says of each model: in_flight, priority, pinned, state, by, predicted_gib. Without a word of it the guard works too.
+    Of several sentries of one run directory, the agent's and the daemon's own, one acts: who holds the lock, for which `claims` asks.
+    """
+
+    def __init__(
+        self, node_id: str, run_dir: str, log_dir: str, proc: Path, sample_s: float, settings: Mapping[str, Any],
+        drop: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
+        self.sample_s = sample_s
+        self.claims = True
+        self.reading: dict[str, Any] = {}
+        self.folder = Path(log_dir) / "incidents"
+        self.holders = Holders(run_dir)
+        self._node_id, self._run_dir, self._proc = node_id, run_dir, proc
+        self._told: Mapping[str, Mapping[str, Any]] = {}
+        self._heard_at_s = float("-inf")
+        self._given = tuple(settings.get(name) for name in ("soft_gib", "hard_gib", "floor_gib"))
+        self._mode = str(settings.get("mode", OFF))
+        self._drop = drop
+        self._vitals = Vitals(proc)
+        self._limits: Limits | None = None
+        self._state = State()
+        self._decision = Decision("ok")
+        self._dying = threading.Event()
+        self._ended = threading.Event()
+        self._lock_fd = -1
+        self._after: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._killed: dict[str, str] = {}
+
+    def start(self) -> None:
+        """The first look is made here. Raises OSError where /proc/meminfo cannot be read."""
+        if self.look(time.monotonic()) is None:
+            self.reading = dict(meminfo.sample(self._proc)) | {"at_s": time.time()}
+        for name, work in (("memory", self._look_forever), ("memory holders", self._hold_forever), ("memory bundles", self._say_forever)):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """No look after this one."""
+        self._ended.set()
+
+    def hear(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        """From a daemon that lives."""
+        self._told, self._heard_at_s = told, time.monotonic()
+
+    def killed(self, rank_id: str) -> str | None:
+        """Why the guard killed this rank, also before this process began; None where it did not."""
+        if rank_id not in self._killed:
+            told = [one for one in incidents.summaries(self.folder) if one["rank_id"] == rank_id]
+            self._killed[rank_id] = _sentence(told[-1]["why"], told[-1]["id"]) if told else ""
+        return self._killed[rank_id] or None
+
+    def look(self, now_s: float) -> tuple[Look, Trend] | None:
+        """One look and what follows from it. None where memory cannot be read: the age of the last reading tells."""
+        look = self._vitals.look(now_s)
+        if look is None:
+            return None
+        trend = self._vitals.trend()
+        self._limits = Limits.of(look.total, *self._given)
+        if self._mode != OFF:
+            self._guard(look, trend, self._limits)
+        self.reading = self._reading(look, trend, self._limits)
+        return look, trend
+
+    def _guard(self, look: Look, trend: Trend, limits: Limits) -> None:
+        ranks = self.holders.ranks
+        fresh = look.at_s - self._heard_at_s <= HEARD_S
+        engines = [_engine(one, self._told.get(one.model), fresh=fresh) for one in ranks]
+        decision, state = decide(look, trend, engines, limits, self._state, unified=self.holders.has_device, dying=self._dying.is_set())
+        if (decision.kill or decision.drop) and (self._mode != ON or not self._may_act()):
+            decision = Decision(decision.level, why=decision.why)
+        if decision.kill:
+            victim = next(one for one in ranks if one.rank_id == decision.kill)
+            for fd in victim.pidfds:
+                with suppress(OSError):  # gone by itself, or closed by the other thread because it is gone
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            self._dying.set()
+            self._remember(victim, decision, look, limits)
+        if decision.drop and self._drop:
+            self._after.put(self._dropped)
+        self._decision, self._state = decision, state
+
+    def _remember(self, victim: Held, decision: Decision, look: Look, limits: Limits) -> None:
+        """What the bundle needs of this moment; written on another thread, with the memory that has come back."""
+        at_s = time.time()
+        incident_id = incidents.new_id(at_s, victim.rank_id)
+        self._killed[victim.rank_id] = _sentence(decision.why, incident_id)
+        rows = self._vitals.rows()
+        self._vitals.forget()
+        bundle = {
+            "id": incident_id, "at_s": at_s, "node": self._node_id, "model": victim.model, "rank_id": victim.rank_id, "why": decision.why,
+            "level": decision.level, "phase": victim.phase, "told": dict(self._told.get(victim.model) or {}), "pids": victim.pids,
+            "limits": {"soft_bytes": limits.soft, "hard_bytes": limits.hard, "floor_bytes": limits.floor},
+            "engines": [
+                {name: getattr(one, name) for name in ("rank_id", "model", "phase", "host_bytes", "device_bytes")}
+                for one in self.holders.ranks
+            ],
+            "available_bytes": look.available, "columns": COLUMNS, "readings": rows,
+        }  # fmt: skip
+        self._after.put(lambda: self._aftermath(victim, bundle))
+
+    def _aftermath(self, victim: Held, bundle: dict[str, Any]) -> None:
+        def find() -> Mapping[int, processes.Identity]:
+            return processes.members(victim.rank_id, self._run_dir, shim=victim.shim, engine=victim.engine)
+
+        survivors = processes.kill_all(find, timeout_s=GONE_TIMEOUT_S)
+        self._dying.clear()
+        now = self.reading.get("mem_available_bytes", 0)
+        tail = rank.read_log(victim.log_path, max_bytes=incidents.TAIL_BYTES, tail_lines=incidents.TAIL_LINES)["text"].splitlines()
+        bundle |= {"log": tail, "survivors": survivors, "freed_bytes": int(now - bundle["available_bytes"])}
+        log.error("killed %s (%s): %s", victim.model, victim.rank_id, bundle["why"])
+        try:
+            incidents.write(self.folder, bundle)
+        except OSError as error:
+            log.error("the bundle %s cannot be written: %s", bundle["id"], error)
+
+    def _dropped(self) -> None:
+        if self._drop:
+            log.info("page cache: %s", self._drop())
+
+    def _reading(self, look: Look, trend: Trend, limits: Limits) -> dict[str, Any]:
+        """By the field names of sparkd.state.Reading."""
+        pressure = meminfo.parse_pressure(self._vitals.pressure.text())
+        return meminfo.parse_meminfo(self._vitals.meminfo.text()) | pressure | {
+            "at_s": time.time(),
+            "unaccounted_bytes": look.unaccounted,
+            "slope_bytes_per_s": trend.short,
+            "floor_in_s": trend.seconds_to(look.available, limits.floor),
+            "scanned_per_s": trend.scanned_per_s,
+            "swapped_per_s": trend.swapped_per_s,
+            "level": self._decision.level,
+            "level_why": self._decision.why or None,
+            "device_trouble": self.holders.device_trouble,
+        }  # fmt: skip
+
+    def _may_act(self) -> bool:
+        """Whether this sentry is the one that acts. The lock goes with the process that holds it, however that ends."""
+        if not self.claims:
+            fd, self._lock_fd = self._lock_fd, -1
+            if fd >= 0:
+                os.close(fd)
+            return False
+        if self._lock_fd < 0:
+            try:
+                fd = os.open(f"{self._run_dir}/guard.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                with suppress(OSError, UnboundLocalError):
+                    os.close(fd)
+                return False
+            self._lock_fd = fd
+        return True
+
+    def _look_forever(self) -> None:
+        wait_s = self.sample_s
+        while not self._ended.wait(wait_s):
+            try:
+                found = self.look(time.monotonic())
+            except Exception:
+                # The last boundary: whatever a look stumbles over, the next one must come.
+                log.exception("a look at the memory failed")
+                found = None
+            wait_s = pace_s(*found, self._limits, self.sample_s) if found and self._limits and self._mode != OFF else self.sample_s
+            if found and self._mode == ON:
+                self._may_act()
+
+    def _hold_forever(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.holders.refresh(time.monotonic(), ask_device=self._mode != ON or self._lock_fd >= 0)
+            except Exception:
+                # As above: a process that ends while it is read, a status file of another release.
+                log.exception("who holds the memory could not be found out")
+            self._ended.wait(min(HOLDERS_EVERY_S, self.sample_s * 4))
+
+    def _say_forever(self) -> None:
+        while not self._ended.is_set():
+            with suppress(queue.Empty):
+                work = self._after.get(timeout=1.0)
+                try:
+                    work()
+                except Exception:
+                    # As above.
+                    log.exception("what followed an action of the guard failed")
+
+
+def _engine(held: Held, told: Mapping[str, Any] | None, *, fresh: bool) -> Engine:
+    told = told or {}
+    return Engine(
+        held.rank_id,
+        held.model,
+        PHASES.get(held.phase, "load"),
+        held.held_bytes,
+        told.get("in_flight") if fresh else None,
+        int(told.get("priority", 50)),
+        bool(told.get("pinned", False)),
+    )
+
+
+def _sentence(why: str, incident_id: str) -> str:
+    return f"The memory guard killed it, to keep the machine alive: {why}. `sparkd incidents show {incident_id}` has the last two minutes."

@@ -1,0 +1,233 @@
+"""What a node's memory does, look by look: reads three files of /proc, keeps two minutes of it, and works out where it goes. Never acts.
+
+A look opens nothing and allocates nothing larger than a number: files are held open, buffers and the ring are made beforehand, because
+this must work on a machine that has no page left.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+BUFFER_BYTES = 32 * 1024
+KEPT_S = 120.0
+# At the fastest pace two minutes are that many looks.
+ROWS = 1200
+COLUMNS = ("at_s", "available", "free", "cached", "swap_free", "cma_free", "unaccounted", "scanned", "swapped", "psi_full")
+SHORT_S, MIDDLE_S, LONG_S = 1.0, 5.0, 60.0
+_MEMINFO = (
+    b"MemTotal:", b"MemAvailable:", b"MemFree:", b"Cached:", b"SwapTotal:", b"SwapFree:", b"CmaTotal:", b"CmaFree:", b"Buffers:",
+    b"SwapCached:", b"AnonPages:", b"KReclaimable:", b"SUnreclaim:", b"KernelStack:", b"PageTables:", b"SecPageTables:", b"Percpu:",
+)  # fmt: skip
+# Of Documentation/mm and mm/vmstat.c: pages that a process had to look through itself because none was free, and pages swapped.
+_VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
+
+
+@dataclass(slots=True)
+class Look:
+    """One moment, bytes. at_s is monotonic. scanned and swapped are pages since boot; psi_full_us microseconds since boot.
+
+    What the kernel does not print is None; unaccounted is meminfo.unaccounted_bytes.
+    """
+
+    at_s: float
+    total: int
+    available: int
+    free: int
+    cached: int
+    swap_total: int
+    swap_free: int
+    cma_total: int | None = None
+    cma_free: int | None = None
+    unaccounted: int | None = None
+    scanned: int = 0
+    swapped: int = 0
+    psi_full_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Where it goes. Slopes in bytes per second, negative where memory goes: since the last look, over SHORT_S, over MIDDLE_S.
+
+    fell: bytes less than at most LONG_S ago. scanned_per_s, swapped_per_s: pages, over MIDDLE_S. span_s: how much is known at all.
+    """
+
+    last: float = 0.0
+    short: float = 0.0
+    middle: float = 0.0
+    fell: float = 0.0
+    scanned_per_s: float = 0.0
+    swapped_per_s: float = 0.0
+    span_s: float = 0.0
+
+    def seconds_to(self, available: float, floor: float) -> float | None:
+        """Until `floor` at the steeper of both slopes; None where memory does not go. 0 below the floor."""
+        slope = min(self.short, self.middle)
+        if slope >= 0:
+            return None
+        return max(0.0, (available - floor) / -slope)
+
+
+class Source:
+    """One file of /proc, read again and again into one buffer. Outside /proc it is opened each time: somebody replaces it."""
+
+    def __init__(self, path: Path, *, held: bool) -> None:
+        self._path = path
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._into = [self._buffer]
+        self._length = 0
+        self._fd = self._open() if held else -1
+
+    def read(self) -> bool:
+        """False where it cannot be read; what was read before then stays."""
+        fd = self._fd if self._fd >= 0 else self._open()
+        if fd < 0:
+            return False
+        try:
+            self._length = os.preadv(fd, self._into, 0)
+            return True
+        except OSError:
+            return False
+        finally:
+            if self._fd < 0:
+                os.close(fd)
+
+    def number(self, name: bytes) -> int | None:
+        """The whole number behind `name` at the beginning of a line."""
+        at = 0 if self._buffer.startswith(name) else self._buffer.find(b"\n" + name, 0, self._length) + 1
+        if at == 0 and not self._buffer.startswith(name):
+            return None
+        at += len(name)
+        end = self._buffer.find(b"\n", at, self._length)
+        try:
+            return int(self._buffer[at : end if end >= 0 else self._length].split(b"kB")[0])
+        except ValueError:
+            return None
+
+    def psi_total_us(self) -> int:
+        """`total=` of the line `full` (Documentation/accounting/psi.rst)."""
+        line = self._buffer.find(b"full ", 0, self._length)
+        at = self._buffer.find(b"total=", line, self._length) if line >= 0 else -1
+        end = self._buffer.find(b"\n", at, self._length) if at >= 0 else -1
+        try:
+            return int(self._buffer[at + 6 : end if end >= 0 else self._length]) if at >= 0 else 0
+        except ValueError:
+            return 0
+
+    def text(self) -> str:
+        return self._buffer[: self._length].decode("ascii", "replace")
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return -1
+
+
+class Vitals:
+    """The looks of one node. `look()` adds one; `trend()` says where it goes; `rows()` is the last two minutes."""
+
+    def __init__(self, proc: Path) -> None:
+        held = proc == Path("/proc")
+        self.meminfo = Source(proc / "meminfo", held=held)
+        self.vmstat = Source(proc / "vmstat", held=held)
+        self.pressure = Source(proc / "pressure" / "memory", held=held)
+        self._ring = array("d", bytes(8 * ROWS * len(COLUMNS)))
+        self._count = 0
+
+    def look(self, now_s: float) -> Look | None:
+        """None where /proc/meminfo cannot be read now."""
+        if not self.meminfo.read():
+            return None
+        found = {name: self.meminfo.number(name) for name in _MEMINFO}
+        kib = {name: value * 1024 for name, value in found.items() if value is not None}
+        has_vmstat, has_psi = self.vmstat.read(), self.pressure.read()
+        counters = [(self.vmstat.number(name) or 0) if has_vmstat else 0 for name in _VMSTAT]
+        look = Look(
+            now_s,
+            kib.get(b"MemTotal:", 0),
+            kib.get(b"MemAvailable:", 0),
+            kib.get(b"MemFree:", 0),
+            kib.get(b"Cached:", 0),
+            kib.get(b"SwapTotal:", 0),
+            kib.get(b"SwapFree:", 0),
+            kib.get(b"CmaTotal:"),
+            kib.get(b"CmaFree:"),
+            _unaccounted(kib),
+            counters[0],
+            counters[1] + counters[2],
+            self.pressure.psi_total_us() if has_psi else 0,
+        )
+        self.add(look)
+        return look
+
+    def add(self, look: Look) -> None:
+        at = self._count % ROWS * len(COLUMNS)
+        row = (
+            look.at_s, look.available, look.free, look.cached, look.swap_free, look.cma_free or 0, look.unaccounted or 0, look.scanned,
+            look.swapped, look.psi_full_us,
+        )  # fmt: skip
+        for index, value in enumerate(row):
+            self._ring[at + index] = value
+        self._count += 1
+
+    def forget(self) -> None:
+        """A process was killed: what went before says nothing about what goes on."""
+        self._count = 0
+
+    def trend(self) -> Trend:
+        """From the newest look back. Without a look that is old enough a slope is over what there is."""
+        if self._count < 2:
+            return Trend()
+        now_s, available = self._at(1, 0), self._at(1, 1)
+        short, middle, long = self._back(SHORT_S), self._back(MIDDLE_S), self._back(LONG_S)
+        return Trend(
+            self._slope(2),
+            self._slope(short),
+            self._slope(middle),
+            max(0.0, self._at(long, 1) - available),
+            self._per_s(middle, 7),
+            self._per_s(middle, 8),
+            now_s - self._at(long, 0),
+        )
+
+    def rows(self) -> list[list[float]]:
+        """Of the last KEPT_S, oldest first, in the order of COLUMNS."""
+        if not self._count:
+            return []
+        last = self._back(KEPT_S)
+        return [[self._at(back, column) for column in range(len(COLUMNS))] for back in range(last, 0, -1)]
+
+    def _at(self, back: int, column: int) -> float:
+        """back: 1 is the newest look."""
+        return self._ring[(self._count - back) % ROWS * len(COLUMNS) + column]
+
+    def _back(self, seconds: float) -> int:
+        """How many looks back the first one is that is no older than that."""
+        oldest_s, known = self._at(1, 0) - seconds - 1e-6, min(self._count, ROWS)
+        back, beyond = 1, known + 1
+        while beyond - back > 1:
+            middle = (back + beyond) // 2
+            back, beyond = (middle, beyond) if self._at(middle, 0) >= oldest_s else (back, middle)
+        # A slope needs two looks, however long ago the one before was.
+        return min(known, max(back, 2))
+
+    def _slope(self, back: int) -> float:
+        return self._per_s(back, 1)
+
+    def _per_s(self, back: int, column: int) -> float:
+        elapsed_s = self._at(1, 0) - self._at(back, 0)
+        return (self._at(1, column) - self._at(back, column)) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _unaccounted(kib: dict[bytes, int]) -> int | None:
+    """See meminfo.unaccounted_bytes."""
+    if not {b"AnonPages:", b"SUnreclaim:", b"KReclaimable:", b"Cached:"} <= kib.keys():
+        return None
+    taken = sum(value for name, value in kib.items() if name in _TAKEN)
+    return kib[b"MemTotal:"] - taken
+
+
+_TAKEN = frozenset(_MEMINFO) - {b"MemTotal:", b"MemAvailable:", b"SwapTotal:", b"SwapFree:", b"CmaTotal:", b"CmaFree:"}
