@@ -53,7 +53,7 @@ Installed. What is left:
   python3 -m venv $VENV && $VENV/bin/pip install . vllm     as root, from the checkout
   \$EDITOR $etc/sparkd.yaml && $VENV/bin/sparkd check $etc/sparkd.yaml
   make -C deploy check
-  systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sparkd-ray.service instead
+  systemctl enable --now sparkd.socket sparkd.service             a node that only lends its GPU: sparkd join HEAD instead
 TEXT
 }
 

@@ -45,9 +45,10 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("talk", "register", ("run",)),
     ("verbs", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
     ("plan_verb", "register", ("plan",)),
-    ("fabric_verb", "register", ("fabric",)),
+    ("fabric_verb", "register", ("fabric", "nodes")),
     ("doctor_verb", "register", ("doctor",)),
     ("incident_verbs", "register", ("incidents",)),
+    ("join_verb", "register", ("join", "leave", "token")),
     ("export", "register", ("export",)),
     ("recipe_verbs", "register", ("recipes",)),
     ("launch", "register", ("check", "ray-node", "version")),
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         # A terminal that cannot show a character gets a question mark rather than an error.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] not in (["serve"], ["ray-node"]):
+    if argv[:1] not in (["serve"], ["ray-node"], ["join"]):
         # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
         gc.set_threshold(50_000)
     code = exit_code(argv)

@@ -32,6 +32,7 @@ from sparkd.errors import (
     error_body,
 )
 from sparkd.model_config import ModelConfig
+from sparkd.offers import Offers
 from sparkd.plan_here import QuestionHere, planned_here
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
@@ -124,14 +125,18 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
         },
     )
 
+    offers = Offers(lambda: supervisor.fabric())
+
     @api.get("/status", summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
         return _status(snapshot) | {"costs": await asyncio.to_thread(costs)}
 
-    @api.get("/nodes", summary="Nodes, their agents and their last reading")
+    @api.get("/nodes", summary="Nodes, their agents and their last reading; and who else is at the end of a cable and could join")
     async def nodes() -> dict[str, Any]:
-        return {"nodes": [asdict(node) for node in supervisor.snapshot().nodes]}
+        snapshot = supervisor.snapshot()
+        head = {"head": snapshot.cluster.get("address")}
+        return {"nodes": [asdict(node) for node in snapshot.nodes], "offered": await offers.now()} | head
 
     @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
     async def fabric() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from sparkd import metrics
+from sparkd import joined, metrics
 from sparkd.cluster import Cluster
 from sparkd.config import Config, load_config
 from sparkd.console import Console
@@ -73,6 +73,8 @@ async def _serve(config: Config, options: Options) -> None:
     environ = dict(os.environ)
     systemd = Systemd.take()
     config.check_bind(environ)
+    if (head := joined.read(config)) is not None:
+        raise ConfigError(f"This node has joined {head.address}, whose daemon serves: ask that one, or run `sparkd leave` first.")
     with _lock(config.state_dir):
         _private_folder(config.runtime_path())
         listening = [listener.socket for listener in systemd.listeners] or [_bind(config.host, config.port)]

@@ -113,8 +113,9 @@ class Cage:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """One node. neighbours: (interface, address, MAC) of whoever answered there; routes: (destination, interface). address: the node's in
-    the cluster, None where it has none. environment: what its own process environment says of the variables that sparkd computes.
+    """One node. neighbours: (interface, address, MAC) of whoever answered there; answers: (interface, link-local address) of who did so
+    just now; routes: (destination, interface). address: the node's in the cluster, None where it has none. environment: what its own
+    process environment says of the variables that sparkd computes.
     unified: whether CPU and GPU share its memory."""
 
     node: str
@@ -130,6 +131,7 @@ class Fabric:
     trouble: tuple[str, ...]
     address: IPv4Address | None = None
     unified: bool = True
+    answers: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def twins(self) -> tuple[Interface, ...]:
@@ -165,6 +167,7 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
         trouble=tuple(raw["trouble"]),
         address=None if own is None or own.is_loopback else own,
         unified=bool(raw["unified"]),
+        answers=frozenset((str(one["dev"]), str(one["dst"])) for one in raw.get("answers", ())),
     )
 
 

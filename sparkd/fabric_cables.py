@@ -225,7 +225,10 @@ def _strangers(nodes: Sequence[Fabric], cables: Sequence[Cable]) -> Iterator[Fin
             names = {twin.name for twin in cage.twins}
             met = sorted({f"{address} {mac}" for name, address, mac in node.neighbours if name in names})
             told = f"it has a link, and has met {', '.join(met[:4]) if met else 'nobody'}"
-            cure = "Ping the other end over it, and check that both ends' addresses are in one subnet, or join the node that it leads to."
+            cure = (
+                "If that is a Spark to work with, run `sparkd join` there (`sparkd token` here prints the command); if it should be one of "
+                "these nodes, check that both ends' addresses are in one subnet, and ping it."
+            )
             yield Finding("peer", WARN, node.node, cage.label, told, cure)
 
 

@@ -10,6 +10,7 @@ from sparkd.fabric import Fabric, Interface, fabrics_of
 from sparkd.fabric_cables import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
 from sparkd.fabric_environment import settings
 from sparkd.fabric_findings import FAIL, Finding, findings, worst
+from sparkd.fabric_peers import peers
 
 
 def report(
@@ -40,6 +41,7 @@ def report(
         "nodes": [_node(node) for node in nodes],
         "cables": [_cable(cable) for cable in cables],
         "topology": topology(nodes, cables),
+        "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
         "findings": [asdict(one) for one in found],
         "verdict": worst(found),

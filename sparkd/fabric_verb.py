@@ -1,4 +1,4 @@
-"""The verb `fabric`: how the nodes are linked, what is wrong with it, and each node's environment. Never changes a link."""
+"""The verbs `fabric` and `nodes`: how nodes are linked, what is wrong with it, each one's environment, who is there. Never changes one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sparkd.verbs import Session, option, verb
 
 def register(app: typer.Typer) -> None:
     app.command("fabric")(verb(fabric))
+    app.command("nodes")(verb(nodes))
 
 
 def fabric(
@@ -39,6 +40,20 @@ def fabric(
         raise typer.Exit(SparkdError.exit_code)
 
 
+def nodes(session: Session) -> None:
+    """The nodes, and who else could join.
+
+    Offered is who answers at the other end of a QSFP cable. Nobody is joined by being found: `sparkd join` on that node does it.
+    """
+    from sparkd import show_fabric
+
+    found = session.client.get("/nodes")
+    if session.json:
+        show.say_json(found)
+    else:
+        show_fabric.nodes(found, session.out)
+
+
 def _of_folders(roots: list[Path]) -> dict[str, Any]:
     from sparkd.fabric_report import report
     from workers.fabric_reading import sample
@@ -52,6 +67,7 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
 def _of_cluster(session: Session) -> dict[str, Any]:
     """A daemon that is not there, wants a key or is older leaves this node, which needs nobody to be looked at."""
     from sparkd.fabric_report import report
+    from workers.fabric_knock import knock
     from workers.fabric_reading import sample
 
     try:
@@ -62,5 +78,6 @@ def _of_cluster(session: Session) -> dict[str, Any]:
         alone = error.message.rstrip(".")
     if not session.json:
         session.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
-    raw = sample()
+    answers = knock()
+    raw = sample() | {"answers": answers}
     return report({str(raw["host"]): raw})

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparkd import __version__
 from sparkd.errors import RayUnavailable
 from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
 
 MARK = "SPARKD_RAY_DIR"
+# Of each node in Ray: sparkd's version there, which a node that wants to join compares.
+VERSION_LABEL = "sparkd-version"
 START_TIMEOUT_S = 90.0
 STOP_GRACE_S = 2.0
 LOOPBACK = "127.0.0.1"
@@ -42,7 +45,8 @@ class RayHead:
     node_ip: the address that Ray binds and gives away. On 127.0.0.1 Ray's single-machine mode (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0) keeps
     every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
 
-    join: the head's address where this node is not the head. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone.
+    join: the head's address where this node is not the head. session: asks that head which session of Ray it is, None where it does not
+    answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone.
     rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
     on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
     """
@@ -60,6 +64,7 @@ class RayHead:
         keeper: bool = False,
         rank_folders: tuple[Path, Path, Path, Path] | None = None,
         fabric: Callable[[str, Mapping[str, str]], Mapping[str, str]] | None = None,
+        session: Callable[[], str | None] | None = None,
     ) -> None:
         self.folder = runtime_dir / "ray"
         self.token_path = token_path
@@ -69,6 +74,7 @@ class RayHead:
         self._object_store_mib = object_store_mib
         self._join = join
         self._keeper = keeper
+        self._session = session
         self._rank_folders = rank_folders
         # Alone on its loopback a node has nobody to meet.
         self._fabric = fabric if node_ip != LOOPBACK else None
@@ -83,8 +89,8 @@ class RayHead:
     def ensure(self) -> str:
         """The address of the living head, which is started first if need be. Blocks, seconds. Raises RayUnavailable."""
         address, kept = self.living_address(), self._kept
-        # A keeper takes over what an earlier keeper left, and nothing that a daemon started for itself.
-        if address and (kept or not self._keeper):
+        # A keeper takes over what an earlier keeper left, and nothing that a daemon started for itself, or of another head.
+        if address and (kept or not self._keeper) and not self._is_stale():
             return address
         if kept and not self._keeper:
             raise RayUnavailable("Ray of this node has ended; `sparkd ray-node` starts it, not the daemon: systemctl restart sparkd-ray.")
@@ -98,6 +104,17 @@ class RayHead:
         """None unless both its GCS and its raylet live; of a node that joined, its raylet."""
         address = self._recorded().get("address")
         return str(address) if address and set(self.essential()) == self._essential else None
+
+    def _is_stale(self) -> bool:
+        """Whether the living raylet belongs to another head, or to an earlier one at the same address: Ray's session tells them apart.
+
+        A head that does not answer now proves nothing: then its raylet waits for it, or ends by itself.
+        """
+        record = self._recorded()
+        if record.get("join") != self._join:
+            return True
+        session = self._session() if self._join and self._session else None
+        return session is not None and session != record.get("session")
 
     def essential(self) -> dict[str, int]:
         """Name and process id of the living ones without which there is no Ray here."""
@@ -144,6 +161,7 @@ class RayHead:
             *(sys.executable, "-m", "ray.scripts.scripts", "start"),
             *([f"--address={self._join}"] if self._join else head),
             f"--node-ip-address={self.node_ip}",
+            f"--labels={VERSION_LABEL}={__version__}",
             f"--temp-dir={self.folder}",
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",
@@ -180,7 +198,9 @@ class RayHead:
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
         # Ray lets everybody write to its temp-dir (ray/_private/utils.py, try_to_create_directory), where its sockets are.
         self.folder.chmod(0o700)
-        _write_private(self._record, json.dumps({"address": address, "keeper": self._keeper}))
+        session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
+        record = {"address": address, "keeper": self._keeper, "join": self._join, "session": session}
+        _write_private(self._record, json.dumps(record))
         return address
 
     @property
@@ -252,6 +272,22 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
     if node_ip == LOOPBACK:
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return variables
+
+
+def is_here(host: str) -> bool:
+    """Whether an address is one of this machine's: only those can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
 
 
 def make_token(path: Path) -> None:

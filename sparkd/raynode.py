@@ -6,49 +6,62 @@ import logging
 import os
 import select
 import signal
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+from sparkd import joined
 from sparkd.config import Config
 from sparkd.errors import ConfigError, RayUnavailable
 from sparkd.fabric_nodes import ray_environment
+from sparkd.join_head import probe_head
 from sparkd.placement import offered_gib
 from sparkd.rank_folders import rank_folders
-from sparkd.rayhead import LOOPBACK, RayHead
+from sparkd.rayhead import LOOPBACK, RayHead, is_here
 from sparkd.systemd import Systemd
+from workers import rank
 
 LAST_WORDS = 5
 
 log = logging.getLogger("sparkd.raynode")
 
 
-def run_node(config: Config, environ: Mapping[str, str]) -> None:
+def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | None = None) -> None:
     """Start Ray, or take over what an earlier one left, and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
 
-    Raises ConfigError for an address that cannot be used, RayUnavailable where Ray does not start or ends by itself.
+    again_s: start it again so long after it ended by itself, where no service manager does. Raises ConfigError for an address that cannot
+    be used, RayUnavailable where Ray does not start, or ends by itself and again_s is None.
     """
     environ = dict(environ)
     systemd = Systemd.take()
-    ray = node_of(config, environ)
+    ray = node_of(joined.applied(config), environ)
     config.runtime_path().mkdir(mode=0o700, parents=True, exist_ok=True)
     with _ending() as ended:
-        try:
-            address = ray.ensure()
-            log.info("Ray runs at %s", address)
-            systemd.ready(f"Ray at {address}")
-            dead = _wait(ray, ended)
-            if dead:
-                _log_last_words(ray, dead)
-        finally:
-            systemd.stopping("Ray ends; engines stay")
-            ray.stop()
-            if not systemd.supervised:
-                ray.forget()
-    if dead:
+        dead = _live(ray, ended, systemd)
+        while dead and again_s is not None:
+            log.warning("Ray's %s ended by itself; it is started again", dead)
+            if select.select([ended], [], [], again_s)[0]:
+                break
+            try:
+                dead = _live(ray, ended, systemd)
+            except RayUnavailable as error:
+                log.warning("%s", error.message)
+    if dead and again_s is None:
         raise RayUnavailable(f"Ray's {dead} ended by itself; the service manager starts it again.")
     log.info("Ray has ended")
+
+
+def end_ranks(run_dir: Path, grace_s: float) -> list[str]:
+    """End every rank of this node; the model names of those that would not die. For a node that leaves: nobody will look after them."""
+    left = []
+    for fact in rank.scan(str(run_dir)):
+        if rank.stop({"rank_id": fact["rank_id"]}, run_dir=str(run_dir), grace_s=grace_s)["gone"]:
+            rank.forget(fact["rank_id"], str(run_dir))
+            (run_dir / f"{fact['rank_id']}.key").unlink(missing_ok=True)
+        else:
+            left.append(str((fact["handle"] or {}).get("model", fact["rank_id"])))
+    return left
 
 
 def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
@@ -57,15 +70,20 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
     if cluster.address is not None:
         host, _, number = cluster.address.rpartition(":")
         host = host.strip("[]")
-        if _is_here(host):
+        if is_here(host):
             node_ip, port = cluster.node_ip or host, int(number)
         elif cluster.node_ip is None:
-            raise ConfigError("cluster.node_ip is missing: a node that joins another needs its own address on the cable between them.")
+            raise ConfigError(
+                "cluster.node_ip is missing: a node that joins another needs its own address on the cable between them. "
+                "`sparkd join HEAD` finds it."
+            )
         else:
             join = cluster.address
     token_path = config.token_path(environ)
     if join and not token_path.is_file():
-        raise ConfigError(f"Ray's token {token_path} is missing: copy the head's file there, or name it by cluster.token_file.")
+        raise ConfigError(
+            f"Ray's token {token_path} is missing: run `sparkd join HEAD`, or copy the head's file there, or name it by cluster.token_file."
+        )
     return RayHead(
         config.runtime_path(),
         token_path,
@@ -77,23 +95,30 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
         keeper=True,
         rank_folders=rank_folders(config, node_ip),
         fabric=ray_environment,
+        session=lambda: _session_of(str(join), token_path, node_ip),
     )
 
 
-def _is_here(host: str) -> bool:
-    """Whether an address is one of this machine's: only those can be bound."""
+def _live(ray: RayHead, ended: int, systemd: Systemd) -> str | None:
+    """From Ray's start to its end: None where a signal ended it, else the name of what ended by itself."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
+        address = ray.ensure()
+        log.info("Ray runs at %s", address)
+        systemd.ready(f"Ray at {address}")
+        dead = _wait(ray, ended)
+        if dead:
+            _log_last_words(ray, dead)
+    finally:
+        systemd.stopping("Ray ends; engines stay")
+        ray.stop()
+        if not systemd.supervised:
+            ray.forget()
+    return dead
+
+
+def _session_of(address: str, token_path: Path, node_ip: str) -> str | None:
+    found = probe_head(address, token_path, node_ip).get("session")
+    return str(found) if found else None
 
 
 def _log_last_words(ray: RayHead, name: str) -> None:

@@ -29,7 +29,37 @@ def fabric(found: Mapping[str, Any], console: Console) -> None:
         for cable in found["cables"]:
             _cable(cable, console, double, single)
         console.print()
+    offers(found.get("offered", ()), console)
     findings(found["findings"], console)
+
+
+def nodes(found: Mapping[str, Any], console: Console) -> None:
+    """`sparkd nodes`: what `GET /admin/v1/nodes` answers."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("NODE", "AGENT", "MEMORY", "FREE", "LENT", "HELD"):
+        grid.add_column(column, no_wrap=True, justify="left" if column in ("NODE", "AGENT") else "right")
+    for node in found["nodes"]:
+        reading = node["reading"] or {}
+        agent = Text("answers", style="green") if node["agent"] else Text("does not answer", style="red")
+        sizes = (reading.get("mem_total_bytes"), reading.get("mem_available_bytes"))
+        lent = node["unified_memory_gib"]
+        grid.add_row(
+            Text(printable(node["address"]) + (" (daemon)" if node["local"] else "")),
+            agent,
+            *("-" if one is None else f"{one / (1 << 30):.1f} GiB" for one in sizes),
+            "-" if lent is None else f"{lent:g} GiB",
+            f"{node['reserved_gib']:g} GiB",
+        )
+    console.print(grid)
+    offers(found["offered"], console, found["head"])
+
+
+def offers(found: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
+    """Who could join. head: Ray's address of the head; one on loopback nobody can join yet."""
+    ready = head is not None and not head.startswith("127.")
+    how = f"`sparkd join {head}` there" if ready else "`sparkd join` there, after `sparkd token` here has said how"
+    for one in found:
+        console.print(Text(printable(f"offered  {one['told']}, not joined: run {how}"), style="cyan"), soft_wrap=True)
 
 
 def environment(found: Mapping[str, Any], console: Console) -> None:

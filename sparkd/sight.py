@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkd.snapshot import NodeView
-from sparkd.state import Diagnosis, Progress, RankFact, RankHandle, Reading, known
+from sparkd.state import Progress, RankFact, RankHandle, Reading, known
+from workers.signatures import Diagnosis
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 log = logging.getLogger("sparkd.cluster")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sparkd.errors import StateError
+from workers.signatures import Diagnosis
 
 SCHEMA_VERSION = 1
 EVENTS_KEPT = 5000
@@ -149,21 +150,11 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What a known line of an engine's log means (workers.signatures): one CamelCase word, and two sentences. weight 1 is a hint only."""
-
-    name: str
-    weight: int
-    cause: str
-    cure: str
-
-
-@dataclass(frozen=True, slots=True)
 class RankFact:
     """What an agent observed of one rank: a handle, whether its processes live, and how it ended.
 
-    halted: a signal has stopped a process of it (SIGSTOP): it lives, and will never answer. cpu_s: CPU seconds of all its processes. killed:
-    the guard's sentence, where it was the guard. host_bytes: anonymous memory of its processes; device_bytes as nvidia-smi says.
+    halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. cpu_s: CPU seconds of all its processes.
+    killed: the guard's sentence, where it was the guard. host_bytes: anonymous memory; device_bytes: as nvidia-smi says.
     """
 
     handle: RankHandle

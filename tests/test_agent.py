@@ -82,7 +82,8 @@ def test_it_observes_reading_ranks_and_its_own_clock(made: Agent) -> None:
 
 
 def test_it_tells_what_its_node_s_network_is(made: Agent) -> None:
-    assert made.fabric().keys() == {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble"}
+    known = {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble", "answers"}
+    assert made.fabric().keys() == known
 
 
 def test_what_sparkd_told_its_ray_is_not_taken_for_the_operators_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

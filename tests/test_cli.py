@@ -28,8 +28,8 @@ from tests.daemon_process import ROOT, free_port
 
 KEY = "correct-horse-battery-staple"
 VERBS = (
-    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "doctor", "export", "check",
-    "ray-node", "version",
+    "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "nodes", "doctor",
+    "export", "check", "join", "leave", "token", "ray-node", "version",
 )  # fmt: skip
 
 

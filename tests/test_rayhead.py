@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sparkd import rayhead
+from sparkd import __version__, rayhead
 from sparkd.config import load_config
 from sparkd.errors import RayUnavailable
 from sparkd.rank_folders import rank_folders
@@ -78,6 +78,7 @@ def test_the_command_of_a_head(folder: Path) -> None:
     assert set(command[4:]) == {
         *("--head", "--port=6380", "--include-dashboard=false", "--no-monitor", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}/ray"),
         *("--object-store-memory=83886080", '--resources={"unified_memory_gib": 4}', "--num-cpus=1", "--num-gpus=0"),
+        f"--labels=sparkd-version={__version__}",
         *("--include-log-monitor=false", "--disable-usage-stats", "--log-color=false"),
     }
 

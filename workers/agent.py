@@ -14,6 +14,7 @@ from typing import Any
 from sparkd import errors
 from sparkd.errors import RankError
 from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
+from workers.fabric_knock import knock
 from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
@@ -103,8 +104,12 @@ class Agent:
         return incidents.read(self.sentry.folder, incident_id)
 
     def fabric(self) -> dict[str, Any]:
-        """What this node's network looks like now: see workers.fabric_reading.sample. Takes as long as `ip` does, at most some seconds."""
-        return fabric_reading.sample()
+        """What this node's network looks like now: see workers.fabric_reading.sample, and `answers`, what workers.fabric_knock.knock says.
+
+        Takes as long as `ip` does, at most some seconds.
+        """
+        answers = knock()
+        return fabric_reading.sample() | {"answers": answers}
 
     def host(self, runtime: str | None) -> dict[str, Any]:
         """How this node was prepared: see workers.host_reading.sample. Takes at most two of its time-outs."""

@@ -1,0 +1,64 @@
+"""Owns who else is at the end of a QSFP cable and could join. Never joins anybody: it only offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+
+from sparkd.fabric import Cage, Fabric
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Somebody who is no node of the cluster. node: who has met it, in which cage. seen: (interface, address, MAC), IPv4 first. answers:
+    whether it has answered just now; else the kernel knows it from before."""
+
+    node: str
+    cage: str
+    seen: tuple[tuple[str, str, str], ...]
+    answers: bool
+
+    @property
+    def told(self) -> str:
+        """`10.0.0.2 on enp1s0f0np0 (spark-1, cage 0) answers`."""
+        name, address, _ = self.seen[0]
+        return f"{address} on {name} ({self.node}, {self.cage}) {'answers' if self.answers else 'was met'}"
+
+
+def peers(nodes: Sequence[Fabric]) -> tuple[Peer, ...]:
+    """Of all nodes in their order; whom two of them have met is offered once."""
+    ours = {one.mac for node in nodes for one in node.interfaces if one.mac}
+    taken: set[str] = set()
+    found = []
+    for node in nodes:
+        for cage in node.cages:
+            for peer in _of_cage(node, cage, ours):
+                macs = {mac for *_, mac in peer.seen}
+                if not macs & taken:
+                    found.append(peer)
+                taken |= macs
+    return tuple(found)
+
+
+def _of_cage(node: Fabric, cage: Cage, ours: set[str]) -> Iterator[Peer]:
+    """Both twins of a cage lead to one node, unless a switch is between: then each MAC address counts as a node of its own."""
+    twins = {twin.name for twin in cage.twins if twin.linked}
+    met = sorted((entry for entry in node.neighbours if entry[0] in twins and entry[2] not in ours), key=_ipv4_first)
+    macs = {name: {mac for other, _, mac in met if other == name} for name in twins}
+    groups = [met] if all(len(each) <= 1 for each in macs.values()) else [[one for one in met if one[2] == mac] for mac in _ordered(met)]
+    for group in filter(None, groups):
+        yield Peer(node.node, cage.label, tuple(group), any((name, address) in node.answers for name, address, _ in group))
+
+
+def _ordered(met: Sequence[tuple[str, str, str]]) -> list[str]:
+    return list(dict.fromkeys(mac for *_, mac in met))
+
+
+def _ipv4_first(entry: tuple[str, str, str]) -> tuple[bool, str, str]:
+    name, address, _ = entry
+    try:
+        IPv4Address(address)
+    except ValueError:
+        return True, name, address
+    return False, name, address

@@ -1,0 +1,301 @@
+"""The verbs `join`, `leave` and `token`: how a second Spark comes to a head and goes again. Never starts an engine, needs no daemon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparkd import show
+from sparkd.errors import ConfigError, Conflict, RayUnavailable
+from sparkd.launch import ConfigFile, config_path
+from sparkd.verbs import Asked, Json, argument, option
+
+if TYPE_CHECKING:
+    from sparkd.config import Config
+    from sparkd.fabric import Fabric
+
+UNIT = "sparkd-ray.service"
+DAEMON_UNIT = "sparkd.service"
+SYSTEM_TOKEN = Path("/etc/sparkd/ray.token")
+SYSTEMCTL_TIMEOUT_S = 180.0
+AGAIN_S = 2.0
+LEAVE_TIMEOUT_S = 30.0
+MAX_TOKEN_CHARS = 512
+
+StateDir = Annotated[Path | None, option("--state-dir", metavar="DIR", help="Folder for what survives a reboot.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("join")(join)
+    app.command("leave")(leave)
+    app.command("token")(token)
+
+
+def join(
+    head: Annotated[str, argument(metavar="HEAD", help="The head's host or host:port; port 6379 where none is given.")],
+    token: Annotated[
+        str | None, option("--token", metavar="-|FILE|TOKEN", help="- reads stdin. A token here can be read by every user.")
+    ] = None,
+    node_ip: Annotated[
+        str | None, option("--node-ip", metavar="IP", help="This node's address; by itself the one that reaches HEAD.")
+    ] = None,
+    config: ConfigFile = None,
+    state_dir: StateDir = None,
+    foreground: Annotated[bool, option("--foreground", help="Stay here until Ctrl-C although the systemd unit is installed.")] = False,
+) -> None:
+    """Lend this node to another's head.
+
+    Ray and its agent run here then, and nothing else.
+    As root, where sparkd's systemd units are installed, the unit sparkd-ray keeps it, now and after a reboot; else this command does,
+    until Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave` undoes it. Without --token it asks for it, unless this
+    node had joined that head before.
+    """
+    from sparkd import joined
+    from sparkd.join_head import ask_head, find_head
+    from sparkd.join_way import way_to
+
+    loaded, err = _loaded(config, state_dir), show.terminal(stderr=True)
+    found = find_head(head)
+    if loaded.cluster.address not in (None, found.address):
+        raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
+    units = not foreground and _has_units(loaded)
+    if units and _systemctl("is-active", DAEMON_UNIT):
+        raise Conflict(
+            "A daemon of its own runs on this node: `sparkd unload --all`, then `systemctl disable --now sparkd.socket sparkd.service`."
+        )
+    before = joined.read(loaded)
+    kept = joined.token_path(loaded) if before is not None and before.address == found.address else None
+    secret = _token(token, kept)
+    way = way_to(found.host, found.routed, _fabric(), node_ip)
+    with tempfile.TemporaryDirectory(prefix="sparkd-join-") as folder:
+        trial = Path(folder) / "token"
+        trial.touch(mode=0o600)
+        trial.write_text(secret)
+        ask_head(found, trial, way.node_ip)
+    err.print(way.why, markup=False)
+    for doubt in way.doubts:
+        err.print(f"warn: {doubt}", style="yellow", markup=False)
+    joined.keep_token(loaded, secret)
+    if units:
+        earlier = before if before is not None and before.unit else None
+        enabled = earlier.enabled if earlier else _systemctl("is-enabled", UNIT)
+        active = earlier.active if earlier else _systemctl("is-active", UNIT)
+        joined.keep(loaded, joined.Joined(found.address, way.node_ip, True, enabled, active))
+        if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
+            raise RayUnavailable(f"The unit {UNIT} did not start and is tried again: `journalctl -u {UNIT}` says why.")
+        err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it so. `sparkd leave` undoes it.", markup=False)
+        return
+    joined.keep(loaded, joined.Joined(found.address, way.node_ip, pid=os.getpid()))
+    err.print(f"This node joins {found.address} as {way.node_ip}, until Ctrl-C.", markup=False)
+    _stay(loaded, way.node_ip)
+
+
+def leave(config: ConfigFile = None, state_dir: StateDir = None) -> None:
+    """Take this node out of its cluster.
+
+    Its Ray ends, and what runs of models here; the head loads them elsewhere where they fit. The unit is as it was before `sparkd join`.
+    """
+    from sparkd import joined
+
+    loaded, out = _loaded(config, state_dir), show.terminal()
+    found = joined.read(loaded)
+    if found is None:
+        raise ConfigError(f"This node has joined nobody: there is no {loaded.state_dir / joined.RECORD}.")
+    if found.pid and _is_join(found.pid):
+        os.kill(found.pid, signal.SIGINT)
+        deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
+        while _is_join(found.pid) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        if _is_join(found.pid):
+            raise RayUnavailable(
+                f"The `sparkd join` of this node, process {found.pid}, does not end: kill it, then run `sparkd leave` again."
+            )
+    if found.unit:
+        _systemctl("stop", UNIT)
+    _end(loaded, found.node_ip)
+    if found.unit:
+        if not found.enabled:
+            _systemctl("disable", UNIT)
+        if found.active:
+            _systemctl("start", UNIT)
+    out.print(f"This node has left {found.address}.", markup=False)
+
+
+def token(
+    ctx: typer.Context,
+    config: ConfigFile = None,
+    state_dir: StateDir = None,
+    quiet: Annotated[bool, option("-q", "--quiet", help="The token alone, for a pipe.")] = False,
+    json: Json = False,
+) -> None:
+    """On the head: what another node joins it with.
+
+    The token, and the command.
+
+    `sparkd token -q | ssh NODE sudo sparkd join HEAD --token -` does it in one go. Whoever has the token may run programs on every node.
+    """
+    loaded = _loaded(config, state_dir)
+    address = _offered_address(loaded, config_path(config, os.environ, alone=state_dir is None))
+    path = _token_file(loaded)
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"The token {path} cannot be read: {error.strerror}. Run it as root, after sparkd was started once.") from None
+    command = f"sparkd join {address} --token -"
+    if json or (ctx.find_root().obj or Asked()).json:
+        show.say_json({"address": address, "command": command, "token": secret})
+    elif quiet:
+        sys.stdout.write(f"{secret}\n")
+    else:
+        sys.stdout.write(f"On the other node run this, and paste the token:\n\n  sudo {command}\n\n{secret}\n\n")
+        sys.stdout.write(f"Or from here:  sparkd token -q | ssh NODE sudo {command}\n")
+
+
+def _loaded(config: Path | None, state_dir: Path | None) -> Config:
+    from sparkd.config import load_config
+
+    return load_config(config_path(config, os.environ, alone=state_dir is None), flags={"state_dir": state_dir}, environ=os.environ)
+
+
+def _token(given: str | None, kept: Path | None) -> str:
+    """From stdin, a file, the command line, what an earlier join left, or a question. Raises ConfigError, never with it."""
+    if given == "-":
+        text = sys.stdin.readline(MAX_TOKEN_CHARS + 1)
+    elif given is not None and Path(given).is_file():
+        with Path(given).open() as file:
+            text = file.readline(MAX_TOKEN_CHARS + 1)
+    elif given is not None:
+        if "/" in given:
+            raise ConfigError("--token names a file that is not there.")
+        show.terminal(stderr=True).print(
+            "warn: every user of this node can read a command line: prefer --token - or a file.", style="yellow"
+        )
+        text = given
+    elif kept is not None and kept.is_file():
+        text = kept.read_text()
+    elif sys.stdin.isatty():
+        text = str(typer.prompt("Token of the head (`sparkd token` there)", hide_input=True, err=True))
+    else:
+        raise ConfigError(
+            "The head's token is missing: give it by --token - (stdin) or --token FILE; `sparkd token` on the head prints it."
+        )
+    token = text.strip()
+    if not (16 <= len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable() and " " not in token):
+        raise ConfigError("That is no token: `sparkd token` on the head prints one line of 64 hexadecimal digits.")
+    return token
+
+
+def _fabric() -> Fabric | None:
+    from sparkd.fabric import fabric_of
+    from workers.fabric_reading import sample
+
+    try:
+        raw = sample()
+    except OSError:
+        return None
+    return None if raw["trouble"] else fabric_of(str(raw["host"]), raw)
+
+
+def _stay(config: Config, node_ip: str) -> None:
+    """Until Ctrl-C; then nothing of it is left."""
+    from sparkd import logs
+    from sparkd.raynode import run_node
+
+    logs.set_up(config.log_level, None)
+    logging.getLogger("sparkd").setLevel(config.log_level.upper())
+    try:
+        run_node(config, os.environ, again_s=AGAIN_S)
+    finally:
+        _end(config, node_ip)
+
+
+def _end(config: Config, node_ip: str) -> None:
+    """What is left once Ray has ended: ranks, which nobody would look after, and the files."""
+    from sparkd import joined
+    from sparkd.rank_folders import rank_folders
+    from sparkd.raynode import end_ranks, node_of
+
+    with suppress(ConfigError):
+        ray = node_of(joined.applied(config), os.environ)
+        ray.stop()
+        ray.forget()
+    left = end_ranks(rank_folders(config, node_ip)[0], float(config.engine.stop_timeout_s))
+    joined.forget(config)
+    if left:
+        raise RayUnavailable(f"Processes of {', '.join(left)} do not end even after SIGKILL: if they stay, this node must be rebooted.")
+
+
+def _offered_address(config: Config, path: Path | None) -> str:
+    """host:port under which others reach this head. Raises ConfigError with what to write where there is none yet."""
+    from sparkd import joined
+    from sparkd.config import is_loopback
+    from sparkd.join_head import PORT
+    from sparkd.rayhead import is_here
+
+    if (found := joined.read(config)) is not None:
+        raise ConfigError(f"This node has joined {found.address}: run `sparkd token` there.")
+    if config.cluster.address is not None:
+        if not is_here(config.cluster.address.rpartition(":")[0].strip("[]")):
+            raise ConfigError(f"This node joins {config.cluster.address}: run `sparkd token` there.")
+        return config.cluster.address
+    node_ip, port = config.cluster.node_ip, config.cluster.port
+    if node_ip is not None and not is_loopback(node_ip) and port:
+        return f"{node_ip}:{port}"
+    rail = _own_rail() if node_ip is None or is_loopback(node_ip) else (node_ip, "")
+    settings = f"cluster: {{node_ip: {rail[0] if rail else 'THIS NODE ON THE CABLE'}, port: {port or PORT}}}"
+    from_where = f" {rail[0]} is {rail[1]}'s." if rail and rail[1] else ""
+    raise ConfigError(
+        f"Nobody can join yet, since Ray listens on {'a port of its own choice' if rail and not rail[1] else 'loopback only'}: put "
+        f"`{settings}` into {path or 'sparkd.yaml'}, then restart Ray and the daemon (systemctl restart sparkd-ray sparkd).{from_where}"
+    )
+
+
+def _own_rail() -> tuple[str, str] | None:
+    fabric = _fabric()
+    twins = [twin for twin in (fabric.twins if fabric else ()) if twin.linked and twin.addresses]
+    return (str(twins[0].addresses[0].ip), twins[0].name) if twins else None
+
+
+def _token_file(config: Config) -> Path:
+    """As the units have it: systemd hands the system's file to them as a credential."""
+    from sparkd.config import STATE_DIR
+
+    if config.cluster.token_file is None and config.state_dir == STATE_DIR:
+        with suppress(OSError):
+            if SYSTEM_TOKEN.read_bytes().strip():
+                return SYSTEM_TOKEN
+    return config.token_path(os.environ)
+
+
+def _has_units(config: Config) -> bool:
+    """Whether root is to hand this node over to the systemd unit."""
+    from sparkd.config import STATE_DIR
+
+    return os.geteuid() == 0 and config.state_dir == STATE_DIR and Path("/run/systemd/system").is_dir() and _systemctl("cat", UNIT)
+
+
+def _systemctl(*words: Any) -> bool:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        command = ["systemctl", "--quiet", *words]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False)
+        return done.returncode == 0
+    return False
+
+
+def _is_join(pid: int) -> bool:
+    """Whether that process is a `sparkd join` still: numbers are used again."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"join" in words and any(b"sparkd" in word for word in words)

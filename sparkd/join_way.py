@@ -1,0 +1,71 @@
+"""Owns by which of its addresses a node reaches a head, and whether that is a cable between Sparks. Pure; never opens a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+
+from sparkd.errors import ConfigError
+from sparkd.fabric import LAN, QSFP, WIFI, Cage, Fabric, Interface
+from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, findings
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """node_ip: this node's address in the cluster. why: where it comes from, one sentence. doubts: what is wrong with that way, each with
+    its cure."""
+
+    node_ip: str
+    why: str
+    doubts: tuple[str, ...]
+
+
+def way_to(head: str, routed: str, fabric: Fabric | None, given: str | None = None) -> Way:
+    """head: the head's IPv4 address. routed: the address that the kernel would talk to it from. fabric: this node, None where its network
+    cannot be read. given: the operator's choice. Raises ConfigError for a choice that this node does not have.
+    """
+    if fabric is None:
+        return Way(given or routed, f"{given or routed} is " + ("what was asked for." if given else "what the kernel's route says."), ())
+    own = fabric.holding(IPv4Address(given or routed))
+    if own is None:
+        if given:
+            had = ", ".join(f"{one.ip} ({each.name})" for each in fabric.interfaces if each.linked for one in each.addresses)
+            raise ConfigError(f"--node-ip {given}: this node has no such address; it has {had or 'none'}.")
+        return Way(routed, f"{routed} is what the kernel's route says; no interface of this node is known to have it.", ())
+    near = next((one.network for one in own.addresses if IPv4Address(head) in one.network), None)
+    via = f"in {near} with the head" if near else "by a route, not in one subnet with the head"
+    why = f"{given or routed} is {_named(own, fabric)}, {via}{', as asked for' if given else ''}."
+    return Way(given or routed, why, tuple(_doubts(head, own, fabric)))
+
+
+def _named(own: Interface, fabric: Fabric) -> str:
+    if own.kind == QSFP:
+        cage = _cage(own, fabric)
+        speed = f", {own.speed_mbps // 1000}G" if own.speed_mbps else ""
+        return f"{own.name} (QSFP{f', {cage.label}' if cage else ''}{speed}, MTU {own.mtu})"
+    return f"{own.name} ({ {LAN: 'LAN', WIFI: 'Wi-Fi'}.get(own.kind, 'neither QSFP nor LAN') })"
+
+
+def _doubts(head: str, own: Interface, fabric: Fabric) -> Iterator[str]:
+    if own.kind == QSFP:
+        cage = _cage(own, fabric)
+        about = {own.name, "QSFP", *([cage.label] if cage else [])}
+        for one in findings(fabric):
+            if one.verdict != OK and one.about in about:
+                yield f"{one.about}: {one.evidence}. {one.cure}"
+        return
+    rails = [twin for twin in fabric.twins if twin.linked and twin.addresses]
+    if rails:
+        had = ", ".join(f"{twin.name} {twin.addresses[0]}" for twin in rails)
+        yield (
+            f"{head} is reached without the cable, at about {LAN_GB_S:g} of {BOTH_RAILS} GB/s: join by the head's address on it "
+            f"(here: {had})."
+        )
+    elif own.kind == WIFI:
+        yield "Wi-Fi is unsteady: a node that is out of sight for a minute loses its models. Plug a cable in."
+    yield from (f"{one.about}: {one.evidence}. {one.cure}" for one in findings(fabric) if one.verdict == FAIL and rails)
+
+
+def _cage(own: Interface, fabric: Fabric) -> Cage | None:
+    return next((cage for cage in fabric.cages if own in cage.twins), None)

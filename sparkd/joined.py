@@ -1,0 +1,96 @@
+"""Owns what a node remembers of the head that it joined: the address, its own address, the token. Never talks to the head, starts nothing.
+
+Both files lie in the state folder, so that `sparkd ray-node` joins again after a restart, whatever its configuration file says of a head.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sparkd.config import Config
+from sparkd.errors import ConfigError, StateError
+
+RECORD = "join.json"
+TOKEN = "join.token"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """address: the head's, host:port. node_ip: this node's address in the cluster. unit: whether the systemd unit keeps Ray here; enabled
+    and active: what the unit was before. pid: of the `sparkd join` that keeps it otherwise."""
+
+    address: str
+    node_ip: str
+    unit: bool = False
+    enabled: bool = False
+    active: bool = False
+    pid: int = 0
+
+
+def read(config: Config) -> Joined | None:
+    """None where this node has joined nobody. Raises StateError for a record that cannot be read."""
+    path = config.state_dir / RECORD
+    try:
+        return Joined(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not what sparkd wrote"
+        raise StateError(f"{path} cannot be read: {why}. Run `sparkd join HEAD` as root, or remove the file.") from None
+
+
+def applied(config: Config) -> Config:
+    """The configuration of a node that has joined: the head, this node's address and the token are those of `sparkd join`."""
+    found = read(config)
+    if found is None:
+        return config
+    said = config.cluster.address
+    if said is not None and said != found.address:
+        raise ConfigError(
+            f"cluster.address is {said} and this node has joined {found.address}: run `sparkd leave`, or take the key out of the file."
+        )
+    changes = {"address": found.address, "node_ip": found.node_ip, "token_file": token_path(config)}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
+
+
+def token_path(config: Config) -> Path:
+    """The head's token; a file of its own, so that this node's own one is there again after `sparkd leave`."""
+    return config.state_dir / TOKEN
+
+
+def keep_token(config: Config, token: str) -> None:
+    _write(token_path(config), token)
+
+
+def keep(config: Config, found: Joined) -> None:
+    _write(config.state_dir / RECORD, json.dumps(asdict(found)) + "\n")
+
+
+def forget(config: Config) -> None:
+    for name in (RECORD, TOKEN):
+        with suppress(FileNotFoundError):
+            (config.state_dir / name).unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """For the folder's owner alone: what root writes there `sparkd ray-node` reads as the user sparkd. Raises StateError."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.parent.stat()
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
+        with open(descriptor, "w") as file:
+            file.write(text)
+            if os.geteuid() == 0:
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+        temporary.replace(path)
+    except OSError as error:
+        told = (
+            f"{path} cannot be written: {error.strerror}. Run it as root (sudo sparkd ...), or give a folder of this user by --state-dir."
+        )
+        raise StateError(told) from None

@@ -1,0 +1,32 @@
+"""Owns the peers that are offered with the nodes: what the last look at the cables showed, kept for some seconds. Never joins anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+KEPT_S = 10.0
+LOOK_TIMEOUT_S = 5.0
+
+
+class Offers:
+    """`look` is Supervisor.fabric, which asks every node: too dear for whoever watches the nodes each second."""
+
+    def __init__(self, look: Callable[[], Awaitable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._look = look
+        self._clock = clock
+        self._kept: list[dict[str, Any]] = []
+        self._at_s = float("-inf")
+
+    async def now(self) -> list[dict[str, Any]]:
+        """The fields of fabric_peers.Peer, and `told`. Where a node does not answer within LOOK_TIMEOUT_S, what was known before."""
+        if self._clock() - self._at_s >= KEPT_S:
+            self._at_s = self._clock()
+            try:
+                async with asyncio.timeout(LOOK_TIMEOUT_S):
+                    self._kept = list((await self._look())["offered"])
+            except TimeoutError:
+                pass
+        return self._kept

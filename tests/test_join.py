@@ -1,0 +1,347 @@
+"""Joining, as far as it needs no Ray: by which address, what is kept of it, what is refused and in which words; who is offered."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sparkd import __version__, join_head, join_verb, joined, show_fabric
+from sparkd.__main__ import exit_code
+from sparkd.config import Config, load_config
+from sparkd.errors import ConfigError, RayUnavailable, StateError
+from sparkd.fabric import Fabric, fabric_of
+from sparkd.fabric_peers import peers
+from sparkd.join_head import Head, ask_head, find_head
+from sparkd.join_way import way_to
+from sparkd.offers import KEPT_S, Offers
+from sparkd.rayhead import RayHead
+from sparkd.raynode import node_of
+from tests.fabric_tree import readings
+from tests.fakes import FakeClock
+from workers.fabric_knock import knock
+
+TOKEN = "0123456789abcdef" * 4
+HEAD = "192.168.100.10:6379"
+
+
+def config_of(folder: Path, **flags: Any) -> Config:
+    settings = {name.replace("__", "."): value for name, value in flags.items()} | {"state_dir": str(folder / "state")}
+    return load_config(None, flags=settings, environ={})
+
+
+def nodes_of(name: str, **changes: Mapping[str, Any]) -> list[Fabric]:
+    return [fabric_of(node, raw | changes.get(node.replace("-", "_"), {})) for node, raw in readings(name).items()]
+
+
+# By which address
+
+
+def test_the_address_on_the_cable_is_explained() -> None:
+    way = way_to("192.168.100.12", "192.168.100.11", nodes_of("pair-different-ports")[0])
+
+    assert way.node_ip == "192.168.100.11"
+    assert way.why == "192.168.100.11 is enp1s0f1np1 (QSFP, cage 1, 200G, MTU 9000), in 192.168.100.0/24 with the head."
+    assert way.doubts == ()
+
+
+def test_what_is_wrong_with_the_cable_is_said_with_its_cure() -> None:
+    (node, *_) = nodes_of("half-trained")
+    (address, *_) = (one for twin in node.twins if twin.linked for one in twin.addresses)
+    way = way_to(str(address.ip + 1), str(address.ip), node)
+
+    assert any("100G" in doubt and "reseat the cable" in doubt for doubt in way.doubts)
+    assert all(doubt.endswith(".") for doubt in way.doubts)
+
+
+def test_a_head_that_is_reached_over_the_lan_although_a_cable_is_there_is_doubted() -> None:
+    (node, *_) = nodes_of("pair-different-ports")
+    lan = next(one for one in node.lans if one.addresses)
+    way = way_to(str(lan.addresses[0].ip + 1), str(lan.addresses[0].ip), node)
+
+    assert "(LAN)" in way.why
+    assert "join by the head's address on it" in way.doubts[0] and "192.168.100.11/24" in way.doubts[0]
+
+
+def test_the_operators_choice_counts_where_this_node_has_it() -> None:
+    (node, *_) = nodes_of("pair-different-ports")
+    other = next(str(one.addresses[0].ip) for one in node.lans if one.addresses)
+
+    assert way_to("192.168.100.12", "192.168.100.11", node, other).node_ip == other
+    with pytest.raises(
+        ConfigError, match=r"--node-ip 10\.9\.9\.9: this node has no such address; it has .*192\.168\.100\.11 \(enp1s0f1np1\)"
+    ):
+        way_to("192.168.100.12", "192.168.100.11", node, "10.9.9.9")
+    assert way_to("10.0.0.1", "10.0.0.2", None).node_ip == "10.0.0.2"
+    assert way_to("10.0.0.1", "10.0.0.2", None, "10.0.0.3").why == "10.0.0.3 is what was asked for."
+
+
+# The head
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is no address of a head"),
+        ("a b", "is no address of a head"),
+        ("host:99999", "is no address of a head"),
+        ("no-such-host.invalid", "no IPv4 address here"),
+        ("127.0.0.1", "is this node itself"),
+        ("localhost:6379", "is this node itself"),
+    ],
+)
+def test_what_is_no_head_of_another_node(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find_head(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "nothing came back within 5 s.*firewall"),
+        (ConnectionRefusedError(111, "Connection refused"), "nothing listens there.*cluster.port .6379."),
+        (OSError(113, "No route to host"), "no way to it .No route to host."),
+        (OSError(101, "Network is unreachable"), "no way to it"),
+        (PermissionError(1, "Operation not permitted"), "Operation not permitted"),
+    ],
+)
+def test_a_head_that_cannot_be_reached_says_what_helps(error: OSError, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        assert (address, timeout) == (("192.0.2.1", 6379), join_head.REACH_TIMEOUT_S)
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(RayUnavailable, match=rf"192\.0\.2\.1:6379 does not answer: .*{words}"):
+        find_head("192.0.2.1")
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    ours = {"ray": join_head.importlib.metadata.version("ray"), "python": join_head.platform.python_version()}
+    return ours | {"session": "session_1", "nodes": {"192.168.100.10": {"sparkd-version": __version__}}} | changes
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"refused": "token"}, "does not take this token: `sparkd token` on the head prints its own"),
+        ({"refused": "silent", "why": "RpcError"}, "is no Ray head that answers .RpcError."),
+        (answer(ray="2.59.0"), "The head runs Ray 2.59.0 and this node 2.60.0.*install the same release of sparkd"),
+        (answer(python="3.12.1"), "The head runs Python 3.12.1 and this node 3.11"),
+        (answer(nodes={"192.168.100.10": {"sparkd-version": "9.9"}}), f"The head runs sparkd 9.9 and this node {__version__}"),
+    ],
+)
+def test_a_head_that_does_not_fit_names_both_values(
+    told: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_head, "probe_head", lambda *_: told)
+    with pytest.raises(RayUnavailable, match=words.replace("3.11", join_head.platform.python_version())):
+        ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")
+
+
+@pytest.mark.parametrize("told", [answer(), answer(nodes={}), answer(ray=None, python=None)])
+def test_a_head_that_fits_tells_its_session(told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_head, "probe_head", lambda *_: told)
+
+    assert ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11") == "session_1"
+
+
+# What is kept
+
+
+def test_what_joining_wrote_is_what_ray_node_joins_with(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert (joined.read(config), joined.applied(config)) == (None, config)
+    joined.keep_token(config, TOKEN)
+    joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
+    ray = node_of(joined.applied(config), {})
+
+    assert {f"--address={HEAD}", "--node-ip-address=192.168.100.11"} <= set(ray.command())
+    assert ray.token_path.read_text() == TOKEN
+    assert {stat.S_IMODE(path.stat().st_mode) for path in config.state_dir.iterdir()} == {0o600}
+    joined.forget(config)
+    joined.forget(config)
+    assert os.listdir(config.state_dir) == []
+
+
+def test_a_configuration_that_names_another_head_contradicts(tmp_path: Path) -> None:
+    config = config_of(tmp_path, cluster__address="192.0.2.9:6379")
+    joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
+    with pytest.raises(ConfigError, match="sparkd leave"):
+        joined.applied(config)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"address": "a"}', '{"address": "a", "node_ip": "b", "more": 1}'])
+def test_a_record_that_is_not_ours_is_refused(text: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config.state_dir.mkdir()
+    (config.state_dir / joined.RECORD).write_text(text)
+    with pytest.raises(StateError, match=r"join\.json cannot be read"):
+        joined.read(config)
+
+
+def test_a_folder_that_cannot_be_written_names_root(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(StateError, match="as root"):
+        joined.keep_token(config_of(tmp_path), TOKEN)
+
+
+def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path)
+    joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
+
+    assert exit_code(["serve", "--state-dir", str(config.state_dir), "--port", "0", "--log-level", "error"]) == 2
+    assert f"has joined {HEAD}" in capsys.readouterr().err
+
+
+# A raylet of another head, or of an earlier one at the same address, is not taken over.
+
+
+@pytest.mark.parametrize(
+    ("record", "session", "stale"),
+    [
+        ({"join": HEAD, "session": "s1"}, "s1", False),
+        ({"join": HEAD, "session": "s1"}, None, False),
+        ({"join": HEAD, "session": "s1"}, "s2", True),
+        ({"join": "192.0.2.9:6379", "session": "s1"}, "s1", True),
+        ({"join": None, "session": "s1"}, "s1", True),
+        ({}, "s1", True),
+    ],
+)
+def test_a_stale_raylet(record: dict[str, Any], session: str | None, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray.json").write_text(json.dumps({"address": HEAD, "keeper": True} | record))
+    ray = RayHead(
+        tmp_path, tmp_path / "t", node_ip="192.168.100.11", port=0, memory_gib=1, object_store_mib=80, join=HEAD, keeper=True,
+        session=lambda: session,
+    )  # fmt: skip
+    done: list[str] = []
+    monkeypatch.setattr(RayHead, "essential", lambda self: {"raylet": 1})
+    monkeypatch.setattr(RayHead, "stop", lambda self: done.append("stop"))
+    monkeypatch.setattr(RayHead, "_start", lambda self: done.append("start") or "new")
+
+    assert ray.ensure() == ("new" if stale else HEAD)
+    assert done == (["stop", "start"] if stale else [])
+
+
+# The verbs
+
+
+def test_token_prints_what_the_other_node_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {tmp_path}\ncluster: {{node_ip: 192.168.100.10, port: 6379}}\n")
+    (tmp_path / "ray.token").write_text(TOKEN)
+
+    assert exit_code(["token", "--config", str(file), "-q"]) == 0
+    assert capsys.readouterr().out == f"{TOKEN}\n"
+    assert exit_code(["token", "--config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"sudo sparkd join {HEAD} --token -" in out and f"\n{TOKEN}\n" in out
+    assert exit_code(["token", "--config", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"address": HEAD, "command": f"sparkd join {HEAD} --token -", "token": TOKEN}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("{}", "cluster: {node_ip: "),
+        ("{node_ip: 192.168.100.10}", "cluster: {node_ip: 192.168.100.10, port: 6379}"),
+        ("{node_ip: 127.0.0.1, port: 7000}", "port: 7000}"),
+        ("{address: '192.0.2.1:6379', node_ip: 192.0.2.2}", "This node joins 192.0.2.1:6379"),
+    ],
+)
+def test_token_says_what_a_head_still_needs(cluster: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {tmp_path}\ncluster: {cluster}\n")
+
+    assert exit_code(["token", "--config", str(file)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text(f"{TOKEN}\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"  {TOKEN}\nmore\n"))
+
+    assert [join_verb._token(*one) for one in (("-", None), (str(kept), None), (None, kept))] == [TOKEN] * 3
+    assert capsys.readouterr().err == ""
+    assert join_verb._token(TOKEN, None) == TOKEN
+    assert "every user of this node can read a command line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["-", "short", "with a blank in the middle of it", "/no/such/file", None])
+def test_what_is_no_token_is_refused_without_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    with pytest.raises(ConfigError) as caught:
+        join_verb._token(given, None)
+
+    assert given in (None, "-") or given not in caught.value.message
+
+
+def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["leave", "--state-dir", str(tmp_path)]) == 2
+    assert "has joined nobody" in capsys.readouterr().err
+
+
+# Who is offered
+
+
+def test_a_stranger_at_the_end_of_a_cable_is_offered_and_a_node_is_not() -> None:
+    assert peers(nodes_of("pair-different-ports")) == ()
+    (peer,) = peers(nodes_of("cable-to-a-stranger"))
+    assert (peer.node, peer.cage, peer.answers) == ("spark-1", "cage 1", False)
+    assert peer.told == "10.0.8.9 on enp1s0f1np1 (spark-1, cage 1) was met"
+
+
+def test_twins_are_one_peer_and_a_switch_shows_many() -> None:
+    def met(*entries: tuple[str, str, str]) -> Mapping[str, Any]:
+        return {"neighbours": [{"dev": dev, "dst": dst, "lladdr": mac, "state": ["REACHABLE"]} for dev, dst, mac in entries]}
+
+    a, b = "enp1s0f1np1", "enP2p1s0f1np1"
+    both = met((a, "fe80::1", "aa"), (a, "10.0.0.2", "aa"), (b, "fe80::2", "bb"))
+    (one,) = peers(nodes_of("one-cable-port-1", spark_1={**both, "answers": [{"dev": b, "dst": "fe80::2"}]}))
+    assert one.seen == ((a, "10.0.0.2", "aa"), (b, "fe80::2", "bb"), (a, "fe80::1", "aa"))
+    assert one.told == f"10.0.0.2 on {a} (spark-1, cage 1) answers"
+
+    many = peers(nodes_of("one-cable-port-1", spark_1=met((a, "10.0.0.2", "aa"), (a, "10.0.0.3", "cc"))))
+    assert [[mac for *_, mac in peer.seen] for peer in many] == [["aa"], ["cc"]]
+
+
+async def test_offers_are_kept_for_some_seconds() -> None:
+    clock, asked = FakeClock(), []
+
+    async def look() -> dict[str, Any]:
+        asked.append(clock.now_s)
+        return {"offered": [{"told": f"look {len(asked)}"}]}
+
+    offers = Offers(look, clock)
+    assert [(await offers.now())[0]["told"] for _ in range(2)] == ["look 1"] * 2
+    clock.now_s += KEPT_S
+    assert (await offers.now())[0]["told"] == "look 2"
+
+
+def test_nodes_as_they_are_shown() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    node = {"address": "192.168.100.10", "local": True, "agent": True, "reading": None, "unified_memory_gib": 110.0, "reserved_gib": 70.0}
+    offered = [{"told": "10.0.0.2 on enp1s0f0np0 (spark-1, cage 0) answers"}]
+    for head in (HEAD, "127.0.0.1:4711"):
+        show_fabric.nodes({"nodes": [node], "offered": offered, "head": head}, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert "192.168.100.10 (daemon)" in text and "110 GiB" in text
+    assert f"answers, not joined: run `sparkd join {HEAD}` there" in text
+    assert "after `sparkd token` here has said how" in text
+
+
+def test_who_has_no_port_of_a_card_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "wlP9s9")])
+
+    assert knock(0.0) == []

@@ -1,0 +1,62 @@
+"""Asks who is at the other end of each QSFP link: one echo request to all nodes of the link. Never joins, never leaves the link.
+
+What answers, and is none of the cluster, `sparkd nodes` offers. The kernel learns its addresses by that, which the neighbours then show.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import time
+from pathlib import Path
+
+# systemd's names of a card's ports; a virtual pair that stands for a cable has one too.
+_PORT = re.compile(r"en(?:P\d+)?p\d+s\d+f\d+(?:np\d+)?")
+MELLANOX = "0x15b3"
+ALL_NODES = "ff02::1"  # RFC 4291, 2.7.1: all IPv6 nodes of one link
+ECHO_REQUEST = bytes((128, 0, 0, 0, 0, 0, 0, 1))  # RFC 4443, 4.1; the kernel sets checksum and identifier
+ANSWER_S = 0.1
+
+
+def knock(answer_s: float = ANSWER_S) -> list[dict[str, str]]:
+    """[{"dev", "dst"}]: link-local addresses that answered within answer_s seconds. None where the kernel does not let this user ask.
+
+    Unprivileged echo sockets are a matter of net.ipv4.ping_group_range (icmp(7)).
+    """
+    ports = {index: name for index, name in socket.if_nameindex() if _is_port(name)}
+    if not ports:
+        return []
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM, socket.IPPROTO_ICMPV6) as ours:
+            return _answers(ours, ports, answer_s)
+    except OSError:
+        return []
+
+
+def _is_port(name: str) -> bool:
+    if _PORT.fullmatch(name):
+        return True
+    try:
+        return (Path("/sys/class/net") / name / "device/vendor").read_text().strip() == MELLANOX
+    except OSError:
+        return False
+
+
+def _answers(ours: socket.socket, ports: dict[int, str], answer_s: float) -> list[dict[str, str]]:
+    ours.setblocking(False)
+    for index in ports:
+        try:
+            ours.sendto(ECHO_REQUEST, (ALL_NODES, 0, 0, index))
+        except OSError:
+            continue  # no link, or no IPv6 there
+    found: dict[tuple[str, str], None] = {}
+    until_s = time.monotonic() + answer_s
+    while (left_s := until_s - time.monotonic()) > 0 and select.select([ours], [], [], left_s)[0]:
+        try:
+            _, (address, _, _, index) = ours.recvfrom(512)
+        except OSError:
+            continue
+        if index in ports:
+            found[ports[index], str(address).partition("%")[0]] = None
+    return [{"dev": name, "dst": address} for name, address in found]
