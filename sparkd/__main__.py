@@ -49,6 +49,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("doctor_verb", "register", ("doctor",)),
     ("incident_verbs", "register", ("incidents",)),
     ("join_verb", "register", ("join", "leave", "token")),
+    ("pull_verb", "register", ("pull",)),
     ("export", "register", ("export",)),
     ("recipe_verbs", "register", ("recipes",)),
     ("launch", "register", ("check", "ray-node", "version")),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -34,6 +34,7 @@ from sparkd.errors import (
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
 from sparkd.plan_here import QuestionHere, planned_here
+from sparkd.pulls import Pulls
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
 from sparkd.recipe_file import Method, ProfileName
@@ -81,6 +82,15 @@ class Loading(BaseModel):
     recipe: str | None = Field(default=None, min_length=1, max_length=256)
 
 
+class Pulling(BaseModel):
+    """Where a model's files shall be. nodes: `all` in sight, or their addresses; revision: of a hub id, null for what the model has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)] = "all"
+    revision: str | None = Field(default=None, min_length=1, max_length=256)
+
+
 class Problem(BaseModel):
     """Why a request was refused. `src` tells that sparkd says so, not an engine."""
 
@@ -98,7 +108,7 @@ class Refusal(BaseModel):
     error: Problem
 
 
-def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> FastAPI:
+def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None = None) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread."""
     app = FastAPI(
         title="sparkd admin API",
@@ -109,14 +119,14 @@ def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> Fa
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(_router(supervisor, costs))
+    app.include_router(_router(supervisor, costs, pulls))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
     return app
 
 
-def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIRouter:
+def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
         responses={
@@ -187,6 +197,13 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
     async def unload(name: str) -> dict[str, Any]:
         return _accepted(supervisor.want(name, Want.STOPPED, "admin"))
 
+    @api.post("/models/{name:path}/pull", status_code=202, summary="Bring a model's files to the nodes; a known model, or a hub id")
+    async def pull(name: str, where: Pulling | None = None) -> dict[str, Any]:
+        if pulls is None:
+            raise UnknownRoute("This daemon pulls nothing.")
+        asked = where or Pulling()
+        return _accepted(pulls.start(name, asked.nodes, asked.revision))
+
     @api.get("/models/{name:path}/log", summary="The engine's log; follow=true streams it", response_model=None)
     async def log(
         name: str, cursor: str | None = None, follow: bool = False, max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536
@@ -219,7 +236,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]]) -> APIR
 
     @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
-        return asdict(supervisor.cancel(operation_id))
+        return asdict((pulls.cancel(operation_id) if pulls else None) or supervisor.cancel(operation_id))
 
     @api.get("/recipes", summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:

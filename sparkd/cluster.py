@@ -43,7 +43,6 @@ MISSES_BEFORE_RECOVERY = 3
 # Made by systemd for the unit, and removed by it.
 SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
-
 T = TypeVar("T")
 
 
@@ -328,3 +327,5 @@ class Cluster:
         now = reading(node_ip, facts["reading"], facts["now_s"])
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
         return Look(view, facts_of(facts["ranks"]))
+
+    ask, in_sight = _ask, _in_sight  # of a pull

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from sparkd import joined, metrics
 from sparkd.cluster import Cluster
-from sparkd.config import Config, load_config
+from sparkd.config import Config, ModelConfig, load_config
 from sparkd.console import Console
 from sparkd.errors import ConfigError, SparkdError, StateError
 from sparkd.gateway.answers import App, Receive, Scope, Send
@@ -29,6 +29,7 @@ from sparkd.gateway.keys import Keys, digest
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.server import BACKLOG, GatewayServer, gateway_server
 from sparkd.keys import load_keys
+from sparkd.pulls import Pulls
 from sparkd.question import Asker
 from sparkd.scrape import Scraper
 from sparkd.state import Store, Want
@@ -112,6 +113,7 @@ class Daemon:
         self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm)
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
+        self._pulls = Pulls(self._cluster, self._supervisor.ledger, self._spec_of, self._names, lambda: self._supervisor.config)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic)
         self._edge = Edge(
@@ -150,6 +152,7 @@ class Daemon:
                 tasks.create_task(self._supervisor.run(), name="supervisor"),
                 tasks.create_task(self._join_ray(loop), name="cluster"),
                 tasks.create_task(self._scraper.run(), name="scraper"),
+                tasks.create_task(self._pulls.run(), name="pulls"),
                 tasks.create_task(self._keep_watchdog_quiet(), name="watchdog"),
                 tasks.create_task(self._console.run(self._options.ask), name="console"),
             ]
@@ -165,7 +168,7 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin import admin_app
 
-        return admin_app(self._supervisor, self._cluster.costs)
+        return admin_app(self._supervisor, self._cluster.costs, self._pulls)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""
@@ -251,6 +254,12 @@ class Daemon:
         snapshot = self._supervisor.snapshot()
         facts = {"settled": snapshot.settled, "draining": snapshot.draining, "conditions": list(snapshot.conditions)}
         return snapshot.settled and not snapshot.draining, facts
+
+    def _spec_of(self, name: str) -> ModelConfig | None:
+        return self._supervisor.config.lookup(name)
+
+    def _names(self) -> list[str]:
+        return [model.name for model in self._supervisor.config.models.values() if not model.unlisted]
 
     def _engines(self) -> list[tuple[str, str, Upstream]]:
         return self._supervisor.upstreams()

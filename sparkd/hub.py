@@ -81,7 +81,8 @@ class Hub:
     def refusal(self, told: str, cure: str) -> CheckpointError:
         return CheckpointError(told, file=self.hub_id, cure=cure)
 
-    def listing(self) -> Listing:
+    def listing(self, *, nested: bool = False) -> Listing:
+        """nested: files in its folders too."""
         url = f"{self._endpoint}/api/models/{self.hub_id}/revision/{quote(self._revision, safe='')}?blobs=true"
         # Once: without a network this is where one waits.
         raw = self._tried(lambda: self._whole(url, MAX_LISTING_BYTES, "its listing"), attempts=1)
@@ -90,7 +91,7 @@ class Hub:
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or not isinstance(siblings, list):
             raise self.refusal(f"what {self._host} answers is no listing of a repository", "Check HF_ENDPOINT")
         files = [one for one in siblings if isinstance(one, dict) and isinstance(one.get("rfilename"), str)]
-        return Listing(commit, {one["rfilename"]: _size(one.get("size")) for one in files if "/" not in one["rfilename"]})
+        return Listing(commit, {one["rfilename"]: _size(one.get("size")) for one in files if nested or "/" not in one["rfilename"]})
 
     def whole(self, commit: str, name: str, limit: int) -> bytes:
         """All of a small file, at most `limit` bytes."""

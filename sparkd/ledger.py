@@ -18,6 +18,7 @@ from sparkd.state import (
     Event,
     Operation,
     OperationState,
+    Progress,
     RankHandle,
     Store,
     Want,
@@ -87,6 +88,22 @@ class Ledger:
         self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall(), progress=record.progress))
         record.operation = None
 
+    def open(self, kind: str, model: str, by: str) -> Operation:
+        """Begin an operation that is no wish for the model: a pull goes on whatever becomes of the model's engine."""
+        operation = Operation(secrets.token_hex(8), kind, model, OperationState.RUNNING, f"Asked for by {by}.", self._wall())
+        self._keep(operation)
+        return operation
+
+    def tell(self, operation_id: str, message: str, progress: Progress) -> None:
+        """How far an operation of `open` is; not written down."""
+        if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
+            self._operations[operation_id] = replace(operation, message=message, progress=progress)
+
+    def close(self, operation_id: str, state: OperationState, message: str) -> None:
+        """End an operation of `open`."""
+        if (operation := self._operations.get(operation_id)) and operation.state is OperationState.RUNNING:
+            self._keep(replace(operation, state=state, message=message, finished_at_s=self._wall()))
+
     def take_over(self, records: dict[str, Record]) -> None:
         """An operation of an earlier daemon goes on where its wish still stands, and ends otherwise."""
         for operation in list(self._operations.values()):
@@ -133,7 +150,7 @@ class Ledger:
 
     def _with_progress(self, operation: Operation, records: dict[str, Record]) -> Operation:
         record = records.get(operation.model)
-        if operation.state is not OperationState.RUNNING or record is None:
+        if operation.state is not OperationState.RUNNING or record is None or record.operation != operation.id:
             return operation
         return replace(operation, progress=record.progress)
 

@@ -125,6 +125,14 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     return ", ".join(parts)
 
 
+def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:
+    """`copying from A to B 35%, 19.9 of 56.9 GiB, 5.82 GB/s, about 7 s left`: only what is known."""
+    cells = f" {bar(progress['fraction'], BAR_CELLS, console)}" if console.is_terminal and progress["fraction"] is not None else ""
+    share = "" if progress["fraction"] is None else f" {progress['fraction']:.0%}"
+    left = [] if progress["eta_s"] is None else [f"about {progress['eta_s']:.0f} s left"]
+    return ", ".join([f"{what}{cells}{share}", *_amounts(progress), *left])
+
+
 def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float | None = None, wide: bool = False) -> None:
     """`sparkd ps`: what runs, starts, stops or failed; below the table, why. wide: also how each KV cache was sized."""
     now_s = time.time() if now_s is None else now_s

@@ -49,11 +49,12 @@ def _differences(found: Mapping[str, Identity]) -> Iterator[str]:
     files = {node: one["files"] for node, one in found.items()}
     there = {node: names for node, names in files.items() if names is not None}
     if there and len(there) < len(files):
-        yield f"the model is not on {_among(node for node in files if node not in there)}: copy it there from {next(iter(there))}."
+        lacking = _among(node for node in files if node not in there)
+        yield f"the model is not on {lacking}: `sparkd pull MODEL` copies it from {next(iter(there))}."
     wrong = [told for name in sorted({name for names in there.values() for name in names}) if (told := _file(name, there))]
     if wrong:
         more = f", and {len(wrong) - 1} more files" if len(wrong) > 1 else ""
-        yield f"{wrong[0]}{more}: copy the model from one node to the others, or load the same revision on each."
+        yield f"{wrong[0]}{more}: `sparkd pull MODEL` brings the same files to all of them."
 
 
 def _file(name: str, there: Mapping[str, Mapping[str, Sequence[Any]]]) -> str | None:

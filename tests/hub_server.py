@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -99,6 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         repository, path = self.server.repository, unquote(urlsplit(self.path).path)
         self._asked = Asked(self.server.name, path, self.headers.get("Range"), self.headers.get("Authorization"))
@@ -117,9 +121,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.startswith(before) or not file.is_file():
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         if file.suffix == ".safetensors":
-            there = {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(file.stat().st_size), "X-Linked-ETag": '"0"'}
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            there = {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(file.stat().st_size), "X-Linked-ETag": f'"{digest}"'}
             return self._answer(302, b"", {"Location": f"{repository.store}/{file.name}?{SIGNATURE}", **there})
-        return self._answer(200, file.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": '"0"'})
+        digest = hashlib.sha1(file.read_bytes()).hexdigest()
+        return self._answer(200, file.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'})
 
     def _store(self, name: str) -> None:
         repository = self.server.repository
@@ -129,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         total = repository.total.get(name, size)
         if not repository.ranges or self._asked.range is None:
             return self._answer(200, (repository.folder / name).read_bytes(), {}, total, self._cut(name))
-        first, last = map(int, self._asked.range.removeprefix("bytes=").split("-"))
+        first, last = (int(word or size - 1) for word in self._asked.range.removeprefix("bytes=").split("-"))
         if first >= size:
             return self._answer(416, b"", {"Content-Range": f"bytes */{total}"})
         with (repository.folder / name).open("rb") as file:
@@ -147,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(body) if length is None else length), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
+        if self.command == "HEAD":
+            return
         body = body[:cut]
         for start in range(0, len(body), 1 << 16):
             self._asked.sent += self.wfile.write(body[start : start + (1 << 16)])

@@ -35,11 +35,11 @@ def without(name: str) -> dict[str, Any]:
         ({"vllm": None}, f"vLLM is 0.32.0 on {A} and {C}, missing on {B}: install the same"),
         ({"platform": "cpu"}, f"the platform is cuda on {A} and {C}, cpu on {B}: "),
         ({"plugin": "beef"}, f"the build of sparkd's plugin is f00d on {A} and {C}, beef on {B}: install the same release of sparkd"),
-        ({"files": None}, f"the model is not on {B}: copy it there from {A}."),
-        ({"files": without("model-2.safetensors")}, f"model-2.safetensors is not on {B}: copy the model"),
+        ({"files": None}, f"the model is not on {B}: `sparkd pull MODEL` copies it from {A}."),
+        ({"files": without("model-2.safetensors")}, f"model-2.safetensors is not on {B}: `sparkd pull MODEL` brings"),
         ({"files": FILES | {"model-1.safetensors": [3999, ""]}}, f"model-1.safetensors has 4,000 bytes on {A} and {C}, 3,999 bytes on"),
-        ({"files": FILES | {"config.json": [700, "c1"]}}, f"config.json says something else (digest c0 on {A} and {C}, c1 on {B}): copy"),
-        ({"files": {}}, f"config.json is not on {B}, and 2 more files: copy the model from one node to the others, or load"),
+        ({"files": FILES | {"config.json": [700, "c1"]}}, f"config.json says something else (digest c0 on {A} and {C}, c1 on {B}): "),
+        ({"files": {}}, f"config.json is not on {B}, and 2 more files: `sparkd pull MODEL` brings the same files"),
     ],
 )  # fmt: skip
 def test_what_differs_is_told_with_the_values(there: dict[str, Any], told: str | None) -> None:

@@ -15,11 +15,14 @@ from sparkd import errors
 from sparkd.errors import RankError
 from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
 from workers.fabric_knock import knock
+from workers.hub_cache import cache_places
 from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.runtime import probe
 from workers.sentry import Sentry
+from workers.staging.jobs import Jobs
+from workers.staging.manifest import Manifest, lacking, manifest_of
 
 log = logging.getLogger("sparkd.agent")
 
@@ -64,6 +67,7 @@ class Agent:
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
         self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
         self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
+        self._copies = Jobs()
         self._proc = Path(proc)
         for folder in (run_dir, log_dir):
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -159,6 +163,26 @@ class Agent:
     def identity(self, interpreter: str, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any]:
         """What this node would serve the model with: see workers.identity. environ: the model's own, over this node's. Raises RankError."""
         return identity(interpreter, model, revision, {**os.environ, **environ})
+
+    def staged(self, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any] | None:
+        """What this node has of a model's files: workers.staging.manifest.Manifest, None where it has none. Raises RankError."""
+        found = manifest_of(model, revision, {**os.environ, **environ})
+        return found.to_dict() if found else None
+
+    def lacking(self, manifest: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+        """See workers.staging.manifest.lacking. Raises RankError."""
+        return lacking(Manifest.from_dict(manifest), {**os.environ, **environ})
+
+    def copy(self, program: str, order: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+        """Start to serve a model's files, `source`, or to fetch them, `sink`: see workers.staging. {"job", ..}. Raises RankError."""
+        return self._copies.start(program, order | {"environ": cache_places({**os.environ, **environ})})
+
+    def copying(self, job: str) -> dict[str, Any]:
+        """What a copy said last. Raises RankError for one that is not known."""
+        return self._copies.state(job)
+
+    def end_copy(self, job: str) -> None:
+        self._copies.end(job)
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
         """Stop a rank, verify that every process is gone, and forget it. `survivors` names what even SIGKILL did not end."""

@@ -15,23 +15,25 @@ from pathlib import Path
 _PORT = re.compile(r"en(?:P\d+)?p\d+s\d+f\d+(?:np\d+)?")
 MELLANOX = "0x15b3"
 ALL_NODES = "ff02::1"  # RFC 4291, 2.7.1: all IPv6 nodes of one link
-ECHO_REQUEST = bytes((128, 0, 0, 0, 0, 0, 0, 1))  # RFC 4443, 4.1; the kernel sets checksum and identifier
+# RFC 4443, 4.1 and 4.2; the kernel sets the checksum, and the identifier of an unprivileged socket.
+ECHO_REQUEST = bytes((128, 0, 0, 0, 0x73, 0x70, 0, 1))
+ECHO_REPLY = 129
 ANSWER_S = 0.1
 
 
 def knock(answer_s: float = ANSWER_S) -> list[dict[str, str]]:
-    """[{"dev", "dst"}]: link-local addresses that answered within answer_s seconds. None where the kernel does not let this user ask.
-
-    Unprivileged echo sockets are a matter of net.ipv4.ping_group_range (icmp(7)).
-    """
+    """[{"dev", "dst"}]: link-local addresses that answered within answer_s seconds; none where the kernel does not let this user ask."""
     ports = {index: name for index, name in socket.if_nameindex() if _is_port(name)}
     if not ports:
         return []
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM, socket.IPPROTO_ICMPV6) as ours:
-            return _answers(ours, ports, answer_s)
-    except OSError:
-        return []
+    # Unprivileged echo sockets are a matter of net.ipv4.ping_group_range (icmp(7)); without them root alone may ask.
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try:
+            with socket.socket(socket.AF_INET6, kind, socket.IPPROTO_ICMPV6) as ours:
+                return _answers(ours, ports, answer_s)
+        except OSError:
+            continue
+    return []
 
 
 def _is_port(name: str) -> bool:
@@ -54,9 +56,10 @@ def _answers(ours: socket.socket, ports: dict[int, str], answer_s: float) -> lis
     until_s = time.monotonic() + answer_s
     while (left_s := until_s - time.monotonic()) > 0 and select.select([ours], [], [], left_s)[0]:
         try:
-            _, (address, _, _, index) = ours.recvfrom(512)
+            said, (address, _, _, index) = ours.recvfrom(512)
         except OSError:
             continue
-        if index in ports:
+        # A raw socket hears everything else too.
+        if index in ports and said[:1] == bytes((ECHO_REPLY,)):
             found[ports[index], str(address).partition("%")[0]] = None
     return [{"dev": name, "dst": address} for name, address in found]

@@ -1,0 +1,72 @@
+"""The verb `pull`: a model's files on every node that shall serve it. Never loads one."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from sparkd import show
+from sparkd.client import model_path
+from sparkd.errors import ConfigError, Conflict, RankError, Unavailable
+from sparkd.verbs import POLL_S, NoWait, Session, Timeout, argument, option, verb
+
+
+def register(app: typer.Typer) -> None:
+    app.command("pull")(verb(pull))
+
+
+def pull(
+    session: Session,
+    model: Annotated[str, argument(metavar="MODEL", help="A known name, or a hub id (owner/name).")],
+    nodes: Annotated[str, option("--nodes", metavar="A,B", help="Addresses of the nodes that shall have it; default: all.")] = "all",
+    revision: Annotated[str | None, option("--revision", metavar="REV", help="Commit, tag or branch of a hub id.")] = None,
+    no_wait: NoWait = False,
+    timeout: Timeout = None,
+) -> None:
+    """Bring a model's files to the nodes.
+
+    A hub id is downloaded once, by the daemon's node, and copied from node to node over the cable; so is a folder of a known model, to
+    the same path. What is there already is not copied again; what was broken off goes on where it stopped. Ctrl-C ends the waiting,
+    `sparkd cancel OPERATION` the pull.
+    """
+    chosen = [name.strip() for name in nodes.split(",") if name.strip()]
+    if not chosen:
+        raise ConfigError("--nodes names nodes, separated by commas, or all.")
+    body = {"nodes": "all" if chosen == ["all"] else chosen, "revision": revision}
+    operation = session.client.post(f"{model_path(model)}/pull", body)
+    if not no_wait:
+        operation = _wait(session, operation, timeout)
+    if session.json:
+        show.say_json({"operations": [operation]})
+    elif no_wait:
+        session.out.print(f"{operation['model']}: the pull is under way. {_how_on(operation)}", markup=False)
+    else:
+        session.out.print(operation["message"], markup=False)
+
+
+def _wait(session: Session, operation: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+    """Raises RankError where it failed, Conflict where it was cancelled, Unavailable on time-out."""
+    model, began_s = operation["model"], time.monotonic()
+    try:
+        with show.progress(session.err) as line:
+            while operation["state"] == "RUNNING":
+                left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
+                if left_s <= 0:
+                    raise Unavailable(f"The pull of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
+                if not session.json and operation["progress"]:
+                    line(f"{model}: {show.copying(operation['message'], operation['progress'], session.err)}", operation["message"])
+                operation = session.client.get(f"/operations/{operation['id']}", wait_s=left_s)
+    except KeyboardInterrupt:
+        session.err.print(f"\nNo longer waiting; the pull of {model} goes on. {_how_on(operation)}", markup=False)
+        raise
+    if operation["state"] == "FAILED":
+        raise RankError(operation["message"])
+    if operation["state"] == "CANCELLED":
+        raise Conflict(f"The pull of {model} was cancelled: {operation['message']}")
+    return operation
+
+
+def _how_on(operation: dict[str, Any]) -> str:
+    return f"`sparkd cancel {operation['id']}` ends it, and the same command goes on with it."

@@ -1,0 +1,280 @@
+"""Owns the pulls: a model's files downloaded once and copied to the nodes that lack them, with progress. Never starts an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparkd.config import Config, ModelConfig
+from sparkd.errors import BadRequest, ClusterError, RankError, UnknownModel
+from sparkd.fabric import fabrics_of
+from sparkd.fabric_cables import cables_of
+from sparkd.ledger import Ledger
+from sparkd.state import Operation, OperationState, Progress
+
+log = logging.getLogger("sparkd.pulls")
+
+KIND = "pull"
+ALL = "all"
+CONNECTIONS = 8
+POLL_S = 0.4
+ASK_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
+# Agents that do not answer for so long have gone, and their copies with them.
+SILENT_S = 30.0
+RATE_S = 3.0
+MAX_LINE = 1 << 20
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+class Nodes(Protocol):
+    """What of the cluster a pull needs."""
+
+    node_ip: str
+
+    def in_sight(self) -> list[str]: ...
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any: ...
+    async def fabric(self) -> dict[str, Mapping[str, Any] | None]: ...
+
+
+class Pulls:
+    """`find` is the model of a name or an alias, None where nobody has it; `known` the names that there are."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        ledger: Ledger,
+        find: Callable[[str], ModelConfig | None],
+        known: Callable[[], Iterable[str]],
+        config: Callable[[], Config],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._nodes, self._ledger = nodes, ledger
+        self._find, self._known, self._config = find, known, config
+        self._clock = clock
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._models: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Until cancelled; then every pull ends, and the next one goes on where it stopped."""
+        async with asyncio.TaskGroup() as self._tasks:
+            await asyncio.Event().wait()
+
+    def start(self, name: str, nodes: Sequence[str] | str = ALL, revision: str | None = None, by: str = "admin") -> Operation:
+        """Begin, or find the one that is under way for this model. Raises UnknownModel, BadRequest for a node that is not there."""
+        spec, engine = self._find(name), self._config().engine
+        if spec is not None:
+            model, environ, revision = spec.model, spec.environment(engine), revision or spec.revision
+        elif _HUB_ID.fullmatch(name):
+            model, environ = name, {key: value.get_secret_value() for key, value in engine.env.items()}
+        else:
+            raise UnknownModel(name, list(self._known()))
+        called = spec.name if spec is not None else name
+        running = next((operation_id for operation_id, other in self._models.items() if other == called), None)
+        if running is not None:
+            return self._ledger.operation(running)
+        chosen = self._chosen(nodes)
+        if self._tasks is None:
+            raise ClusterError("The daemon is only just starting: try again in a moment.")
+        operation = self._ledger.open(KIND, called, by)
+        self._models[operation.id] = called
+        one = _Pull(self._nodes, self._tell(operation.id), self._clock)
+        work = self._pull(operation.id, called, partial(one.run, model, revision, environ, chosen))
+        self._running[operation.id] = task = self._tasks.create_task(work, name=f"pull {called}")
+        task.add_done_callback(partial(self._done, operation.id))
+        return self._ledger.operation(operation.id)
+
+    def cancel(self, operation_id: str) -> Operation | None:
+        """None for what is no pull that is under way. What was verified stays."""
+        task = self._running.get(operation_id)
+        if task is None:
+            return None
+        self._ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled; what was verified stays.")
+        task.cancel()
+        return self._ledger.operation(operation_id)
+
+    async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
+        try:
+            state, told = OperationState.SUCCEEDED, await work()
+        except ClusterError as error:
+            state, told = OperationState.FAILED, error.message
+        except Exception as error:
+            # The last boundary of a pull: it must not end the others, nor the daemon.
+            log.exception("the pull of %s failed", name)
+            state, told = OperationState.FAILED, f"sparkd made an error ({type(error).__name__}); its log has more."
+        self._ledger.close(operation_id, state, told)
+        self._ledger.say(KIND, name, told)
+
+    def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
+        """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
+        self._running.pop(operation_id, None)
+        self._models.pop(operation_id, None)
+        self._ledger.close(operation_id, OperationState.CANCELLED, "The daemon ended; what was verified stays.")
+
+    def _tell(self, operation_id: str) -> Callable[[str, Progress], None]:
+        return lambda message, progress: self._ledger.tell(operation_id, message, progress)
+
+    def _chosen(self, nodes: Sequence[str] | str) -> list[str]:
+        there = self._nodes.in_sight()
+        if nodes == ALL:
+            return there
+        asked = [nodes] if isinstance(nodes, str) else list(nodes)
+        if unknown := [node for node in asked if node not in there]:
+            raise BadRequest(f"{', '.join(unknown)[:200]} is no node in sight; there is {', '.join(there)}: see `sparkd nodes`.")
+        return list(dict.fromkeys(asked))
+
+
+class _Pull:
+    """One pull, from the hub or the node that has the files to every node that shall have them."""
+
+    def __init__(self, nodes: Nodes, tell: Callable[[str, Progress], None], clock: Callable[[], float]) -> None:
+        self._nodes, self._tell_progress = nodes, tell
+        self._clock = clock
+        self._began: tuple[float, int] | None = None
+
+    async def run(self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]) -> str:
+        """What came of it, one sentence. Raises ClusterError."""
+        places = {name: value for name, value in environ.items() if name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")}
+        note = ""
+        if not model.startswith("/"):
+            note = await self._fetch(model, revision, environ)
+        source, manifest = await self._source(model, revision, places, nodes)
+        targets = [node for node in nodes if node != source]
+        size = sum(file["size"] for file in manifest["files"])
+        where = f"{model} ({size / 1e9:.2f} GB)"
+        if not targets:
+            return f"{where} is on {source}. {note}".strip()
+        for node in targets:
+            await self._check_room(node, model, manifest, places)
+        began_s, fetched = self._clock(), await self._copy(source, targets, manifest, places)
+        took_s = max(self._clock() - began_s, 1e-3)
+        sent = f"{fetched / 1e9:.2f} GB were copied in {took_s:.1f} s ({fetched / took_s / 1e9:.2f} GB/s)"
+        return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was lacking'}. {note}".strip()
+
+    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> str:
+        """Download on this node; a note where the hub could not be asked. Raises RankError with the download's own reason."""
+        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH", ""))))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sparkd.fetch"),
+            env={**os.environ, **environ, **quiet, "PYTHONPATH": path},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            limit=MAX_LINE,
+        )
+        if process.stdin is None or process.stdout is None:
+            raise RankError("The program that downloads was started without pipes.")
+        try:
+            process.stdin.write(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n")
+            async for line in process.stdout:
+                told = json.loads(line)
+                if "error" in told:
+                    raise RankError(str(told["error"]))
+                if "ended" in told:
+                    return str(told["note"])
+                self._tell("fetching from the hub", int(told["done_bytes"]), int(told["total_bytes"]))
+            raise RankError(f"The download of {model} ended without a word; run the same again to go on.")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    async def _source(
+        self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str]
+    ) -> tuple[str, dict[str, Any]]:
+        """The node that serves it, this one if it has it, and what it has."""
+        asked = list(dict.fromkeys([self._nodes.node_ip, *nodes, *self._nodes.in_sight()]))
+        for node in asked:
+            found = await self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S)
+            if found is not None and found["files"]:
+                return node, dict(found)
+        raise RankError(f"{model} is on none of {', '.join(asked)}: check the path, or use a hub id (owner/name).")
+
+    async def _check_room(self, node: str, model: str, manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:
+        from workers.staging.manifest import refuse_without_room
+
+        told = await self._nodes.ask(node, "lacking", dict(manifest), dict(places), timeout_s=ASK_TIMEOUT_S)
+        try:
+            refuse_without_room(model, told)
+        except RankError as error:
+            raise RankError(f"{node}: {error.message}") from None
+
+    async def _copy(self, source: str, targets: Sequence[str], manifest: Mapping[str, Any], places: Mapping[str, str]) -> int:
+        """Bytes that went over the network. Everything that was started is ended, whatever happens."""
+        key = secrets.token_hex(32)
+        ways = {node: await self._ways(source, node) for node in targets}
+        binds = sorted({there for found in ways.values() for there, _ in found})
+        started: list[tuple[str, str]] = []
+        try:
+            serving = await self._start(source, "source", {"manifest": dict(manifest), "binds": binds, "key": key}, places)
+            started.append((source, serving["job"]))
+            for node in targets:
+                own = [[here, there, serving["ports"][there]] for there, here in ways[node]]
+                order = {"manifest": dict(manifest), "ways": own, "key": key, "connections": CONNECTIONS}
+                started.append((node, (await self._start(node, "sink", order, places))["job"]))
+            return await self._watched(source, started)
+        finally:
+            await asyncio.shield(self._end(started))
+
+    async def _start(self, node: str, program: str, order: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+        return dict(await self._nodes.ask(node, "copy", program, dict(order), dict(places), timeout_s=START_TIMEOUT_S))
+
+    async def _watched(self, source: str, started: Sequence[tuple[str, str]]) -> int:
+        sinks, states = started[1:], dict[str, Mapping[str, Any]]()
+        while True:
+            for node, job in started:
+                state = await self._nodes.ask(node, "copying", job, timeout_s=SILENT_S)
+                if "error" in state:
+                    raise RankError(f"{node}: {state['error']}")
+                if node != source:
+                    states[node] = state
+            done, total = (sum(int(state.get(name, 0)) for state in states.values()) for name in ("done_bytes", "total_bytes"))
+            self._tell(f"copying from {source} to {', '.join(node for node, _ in sinks)}", done, total)
+            if all(state.get("ended") for state in states.values()):
+                return sum(int(state["fetched_bytes"]) for state in states.values())
+            await asyncio.sleep(POLL_S)
+
+    async def _end(self, started: Iterable[tuple[str, str]]) -> None:
+        for node, job in started:
+            with suppress(ClusterError):
+                await self._nodes.ask(node, "end_copy", job, timeout_s=ASK_TIMEOUT_S)
+
+    async def _ways(self, source: str, target: str) -> list[tuple[str, str]]:
+        """(address there, address here) of every sound rail between them; the nodes' own addresses where there is none."""
+        readings = {node: raw for node, raw in (await self._nodes.fabric()).items() if raw is not None and not raw["trouble"]}
+        found = []
+        if source in readings and target in readings:
+            a, b = fabrics_of({source: readings[source], target: readings[target]}).values()
+            for cable in cables_of([a, b]):
+                for rail in cable.sound(rdma=False):
+                    ends = [next((str(one.ip) for one in end.addresses if one.network == rail.network), None) for end in (rail.a, rail.b)]
+                    if ends[0] and ends[1]:
+                        found.append((ends[0], ends[1]))
+        return found or [(source, target)]
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        now_s = self._clock()
+        if self._began is None or done < self._began[1]:
+            self._began = (now_s, done)
+        spent_s, moved = now_s - self._began[0], done - self._began[1]
+        rate = moved / spent_s if spent_s >= RATE_S and moved else None
+        eta_s = (total - done) / rate if rate and total > done else None
+        fraction = done / total if total else None
+        progress = Progress(phase="copying", fraction=fraction, bytes_done=done, bytes_total=total, bytes_per_s=rate, eta_s=eta_s)
+        self._tell_progress(what, progress)

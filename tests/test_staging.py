@@ -1,0 +1,331 @@
+"""A model's files from one node to another: real sockets and files, broken connections, damaged bytes, and what an earlier try left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.errors import RankError
+from tests.daemon_process import until
+from workers.hub_cache import snapshot_of
+from workers.staging import chunks, manifest, part, sink, source, wire
+from workers.staging.chunks import Buffer, ChunkFile, sha256_of
+from workers.staging.jobs import Jobs
+from workers.staging.manifest import JOURNAL, PART, Manifest, lacking, manifest_of, refuse_without_room
+from workers.staging.source import Source
+
+CHUNK = 8192
+COMMIT = "c" * 40
+KEY = secrets.token_hex(32)
+ID = "owner/name"
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of some hundred KiB have many chunks then; nobody waits between two tries."""
+    for module in (chunks, source, part):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(manifest, "SPARE_BYTES", 0)
+    monkeypatch.setattr(sink, "PAUSE_S", 0.0)
+    monkeypatch.setattr(sink, "PROGRESS_S", 0.01)
+
+
+def content(size: int) -> bytes:
+    return os.urandom(size)
+
+
+def cached(home: Path, files: Mapping[str, bytes], revision: str = "main") -> dict[str, str]:
+    """A hub's cache with one snapshot, as its library makes it. The environment that leads there."""
+    folder = home / "hub" / "models--owner--name"
+    snapshot = folder / "snapshots" / COMMIT
+    (folder / "blobs").mkdir(parents=True)
+    for name, data in files.items():
+        blob = folder / "blobs" / (hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else hashlib.sha1(data).hexdigest())
+        blob.write_bytes(data)
+        link = snapshot / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(COMMIT)
+    return {"HF_HOME": str(home)}
+
+
+def plain(folder: Path, files: Mapping[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def pulled(there: Manifest, environ: Mapping[str, str], *ports: int, key: str = KEY, served: Manifest | None = None) -> dict[str, Any]:
+    """What the sink says at its end. ports: of somebody else; a source of its own where there is none."""
+    made = ports or (Source(served or there, bytes.fromhex(KEY)).listen("127.0.0.1"),)
+    told: list[Mapping[str, Any]] = []
+    ways = [["127.0.0.1", "127.0.0.1", port] for port in made]
+    sink.run({"manifest": there.to_dict(), "environ": dict(environ), "ways": ways, "key": key, "connections": 3}, told.append)
+    return dict(told[-1])
+
+
+def found(model: str, environ: Mapping[str, str], revision: str | None = None) -> Manifest:
+    made = manifest_of(model, revision, environ)
+    assert made is not None
+    return made
+
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model-00001-of-00002.safetensors": content(CHUNK * 9 + 1234),
+    "model-00002-of-00002.safetensors": content(CHUNK * 4),
+    "sub/folder/tokenizer.json": content(CHUNK + 1),
+    "empty.txt": b"",
+}
+
+
+def test_a_snapshot_is_the_same_on_the_other_node_and_is_found_offline(tmp_path: Path) -> None:
+    there, here = cached(tmp_path / "a", FILES), {"HF_HOME": str(tmp_path / "b")}
+    made = found(ID, there)
+    assert (made.commit, made.size, len(made.files)) == (COMMIT, sum(map(len, FILES.values())), len(FILES))
+
+    ended = pulled(made, here)
+    assert ended == {"done_bytes": made.size, "total_bytes": made.size, "fetched_bytes": made.size, "ended": True}
+    snapshot = snapshot_of(ID, None, here)
+    assert snapshot is not None
+    assert {name: (snapshot / name).read_bytes() for name in FILES} == FILES
+    assert all((snapshot / name).is_symlink() for name in FILES)
+    assert sorted(path.name for path in (tmp_path / "b").rglob("*") if PART in path.name) == []
+    assert pulled(made, here)["fetched_bytes"] == 0
+
+
+def test_a_folder_is_compared_and_only_what_differs_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = plain(tmp_path / "a", FILES)
+    made = found(str(a), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    assert pulled(there, {})["fetched_bytes"] == made.size
+    b = tmp_path / "b"
+    assert {name: (b / name).read_bytes() for name in FILES} == FILES
+    assert (b / "config.json").stat().st_mtime_ns == (a / "config.json").stat().st_mtime_ns
+
+    other = bytearray(FILES["model-00001-of-00002.safetensors"])
+    other[CHUNK * 5] ^= 1
+    (b / "model-00001-of-00002.safetensors").write_bytes(other)
+    assert pulled(there, {})["fetched_bytes"] == len(other)
+    assert {name: (b / name).read_bytes() for name in FILES} == FILES
+    assert sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file()) == sorted(FILES)
+
+
+def test_the_configuration_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    order: list[str] = []
+    finish = part.Part.finish
+    monkeypatch.setattr(part.Part, "finish", lambda self, buffer: (order.append(self.file.name), finish(self, buffer))[1])
+    pulled(there, {})
+
+    assert order[-2:] in (["config.json", "empty.txt"], ["empty.txt", "config.json"])
+
+
+def test_what_was_verified_is_not_fetched_again_and_what_is_damaged_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model-00001-of-00002.safetensors"
+    there, here = cached(tmp_path / "a", {name: FILES[name]}), {"HF_HOME": str(tmp_path / "b")}
+    made = found(ID, there)
+    keep, kept = part.Part.keep, []
+
+    def some(self: part.Part, index: int, buffer: Buffer, told: str) -> bool:
+        if len(kept) >= 4:
+            raise OSError(28, "No space left on device", "/disk")
+        kept.append(index)
+        return keep(self, index, buffer, told)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(part.Part, "keep", some)
+        assert "/disk cannot be written: No space left on device" in pulled(made, here)["error"]
+    (left,) = (tmp_path / "b").rglob(f"*{PART}")
+    (sums,) = (tmp_path / "b").rglob(f"*{JOURNAL}")
+    assert len(sums.read_text().splitlines()) == 5
+    with left.open("r+b") as file:
+        file.seek(kept[0] * CHUNK)
+        file.write(b"damaged")
+    with sums.open("a") as file:
+        file.write("9 12ab")
+    assert lacking(made, here)["bytes"] < made.size
+
+    ended = pulled(made, here)
+    sizes = [chunks.span(made.size, index)[1] for index in kept[1:]]
+    assert ended["fetched_bytes"] == made.size - sum(sizes)
+    assert next((tmp_path / "b").rglob("snapshots/*/*")).read_bytes() == FILES[name]
+
+
+def test_a_part_of_another_release_of_the_file_is_thrown_away(tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", {"w.safetensors": FILES["model-00002-of-00002.safetensors"]})), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    (tmp_path / "b").mkdir()
+    for end, text in ((PART, "x" * 100), (JOURNAL, f"7 {CHUNK} 9\n0 {'0' * 64}\n")):
+        (tmp_path / "b" / f"w.safetensors{end}").write_text(text)
+
+    assert pulled(there, {})["fetched_bytes"] == made.size
+    assert os.listdir(tmp_path / "b") == ["w.safetensors"]
+
+
+def test_a_blob_that_is_not_what_the_hub_says_is_refused(tmp_path: Path) -> None:
+    name = "model-00002-of-00002.safetensors"
+    there = cached(tmp_path / "a", {name: FILES[name]})
+    (blob,) = (tmp_path / "a").rglob("blobs/*")
+    blob.write_bytes(content(len(FILES[name])))
+    told = pulled(found(ID, there), {"HF_HOME": str(tmp_path / "b")})
+
+    assert f"{name} does not have the SHA-256 that the hub names, {blob.name[:12]}..." in told["error"]
+    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+
+
+def test_a_file_that_changes_while_it_is_copied_ends_it(tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    os.utime(tmp_path / "a" / "sub/folder/tokenizer.json", ns=(1, 1))
+    told = pulled(Manifest(str(tmp_path / "b"), None, None, made.root, made.files), {})
+
+    assert told["error"] == "The node that has it says: sub/folder/tokenizer.json cannot be read: it has changed since the copy began."
+
+
+def test_bytes_that_are_damaged_on_the_way_are_asked_for_again_and_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    wrong = [2]
+    digest = part.digest
+
+    def sometimes(data: memoryview) -> str:
+        wrong[0] -= 1
+        return "0" * 64 if wrong[0] >= 0 else digest(data)
+
+    monkeypatch.setattr(part, "digest", sometimes)
+    assert pulled(there, {})["ended"]
+    wrong[0] = 1 << 30
+    (tmp_path / "b" / "config.json").unlink()
+    assert "comes damaged over the network, 4 times in a row: check the cable" in pulled(there, {})["error"]
+
+
+def test_who_does_not_have_the_key_gets_nothing(tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    told = pulled(there, {}, key=secrets.token_hex(32))
+
+    assert "cannot be reached" in told["error"] and "does not have the key" in told["error"]
+    port = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port), 5) as link:
+        link.sendall(bytes(wire.NONCE_BYTES))
+        wire._exactly(link, 2 * wire.NONCE_BYTES)
+        link.sendall(bytes(wire.NONCE_BYTES))
+        assert link.recv(1) == b""
+
+
+def test_another_rail_is_taken_where_one_is_dead(tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        gone = int(dead.getsockname()[1])
+    living = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+
+    assert pulled(there, {}, gone, living)["ended"]
+    (tmp_path / "b" / "config.json").unlink()
+    assert f"127.0.0.1:{gone} from 127.0.0.1: Connection refused" in pulled(there, {}, gone)["error"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Request(wire.DATA, "../../etc/passwd", 0, 10),
+        wire.Request(wire.DATA, "/etc/passwd", 0, 10),
+        wire.Request(wire.DATA, "config.json", 0, 1 << 20),
+        wire.Request(wire.DATA, "config.json", 7, 1),
+        wire.Request(wire.SUMS, "model-00001-of-00002.safetensors", CHUNK * 9, CHUNK),
+    ],
+)
+def test_nothing_else_is_served(request_: wire.Request, tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    port = Source(made, bytes.fromhex(KEY)).listen("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port), 5) as link:
+        wire.greet_as_client(link, bytes.fromhex(KEY))
+        with pytest.raises(wire.RemoteRefusal, match="has no such bytes"):
+            wire.ask(link, request_, memoryview(bytearray(1 << 20)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": [{"name": "../x", "size": 1, "mtime_ns": 1, "blob": None}]},
+        {"files": [{"name": "/x", "size": 1, "mtime_ns": 1, "blob": None}]},
+        {"files": [{"name": "", "size": 1, "mtime_ns": 1, "blob": None}]},
+        {"files": [{"name": "x", "size": 1, "mtime_ns": 1, "blob": "../../x"}]},
+        {"commit": "../.."},
+    ],
+)
+def test_a_manifest_that_leads_elsewhere_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RankError):
+        Manifest.from_dict({"model": ID, "revision": None, "commit": COMMIT, "root": "/r", "files": []} | changes)
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)
+    monkeypatch.setattr(manifest, "_free", lambda path: 1000)
+    told = pulled(there, {})
+
+    assert told["error"].startswith(f"{tmp_path / 'b'} has 1,000 bytes free and {tmp_path / 'b'} needs {made.size:,} more")
+    assert not (tmp_path / "b").exists()
+    refuse_without_room("m", {"path": "/p", "bytes": 0, "free_bytes": 0})
+
+
+def test_what_is_not_there_and_what_is_hidden(tmp_path: Path) -> None:
+    assert manifest_of(str(tmp_path / "no"), None, {}) is None
+    assert manifest_of(ID, None, {"HF_HOME": str(tmp_path)}) is None
+    plain(tmp_path / "a", {".git/config": b"x", ".hidden": b"x", "config.json": b"{}", f"w{PART}": b"x"})
+    assert [file.name for file in found(str(tmp_path / "a"), {}).files] == ["config.json"]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.setattr(os, "O_DIRECT", 0)
+    data, buffer = content(CHUNK + 77), Buffer()
+    file = ChunkFile(tmp_path / "f", write=True)
+    for index in (1, 0):
+        offset, size = chunks.span(len(data), index)
+        buffer.view[:size] = data[offset : offset + size]
+        file.write(buffer, offset, size)
+    file.finish(len(data))
+    assert bytes(file.read(buffer, CHUNK, CHUNK)) == data[CHUNK:]
+    file.close()
+
+    assert (tmp_path / "f").read_bytes() == data
+    assert sha256_of(tmp_path / "f", buffer) == hashlib.sha256(data).hexdigest()
+    buffer.close()
+
+
+def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None:
+    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
+    serving = jobs.start("source", {"manifest": made.to_dict(), "binds": ["127.0.0.1"], "key": KEY})
+    ways = [["127.0.0.1", "127.0.0.1", serving["ports"]["127.0.0.1"]]]
+    fetching = jobs.start("sink", {"manifest": there, "environ": {}, "ways": ways, "key": KEY, "connections": 2})
+    until(lambda: not jobs.state(fetching["job"])["running"], 20, "all is there")
+
+    assert jobs.state(fetching["job"])["ended"]
+    assert {name: (tmp_path / "b" / name).read_bytes() for name in FILES} == FILES
+    pid = jobs._jobs[serving["job"]]._process.pid
+    assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+    for job in (serving, fetching):
+        jobs.end(job["job"])
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(RankError, match="run the same again"):
+        jobs.state(serving["job"])
+    with pytest.raises(RankError, match="cannot be listened on"):
+        jobs.start("source", {"manifest": made.to_dict(), "binds": ["192.0.2.1"], "key": KEY})
+    assert threading.active_count() < 50
+    json.dumps(there)

@@ -1,0 +1,115 @@
+"""The copying programs of one node: started, asked, ended. Never reads a model's file itself: a copy must not take the agent along.
+
+Each gets its order on stdin, so that its key is in no command line, and ends when that closes: with the agent that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sparkd.errors import RankError
+
+PROGRAMS = ("source", "sink")
+START_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 5.0
+_ROOT = str(Path(__file__).resolve().parent.parent.parent)
+
+
+class Jobs:
+    """Job -> program. Thread-safe, as the agent's methods are called on several threads."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job] = {}
+        self._lock = threading.Lock()
+
+    def start(self, program: str, order: Mapping[str, Any]) -> dict[str, Any]:
+        """{"job", ...what the program says first}. Raises RankError for a program that does not start, with its own reason."""
+        if program not in PROGRAMS:
+            raise RankError(f"{program!r} is no program that copies.")
+        job = _Job(program, order)
+        first = job.first(START_TIMEOUT_S)
+        if "error" in first:
+            job.end()
+            raise RankError(str(first["error"]))
+        name = secrets.token_hex(8)
+        with self._lock:
+            self._jobs[name] = job
+        return {"job": name} | first
+
+    def state(self, name: str) -> dict[str, Any]:
+        """What the program said last, and {"running": bool}. Raises RankError for one that is not known: the agent was started again."""
+        with self._lock:
+            job = self._jobs.get(name)
+        if job is None:
+            raise RankError("The copy was ended with the agent of that node; what was verified stays: run the same again to go on.")
+        return job.state()
+
+    def end(self, name: str) -> None:
+        """End and forget it, if it is there."""
+        with self._lock:
+            job = self._jobs.pop(name, None)
+        if job is not None:
+            job.end()
+
+
+class _Job:
+    def __init__(self, program: str, order: Mapping[str, Any]) -> None:
+        environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"workers.staging.{program}"],
+            cwd="/",
+            env=environ | {"PYTHONPATH": _ROOT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        if self._process.stdin is None:
+            raise RankError("The program that copies was started without a pipe.")
+        self._order = self._process.stdin
+        self._said = threading.Event()
+        self._last: dict[str, Any] = {}
+        threading.Thread(target=self._read, name=f"staging {program}", daemon=True).start()
+        with suppress(OSError):
+            self._order.write(json.dumps(order) + "\n")
+            self._order.flush()
+
+    def first(self, timeout_s: float) -> dict[str, Any]:
+        if not self._said.wait(timeout_s):
+            return {"error": f"The program that copies said nothing within {timeout_s:.0f} s."}
+        return self._last or {"error": "The program that copies ended without a word."}
+
+    def state(self) -> dict[str, Any]:
+        running = self._process.poll() is None
+        ended = "ended" in self._last or "error" in self._last
+        if not running and not ended:
+            return {"running": False, "error": "The program that copies ended without a word; run the same again to go on."}
+        return {"running": running and not ended} | self._last
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        with suppress(OSError):
+            self._order.close()
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            with self._process.stdout as lines:
+                for line in lines:
+                    with suppress(ValueError):
+                        self._last = dict(json.loads(line))
+                        self._said.set()
+        self._said.set()

@@ -1,0 +1,164 @@
+"""Owns what a model's files are on a node, and what another node lacks of them. Never copies a byte.
+
+A hub id lies in the hub's cache (huggingface_hub, "Understand caching"): blobs/ETAG, which snapshots/COMMIT/FILE link to, and refs/NAME
+with the commit. The ETag of a large file is its SHA-256. A folder is what it is, at the same path on every node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sparkd.errors import RankError
+from workers.hub_cache import hub_cache, snapshot_of
+
+SPARE_BYTES = 1 << 30  # stays free beside what is fetched
+PART = ".sparkd-part"
+JOURNAL = ".sparkd-part.sums"
+_BLOB = re.compile(r"[0-9A-Za-z._-]{1,128}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9A-Za-z._-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a model. name: below its folder; blob: what the hub's cache calls its content, None in a plain folder."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    blob: str | None = None
+
+    @property
+    def sha256(self) -> str | None:
+        return self.blob if self.blob and _SHA256.fullmatch(self.blob) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """model: a hub id, or a folder's path; commit: the hub's, None of a folder; root: the folder of the files on the node that has them."""
+
+    model: str
+    revision: str | None
+    commit: str | None
+    root: str
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Manifest:
+        """Raises RankError for names that would lead out of the model's folder."""
+        made = cls(**{**raw, "files": tuple(File(**one) for one in raw["files"])})
+        for file in made.files:
+            path = PurePosixPath(file.name)
+            if path.is_absolute() or ".." in path.parts or not path.parts or (file.blob is not None and not _is_blob(file.blob)):
+                raise RankError(f"{made.model}: {file.name[:100]!r} cannot be the name of a file of a model.")
+        if made.commit is not None and (not _COMMIT.fullmatch(made.commit) or ".." in made.commit):
+            raise RankError(f"{made.model}: its commit is none.")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model's files belong on this node. files: their folder; blobs: the cache's, None for a plain folder; top: above both."""
+
+    files: Path
+    blobs: Path | None
+    top: Path
+
+    def of(self, file: File) -> Path:
+        """Where its content belongs."""
+        return self.blobs / file.blob if self.blobs and file.blob else self.files / file.name
+
+
+def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) -> Manifest | None:
+    """What this node has of a model; None where it has nothing. Raises RankError for what cannot be read."""
+    folder = Path(model) if model.startswith("/") else snapshot_of(model, revision, environ)
+    if folder is None or not folder.is_dir():
+        return None
+    try:
+        files = tuple(_files(folder))
+    except OSError as error:
+        raise RankError(f"{error.filename or folder} cannot be read: {error.strerror or error}. Check its owner and mode.") from error
+    return Manifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
+
+
+def place_of(manifest: Manifest, environ: Mapping[str, str]) -> Place:
+    if manifest.commit is None:
+        return Place(Path(manifest.model), None, Path(manifest.model))
+    folder = hub_cache(environ) / f"models--{manifest.model.replace('/', '--')}"
+    return Place(folder / "snapshots" / manifest.commit, folder / "blobs", folder)
+
+
+def lacking(manifest: Manifest, environ: Mapping[str, str]) -> dict[str, Any]:
+    """{"path", "bytes", "free_bytes"}: what this node still has to write for it, and what its disk has.
+
+    Parts of an earlier try count as written. A file of a plain folder that has the right size may yet be another one: it counts as there
+    and is compared when it is fetched.
+    """
+    place = place_of(manifest, environ)
+    need = 0
+    for file in manifest.files:
+        path = place.of(file)
+        if _size(path) == file.size:
+            continue
+        need += max(0, file.size - _blocks(path.with_name(path.name + PART)))
+    return {"path": str(place.top), "bytes": need, "free_bytes": _free(place.top)}
+
+
+def refuse_without_room(model: str, told: Mapping[str, Any]) -> None:
+    """Raises RankError where the disk cannot hold what is lacking."""
+    if told["bytes"] + SPARE_BYTES > told["free_bytes"] and told["bytes"]:
+        raise RankError(
+            f"{told['path']} has {told['free_bytes']:,} bytes free and {model} needs {told['bytes']:,} more, and {SPARE_BYTES >> 30} GiB "
+            "stays free: make room, or set HF_HOME in engine.env to a larger disk."
+        )
+
+
+def _files(folder: Path) -> Any:
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(where) / name
+            if name.startswith(".") or name.endswith((PART, JOURNAL)) or not path.is_file():
+                continue
+            real = Path(os.path.realpath(path))
+            status = real.stat()
+            blob = real.name if path.is_symlink() and real.parent.name == "blobs" and _is_blob(real.name) else None
+            yield File(str(path.relative_to(folder)), status.st_size, status.st_mtime_ns, blob)
+
+
+def _is_blob(name: str) -> bool:
+    return bool(_BLOB.fullmatch(name)) and name not in (".", "..")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _free(path: Path) -> int:
+    """Of the file system that the nearest folder that is there lies on, for this user."""
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,270 @@
+"""Fetches one model's files from a node that serves them, by several connections over every rail. Never asks for another file.
+
+A program: `python -m workers.staging.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
+a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
+true} or {"error"}; and ends when stdin does. What it has verified by then is there for the next try.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sparkd.errors import RankError
+from workers.staging.chunks import Buffer, chunks_of, span
+from workers.staging.manifest import File, Manifest, Place, lacking, place_of, refuse_without_room
+from workers.staging.part import COMPARE, VERIFY, Part
+from workers.staging.wire import DATA, SUMS, TIMEOUT_S, RemoteRefusal, Request, WireError, ask, greet_as_client
+
+ATTEMPTS = 4
+PAUSE_S = 0.5
+PROGRESS_S = 0.3
+CONFIG = "config.json"
+
+Way = tuple[str, str, int]
+Task = tuple[Part, int, str]
+
+
+class Sink:
+    """`fetch` blocks until all is there. Counters may be read from another thread."""
+
+    def __init__(self, manifest: Manifest, place: Place, ways: Sequence[Way], key: bytes, connections: int) -> None:
+        self._manifest, self._place = manifest, place
+        self._ways, self._key = ways, key
+        self._connections = connections
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._busy = 0
+        self._turn = threading.Condition()
+        self._error: BaseException | None = None
+        self._last: list[Part] = []
+        self._parts: list[Part] = []
+        self.fetched_bytes = 0
+
+    @property
+    def done_bytes(self) -> int:
+        return sum(part.done_bytes for part in self._parts)
+
+    def fetch(self) -> None:
+        """Raises RankError, with the node's own reason where it gave one, and OSError of this node's disk."""
+        # Two names of one content are fetched once.
+        files = {self._place.of(file): file for file in self._manifest.files}
+        self._parts = [Part(file, path) for path, file in files.items()]
+        try:
+            for part in self._parts:
+                self._begin(part)
+            threads = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(self._connections)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self._error is not None:
+                raise self._error
+            buffer = Buffer()
+            for part in self._last:
+                part.finish(buffer)
+            buffer.close()
+            self._publish()
+        finally:
+            for part in self._parts:
+                part.close()
+
+    def _begin(self, part: Part) -> None:
+        self._tasks.extend((part, index, how) for index, how in part.begin())
+        if not chunks_of(part.file.size) and not part.to.exists():
+            # An empty file has no chunk that could be its last.
+            self._last.append(part)
+
+    def _work(self, number: int) -> None:
+        buffer, link = Buffer(), _Link(self._ways, number, self._key, lambda: self._error is not None)
+        try:
+            while (task := self._next()) is not None:
+                try:
+                    self._do(task, buffer, link)
+                finally:
+                    self._rest()
+        except (RankError, OSError) as error:
+            self._fail(error)
+        except Exception as error:
+            # A thread of ours that ends without a word would leave the others waiting.
+            self._fail(error)
+            raise
+        finally:
+            link.close()
+            buffer.close()
+
+    def _do(self, task: Task, buffer: Buffer, link: _Link) -> None:
+        part, index, how = task
+        if how == VERIFY and part.is_as_before(index, buffer):
+            self._count(task, buffer)
+            return
+        if how == COMPARE:
+            ours = part.sum_of(index, buffer)
+            if ours is None:
+                return
+            if link.ask(part.file, index, SUMS, buffer) == ours:
+                self._count(task, buffer)
+            else:
+                self._again(part)
+            return
+        for _ in range(ATTEMPTS):
+            if part.keep(index, buffer, link.ask(part.file, index, DATA, buffer)):
+                with self._turn:
+                    self.fetched_bytes += span(part.file.size, index)[1]
+                self._count(task, buffer)
+                return
+        cure = "check the cable, its plugs and the memory"
+        raise RankError(f"{part.file.name} comes damaged over the network, {ATTEMPTS} times in a row: {cure}.")
+
+    def _count(self, task: Task, buffer: Buffer) -> None:
+        part, index, how = task
+        if not part.done(index, how):
+            return
+        # Without it no engine takes the folder for a model that is all there.
+        if part.to.name == CONFIG:
+            self._last.append(part)
+        else:
+            part.finish(buffer)
+
+    def _again(self, part: Part) -> None:
+        """A file that stood there is another one: all of it is fetched."""
+        with self._turn:
+            self._tasks.extendleft((part, index, how) for index, how in reversed(part.replace()))
+            self._turn.notify_all()
+
+    def _next(self) -> Task | None:
+        """None at the end. While others work, more may come."""
+        with self._turn:
+            while not self._tasks and self._busy and self._error is None:
+                self._turn.wait()
+            if self._error is not None or not self._tasks:
+                return None
+            self._busy += 1
+            return self._tasks.popleft()
+
+    def _rest(self) -> None:
+        with self._turn:
+            self._busy -= 1
+            self._turn.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._turn:
+            self._error = self._error or error
+            self._turn.notify_all()
+
+    def _publish(self) -> None:
+        """The cache's links, and at the very end the name of the revision: until then the hub's library does not find it."""
+        place, commit = self._place, self._manifest.commit
+        if place.blobs is None or commit is None:
+            return
+        for file in (file for file in self._manifest.files if file.blob):
+            link = place.files / file.name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            target = os.path.relpath(place.blobs / str(file.blob), link.parent)
+            fresh = link.with_name(f".{link.name}.{os.getpid()}")
+            with suppress(FileNotFoundError):
+                fresh.unlink()
+            fresh.symlink_to(target)
+            fresh.replace(link)
+        revision = self._manifest.revision or "main"
+        if revision != commit and ".." not in revision:
+            ref = place.top / "refs" / revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
+            fresh.write_text(commit, encoding="ascii")
+            fresh.replace(ref)
+
+
+class _Link:
+    """One connection to the other node, made when it is needed, by the next way where one does not answer."""
+
+    def __init__(self, ways: Sequence[Way], number: int, key: bytes, is_over: Callable[[], bool]) -> None:
+        self._ways, self._turn, self._key = ways, number, key
+        self._is_over = is_over
+        self._socket: socket.socket | None = None
+
+    def ask(self, file: File, index: int, what: int, buffer: Buffer) -> str:
+        """The sum that the other end tells of a chunk; `buffer` has its bytes where they were asked for. Raises RankError."""
+        request = Request(what, file.name, *span(file.size, index))
+        why = "another connection has failed"
+        for attempt in range(ATTEMPTS):
+            own, other, port = self._ways[self._turn % len(self._ways)]
+            try:
+                return ask(self._connected(own, other, port), request, buffer.view)
+            except RemoteRefusal as refusal:
+                raise RankError(f"The node that has it says: {refusal}.") from None
+            except (WireError, OSError) as error:
+                why = f"{other}:{port} from {own}: {getattr(error, 'strerror', None) or error}"
+            self.close()
+            self._turn += 1
+            if self._is_over():
+                break
+            time.sleep(PAUSE_S * attempt)
+        raise RankError(f"The node that has it cannot be reached ({why}). What was verified stays: run the same again to go on.")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connected(self, own: str, other: str, port: int) -> socket.socket:
+        if self._socket is None:
+            self._socket = socket.create_connection((other, port), TIMEOUT_S, source_address=(own, 0))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greet_as_client(self._socket, self._key)
+        return self._socket
+
+
+def run(order: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
+    """Tells progress and the end; never raises for what the operator can mend."""
+    manifest = Manifest.from_dict(order["manifest"])
+    try:
+        refuse_without_room(manifest.model, lacking(manifest, order["environ"]))
+        ways = [(str(own), str(other), int(port)) for own, other, port in order["ways"]]
+        sink = Sink(manifest, place_of(manifest, order["environ"]), ways, bytes.fromhex(order["key"]), int(order["connections"]))
+        ended = threading.Event()
+
+        def report() -> None:
+            while not ended.wait(PROGRESS_S):
+                tell({"done_bytes": sink.done_bytes, "total_bytes": manifest.size, "fetched_bytes": sink.fetched_bytes})
+
+        threading.Thread(target=report, name="staging progress", daemon=True).start()
+        try:
+            sink.fetch()
+        finally:
+            ended.set()
+        tell({"done_bytes": manifest.size, "total_bytes": manifest.size, "fetched_bytes": sink.fetched_bytes, "ended": True})
+    except RankError as error:
+        tell({"error": error.message})
+    except OSError as error:
+        where = error.filename or Path(manifest.root)
+        tell({"error": f"{where} cannot be written: {error.strerror or error}. Check its owner, its mode and the disk."})
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline())
+
+    def tell(told: Mapping[str, Any]) -> None:
+        # Whoever listens may have gone: then stdin is closed too.
+        with suppress(OSError):
+            sys.stdout.write(json.dumps(told) + "\n")
+            sys.stdout.flush()
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="staging end", daemon=True).start()
+    run(order, tell)
+
+
+if __name__ == "__main__":
+    main()
