@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
     """(commit, a note) once all of it is in the cache. What is there already is not fetched again; where the hub cannot be asked, what
     is in the cache will do if it is whole. Raises SparkdError."""
     try:
-        listing = Hub(hub_id, revision, environ).listing(nested=True)
+        hub = Hub(hub_id, revision, environ)
+        listing = hub.listing(nested=True)
     except CheckpointError as error:
         commit = _whole(hub_id, revision, environ)
         if commit is None:
@@ -74,7 +76,8 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
     threading.Thread(target=report, name="fetch progress", daemon=True).start()
     pool = ThreadPoolExecutor(THREADS)
     try:
-        for name in pool.map(lambda name: _download(hub_id, listing.commit, name, folder), missing):
+        download = partial(_download, hub, environ.get("HF_TOKEN"), listing.commit, folder)
+        for name in pool.map(download, missing):
             done[name] = listing.sizes[name] or 0
     finally:
         ended.set()
@@ -84,18 +87,19 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
     return listing.commit, ""
 
 
-def _download(hub_id: str, commit: str, name: str, folder: Path) -> str:
+def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str) -> str:
     """One file into the cache, held against the SHA-256 that the hub names, and out of the page cache again."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    cache = str(folder.parent)
     try:
-        path = Path(hf_hub_download(hub_id, name, revision=commit, cache_dir=str(folder.parent)))
+        path = Path(hf_hub_download(hub.hub_id, name, revision=commit, cache_dir=cache, endpoint=hub.endpoint, token=token))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         # Its message may hold an address with a signature.
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         cure = "Check the network and the disk; run the same again to go on."
-        raise CheckpointError(f"{name} could not be downloaded: {why}", file=hub_id, cure=cure) from None
+        raise CheckpointError(f"{name} could not be downloaded: {why}", file=hub.hub_id, cure=cure) from None
     blob = Path(os.path.realpath(path))
     if len(blob.name) == SHA256_DIGITS:
         buffer = Buffer()
@@ -104,7 +108,7 @@ def _download(hub_id: str, commit: str, name: str, folder: Path) -> str:
                 with suppress(OSError):
                     one.unlink()
             told = f"{name} does not have the SHA-256 that the hub names and was removed"
-            raise CheckpointError(told, file=hub_id, cure="Run the same again; if it stays so, check memory and disk")
+            raise CheckpointError(told, file=hub.hub_id, cure="Run the same again; if it stays so, check memory and disk")
         buffer.close()
     with open(blob, "rb") as file:
         os.fsync(file.fileno())

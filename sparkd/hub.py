@@ -66,8 +66,8 @@ class Hub:
             raise ConfigError(told) from None
         self.hub_id = hub_id
         self._revision = revision or constants.DEFAULT_REVISION
-        self._endpoint = (environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        if urlsplit(self._endpoint).scheme not in ("http", "https") or not urlsplit(self._endpoint).hostname:
+        self.endpoint = (environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        if urlsplit(self.endpoint).scheme not in ("http", "https") or not urlsplit(self.endpoint).hostname:
             raise ConfigError("HF_ENDPOINT is no address: give one that begins with https://, or unset it.")
         offline = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
         if offline.upper() in _TRUE or constants.HF_HUB_OFFLINE:
@@ -83,7 +83,7 @@ class Hub:
 
     def listing(self, *, nested: bool = False) -> Listing:
         """nested: files in its folders too."""
-        url = f"{self._endpoint}/api/models/{self.hub_id}/revision/{quote(self._revision, safe='')}?blobs=true"
+        url = f"{self.endpoint}/api/models/{self.hub_id}/revision/{quote(self._revision, safe='')}?blobs=true"
         # Once: without a network this is where one waits.
         raw = self._tried(lambda: self._whole(url, MAX_LISTING_BYTES, "its listing"), attempts=1)
         value = loads(raw, self.hub_id, cure=_NETWORK)
@@ -103,10 +103,10 @@ class Hub:
 
     @property
     def _host(self) -> str:
-        return urlsplit(self._endpoint).hostname or ""
+        return urlsplit(self.endpoint).hostname or ""
 
     def _url(self, commit: str, name: str) -> str:
-        return f"{self._endpoint}/{self.hub_id}/resolve/{commit}/{quote(name, safe='')}"
+        return f"{self.endpoint}/{self.hub_id}/resolve/{commit}/{quote(name, safe='')}"
 
     def _tried(self, ask: Callable[[], _Result], attempts: int = ATTEMPTS) -> _Result:
         attempt = 1

@@ -137,7 +137,7 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         await made.scene.tick()
 
         assert (await made.ask("GET", "/status"))["settled"] is True
-        assert await made.ask("GET", "/nodes") == {"nodes": []}
+        assert await made.ask("GET", "/nodes") == {"nodes": [], "offered": [], "head": None}
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
@@ -697,7 +697,8 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
-            ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
+            ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
+            ("/models/{name}/pull", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),
         }  # fmt: skip
         operations = [operation for item in raw["paths"].values() for operation in item.values()]

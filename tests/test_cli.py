@@ -29,7 +29,7 @@ from tests.daemon_process import ROOT, free_port
 KEY = "correct-horse-battery-staple"
 VERBS = (
     "serve", "run", "load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events", "plan", "fabric", "nodes", "doctor",
-    "export", "check", "join", "leave", "token", "ray-node", "version",
+    "export", "check", "join", "leave", "token", "pull", "ray-node", "version",
 )  # fmt: skip
 
 

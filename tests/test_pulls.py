@@ -1,0 +1,301 @@
+"""Pulls as the daemon runs them: over agents that answer as told, and from a hub on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from rich.console import Console
+
+from sparkd import fetch, pulls, show
+from sparkd.config import load_config
+from sparkd.errors import BadRequest, CheckpointError, ClusterError, RankError, UnknownModel
+from sparkd.fetch import wanted
+from sparkd.ledger import Ledger
+from sparkd.pulls import Pulls
+from sparkd.state import Operation, OperationState, Store
+from tests.fabric_tree import readings
+from tests.hub_server import COMMIT, Repository, serving
+from tests.shards import layered, write_folder
+from workers.hub_cache import snapshot_of
+from workers.staging import manifest
+
+A, B = "192.168.100.11", "192.168.100.12"
+FOLDER = "/models/plain"
+FILES = [
+    {"name": "config.json", "size": 10, "mtime_ns": 1, "blob": None},
+    {"name": "w.safetensors", "size": 90, "mtime_ns": 1, "blob": None},
+]
+MANIFEST = {"model": FOLDER, "revision": None, "commit": None, "root": FOLDER, "files": FILES}
+SHARDS = {f"model-{number}.safetensors": layered(1, {"weight": (64, 64)}, f"part{number}") for number in (1, 2)}
+
+
+class FakeNodes:
+    """Agents whose answers are in `said`, by method; a callable is asked with the node and the arguments."""
+
+    node_ip = A
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.steps = [{"done_bytes": 50, "total_bytes": 100, "fetched_bytes": 50}, {"done_bytes": 100, "fetched_bytes": 90, "ended": True}]
+        self.fabrics: dict[str, Mapping[str, Any] | None] = dict(zip((A, B), readings("pair-different-ports").values(), strict=True))
+        self.said: dict[str, Any] = {
+            "staged": lambda node, *_: MANIFEST if node == A else None,
+            "lacking": {"path": "/models", "bytes": 100, "free_bytes": 1 << 50},
+            "copy": lambda node, program, order, places: {"job": program, "ports": dict.fromkeys(order.get("binds", ()), 7000)},
+            "copying": lambda node, job: {"running": True} | (self.step() if job == "sink" else {}),
+            "end_copy": None,
+        }
+
+    def step(self) -> dict[str, Any]:
+        return {"total_bytes": 100} | (self.steps.pop(0) if len(self.steps) > 1 else self.steps[0])
+
+    def in_sight(self) -> list[str]:
+        return [A, B]
+
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        assert timeout_s > 0
+        self.asked.append((node_ip, method, arguments))
+        said = self.said[method]
+        if isinstance(said, Exception):
+            raise said
+        return said(node_ip, *arguments) if callable(said) else said
+
+    async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
+        return self.fabrics
+
+    def of(self, method: str) -> list[tuple[str, tuple[Any, ...]]]:
+        return [(node, arguments) for node, asked, arguments in self.asked if asked == method]
+
+
+class Scene:
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        models = {"plain": {"model": FOLDER, "aliases": ["gpt-4o"]}, "hub": {"model": "owner/name"}}
+        config = load_config(None, flags={"models": models, "state_dir": str(folder / "state"), **settings}, environ={})
+        self.store = Store(folder / "state.db")
+        self.ledger, self.nodes = Ledger(self.store, lambda: 5.0), FakeNodes()
+        self.pulls = Pulls(self.nodes, self.ledger, config.lookup, lambda: ["plain", "hub"], lambda: config)
+
+    async def ended(self, operation: Operation) -> Operation:
+        async with asyncio.timeout(60):
+            while (found := self.ledger.operation(operation.id)).state is OperationState.RUNNING:  # noqa: ASYNC110 - until its end
+                await asyncio.sleep(0)
+        return found
+
+
+@asynccontextmanager
+async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
+    made = Scene(folder, **settings)
+    running = asyncio.create_task(made.pulls.run())
+    await asyncio.sleep(0)
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        made.store.close()
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "POLL_S", 0.0)
+    monkeypatch.setattr(fetch, "PROGRESS_S", 0.01)
+
+
+async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        began = made.pulls.start("gpt-4o")
+        ended = await made.ended(began)
+        events = made.ledger.events(0, 100)
+
+    assert (began.kind, began.model, began.state) == ("pull", "plain", OperationState.RUNNING)
+    assert ended.state is OperationState.SUCCEEDED
+    assert ended.message.startswith(f"{FOLDER} (0.00 GB) is on {A}, {B}: 0.00 GB were copied in")
+    (source, (_, order, _)), (sink, (_, theirs, places)) = made.nodes.of("copy")
+    assert (source, sink, places) == (A, B, {})
+    assert order["binds"] == ["192.168.100.11", "192.168.200.17"], "both twins"
+    assert theirs["ways"] == [["192.168.100.12", "192.168.100.11", 7000], ["192.168.200.18", "192.168.200.17", 7000]]
+    assert theirs["key"] == order["key"] and len(order["key"]) == 64
+    assert [(node, job) for node, (job,) in made.nodes.of("end_copy")] == [(A, "source"), (B, "sink")]
+    assert order["key"] not in repr([ended, events])
+
+
+async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
+        began = made.pulls.start("plain")
+        async with asyncio.timeout(10):
+            while (found := made.ledger.operation(began.id)).progress is None:  # noqa: ASYNC110 - until it says something
+                await asyncio.sleep(0)
+        assert made.pulls.start("plain", [B]).id == began.id, "one is under way"
+        cancelled = made.pulls.cancel(began.id)
+
+    assert found.message == f"copying from {A} to {B}"
+    assert found.progress is not None
+    assert (found.progress.bytes_done, found.progress.bytes_total, found.progress.fraction) == (50, 100, 0.5)
+    assert cancelled is not None and cancelled.state is OperationState.CANCELLED
+    assert "what was verified stays" in cancelled.message
+    assert made.pulls.cancel(began.id) is None and made.pulls.cancel("no-such") is None
+    assert [job for _, (job,) in made.nodes.of("end_copy")] == ["source", "sink"]
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "told"),
+    [
+        ("staged", None, f"{FOLDER} is on none of {A}, {B}: check the path"),
+        (
+            "lacking",
+            {"path": "/disk", "bytes": 5_000, "free_bytes": 1_000},
+            f"{B}: /disk has 1,000 bytes free and {FOLDER} needs 5,000 more",
+        ),
+        ("copy", RankError("192.0.2.1 cannot be listened on."), "192.0.2.1 cannot be listened on."),
+        ("copying", lambda node, job: {"error": "The disk is on fire."}, f"{A}: The disk is on fire."),
+        ("copying", ClusterError("The agent of node B did not answer."), "The agent of node B did not answer."),
+        ("copying", ValueError("a bug"), "sparkd made an error (ValueError); its log has more."),
+    ],
+)
+async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, told: str, tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.said[method] = answer
+        ended = await made.ended(made.pulls.start("plain"))
+        assert made.ledger.events(0, 10)[-1].message == ended.message
+
+    assert (ended.state, ended.message.startswith(told)) == (OperationState.FAILED, True), ended.message
+    assert len(made.nodes.of("end_copy")) == (2 if method == "copying" else 0)
+
+
+async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addresses_do(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.said["staged"] = lambda node, *_: MANIFEST if node == B else None
+        made.nodes.fabrics = {A: None, B: None}
+        ended = await made.ended(made.pulls.start("plain", [A]))
+
+    assert ended.state is OperationState.SUCCEEDED
+    assert [(node, program) for node, (program, *_) in made.nodes.of("copy")] == [(B, "source"), (A, "sink")]
+    assert made.nodes.of("copy")[1][1][1]["ways"] == [[A, B, 7000]]
+
+
+async def test_who_has_it_already_gets_nothing(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        ended = await made.ended(made.pulls.start("plain", [A]))
+
+    assert (ended.message, made.nodes.of("copy")) == (f"{FOLDER} (0.00 GB) is on {A}.", [])
+
+
+async def test_what_cannot_begin_is_refused(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        for name in ("nobody", "../../etc", "a/b/c", "/etc"):
+            with pytest.raises(UnknownModel, match="plain"):
+                made.pulls.start(name)
+        with pytest.raises(BadRequest, match=r"10\.9\.9\.9 is no node in sight"):
+            made.pulls.start("plain", ["10.9.9.9", A])
+    fresh = Scene(tmp_path / "later")
+    with pytest.raises(ClusterError, match="only just starting"):
+        fresh.pulls.start("plain")
+    fresh.store.close()
+
+
+async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.steps = [{"done_bytes": 0, "fetched_bytes": 0}]
+        began = made.pulls.start("plain")
+    found = made.ledger.operation(began.id)
+
+    assert (found.state, found.message) == (OperationState.CANCELLED, "The daemon ended; what was verified stays.")
+
+
+# The download
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    with serving(Repository(write_folder(tmp_path / "there", SHARDS, {"model_type": "llama"}, index=True))) as there:
+        yield there
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def environ(hub: Repository, tmp_path: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.hub, "HF_HOME": str(tmp_path / "home")}
+
+
+async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, environ: dict[str, str], tmp_path: Path) -> None:
+    (hub.folder / "pytorch_model.bin").write_bytes(b"nobody reads it")
+    secret = "hf_thetokenthatnobodymaysee"
+    env = environ | {"NO_PROXY": "127.0.0.1", "HF_TOKEN": secret, "HF_HUB_OFFLINE": "0"}
+    async with scene(tmp_path, **{"engine.env": env}) as made:
+        made.nodes.said["staged"] = lambda node, model, revision, places: (
+            found.to_dict() if (found := manifest.manifest_of(model, revision, places)) else None
+        )
+        ended = await made.ended(made.pulls.start("owner/name", [A]))
+        again = await made.ended(made.pulls.start("hub", [A]))
+        events = made.ledger.events(0, 100)
+
+    assert ended.state is OperationState.SUCCEEDED, ended.message
+    assert again.message == ended.message
+    snapshot = snapshot_of("owner/name", None, environ)
+    assert snapshot is not None and snapshot.name == COMMIT
+    names = ["config.json", *sorted(SHARDS), "model.safetensors.index.json"]
+    assert sorted(path.name for path in snapshot.iterdir()) == sorted(names)
+    assert all((snapshot / name).read_bytes() == (hub.folder / name).read_bytes() for name in names)
+    assert len([asked for asked in hub.asked if asked.server == "store" and asked.sent]) == len(SHARDS)
+    assert secret not in repr([ended, events])
+
+
+def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: Repository, environ: dict[str, str]) -> None:
+    told: list[Mapping[str, Any]] = []
+    assert fetch.fetch("owner/name", None, environ, told.append) == (COMMIT, "")
+    hub.listing = {"nothing": "of use"}
+    commit, note = fetch.fetch("owner/name", None, environ, told.append)
+
+    assert commit == COMMIT and "what is in the cache is whole" in note
+    with pytest.raises(CheckpointError, match="no listing"):
+        fetch.fetch("owner/name", "other", environ, told.append)
+
+
+def test_a_file_that_is_not_what_the_hub_says_is_removed(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "sha256_of", lambda path, buffer: "0" * 64)
+    with pytest.raises(CheckpointError, match="does not have the SHA-256 that the hub names and was removed"):
+        fetch.fetch("owner/name", None, environ, lambda told: None)
+    assert snapshot_of("owner/name", None, environ) is None
+
+
+def test_a_full_disk_is_told_before_the_download(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_free", lambda path: 1000)
+    with pytest.raises(RankError, match=r"has 1,000 bytes free and owner/name needs [\d,]+ more"):
+        fetch.fetch("owner/name", None, environ, lambda told: None)
+    assert not [asked for asked in hub.asked if asked.server == "store"]
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["config.json", "model.safetensors", "pytorch_model.bin", "tf.h5"], ["config.json", "model.safetensors"]),
+        (["config.json", "model.gguf"], ["config.json", "model.gguf"]),
+        (["consolidated.safetensors", "model-1.safetensors"], ["model-1.safetensors"]),
+        (["consolidated.safetensors", "params.json"], ["consolidated.safetensors", "params.json"]),
+        (["a.safetensors", "original/a.pth", ".gitattributes", "1_Pooling/config.json"], ["a.safetensors", "1_Pooling/config.json"]),
+    ],
+)
+def test_what_of_a_repository_is_wanted(names: list[str], kept: list[str]) -> None:
+    assert wanted(names) == kept
+
+
+def test_how_far_a_copy_is_in_words() -> None:
+    console: Callable[[], Console] = lambda: Console(file=io.StringIO(), width=200)  # noqa: E731
+    far = {"fraction": 0.5, "bytes_done": 1 << 30, "bytes_total": 2 << 30, "bytes_per_s": 2e9, "eta_s": 0.6}
+    assert show.copying("copying", far, console()) == "copying 50%, 1.0 of 2.0 GiB, 2.00 GB/s, about 1 s left"
+    near = {"fraction": None, "bytes_done": None, "bytes_total": None, "bytes_per_s": None, "eta_s": None}
+    assert show.copying("fetching", near, console()) == "fetching"
+    assert os.sep == "/"
