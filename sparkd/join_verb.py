@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from sparkd.fabric import Fabric
 
 UNIT = "sparkd-ray.service"
-DAEMON_UNIT = "sparkd.service"
 SYSTEM_TOKEN = Path("/etc/sparkd/ray.token")
 SYSTEMCTL_TIMEOUT_S = 180.0
 AGAIN_S = 2.0
@@ -68,12 +68,15 @@ def join(
     found = find_head(head)
     if loaded.cluster.address not in (None, found.address):
         raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
-    units = not foreground and _has_units(loaded)
-    if units and _systemctl("is-active", DAEMON_UNIT):
+    if daemon := _daemon(loaded):
         raise Conflict(
-            "A daemon of its own runs on this node: `sparkd unload --all`, then `systemctl disable --now sparkd.socket sparkd.service`."
+            f"A daemon of its own runs on this node (process {daemon}): `sparkd unload --all`, then end it, as a service by `systemctl "
+            "disable --now sparkd.socket sparkd.service`."
         )
     before = joined.read(loaded)
+    if before is not None and before.pid and _is_join(before.pid):
+        raise Conflict(f"Process {before.pid} keeps this node in the cluster of {before.address}: end it by `sparkd leave` first.")
+    units = not foreground and _has_units(loaded)
     kept = joined.token_path(loaded) if before is not None and before.address == found.address else None
     secret = _token(token, kept)
     way = way_to(found.host, found.routed, _fabric(), node_ip)
@@ -282,6 +285,18 @@ def _has_units(config: Config) -> bool:
     from sparkd.config import STATE_DIR
 
     return os.geteuid() == 0 and config.state_dir == STATE_DIR and Path("/run/systemd/system").is_dir() and _systemctl("cat", UNIT)
+
+
+def _daemon(config: Config) -> str:
+    """The process id of the daemon whose state folder this is; empty where none runs."""
+    try:
+        with open(config.state_dir / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (config.state_dir / "lock").read_text().strip() or "unknown"
+    except OSError:
+        pass
+    return ""
 
 
 def _systemctl(*words: Any) -> bool:

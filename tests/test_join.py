@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -289,6 +290,78 @@ def test_what_is_no_token_is_refused_without_it(given: str | None, monkeypatch: 
 def test_who_has_joined_nobody_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["leave", "--state-dir", str(tmp_path)]) == 2
     assert "has joined nobody" in capsys.readouterr().err
+
+
+class Units:
+    """systemctl as it would answer; `said` is what it was asked to change."""
+
+    def __init__(self, *on: str) -> None:
+        self.on = {"cat", *on}
+        self.said: list[str] = []
+
+    def __call__(self, *words: str) -> bool:
+        if words[0].startswith("is-") or words[0] == "cat":
+            return words[0] in self.on
+        self.said.append(words[0])
+        return words[0] not in ("fails",)
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is reached, takes the token and fits; this node's network is that of a fixture."""
+    monkeypatch.setattr(join_head, "find_head", lambda text: Head(HEAD, "192.168.100.12", "192.168.100.11"))
+    monkeypatch.setattr(join_head, "ask_head", lambda head, path, node_ip: path.read_text())
+    monkeypatch.setattr(join_verb, "_fabric", lambda: nodes_of("pair-different-ports")[0])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
+
+
+@pytest.mark.usefixtures("head")
+@pytest.mark.parametrize(
+    ("before", "joins", "leaves"),
+    [
+        ((), ["enable", "restart"], ["stop", "disable"]),
+        (("is-enabled", "is-active"), ["enable", "restart"], ["stop", "start"]),
+        (("is-enabled",), ["enable", "restart"], ["stop"]),
+    ],
+)
+def test_the_unit_keeps_a_node_and_is_put_back_as_it_was(
+    before: tuple[str, ...],
+    joins: list[str],
+    leaves: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    units = Units(*before)
+    monkeypatch.setattr(join_verb, "_systemctl", units)
+    monkeypatch.setattr(join_verb, "_has_units", lambda config: True)
+    config = config_of(tmp_path, runtime_dir=str(tmp_path / "run"))
+    words = ["--state-dir", str(config.state_dir)]
+    monkeypatch.setenv("SPARKD_RUNTIME_DIR", str(tmp_path / "run"))
+
+    assert exit_code(["join", "spark-1", "--token", "-", *words]) == 0
+    told = capsys.readouterr()
+    assert f"This node has joined {HEAD} as 192.168.100.11; sparkd-ray.service keeps it so." in told.err
+    assert TOKEN not in told.err + told.out
+    assert joined.read(config) == joined.Joined(HEAD, "192.168.100.11", True, "is-enabled" in before, "is-active" in before)
+    assert units.said == joins
+    units.on |= {"is-enabled", "is-active"}
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert exit_code(["join", "spark-1", *words]) == 0, "again, with the token that is kept"
+    units.said.clear()
+    assert exit_code(["leave", *words]) == 0
+    assert (units.said, capsys.readouterr().out) == (leaves, f"This node has left {HEAD}.\n")
+    assert os.listdir(config.state_dir) == []
+
+
+@pytest.mark.usefixtures("head")
+def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+        assert exit_code(["join", "spark-1", "--token", "-", "--state-dir", str(tmp_path)]) == 5
+    assert "A daemon of its own runs on this node (process 4711)" in capsys.readouterr().err
 
 
 # Who is offered

@@ -130,6 +130,9 @@ class Agent:
         of on a Unix socket.
         """
         key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
+        if private and str(spec["model"]).startswith("/") and not os.path.isdir(spec["model"]):
+            cure = f"`sparkd pull {spec['model_name']}` copies it there"
+            raise RankError(f"The folder {spec['model']} is not on node {self.node_id}: {cure}.")
         where: dict[str, Any] = {}
         if private and not spec["rank"]:
             with open(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
