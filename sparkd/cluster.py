@@ -22,7 +22,7 @@ from sparkd.places import Places
 from sparkd.rank_folders import agent_arguments, rank_folders
 from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.raylink import RayLink, or_none
-from sparkd.sight import Look, Observation, Sight, facts_of, told_of
+from sparkd.sight import Look, Observation, Sight, facts_of, told_of, told_of_strangers
 from sparkd.siting import Siting
 from sparkd.snapshot import NodeView
 from sparkd.start import Attempt, Starter, Tell
@@ -43,6 +43,7 @@ MISSES_BEFORE_RECOVERY = 3
 # Made by systemd for the unit, and removed by it.
 SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
+
 T = TypeVar("T")
 
 
@@ -76,16 +77,17 @@ class Cluster:
         self.costs = partial(costs_of, self._head)
         self._link = RayLink(node_environment(token_path, self.node_ip), partial(agent_arguments, config, self.node_ip))
         self._here = Agent(self.node_ip, *agent_arguments(config, self.node_ip, self.node_ip))
-        self._fabric = FabricNodes(lambda node_ip: self._ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
+        self._fabric = FabricNodes(lambda node_ip: self.ask(node_ip, "fabric", timeout_s=FABRIC_TIMEOUT_S))
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
         self._places = Places(self._link, self.node_ip, self._offered)
         self._starter = Starter(self._link, self._fabric, self.node_ip)
-        self._siting = Siting(self._link, self._fabric, self._places, self._here, self._in_sight, self.total_gib)
+        self._siting = Siting(self._link, self._fabric, self._places, self._here, self.in_sight, self.total_gib)
         self._sight = Sight()
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
+        self._ahead_s: dict[str, float] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -127,7 +129,7 @@ class Cluster:
             nodes=(*(look.node for look in looks), *missing),
             unseen=frozenset(node.node_id for node in missing),
             dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
-            trouble=self._trouble or told_of(missing),
+            trouble=self._trouble or told_of(missing) or told_of_strangers(self._link.unmet, self._clocks()),
             cluster=about,
         )
 
@@ -143,12 +145,12 @@ class Cluster:
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         """By node, what this method of its agent answers; None of a node that does not answer."""
         nodes = list(dict.fromkeys([self.node_ip, *self._link.nodes()]))
-        asked = (self._ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
+        asked = (self.ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
         return dict(zip(nodes, await asyncio.gather(*(or_none(one) for one in asked)), strict=True))
 
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """See FabricNodes.unlinked: of the nodes in sight."""
-        return await self._fabric.unlinked(self._in_sight(), rdma=rdma)
+        return await self._fabric.unlinked(self.in_sight(), rdma=rdma)
 
     async def place(self, spec: ModelConfig) -> Placement:
         """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit with the numbers, or another ClusterError."""
@@ -176,7 +178,7 @@ class Cluster:
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
         node_ip = fact.handle.node_id
-        ended = await self._ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + DESTROY_TIMEOUT_S)
+        ended = await self.ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + DESTROY_TIMEOUT_S)
         if not ended["gone"]:
             pids = ", ".join(str(pid) for pid in ended["survivors"])
             raise RankError(
@@ -198,7 +200,7 @@ class Cluster:
         """See transport.proof: of the ranks of one model."""
 
         def lines(one: RankHandle) -> Awaitable[list[str]]:
-            return self._ask(one.node_id, "nccl_lines", one.log_path, timeout_s=FABRIC_TIMEOUT_S)
+            return self.ask(one.node_id, "nccl_lines", one.log_path, timeout_s=FABRIC_TIMEOUT_S)
 
         return await proof(handles, self._fabric, lines, configured)
 
@@ -228,7 +230,7 @@ class Cluster:
             with contextlib.suppress(OSError):
                 run_dirs.parent.rmdir()
 
-    async def _ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """One method of a node's agent; of this node, while its agent does not answer, of the agent's own code here."""
         try:
             return await self._link.call(node_ip, lambda agent: getattr(agent, method).remote(*arguments), timeout_s)
@@ -271,7 +273,7 @@ class Cluster:
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
 
-    def _in_sight(self) -> list[str]:
+    def in_sight(self) -> list[str]:
         """This node first."""
         return [self.node_ip, *(ip for ip in self._link.nodes() if ip not in self._silent and ip != self.node_ip)]
 
@@ -294,7 +296,7 @@ class Cluster:
             return None
 
     async def _look(self, node_ip: str) -> Look | None:
-        ours = node_ip == self.node_ip
+        ours, asked_s = node_ip == self.node_ip, time.time()
         try:
             facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told), OBSERVE_TIMEOUT_S)
         except ClusterError as error:
@@ -305,10 +307,17 @@ class Cluster:
                 self._silent.add(node_ip)
             return None
         self._silent.discard(node_ip)
+        # It was some moment between the two: outside of them the clocks differ.
+        told_s = facts["now_s"]
+        self._ahead_s[node_ip] = max(0.0, told_s - time.time()) + min(0.0, told_s - asked_s)
         if ours:
             self._misses = 0
             self._trouble = None
         return self._looked_at(node_ip, facts, agent=True)
+
+    def _clocks(self) -> dict[str, float]:
+        """Seconds by which the clocks of the nodes in sight are ahead of this one's."""
+        return {node: self._ahead_s[node] for node in self.in_sight() if node in self._ahead_s}
 
     async def _knock(self, node_ip: str) -> None:
         """Whether the node itself is there, when its agent is not: who refuses a connection is alive, and the cable is in."""
@@ -327,5 +336,3 @@ class Cluster:
         now = reading(node_ip, facts["reading"], facts["now_s"])
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
         return Look(view, facts_of(facts["ranks"]))
-
-    ask, in_sight = _ask, _in_sight  # of a pull

@@ -46,6 +46,8 @@ class RayLink:
         self._joined = False
         self.address: str | None = None
         self.gib_of: dict[str, float] = {}
+        # Nodes that Ray has and whose agents could not be met, with the reason.
+        self.unmet: dict[str, str] = {}
         # Where a node's raylet listens: who refuses there is alive.
         self.port_of: dict[str, int] = {}
 
@@ -81,11 +83,14 @@ class RayLink:
             del self._agents[node_ip]
         # A raylet that was started again has another id at the same address, and its node another agent.
         fresh = {node_ip for node_ip, node_id in alive.items() if node_ip not in self._agents or self._agents[node_ip][0] != node_id}
+        self.unmet = {node_ip: why for node_ip, why in self.unmet.items() if node_ip in fresh}
         for node_ip in sorted(fresh):
             try:
                 await self._meet(node_ip, alive[node_ip])
+                self.unmet.pop(node_ip, None)
             except ClusterError as error:
                 log.warning("%s", error.message)
+                self.unmet[node_ip] = error.message
                 fresh.discard(node_ip)
         return fresh
 

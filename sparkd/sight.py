@@ -11,10 +11,12 @@ from sparkd.snapshot import NodeView
 from sparkd.state import Progress, RankFact, RankHandle, Reading, known
 from workers.signatures import Diagnosis
 
-# A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 log = logging.getLogger("sparkd.cluster")
 
+# A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 NODE_GRACE_S = 60.0
+# Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a hub and whoever reads two logs.
+CLOCK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,18 @@ def told_of(missing: Sequence[NodeView]) -> str | None:
         return None
     named = ", ".join(node.address for node in missing)
     return f"NodeUnseen: {named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."
+
+
+def told_of_strangers(unmet: Mapping[str, str], ahead_s: Mapping[str, float]) -> str | None:
+    """The condition of nodes that have joined and cannot be used as they are: unmet: node -> why; ahead_s: of whose clocks, seconds."""
+    for node, why in unmet.items():
+        cure = "check the firewall between the nodes (deploy/nftables.conf), and sparkd-ray there"
+        return f"NodeUnmet: {node} has joined Ray and its agent cannot be reached: {why.rstrip('.')}; {cure}."
+    for node, ahead in ahead_s.items():
+        if abs(ahead) > CLOCK_S:
+            how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
+            return f"ClockSkew: the clock of {node} is {how} this node's: `timedatectl set-ntp true` on both."
+    return None
 
 
 def facts_of(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkd.sight import NODE_GRACE_S, Sight, told_of
+from sparkd.sight import NODE_GRACE_S, Sight, told_of, told_of_strangers
 from sparkd.snapshot import NodeView
 from tests.fakes import READING
 
@@ -58,3 +58,23 @@ def test_a_node_where_an_earlier_daemon_left_ranks_is_missing_until_it_is_seen()
 
 def nodes(*names: str) -> list[NodeView]:
     return [NodeView(name, name, name == "a", True, READING, 100.0, 0.0) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("unmet", "ahead_s", "told"),
+    [
+        ({}, {}, None),
+        ({}, {"b": 4.0, "c": -4.0}, None),
+        ({}, {"b": 73.2}, "ClockSkew: the clock of b is 73 s ahead of this node's: `timedatectl set-ntp true` on both."),
+        ({}, {"b": -6.0}, "ClockSkew: the clock of b is 6 s behind this node's: `timedatectl set-ntp true` on both."),
+        (
+            {"b": "Its agent did not start."},
+            {"b": 73.2},
+            "NodeUnmet: b has joined Ray and its agent cannot be reached: Its agent did not start;",
+        ),
+    ],
+)
+def test_nodes_that_cannot_be_used_as_they_are(unmet: dict[str, str], ahead_s: dict[str, float], told: str | None) -> None:
+    found = told_of_strangers(unmet, ahead_s)
+
+    assert found == told or (told is not None and found is not None and found.startswith(told))
