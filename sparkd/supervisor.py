@@ -13,6 +13,7 @@ from sparkd import gauges, metrics
 from sparkd.actions import Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
+from sparkd.errors import DoesNotFit
 from sparkd.fabric_report import report
 from sparkd.found import Found
 from sparkd.lease import Door, Lease
@@ -60,6 +61,7 @@ class Supervisor:
         self._observation: Observation | None = None
         self._settled = False
         self._draining = False
+        self._agents: set[str] = set()
         self._ticked_at_s = clock()
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
@@ -290,6 +292,7 @@ class Supervisor:
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
+        self._welcome(observation)
         self._pulse.look(self._roster.records.values())
         if self._settled and not self._draining:
             self._pressure.relieve(observation, self._roster.records)
@@ -300,6 +303,15 @@ class Supervisor:
             self._looked.set()
         gauges.show(self.snapshot())
         gauges.engines(observation.ranks or ())
+
+    def _welcome(self, observation: Observation) -> None:
+        """With a node that has come, or is back, what had no room may have it: it need not wait for its back-off."""
+        agents = {node.node_id for node in observation.nodes if node.agent}
+        if agents - self._agents:
+            for record in self._roster.records.values():
+                if record.state is ModelState.FAILED and record.reason == DoesNotFit.__name__:
+                    record.backoff_until_s = self._clock()
+        self._agents = agents
 
     def _expect(self, handles: Iterable[RankHandle]) -> None:
         """Where an earlier daemon started something, it is unknown, not absent, until that node was seen."""

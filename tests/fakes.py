@@ -14,6 +14,7 @@ from sparkd.errors import RankError, SparkdError
 from sparkd.fabric_findings import Finding
 from sparkd.placement import Placement
 from sparkd.sight import Observation
+from sparkd.snapshot import NodeView
 from sparkd.start import Attempt
 from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
 from sparkd.supervisor import Supervisor
@@ -39,6 +40,7 @@ class FakeCluster:
         self.connected = True
         self.nodes: tuple[str, ...] = ("n",)
         self.dark_s: dict[str, float] = {}
+        self.agents: tuple[str, ...] = ("n",)
         self.log: list[str] = []
         self.place_error: SparkdError | None = None
         self.immortal = False
@@ -56,8 +58,9 @@ class FakeCluster:
         self.expected = set(nodes)
 
     async def observe(self) -> Observation:
-        ranks = None if self.ranks is None else tuple(self.ranks.values())
-        return Observation(ranks, self.reading, self.connected, unseen=self.unseen, dark_s=self.dark_s)
+        ranks = None if self.ranks is None else tuple(fact for fact in self.ranks.values() if fact.handle.node_id not in self.unseen)
+        nodes = tuple(NodeView(one, one, one == "n", True, None, 100.0, 0.0) for one in self.agents)
+        return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")
@@ -122,6 +125,15 @@ class FakeCluster:
     def only(self) -> RankFact:
         (fact,) = (self.ranks or {}).values()
         return fact
+
+    def of(self, rank: int) -> RankFact:
+        return next(fact for fact in (self.ranks or {}).values() if fact.handle.rank == rank)
+
+    def show_rank(self, rank: int, **changes: Any) -> None:
+        """Change the fact of one rank of several."""
+        fact = self.of(rank)
+        if self.ranks is not None:
+            self.ranks[fact.handle.rank_id] = replace(fact, **changes)
 
     def show(self, **changes: Any) -> None:
         """Change the one rank's fact."""

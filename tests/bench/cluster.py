@@ -27,6 +27,7 @@ STREAMS = 8
 MEDIAN_S, WORST_S = 2.0, 10.0
 READY_S = 180.0
 CLIENT_S = 30.0
+NOTICED_S = 45.0
 # Long enough for each state to be met.
 START_S = "8"
 
@@ -84,6 +85,8 @@ def _one(pair: Pair, fault: Fault, state: str, rng: random.Random) -> Outcome:
     time.sleep(rng.random())
     before, at_s = [int(rank["pid"]) for rank in pair.daemon.model("pair")["ranks"]], time.time()
     fault.break_it(pair, rng)
+    if not fault.survives:
+        _wait_until_noticed(pair, at_s)
     ready_s = _ready_again(pair, at_s)
     reason, noticed_s = _noticed(pair, at_s)
     for stream in streams:
@@ -123,6 +126,14 @@ def _ready_again(pair: Pair, at_s: float) -> float | None:
     except AssertionError:
         return None
     return time.time() - at_s
+
+
+def _wait_until_noticed(pair: Pair, at_s: float) -> None:
+    """Until then it may answer: the ranks have not missed each other yet."""
+    try:
+        until(lambda: _noticed(pair, at_s)[0], NOTICED_S, "a failure", 0.1)
+    except AssertionError:
+        return
 
 
 def _noticed(pair: Pair, at_s: float) -> tuple[str | None, float | None]:
