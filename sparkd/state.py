@@ -106,7 +106,7 @@ class RankHandle:
 
     @property
     def start(self) -> str:
-        """What the ranks of one start have in common, and no other start has."""
+        """What the ranks of one start alone have in common."""
         return self.attempt or self.rank_id
 
 
