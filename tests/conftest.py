@@ -22,7 +22,6 @@ ALONE = (
     "test_agent.py",
     "test_cli_daemon.py",
     "test_daemon.py",
-    "test_join_and_pull.py",
     "test_rayhead.py",
     "test_raylink.py",
     "test_team_start.py",

@@ -27,20 +27,33 @@ class RayNode:
     folder: Path
     settings: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
+    environ: dict[str, str] = field(default_factory=dict)
     _kept: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
-        config = self.folder / "sparkd.yaml"
-        config.write_text(yaml.safe_dump(self.settings | {"state_dir": str(self.state_dir), "runtime_dir": str(self.runtime_dir)}))
-        with self.node.entered(), (self.folder / "ray-node.log").open("ab") as output:
+    def start(self, *words: str, stdin: bytes = b"") -> None:
+        """`sparkd ray-node`, or what else `words` say: a command that stays."""
+        self.config.write_text(yaml.safe_dump(self.settings | {"state_dir": str(self.state_dir), "runtime_dir": str(self.runtime_dir)}))
+        with self.node.entered(), self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sparkd", "ray-node", "--config", str(config)],
+                [sys.executable, "-m", "sparkd", *(words or ("ray-node",)), "--config", str(self.config)],
                 cwd=ROOT,
-                stdin=subprocess.DEVNULL,
+                env=os.environ | self.environ,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
+        if self.process.stdin is not None:
+            self.process.stdin.write(stdin)
+            self.process.stdin.close()
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "sparkd.yaml"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "ray-node.log"
 
     @property
     def state_dir(self) -> Path:

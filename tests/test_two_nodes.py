@@ -1,26 +1,30 @@
-"""A rank on a second node: two network namespaces joined by a cable, the daemon in one, `sparkd ray-node` in the other."""
+"""A rank on a second node: two network namespaces joined by a cable, the daemon in one, `sparkd join` in the other."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from sparkd.joined import RECORD, TOKEN
 from tests.daemon_process import ROOT, DaemonProcess, alive, until
+from tests.hub_server import COMMIT, Repository, serving
 from tests.namespaces import INTERFACE, Namespace, two_nodes
 from tests.ray_node import RayNode, name_of, reserve_gib
+from tests.shards import layered, write_folder
+from workers.hub_cache import snapshot_of
 
 RAY_PORT = 6379
+HUB_ID = "owner/name"
 HERE_GIB = 4
 THERE_GIB = 6
 
@@ -33,6 +37,38 @@ class Stage:
     there: Namespace
     daemon: DaemonProcess
     ray_node: RayNode
+    repository: Repository
+    # Before the second node joined: who was offered, and what became of a wrong token.
+    offered: list[dict[str, Any]] = field(default_factory=list)
+    refused: subprocess.CompletedProcess[str] | None = None
+    token: str = ""
+
+    @property
+    def head(self) -> str:
+        return f"{self.here.address}:{RAY_PORT}"
+
+    def sparkd(self, *words: str, node: Namespace | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """A command on the first node, or another."""
+        with (node or self.here).entered():
+            return subprocess.run(
+                [sys.executable, "-m", "sparkd", *words],
+                cwd=ROOT,
+                env=os.environ | {"SPARKD_URL": self.daemon.url},
+                input=stdin,
+                capture_output=True,
+                text=True,
+                timeout=90,
+                check=False,
+            )
+
+    def join(self) -> None:
+        """What the operator does: a look, a try with a wrong token, then the right one from the head."""
+        self.offered = until(lambda: (self.daemon.get("/admin/v1/nodes") or {})["offered"], 15, "somebody is offered", 0.5)
+        self.ray_node.config.write_text(f"{{state_dir: {self.ray_node.state_dir}}}")
+        words = ("join", self.head, "--token", "-", "--config", str(self.ray_node.config))
+        self.refused = self.sparkd(*words, node=self.there, stdin=f"{'0' * 64}\n")
+        self.token = self.sparkd("token", "--config", str(self.daemon.config), "-q").stdout
+        self.ray_node.start("join", self.head, "--token", "-", stdin=self.token.encode())
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         return {node["node_id"]: node for node in (self.daemon.get("/admin/v1/nodes") or {"nodes": []})["nodes"]}
@@ -86,14 +122,15 @@ class Rank:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("two")
-    with two_nodes() as (here, there), here.entered():
-        made = _built(folder, here, there)
+    shards = {f"model-{number}.safetensors": layered(2, {"weight": (512, 512 * number)}, f"part{number}") for number in (1, 2)}
+    repository = Repository(write_folder(folder / "repository", shards, {"model_type": "llama"}, index=True))
+    with two_nodes() as (here, there), here.entered(), serving(repository):
+        made = _built(folder, here, there, repository)
         try:
             made.daemon.start()
             made.daemon.settled()
             made.daemon.ray_connected()
-            shutil.copy(made.daemon.state_dir / "ray.token", made.ray_node.state_dir / "ray.token")
-            made.ray_node.start()
+            made.join()
             made.both()
             yield made
         finally:
@@ -102,6 +139,21 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
                 if process:
                     process.kill()
                     process.wait(10)
+
+
+def test_who_is_at_the_end_of_the_cable_is_offered_and_joins_by_the_heads_token_alone(stage: Stage) -> None:
+    (offered,) = stage.offered
+    assert (offered["cage"], offered["answers"]) == ("cage 0", True)
+    assert f"on {INTERFACE} (" in offered["told"]
+    assert stage.refused is not None and stage.refused.returncode == 4
+    assert "does not take this token: `sparkd token` on the head prints its own" in stage.refused.stderr
+
+    assert f"{stage.there.address} is {INTERFACE} (QSFP, cage 0" in stage.ray_node.log.read_text()
+    kept = {path.name: path.stat().st_mode & 0o777 for path in stage.ray_node.state_dir.glob("join.*")}
+    assert kept == {RECORD: 0o600, TOKEN: 0o600}
+    secret = stage.token.strip().encode()
+    assert [pid for pid in stage.there.pids() if secret in _read(f"/proc/{pid}/cmdline") + _read(f"/proc/{pid}/environ")] == []
+    assert secret not in stage.ray_node.log.read_bytes() + stage.daemon.output.read_bytes()
 
 
 def test_both_nodes_are_seen_with_their_readings(stage: Stage) -> None:
@@ -232,11 +284,34 @@ def test_its_log_and_its_metrics_come_through_the_first_node(stage: Stage) -> No
     until(lambda: stage.daemon.metric("vllm:num_requests_running", labels) >= 0, 15, "a scrape of the other node", 0.3)
 
 
-@pytest.mark.parametrize("verb", ["status", "ps"])
+def test_a_model_is_downloaded_once_and_copied_to_the_other_node(stage: Stage) -> None:
+    told = stage.sparkd("pull", "tiny")
+    here, there = (snapshot_of(HUB_ID, None, {"HF_HOME": str(folder / "hub")}) for folder in (stage.daemon.folder, stage.ray_node.folder))
+
+    assert told.stdout.startswith(f"{HUB_ID} (0.00 GB) is on {stage.here.address}, {stage.there.address}: "), told.stderr
+    assert here is not None and there is not None
+    names = sorted(path.name for path in stage.repository.folder.iterdir())
+    assert sorted(path.name for path in there.iterdir()) == names
+    assert all((there / name).read_bytes() == (stage.repository.folder / name).read_bytes() for name in names)
+    assert (there.name, (there.parent.parent / "refs" / "main").read_text()) == (COMMIT, COMMIT)
+    sent = [asked for asked in stage.repository.asked if asked.server == "store" and asked.sent]
+    assert len(sent) == len([name for name in names if name.endswith(".safetensors")])
+    assert "nothing was lacking" in stage.sparkd("pull", HUB_ID, "--nodes", stage.there.address).stdout
+
+
+def test_what_cannot_be_pulled_says_why(stage: Stage) -> None:
+    nowhere = stage.sparkd("pull", "tiny", "--nodes", "192.0.2.9")
+    missing = stage.sparkd("pull", "owner/missing")
+
+    assert (nowhere.returncode, missing.returncode) == (5, 4)
+    assert f"192.0.2.9 is no node in sight; there is {stage.here.address}, {stage.there.address}" in nowhere.stderr
+    assert missing.stderr.startswith("error: owner/missing: ")
+
+
+@pytest.mark.parametrize("verb", ["status", "ps", "nodes"])
 def test_the_command_line_shows_both_nodes(stage: Stage, verb: str) -> None:
     stage.far()
-    command = [sys.executable, "-m", "sparkd", verb, "--url", stage.daemon.url]
-    shown = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=True).stdout
+    shown = stage.sparkd(verb).stdout
 
     assert stage.here.address in shown
     assert stage.there.address in shown
@@ -270,11 +345,11 @@ def test_the_agent_of_the_other_node_dies_and_its_rank_does_not_notice(stage: St
 
 def test_the_raylet_of_the_other_node_dies_and_its_rank_is_found_again(stage: Stage) -> None:
     rank = stage.far()
-    os.kill(stage.ray_node.pid_of("raylet"), signal.SIGKILL)
-    assert stage.ray_node.ended() != 0
+    raylet = stage.ray_node.pid_of("raylet")
+    os.kill(raylet, signal.SIGKILL)
     assert stage.daemon.chat("far", "hello", max_tokens=2).status_code == 200
     until(lambda: stage.nodes()[stage.there.address]["agent"] is False, 15, "it is noticed", 0.2)
-    stage.ray_node.start()
+    until(lambda: stage.ray_node.pid_of("raylet") not in (0, raylet), 30, "`sparkd join` starts another", 0.2)
     stage.both()
 
     stage.untouched(rank)
@@ -299,6 +374,29 @@ def test_the_daemon_is_killed_and_the_next_one_adopts_the_rank_on_the_other_node
     until(lambda: [node["reserved_gib"] for node in stage.nodes().values()] == [3, 3], 10, "its memory is reserved again")
 
 
+def test_a_raylet_of_an_earlier_head_is_ended_and_its_rank_adopted(stage: Stage) -> None:
+    """The whole head and `sparkd join` are killed; the raylet waits for a head that never comes back, until it gives up by itself."""
+    rank, raylet = stage.far(), stage.ray_node.pid_of("raylet")
+    assert stage.ray_node.process is not None
+    stage.ray_node.process.kill()
+    stage.ray_node.ended()
+    stage.daemon.kill()
+    for pid in stage.here.pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    stage.daemon.start()
+    stage.daemon.settled()
+    stage.daemon.ray_connected()
+    stage.ray_node.start("join", stage.head)
+    stage.both()
+
+    assert not alive(raylet)
+    assert alive(rank.pid)
+    stage.daemon.wait_for("far", "READY", 40)
+    assert stage.daemon.model("far")["ranks"][0]["pid"] == rank.pid
+    stage.daemon.wait_for("near", "READY", 40)
+
+
 def test_unloading_ends_every_process_of_it(stage: Stage) -> None:
     rank = stage.far()
     members = [pid for pid in stage.there.pids() if _session(pid) == rank.pid]
@@ -309,21 +407,22 @@ def test_unloading_ends_every_process_of_it(stage: Stage) -> None:
     assert not list(stage.ray_node.runtime_dir.rglob(f"{rank.rank_id}*"))
 
 
-def test_ctrl_c_ends_the_ranks_of_both_nodes_and_sigterm_ends_the_other_nodes_ray(stage: Stage) -> None:
+def test_ctrl_c_ends_the_ranks_of_both_nodes_and_leaving_ends_the_other_nodes_ray(stage: Stage) -> None:
     stage.far()
     assert stage.daemon.end(signal.SIGINT) == 0
     assert stage.engines() == []
     assert stage.here.pids() == []
-    assert stage.ray_node.process is not None
-    stage.ray_node.process.send_signal(signal.SIGTERM)
+    left = stage.sparkd("leave", "--config", str(stage.ray_node.config), node=stage.there)
 
+    assert left.stdout == f"This node has left {stage.head}.\n", left.stderr
     assert stage.ray_node.ended() == 0
     assert stage.there.pids() == []
+    assert list(stage.ray_node.state_dir.glob("join.*")) == []
 
 
-def _built(folder: Path, here: Namespace, there: Namespace) -> Stage:
+def _built(folder: Path, here: Namespace, there: Namespace, repository: Repository) -> Stage:
     """Both share one file system, as two Sparks never do: their folders differ."""
-    for name in ("model", "a", "b/state"):
+    for name in ("model", "a", "b"):
         (folder / name).mkdir(parents=True)
     slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
     sizes: dict[str, dict[str, Any]] = {"near": {"memory_gib": 3}, "far": {"memory_gib": 3, "env": slow}, "big": {"memory_gib": 5}}
@@ -333,13 +432,12 @@ def _built(folder: Path, here: Namespace, there: Namespace) -> Stage:
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
         "memory": {"os_reserve_gib": reserve_gib(HERE_GIB)},
         "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
-        "models": {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()},
+        "models": {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()} | {"tiny": {"model": HUB_ID}},
     }
-    second = {
-        "cluster": {"node_ip": there.address, "address": f"{here.address}:{RAY_PORT}"},
-        "memory": {"os_reserve_gib": reserve_gib(THERE_GIB)},
-    }
-    return Stage(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
+    second = {"memory": {"os_reserve_gib": reserve_gib(THERE_GIB)}, "engine": {"stop_timeout_s": 2}}
+    hub = {"HF_ENDPOINT": repository.hub, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    daemon, node = (hub | {"HF_HOME": str(folder / name / "hub")} for name in ("a", "b"))
+    return Stage(here, there, DaemonProcess(folder / "a", first, daemon), RayNode(there, folder / "b", second, environ=node), repository)
 
 
 def _environment(pid: int) -> dict[str, str]:
