@@ -206,14 +206,18 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
 
     @api.get("/models/{name:path}/log", summary="The engine's log; follow=true streams it", response_model=None)
     async def log(
-        name: str, cursor: str | None = None, follow: bool = False, max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536
+        name: str,
+        cursor: str | None = None,
+        follow: bool = False,
+        max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536,
+        rank: Annotated[int, Query(ge=0)] = 0,
     ) -> dict[str, Any] | StreamingResponse:
         if not _known(supervisor, name) and _known(supervisor, f"{name}/log"):
             return model_body(supervisor.snapshot().models[supervisor.record(f"{name}/log").name])
         if not follow:
-            return await supervisor.log_text(name, cursor, max_bytes)
+            return await supervisor.log_text(name, cursor, max_bytes, rank)
         supervisor.record(name)
-        return StreamingResponse(_follow(supervisor, name, cursor), media_type="text/plain; charset=utf-8")
+        return StreamingResponse(_follow(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
 
     @api.get("/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -336,11 +340,11 @@ def _members(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-async def _follow(supervisor: Supervisor, name: str, cursor: str | None) -> AsyncIterator[str]:
+async def _follow(supervisor: Supervisor, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
     """Until the client has gone or the model is forgotten. A node that does not answer for a while is waited for."""
     while True:
         try:
-            page = await supervisor.log_text(name, cursor, 65536)
+            page = await supervisor.log_text(name, cursor, 65536, rank)
         except UnknownModel:
             return
         except ClusterError:

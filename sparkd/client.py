@@ -87,9 +87,10 @@ class Client:
     def model(self, name: str) -> dict[str, Any]:
         return self.get(model_path(name))
 
-    def follow_log(self, name: str, cursor: str) -> Iterator[str]:
+    def follow_log(self, name: str, cursor: str, rank: int = 0) -> Iterator[str]:
         """What is written to a model's log from `cursor` on, until the daemon ends."""
-        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params={"follow": "true", "cursor": cursor}) as response:
+        asked = {"follow": "true", "cursor": cursor, "rank": str(rank)}
+        with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params=asked) as response:
             yield from response.iter_text()
 
     def follow_events(self, after: int) -> Iterator[dict[str, Any]]:

@@ -47,6 +47,7 @@ class Found:
             unseen=bool(unseen),
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
             halted_s=now_s - record.halted_since_s if record.halted_since_s is not None else 0.0,
+            still_s=now_s - record.moved_at_s,
             frozen=frozen(record),
             busy=record.busy,
             in_flight=record.in_flight,

@@ -12,6 +12,10 @@ from sparkd.team_progress import progress_of
 ASK_EVERY_S = 1.0
 # A log that the parser does not understand must not hide a server that is up: it is asked blindly now and then.
 ASK_BLINDLY_EVERY_S = 5.0
+# A start that is late is given up once no byte came, no line was written and no CPU time was used for so long; busy or not, after LATEST
+# times what it may take.
+STILL_S = 60.0
+LATEST = 3
 # A node that answers nothing, not even with a refusal: shorter is a cable that was touched. Ranks over it wait for each other meanwhile.
 DARK_S = 6.0
 # A rank that is stopped by a signal: shorter is a debugger that looks.
@@ -42,7 +46,7 @@ class ModelFacts:
 
     `ranks` is None where nobody could look. Of a model on several nodes it may lack those of a node that is out of sight: then `unseen`
     is true, and dark_s says for how long that node has given no sign of life. halted_s: for how long a signal has held a rank. frozen: the
-    sentence of an engine that has stopped to compute (sparkd.pulse).
+    sentence of an engine that has stopped to compute (sparkd.pulse). still_s: for how long no rank has read, written or computed.
     """
 
     name: str
@@ -57,6 +61,7 @@ class ModelFacts:
     unseen: bool = False
     dark_s: float = 0.0
     halted_s: float = 0.0
+    still_s: float = float("inf")
     frozen: str | None = None
     busy: str | None = None
     in_flight: int = 0
@@ -320,15 +325,17 @@ def _broken(facts: ModelFacts) -> Fail | None:
 
 def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action | None:
     progress = progress_of(present) or Progress()
-    if now_s - facts.attempt_since_s >= facts.start_deadline_s:
+    late_s = now_s - facts.attempt_since_s - facts.start_deadline_s
+    if late_s >= 0 and (facts.still_s >= STILL_S or late_s >= (LATEST - 1) * facts.start_deadline_s):
+        hung = "hung" if facts.still_s >= STILL_S else "was still busy"
         return Fail(
             facts.name,
             "StartTimeout",
-            f"It was not ready after {facts.start_deadline_s:.0f} s and hung in {facts.state}. {_why(present)}"
+            f"It was not ready after {facts.start_deadline_s + late_s:.0f} s and {hung} in {facts.state}. {_why(present)}"
             f"Look at `sparkd logs {facts.name}`; "
             "if it was only slow, raise health_check_timeout_s.",
         )
-    if failed := next(filter(None, (_told_failure(facts.name, fact.progress) for fact in present)), None):
+    if failed := next(filter(None, (_told_failure(facts.name, fact) for fact in present)), None):
         # The engine may take its time to end, or hang: what it was started for has failed.
         return Fail(facts.name, *failed)
     said = _PHASES.get(progress.phase)
@@ -352,22 +359,27 @@ def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
     """Any exit that nobody ordered is a failure, exit code 0 included (vllm-project/vllm issue 48966). The engine's parts know best why."""
     if fact.killed:
         return "MemoryGuard", fact.killed
-    if failed := _told_failure(name, fact.progress):
+    if failed := _told_failure(name, fact):
         return failed
     where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
     how = f"exit code {fact.exit_code}" if fact.exit_code is not None else "killed, with no exit code left behind"
     if fact.diagnosis and fact.diagnosis.weight > 1:
-        return fact.diagnosis.name, f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `sparkd logs {name}`."
+        return fact.diagnosis.name, f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
     last = f" Last error in its log: {fact.progress.last_error}" if fact.progress.last_error else ""
-    return "EngineExited", f"{where} ended by itself ({how}).{last} See `sparkd logs {name}`."
+    return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`."
 
 
-def _told_failure(name: str, progress: Progress) -> tuple[str, str] | None:
+def _logs(name: str, fact: RankFact) -> str:
+    return f"sparkd logs {name} --rank {fact.handle.rank}" if fact.handle.rank else f"sparkd logs {name}"
+
+
+def _told_failure(name: str, fact: RankFact) -> tuple[str, str] | None:
     """(reason, sentence) where the loader, or the worker that sizes the KV cache, has said why there will be no engine."""
+    progress, logs = fact.progress, _logs(name, fact)
     if progress.server_up:
         return None
     if progress.failure:
-        return "LoadFailed", f"{progress.failure.rstrip('.')}. See `sparkd logs {name}`."
+        return "LoadFailed", f"{progress.failure.rstrip('.')}. See `{logs}`."
     if progress.kv and progress.kv.get("phase") == "refused":
-        return "KvCacheDoesNotFit", f"{str(progress.kv.get('why') or 'The KV cache does not fit').rstrip('.')}. See `sparkd logs {name}`."
+        return "KvCacheDoesNotFit", f"{str(progress.kv.get('why') or 'The KV cache does not fit').rstrip('.')}. See `{logs}`."
     return None

@@ -11,6 +11,10 @@ from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle
 from sparkd.team_progress import progress_of
 from sparkd.upstream import Upstream
 
+# Of one core: a compiler, or a rank that converts weights, uses more, and one that waits less. Looks may be a fraction of a second apart.
+BUSY_SHARE = 0.1
+BUSY_LEAST_S = 5.0
+
 
 class Record:
     """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
@@ -32,6 +36,8 @@ class Record:
         "log_path",
         "memory_gib",
         "message",
+        "moved",
+        "moved_at_s",
         "name",
         "nodes",
         "operation",
@@ -72,6 +78,9 @@ class Record:
         self.world = 1
         # Since when a rank of it is stopped by a signal, as far as anybody has looked.
         self.halted_since_s: float | None = None
+        # What its ranks had read and written, with their CPU seconds, when one of them last moved.
+        self.moved: tuple[object, float] = (None, 0.0)
+        self.moved_at_s = now_s
         self.ranks: tuple[RankFact, ...] | None = None
         self.progress: Progress | None = None
         self.log_path: str | None = None
@@ -114,10 +123,18 @@ class Record:
         for fact in ours:
             if fact.handle.rank == 0:
                 self.log_path = fact.handle.log_path
+        self._note_movement(ours, now_s)
         if not any(fact.halted for fact in ours):
             self.halted_since_s = None
         elif self.halted_since_s is None:
             self.halted_since_s = now_s
+
+    def _note_movement(self, ranks: list[RankFact], now_s: float) -> None:
+        told = [fact.progress for fact in ranks]
+        seen = tuple((one.line_at_s, one.bytes_done, one.units_done) for one in told)
+        cpu_s, (before, cpu_before_s) = sum(fact.cpu_s for fact in ranks), self.moved
+        if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.moved_at_s):
+            self.moved, self.moved_at_s = (seen, cpu_s), now_s
 
     def begin_attempt(self, now_s: float) -> None:
         self.attempt_since_s = now_s
@@ -127,6 +144,7 @@ class Record:
         self.transport = ()
         self.adopted = False
         self.halted_since_s = None
+        self.moved, self.moved_at_s = (None, 0.0), now_s
 
     def fail(self, reason: str, message: str, backoff_until_s: float) -> None:
         self.reason, self.message = reason, message

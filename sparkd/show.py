@@ -155,7 +155,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             *(_kv_cells(known.get("kv") or {}) if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
             str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
-            *([escape(model["node"] or "-")] if nodes else []),
+            *([escape(", ".join(rank["node_id"] for rank in model["ranks"]) or model["node"] or "-")] if nodes else []),
         )
     console.print(table)
     for model in shown:

@@ -200,13 +200,14 @@ class Supervisor:
         """The file's configuration with the added models on top."""
         return self._roster.config
 
-    async def log_text(self, name: str, cursor: str | None, max_bytes: int) -> dict[str, str]:
-        """The engine's log: {"text", "cursor"}; give the cursor back to go on from there."""
+    async def log_text(self, name: str, cursor: str | None, max_bytes: int, rank: int = 0) -> dict[str, str]:
+        """The log of one rank of the engine: {"text", "cursor"}; give the cursor back to go on from there."""
         record = self.record(name)
-        path = record.log_path
+        other = next((handle for handle in record.handles if rank and handle.rank == rank), None)
+        node, path = (other.node_id, other.log_path) if other else (record.node_id, None if rank else record.log_path)
         if path is None:
             return {"text": "", "cursor": cursor or ""}
-        return await self._cluster.read_log(record.node_id, path, cursor, max_bytes)
+        return await self._cluster.read_log(node, path, cursor, max_bytes)
 
     async def fabric(self) -> dict[str, Any]:
         """See fabric_report.report."""

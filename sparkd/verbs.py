@@ -242,9 +242,10 @@ def logs(
     model: Model,
     follow: Follow = False,
     lines: Annotated[int, option("-n", "--lines", min=0, max=LOG_LINES, help="How many of the last lines, at most 200.")] = LOG_LINES,
+    rank: Annotated[int, option("--rank", min=0, help="Of a model over several nodes: whose; 0 serves.")] = 0,
 ) -> None:
     """The log of a model's engine."""
-    page = session.client.get(f"{model_path(model)}/log")
+    page = session.client.get(f"{model_path(model)}/log", rank=rank)
     text = "".join(page["text"].splitlines(keepends=True)[-lines:] if lines else [])
     if session.json and not follow:
         show.say_json({"text": text, "cursor": page["cursor"]})
@@ -254,7 +255,7 @@ def logs(
         session.err.print(f"The engine of {model} has written nothing yet.", markup=False)
     if not follow:
         return
-    for piece in session.client.follow_log(model, page["cursor"]):
+    for piece in session.client.follow_log(model, page["cursor"], rank):
         _write_log(session, piece)
     raise Unavailable(f"sparkd at {session.client.base_url} ended, and the log with it.")
 

@@ -40,7 +40,7 @@ class FakeCluster:
         self.connected = True
         self.nodes: tuple[str, ...] = ("n",)
         self.dark_s: dict[str, float] = {}
-        self.agents: tuple[str, ...] = ("n",)
+        self.agents: tuple[str, ...] = ()
         self.log: list[str] = []
         self.place_error: SparkdError | None = None
         self.immortal = False

@@ -177,6 +177,15 @@ def test_a_rank_without_any_trace_is_a_failure() -> None:
     assert action.reason == "RankLost"
 
 
+def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> None:
+    facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60, last_asked_s=NOW_S)
+
+    assert plan({"m": replace(facts, still_s=59.0)}, (), True, NOW_S) == []
+    for late in (replace(facts, still_s=60.0), replace(facts, still_s=0.0, attempt_since_s=NOW_S - 180)):
+        (action,) = plan({"m": late}, (), True, NOW_S)
+        assert isinstance(action, Fail) and action.reason == "StartTimeout"
+
+
 def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> None:
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60)
 
