@@ -29,6 +29,8 @@ serve: python
 	exec "$(BIN)/sparkd" serve --state-dir "$(STATE)" --port "$(PORT)" --ask "$(QUESTION)" \
 		$(if $(MODEL),--model "$(MODEL)",--model "$(EMBEDDED)" --name smollm2-135m-instruct)
 
+# Every process that a test starts would compile sparkd anew where an environment forbids to keep bytecode.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	"$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone"
 	"$(BIN)/python" -m pytest -m alone

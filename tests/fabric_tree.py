@@ -262,7 +262,7 @@ def _lay(root: Path, files: Mapping[str, object]) -> None:
 @cache
 def readings(name: str) -> dict[str, dict[str, Any]]:
     """What is read off a scenario's nodes. Written and read once; nobody changes it."""
-    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with TemporaryDirectory(prefix="sparkd-test-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         return {root.name: sample(root) for root in write_nodes(Path(folder), scenarios()[name]["nodes"])}
 
 

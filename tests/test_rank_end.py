@@ -161,9 +161,9 @@ def test_another_run_directory_s_rank_of_the_same_name_is_left_alone(place: Plac
 
 def test_the_shared_memory_of_a_killed_engine_is_given_back(place: Place) -> None:
     code = """
-    import time
+    import os, time
     from multiprocessing import shared_memory
-    segment = shared_memory.SharedMemory(create=True, size=1 << 20)
+    segment = shared_memory.SharedMemory(f"sparkd-test-{os.getpid()}", create=True, size=1 << 20)
     print("segment", segment.name)
     print("up", flush=True)
     time.sleep(600)
