@@ -430,11 +430,11 @@ def _built(folder: Path, here: Namespace, there: Namespace, repository: Reposito
     sizes["shared"] = {"memory_gib": 3, "tensor_parallel": 2}
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
-        "memory": {"os_reserve_gib": reserve_gib(HERE_GIB)},
+        "memory": {"guard": "off", "os_reserve_gib": reserve_gib(HERE_GIB)},
         "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
         "models": {name: {"model": str(folder / "model")} | keys for name, keys in sizes.items()} | {"tiny": {"model": HUB_ID}},
     }
-    second = {"memory": {"os_reserve_gib": reserve_gib(THERE_GIB)}, "engine": {"stop_timeout_s": 2}}
+    second = {"memory": {"guard": "off", "os_reserve_gib": reserve_gib(THERE_GIB)}, "engine": {"stop_timeout_s": 2}}
     hub = {"HF_ENDPOINT": repository.hub, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     daemon, node = (hub | {"HF_HOME": str(folder / name / "hub")} for name in ("a", "b"))
     return Stage(here, there, DaemonProcess(folder / "a", first, daemon), RayNode(there, folder / "b", second, environ=node), repository)

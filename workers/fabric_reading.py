@@ -54,10 +54,15 @@ def sample(root: Path = ROOT) -> dict[str, Any]:
         "routes": [_picked(one, "dst", "dev", "gateway", "metric") for one in answers["ip-route.json"] or []],
         "neighbours": [_picked(one, "dst", "dev", "lladdr", "state") for one in answers["ip-neighbour.json"] or []],
         "hotplug": (root / HOTPLUG_MARK).exists(),
-        "unified": all(_UNIFIED.search(_text(root / GPUS / gpu / "information") or "") for gpu in _names(root / GPUS)),
+        "unified": shares_memory(root),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ} if here else {},
         "trouble": trouble,
     }
+
+
+def shares_memory(root: Path = ROOT) -> bool:
+    """Whether no GPU of the node has memory of its own."""
+    return all(_UNIFIED.search(_text(root / GPUS / gpu / "information") or "") for gpu in _names(root / GPUS))
 
 
 def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dict[str, Any]] | None:

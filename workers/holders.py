@@ -18,6 +18,7 @@ from workers.status import identity_of, rank_ids, read_status, status_path
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
+RETIRED_S = 60.0
 MIB = 1 << 20
 
 
@@ -43,14 +44,19 @@ class Held:
 
 
 class Holders:
-    """`ranks` is replaced whole by each `refresh`. device_trouble: why nvidia-smi says nothing, None where it does or is not there."""
+    """`ranks` is replaced whole by each `refresh`. device_trouble: why nvidia-smi says nothing, None where it does or is not there.
 
-    def __init__(self, run_dir: str) -> None:
+    unified: whether the node's GPU shares the host's memory, or that is not known.
+    """
+
+    def __init__(self, run_dir: str, *, unified: bool = True) -> None:
         self.ranks: tuple[Held, ...] = ()
         self.device_trouble: str | None = None
-        self.has_device = True
+        # On a device with memory of its own, what it holds is nothing that the host gets back.
+        self.has_device = unified
         self._run_dir = run_dir
         self._fds: dict[Identity, int] = {}
+        self._retired: list[tuple[float, int]] = []
         self._device: dict[int, int] = {}
         self._asked_at_s = float("-inf")
 
@@ -72,8 +78,10 @@ class Holders:
             kept.update(members)
             found.append(self._held(rank_id, status, shim, engine, members))
         self.ranks = tuple(found)
-        for who in self._fds.keys() - kept:
-            os.close(self._fds.pop(who))
+        # Who kills may still hold the tuple before this one: a number that is closed now could be another process's a moment later.
+        self._retired += [(now_s, self._fds.pop(who)) for who in self._fds.keys() - kept]
+        while self._retired and now_s - self._retired[0][0] >= RETIRED_S:
+            os.close(self._retired.pop(0)[1])
 
     def _held(
         self, rank_id: str, status: dict[str, object], shim: Identity | None, engine: Identity | None, members: list[Identity]

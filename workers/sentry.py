@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workers import incidents, meminfo, processes, rank
+from workers.fabric_reading import shares_memory
 from workers.guard import PHASES, Decision, Engine, Limits, State, decide, pace_s
 from workers.holders import Held, Holders
 from workers.vitals import COLUMNS, Look, Trend, Vitals
@@ -47,7 +48,7 @@ class Sentry:
         self.claims = True
         self.reading: dict[str, Any] = {}
         self.folder = Path(log_dir) / "incidents"
-        self.holders = Holders(run_dir)
+        self.holders = Holders(run_dir, unified=shares_memory())
         self._node_id, self._run_dir, self._proc = node_id, run_dir, proc
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._heard_at_s = float("-inf")
