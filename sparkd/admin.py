@@ -6,19 +6,19 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from sparkd import __version__
+from sparkd.admin_bodies import Loading, NewModel, Pulling, Refusal
 from sparkd.doctor import examined
 from sparkd.errors import (
     BadRequest,
@@ -41,7 +41,6 @@ from sparkd.recipe_file import Method, ProfileName
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import Event, Operation, OperationState, Want
 from sparkd.supervisor import Supervisor
-from sparkd.yamlfile import MAX_DEPTH
 
 PREFIX = "/admin/v1"
 HEARTBEAT_S = 15.0
@@ -51,61 +50,6 @@ MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
 SHOWN_CHARS = 48
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
-
-
-class NewModel(BaseModel):
-    """A model that the configuration file does not have. `spec` has the keys of a model in sparkd.yaml."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str = Field(max_length=128)
-    spec: dict[str, Any]
-    load: bool = True
-
-    @field_validator("spec")
-    @classmethod
-    def _shallow(cls, spec: dict[str, Any]) -> dict[str, Any]:
-        """As deep as the configuration file may be: what is deeper could be kept, and then not be shown to anybody."""
-        level: list[Any] = [spec]
-        for _ in range(MAX_DEPTH):
-            level = [inner for outer in level for inner in _members(outer)]
-        if level:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        return spec
-
-
-class Loading(BaseModel):
-    """How a model is loaded. recipe: NAME or NAME@VARIANT of the recipes on this machine; null for what the model has."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    recipe: str | None = Field(default=None, min_length=1, max_length=256)
-
-
-class Pulling(BaseModel):
-    """Where a model's files shall be. nodes: `all` in sight, or their addresses; revision: of a hub id, null for what the model has."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)] = "all"
-    revision: str | None = Field(default=None, min_length=1, max_length=256)
-
-
-class Problem(BaseModel):
-    """Why a request was refused. `src` tells that sparkd says so, not an engine."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-    src: str
-    request_id: str | None = None
-
-
-class Refusal(BaseModel):
-    """The body of every 4xx and 5xx."""
-
-    error: Problem
 
 
 def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None = None) -> FastAPI:
@@ -332,12 +276,6 @@ def _known(supervisor: Supervisor, name: str) -> bool:
     except UnknownModel:
         return False
     return True
-
-
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 async def _follow(supervisor: Supervisor, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:

@@ -59,7 +59,7 @@ def offers(found: Iterable[Mapping[str, Any]], console: Console, head: str | Non
     ready = head is not None and not head.startswith("127.")
     how = f"`sparkd join {head}` there" if ready else "`sparkd join` there, after `sparkd token` here has said how"
     for one in found:
-        console.print(Text(printable(f"offered  {one['told']}, not joined: run {how}"), style="cyan"), soft_wrap=True)
+        console.print(Text(printable(f"offered  {one['told']}, not joined: run {how}"), style="cyan"))
 
 
 def environment(found: Mapping[str, Any], console: Console) -> None:

@@ -55,7 +55,7 @@ def test_the_exit_code_tells_whether_something_fails(name: str, code: int, tmp_p
     assert exit_code(["--json", "fabric", *roots(tmp_path, name)]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["verdict"] == "fail") is bool(code)
-    assert found.keys() == {"nodes", "cables", "topology", "tensor_parallel", "findings", "verdict", "environment"}
+    assert found.keys() == {"nodes", "cables", "topology", "tensor_parallel", "findings", "verdict", "environment", "offered"}
 
 
 def test_the_picture_of_a_pair_is_the_readme_s() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from sparkd.state import RankHandle
 from sparkd.transport import proof
 from tests.fabric_tree import readings
 from tests.fakes import Scene
-from tests.test_supervisor import UP, make_ready, stage
+from tests.test_supervisor import make_ready, stage
 from workers.agent import Agent
 from workers.logfile import STARTED, lines_since
 from workers.rank import nccl_lines
@@ -102,18 +101,7 @@ async def test_what_nccl_says_it_was_asked_for_counts_where_the_node_cannot_be_r
 
 
 async def over_two_nodes(made: Scene) -> None:
-    """One rank more on another node, as soon as the first has started."""
-    spawn = made.cluster.spawn
-
-    async def spawn_both(*arguments: Any) -> RankHandle:
-        first = await spawn(*arguments)
-        if made.cluster.ranks is not None:
-            fact = made.cluster.ranks[first.rank_id]
-            made.cluster.ranks["other"] = replace(fact, handle=replace(fact.handle, node_id=B, rank=1), progress=UP)
-        return first
-
-    made.cluster.spawn = spawn_both  # type: ignore[method-assign]
-    made.cluster.only = lambda: next(iter((made.cluster.ranks or {}).values()))  # type: ignore[method-assign]
+    made.cluster.nodes = ("n", B)
     await make_ready(made)
     await made.settle()
 

@@ -98,6 +98,12 @@ def test_the_first_start_rehearses_and_the_second_remembers(tmp_path):
     assert told(tmp_path)["source"] == "profile"
 
 
+@pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, where another test has imported it, keeps its loggers' lines to itself."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
 def test_a_profile_that_turned_out_wrong_is_corrected_and_said_so(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vllm.sparkd.kv")
     first = Machine(40 * GIB)

@@ -1,0 +1,71 @@
+"""What a request to the admin API may carry, and the body of a refusal. Never acts on any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from sparkd.yamlfile import MAX_DEPTH
+
+
+class NewModel(BaseModel):
+    """A model that the configuration file does not have. `spec` has the keys of a model in sparkd.yaml."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=128)
+    spec: dict[str, Any]
+    load: bool = True
+
+    @field_validator("spec")
+    @classmethod
+    def _shallow(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        """As deep as the configuration file may be: what is deeper could be kept, and then not be shown to anybody."""
+        level: list[Any] = [spec]
+        for _ in range(MAX_DEPTH):
+            level = [inner for outer in level for inner in _members(outer)]
+        if level:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        return spec
+
+
+class Loading(BaseModel):
+    """How a model is loaded. recipe: NAME or NAME@VARIANT of the recipes on this machine; null for what the model has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    recipe: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class Pulling(BaseModel):
+    """Where a model's files shall be. nodes: `all` in sight, or their addresses; revision: of a hub id, null for what the model has."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)] = "all"
+    revision: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class Problem(BaseModel):
+    """Why a request was refused. `src` tells that sparkd says so, not an engine."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    src: str
+    request_id: str | None = None
+
+
+class Refusal(BaseModel):
+    """The body of every 4xx and 5xx."""
+
+    error: Problem
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
