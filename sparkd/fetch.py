@@ -70,7 +70,10 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
 
     def report() -> None:
         while not ended.wait(PROGRESS_S):
-            partial = sum(_size(path) for path in (folder / "blobs").glob("*.incomplete"))
+            begun = [*(folder / "blobs").glob("*.incomplete")]
+            partial = sum(_size(path) for path in begun)
+            for path in begun:
+                _drop(path)
             tell({"done_bytes": min(total, sum(done.values()) + partial), "total_bytes": total})
 
     threading.Thread(target=report, name="fetch progress", daemon=True).start()
@@ -110,10 +113,16 @@ def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str)
             told = f"{name} does not have the SHA-256 that the hub names and was removed"
             raise CheckpointError(told, file=hub.hub_id, cure="Run the same again; if it stays so, check memory and disk")
         buffer.close()
-    with open(blob, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    _drop(blob, wait=True)
     return name
+
+
+def _drop(path: Path, *, wait: bool = False) -> None:
+    """Out of the page cache, as far as it is on the disk; wait: all of it."""
+    with suppress(OSError), open(path, "rb") as file:
+        if wait:
+            os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _whole(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> str | None:

@@ -174,7 +174,7 @@ def _token(given: str | None, kept: Path | None) -> str:
     """From stdin, a file, the command line, what an earlier join left, or a question. Raises ConfigError, never with it."""
     if given == "-":
         text = sys.stdin.readline(MAX_TOKEN_CHARS + 1)
-    elif given is not None and Path(given).is_file():
+    elif given is not None and _is_file(given):
         with Path(given).open() as file:
             text = file.readline(MAX_TOKEN_CHARS + 1)
     elif given is not None:
@@ -196,6 +196,13 @@ def _token(given: str | None, kept: Path | None) -> str:
     if not (16 <= len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError("That is no token: `sparkd token` on the head prints one line of 64 hexadecimal digits.")
     return token
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False  # longer than a path may be
 
 
 def _fabric() -> Fabric | None:

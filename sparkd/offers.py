@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 KEPT_S = 10.0
-LOOK_TIMEOUT_S = 5.0
+# Whoever watches the nodes must not wait for one that is gone.
+LOOK_TIMEOUT_S = 1.5
 
 
 class Offers:

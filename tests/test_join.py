@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import io
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import __version__, join_head, join_verb, joined, show_fabric
+from sparkd import __version__, join_head, join_verb, joined, offers, show_fabric
 from sparkd.__main__ import exit_code
 from sparkd.config import Config, load_config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
@@ -278,7 +279,7 @@ def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     assert "every user of this node can read a command line" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["-", "short", "with a blank in the middle of it", "/no/such/file", None])
+@pytest.mark.parametrize("given", ["-", "short", "x" * 600, "with a blank in the middle of it", "/no/such/file", None])
 def test_what_is_no_token_is_refused_without_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(ConfigError) as caught:
@@ -395,10 +396,19 @@ async def test_offers_are_kept_for_some_seconds() -> None:
         asked.append(clock.now_s)
         return {"offered": [{"told": f"look {len(asked)}"}]}
 
-    offers = Offers(look, clock)
-    assert [(await offers.now())[0]["told"] for _ in range(2)] == ["look 1"] * 2
+    kept = Offers(look, clock)
+    assert [(await kept.now())[0]["told"] for _ in range(2)] == ["look 1"] * 2
     clock.now_s += KEPT_S
-    assert (await offers.now())[0]["told"] == "look 2"
+    assert (await kept.now())[0]["told"] == "look 2"
+
+
+async def test_a_node_that_does_not_answer_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "LOOK_TIMEOUT_S", 0.0)
+
+    async def look() -> dict[str, Any]:
+        return await asyncio.get_running_loop().create_future()
+
+    assert await Offers(look).now() == []
 
 
 def test_nodes_as_they_are_shown() -> None:

@@ -308,6 +308,32 @@ def test_chunks_past_the_page_cache_and_through_it(direct: bool, tmp_path: Path,
     buffer.close()
 
 
+def test_of_two_that_fetch_one_model_the_earlier_ends(tmp_path: Path) -> None:
+    """The daemon that began it was killed, and another asks for the same."""
+    made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
+    there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        order = {"manifest": there, "environ": {}, "ways": [["127.0.0.1", "127.0.0.1", silent.getsockname()[1]]], "key": KEY}
+        first, second = (jobs.start("sink", order | {"connections": 1}) for _ in range(2))
+
+        assert jobs.state(second["job"])["running"]
+        with pytest.raises(RankError):
+            jobs.state(first["job"])
+        jobs.end(second["job"])
+
+
+def test_a_source_knows_for_how_long_nobody_was_there(tmp_path: Path) -> None:
+    made = found(str(plain(tmp_path / "a", FILES)), {})
+    served = Source(made, bytes.fromhex(KEY))
+    port = served.listen("127.0.0.1")
+    assert served.idle_s() > 0
+    with socket.create_connection(("127.0.0.1", port), 5) as link:
+        wire.greet_as_client(link, bytes.fromhex(KEY))
+        assert wire.ask(link, wire.Request(wire.SUMS, "config.json", 0, len(FILES["config.json"])), memoryview(bytearray(1)))
+        assert served.idle_s() == 0.0
+    until(lambda: served.idle_s() > 0, 10, "the connection has ended", 0.01)
+
+
 def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None:
     made, jobs = found(str(plain(tmp_path / "a", FILES)), {}), Jobs()
     there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files).to_dict()

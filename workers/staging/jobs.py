@@ -36,6 +36,8 @@ class Jobs:
         """{"job", ...what the program says first}. Raises RankError for a program that does not start, with its own reason."""
         if program not in PROGRAMS:
             raise RankError(f"{program!r} is no program that copies.")
+        if program == "sink":
+            self._end_earlier(str(order["manifest"]["model"]))
         job = _Job(program, order)
         first = job.first(START_TIMEOUT_S)
         if "error" in first:
@@ -53,6 +55,13 @@ class Jobs:
         if job is None:
             raise RankError("The copy was ended with the agent of that node; what was verified stays: run the same again to go on.")
         return job.state()
+
+    def _end_earlier(self, model: str) -> None:
+        """Of a daemon that was killed: two must not write one file."""
+        with self._lock:
+            alike = [name for name, job in self._jobs.items() if job.fetches == model]
+        for name in alike:
+            self.end(name)
 
     def end(self, name: str) -> None:
         """End and forget it, if it is there."""
@@ -78,6 +87,7 @@ class _Job:
         if self._process.stdin is None:
             raise RankError("The program that copies was started without a pipe.")
         self._order = self._process.stdin
+        self.fetches = str(order["manifest"]["model"]) if program == "sink" else None
         self._said = threading.Event()
         self._last: dict[str, Any] = {}
         threading.Thread(target=self._read, name=f"staging {program}", daemon=True).start()

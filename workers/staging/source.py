@@ -1,17 +1,18 @@
 """Serves one model's files to the nodes that have the key, on the addresses it is given. Never writes a file, never serves another.
 
 A program: `python -m workers.staging.source` reads one line of JSON from stdin, {"manifest", "binds", "key"}, prints {"ports": {address:
-port}}, and ends when stdin does.
+port}}, and ends when stdin does, or when nobody was connected for IDLE_S: a daemon that was killed ends nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import select
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from workers.staging.manifest import File, Manifest
 from workers.staging.wire import DATA, TIMEOUT_S, Request, WireError, answer, greet_as_server, next_request, refuse
 
 MOST_CONNECTIONS = 64
+IDLE_S = 300.0
+LOOK_S = 5.0
 
 
 class Source:
@@ -31,6 +34,13 @@ class Source:
         self._files = {file.name: file for file in manifest.files}
         self._key = key
         self._room = threading.Semaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._links, self._left_s = 0, time.monotonic()
+
+    def idle_s(self) -> float:
+        """For how long nobody was connected."""
+        with self._lock:
+            return 0.0 if self._links else time.monotonic() - self._left_s
 
     def listen(self, address: str) -> int:
         """The port on which it serves there from now on. Raises OSError."""
@@ -48,6 +58,7 @@ class Source:
 
     def _serve(self, link: socket.socket) -> None:
         buffer, held = Buffer(), _Held()
+        self._note(1)
         try:
             with link, suppress(WireError, OSError):
                 link.settimeout(TIMEOUT_S)
@@ -60,7 +71,13 @@ class Source:
         finally:
             held.close()
             buffer.close()
+            self._note(-1)
             self._room.release()
+
+    def _note(self, change: int) -> None:
+        with self._lock:
+            self._links += change
+            self._left_s = time.monotonic()
 
     def _answer(self, link: socket.socket, request: Request, buffer: Buffer, held: _Held) -> None:
         file = self._files.get(request.name)
@@ -99,21 +116,17 @@ class _Held:
             self._file = None
 
 
-def serve(order: Mapping[str, Any]) -> dict[str, int]:
-    """Address -> port. Raises OSError, RankError."""
-    source = Source(Manifest.from_dict(order["manifest"]), bytes.fromhex(order["key"]))
-    return {address: source.listen(address) for address in order["binds"]}
-
-
 def main() -> None:
     order = json.loads(sys.stdin.readline())
+    source = Source(Manifest.from_dict(order["manifest"]), bytes.fromhex(order["key"]))
     try:
-        told: dict[str, Any] = {"ports": serve(order)}
+        told: dict[str, Any] = {"ports": {address: source.listen(address) for address in order["binds"]}}
     except OSError as error:
         told = {"error": f"{', '.join(order['binds'])} cannot be listened on: {error.strerror or error}."}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
-    sys.stdin.read()
+    while source.idle_s() < IDLE_S and not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        pass
 
 
 if __name__ == "__main__":
