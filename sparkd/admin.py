@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +18,10 @@ from starlette.routing import Match
 
 from sparkd import __version__
 from sparkd.admin_bodies import Loading, NewModel, Pulling, Refusal
+from sparkd.admin_streams import event_stream, followed_log
 from sparkd.doctor import examined
 from sparkd.errors import (
     BadRequest,
-    ClusterError,
     MethodNotAllowed,
     SparkdError,
     UnknownIncident,
@@ -39,12 +38,10 @@ from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
 from sparkd.recipe_file import Method, ProfileName
 from sparkd.snapshot import ModelView, Snapshot
-from sparkd.state import Event, Operation, OperationState, Want
+from sparkd.state import Operation, OperationState, Want
 from sparkd.supervisor import Supervisor
 
 PREFIX = "/admin/v1"
-HEARTBEAT_S = 15.0
-FOLLOW_EVERY_S = 0.5
 MAX_WAIT_S = 3600.0
 MAX_LOG_BYTES = 1 << 20
 MAX_SEQ = (1 << 63) - 1  # SQLite's integers
@@ -161,7 +158,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
         if not follow:
             return await supervisor.log_text(name, cursor, max_bytes, rank)
         supervisor.record(name)
-        return StreamingResponse(_follow(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
+        return StreamingResponse(followed_log(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
 
     @api.get("/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -218,7 +215,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
             return {"events": [asdict(event) for event in supervisor.ledger.events(after, limit)]}
         last = request.headers.get("last-event-id", "")
         start = int(last) if _EVENT_ID.fullmatch(last) else after
-        stream = _event_stream(supervisor, start, limit)
+        stream = event_stream(supervisor, start, limit)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     return api
@@ -276,48 +273,6 @@ def _known(supervisor: Supervisor, name: str) -> bool:
     except UnknownModel:
         return False
     return True
-
-
-async def _follow(supervisor: Supervisor, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
-    """Until the client has gone or the model is forgotten. A node that does not answer for a while is waited for."""
-    while True:
-        try:
-            page = await supervisor.log_text(name, cursor, 65536, rank)
-        except UnknownModel:
-            return
-        except ClusterError:
-            await asyncio.sleep(FOLLOW_EVERY_S)
-            continue
-        cursor = page["cursor"]
-        if page["text"]:
-            yield page["text"]
-        else:
-            await asyncio.sleep(FOLLOW_EVERY_S)
-
-
-async def _event_stream(supervisor: Supervisor, after: int, limit: int) -> AsyncIterator[str]:
-    """Everything after `after`, or the newest `limit` where that is 0 or of another state directory; then what happens."""
-    async with supervisor.ledger.listen() as queue:
-        newest = supervisor.ledger.events(0, 1)
-        seen = after if newest and after <= newest[-1].seq else 0
-        while page := supervisor.ledger.events(seen, limit):
-            for event in page:
-                seen = event.seq
-                yield _sse(event)
-        while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    event = await queue.get()
-            except TimeoutError:
-                yield ": still here\n\n"
-                continue
-            if event.seq > seen:
-                seen = event.seq
-                yield _sse(event)
-
-
-def _sse(event: Event) -> str:
-    return f"id: {event.seq}\nevent: {event.kind}\ndata: {json.dumps(asdict(event))}\n\n"
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:

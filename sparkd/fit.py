@@ -100,7 +100,7 @@ def choose(inventory: Inventory, hardware: Hardware, wish: Wish, learned: Mappin
 
 
 def rank(option: Option, inventory: Inventory, wish: Wish, *, prequantized: bool = False) -> Rank:
-    """The best is the least. sparkd spreads a model by tensor parallelism only: a pipeline is for those who run vLLM themselves.
+    """The best is the least. A pipeline is slower: sparkd takes it where no tensor parallelism fits.
 
     prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with: it comes behind the model as it is
     stored, and before what would be quantized here.

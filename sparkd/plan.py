@@ -18,8 +18,8 @@ STILL_S = 60.0
 LATEST = 3
 # A node that answers nothing, not even with a refusal: shorter is a cable that was touched. Ranks over it wait for each other meanwhile.
 DARK_S = 6.0
-# A rank that is stopped by a signal: shorter is a debugger that looks.
-HALTED_S = 3.0
+# A rank that is stopped by a signal (state T; a debugger's is t): seen twice.
+HALTED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

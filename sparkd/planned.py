@@ -138,15 +138,15 @@ def option_json(option: Option) -> dict[str, Any]:
 
 
 def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
-    """config: the model's entry in sparkd.yaml, null for a pipeline, which sparkd does not run; ranks: vLLM's command on each node and the
-    environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
+    """config: the model's entry in sparkd.yaml, null for stages of several ranks, which sparkd does not run; ranks: vLLM's command on each
+    node and the environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in model):
         raise ConfigError(f"{shown(model)}: a model's name or path has no control characters; rename it.", param="model")
     entry = entry_of(model, option, wish)
     read = {**entry, "quantize": Recipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
     spec = _Entry(name_of(model), **{key: value for key, value in read.items() if key != "tensor_parallel"})
     ranks = [_rank(spec, option, number, hardware) for number in range(option.nodes)]
-    return {"name": spec.name, "config": None if option.pipeline > 1 else entry, "ranks": ranks}
+    return {"name": spec.name, "config": None if min(option.tensor, option.pipeline) > 1 else entry, "ranks": ranks}
 
 
 def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _widths(sizes: list[int], cells: int) -> list[int]:
 
 def _how(choice: Mapping[str, Any], console: Console) -> None:
     if choice["config"] is None:
-        console.print("sparkd runs no pipeline; vLLM's own commands for it:", style="bold")
+        console.print("sparkd runs no stages of several ranks; vLLM's own commands for it:", style="bold")
     else:
         _entry(choice, console)
     for rank in choice["ranks"]:

@@ -52,17 +52,18 @@ class Siting:
 
     def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
         """What a model takes on each of so many nodes. Blocks."""
-        ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)
+        ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
         return need_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
     async def _spread(self, config: Config, spec: ModelConfig, why: str) -> Placement:
         """It is too large for one node: over the fewest that hold it."""
         for nodes in range(2, len(self._in_sight()) + 1):
-            ways = await asyncio.to_thread(_ways, config, spec, self._here, nodes)
-            try:
-                return await self._team(config, spec, ways)
-            except DoesNotFit as error:
-                why = f"{why} Over {nodes} nodes: {error.message}"
+            for ways in await asyncio.to_thread(_ways, config, spec, self._here, nodes):
+                try:
+                    return await self._team(config, spec, ways)
+                except DoesNotFit as error:
+                    called = "as a pipeline over" if ways[1] > 1 else "Over"
+                    why = f"{why} {called.capitalize()} {nodes} nodes: {error.message}"
         raise DoesNotFit(why)
 
     async def _team(self, config: Config, spec: ModelConfig, ways: Ways) -> Placement:
@@ -103,10 +104,10 @@ class Siting:
         return await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
 
 
-def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Ways:
-    """By tensor parallelism where vLLM splits this model so: it is faster than a pipeline of as many nodes."""
+def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Sequence[Ways]:
+    """Those that vLLM accepts, tensor parallelism first: it is faster than a pipeline of as many nodes."""
     split: Sequence[Ways] = ((nodes, 1), (1, nodes))
-    return next((ways for ways in split if why_illegal(spec, config, node, ways) is None), split[0])
+    return [ways for ways in split if why_illegal(spec, config, node, ways) is None] or split[:1]
 
 
 def _placement(need: Need, nodes: Sequence[str], ways: Ways) -> Placement:

@@ -627,7 +627,7 @@ async def test_an_odd_last_event_id_begins_with_the_newest(tmp_path: Path, last:
 
 
 async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("sparkd.admin_streams.HEARTBEAT_S", 0.01)
     async with admin_of(tmp_path) as made, streaming(made, "/events", accept="text/event-stream") as stream:
         await soon(lambda: stream.text.count(": still here\n\n") >= 2)
 
@@ -636,7 +636,7 @@ async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_a_log_is_followed_until_the_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "FOLLOW_EVERY_S", 0.0)
+    monkeypatch.setattr("sparkd.admin_streams.FOLLOW_EVERY_S", 0.0)
     async with admin_of(tmp_path) as made:
         await make_ready(made.scene)
         lines = ["one\n", "", "two\n", "three é\n"]
@@ -657,7 +657,7 @@ async def test_a_log_is_followed_until_the_client_leaves(tmp_path: Path, monkeyp
 
 
 async def test_a_followed_log_ends_with_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "FOLLOW_EVERY_S", 0.0)
+    monkeypatch.setattr("sparkd.admin_streams.FOLLOW_EVERY_S", 0.0)
     async with admin_of(tmp_path) as made:
         await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}, "load": False})
         async with streaming(made, "/models/new/log?follow=true") as stream:

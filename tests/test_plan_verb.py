@@ -125,7 +125,7 @@ def test_two_nodes_have_two_bars_and_two_commands(
     assert "    tensor_parallel: 2\n" in out
 
 
-def test_a_pipeline_is_nothing_for_sparkd_and_the_plan_says_so(
+def test_a_pipeline_is_what_auto_takes_where_heads_do_not_divide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seven heads; each of two nodes holds half of 24 GiB."""
@@ -136,7 +136,7 @@ def test_a_pipeline_is_nothing_for_sparkd_and_the_plan_says_so(
     asked = (folder, "--nodes", "2", "--hardware", small, "--quantize", "bf16", "--ctx", "4096")
     out = drawn(capsys, monkeypatch, *asked)
 
-    assert "sparkd runs no pipeline; vLLM's own commands for it:" in out and "In sparkd.yaml" not in out
+    assert "In sparkd.yaml" in out and "tensor_parallel:" not in out
     assert out.count("--pipeline-parallel-size 2") == 2
     refused = "as stored on 2 nodes (TP=2): 7 attention heads do not divide by 2 ranks."
     assert refused not in out and "1 more that cannot be: --all tells why." in out

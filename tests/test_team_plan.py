@@ -57,7 +57,7 @@ TABLE = {
     "a part waits for the node that is out of sight": (replace(RUNNING, ranks=(UP,), unseen=True), []),
     "with a dead rank it is not adopted": (replace(RUNNING, ranks=(UP, DEAD)), [Destroy("r1", "m", "it died while nobody watched")]),
     "a short silence is waited for": (team(S.READY, UP, unseen=True, dark_s=5.0), []),
-    "a look of a debugger too": (team(S.READY, UP, HELD, halted_s=2.0), []),
+    "one look at a rank that is stopped too": (team(S.READY, UP, HELD, halted_s=0.5), []),
     "a question under way does not hide nothing": (team(S.SIZING, UP, SIZED, busy="ask"), []),
     "strangers go start by start": (RUNNING, [Place("m")]),
 }
@@ -84,7 +84,7 @@ def test_the_rank_that_says_why_is_quoted() -> None:
 
 @pytest.mark.parametrize("state", [S.LOADING, S.WARMING, S.SIZING, S.READY, S.DRAINING])
 def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> None:
-    assert failed(UP, HELD, state=state, halted_s=3.0) == (
+    assert failed(UP, HELD, state=state, halted_s=1.0) == (
         "RankHangs",
         "Rank 1 on o is stopped by a signal (SIGSTOP); all are started again.",
     )

@@ -14,7 +14,7 @@ from sparkd.errors import AgentLost
 from sparkd.fabric_findings import FAIL, OK, Finding
 from sparkd.fabric_nodes import FabricNodes
 from sparkd.nccl_log import parse
-from sparkd.state import RankHandle
+from sparkd.state import RankHandle, Want
 from sparkd.transport import proof
 from tests.fabric_tree import readings
 from tests.fakes import Scene
@@ -101,8 +101,14 @@ async def test_what_nccl_says_it_was_asked_for_counts_where_the_node_cannot_be_r
 
 
 async def over_two_nodes(made: Scene) -> None:
-    made.cluster.nodes = ("n", B)
-    await make_ready(made)
+    made.cluster.nodes = made.cluster.agents = ("n", B)
+    made.supervisor.want("m", Want.RUNNING, "admin")
+    await made.tick()
+    made.cluster.names = ["m"]
+    for rank in (0, 1):
+        made.cluster.show_rank(rank, progress=UP)
+    await made.tick(3)
+    assert made.state() == "READY"
     await made.settle()
 
 
