@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import BadRequest, ClusterError, RankError, UnknownModel
+from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, UnknownModel
 from sparkd.fabric import fabrics_of
 from sparkd.fabric_cables import cables_of
 from sparkd.ledger import Ledger
@@ -67,7 +67,7 @@ class Pulls:
         self._clock = clock
         self._tasks: asyncio.TaskGroup | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._models: dict[str, str] = {}
+        self._asked: dict[str, tuple[str, list[str], str | None]] = {}
 
     async def run(self) -> None:
         """Until cancelled; then every pull ends, and the next one goes on where it stopped."""
@@ -75,7 +75,8 @@ class Pulls:
             await asyncio.Event().wait()
 
     def start(self, name: str, nodes: Sequence[str] | str = ALL, revision: str | None = None, by: str = "admin") -> Operation:
-        """Begin, or find the one that is under way for this model. Raises UnknownModel, BadRequest for a node that is not there."""
+        """Begin, or find the one that is under way for this model. Raises UnknownModel, BadRequest for a node that is not there,
+        Conflict where the one that is under way is another."""
         spec, engine = self._find(name), self._config().engine
         if spec is not None:
             model, environ, revision = spec.model, spec.environment(engine), revision or spec.revision
@@ -84,14 +85,17 @@ class Pulls:
         else:
             raise UnknownModel(name, list(self._known()))
         called = spec.name if spec is not None else name
-        running = next((operation_id for operation_id, other in self._models.items() if other == called), None)
-        if running is not None:
-            return self._ledger.operation(running)
         chosen = self._chosen(nodes)
+        for operation_id, (other, its, under) in self._asked.items():
+            if other == called:
+                if not set(chosen) <= set(its) or under != revision:
+                    told = f"A pull of {called} to other nodes, or of another revision, is under way: wait for it, or `sparkd cancel"
+                    raise Conflict(f"{told} {operation_id}`.")
+                return self._ledger.operation(operation_id)
         if self._tasks is None:
             raise ClusterError("The daemon is only just starting: try again in a moment.")
         operation = self._ledger.open(KIND, called, by)
-        self._models[operation.id] = called
+        self._asked[operation.id] = (called, chosen, revision)
         one = _Pull(self._nodes, self._tell(operation.id), self._clock)
         work = self._pull(operation.id, called, partial(one.run, model, revision, environ, chosen))
         self._running[operation.id] = task = self._tasks.create_task(work, name=f"pull {called}")
@@ -122,7 +126,7 @@ class Pulls:
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
         self._running.pop(operation_id, None)
-        self._models.pop(operation_id, None)
+        self._asked.pop(operation_id, None)
         self._ledger.close(operation_id, OperationState.CANCELLED, "The daemon ended; what was verified stays.")
 
     def _tell(self, operation_id: str) -> Callable[[str, Progress], None]:

@@ -10,19 +10,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
 from sparkd import fetch, pulls, show
+from sparkd.admin import admin_app
 from sparkd.config import load_config
-from sparkd.errors import BadRequest, CheckpointError, ClusterError, RankError, UnknownModel
+from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
 from sparkd.fetch import wanted
 from sparkd.ledger import Ledger
 from sparkd.pulls import Pulls
 from sparkd.state import Operation, OperationState, Store
 from tests.fabric_tree import readings
+from tests.fakes import scene as supervised
 from tests.hub_server import COMMIT, Repository, serving
 from tests.shards import layered, write_folder
 from workers.hub_cache import snapshot_of
@@ -136,6 +139,8 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
             while (found := made.ledger.operation(began.id)).progress is None:  # noqa: ASYNC110 - until it says something
                 await asyncio.sleep(0)
         assert made.pulls.start("plain", [B]).id == began.id, "one is under way"
+        with pytest.raises(Conflict, match="another revision, is under way: wait for it"):
+            made.pulls.start("plain", [B], "v2")
         cancelled = made.pulls.cancel(began.id)
 
     assert found.message == f"copying from {A} to {B}"
@@ -210,6 +215,34 @@ async def test_the_daemons_end_ends_a_pull(tmp_path: Path) -> None:
     found = made.ledger.operation(began.id)
 
     assert (found.state, found.message) == (OperationState.CANCELLED, "The daemon ended; what was verified stays.")
+
+
+async def test_the_admin_api_begins_shows_and_cancels_a_pull(tmp_path: Path) -> None:
+    made, nodes = supervised(tmp_path), FakeNodes()
+    nodes.steps = [{"done_bytes": 50, "fetched_bytes": 50}]
+    pulling = Pulls(nodes, made.supervisor.ledger, made.config.lookup, lambda: ["m"], lambda: made.config)
+    running = asyncio.create_task(pulling.run())
+    await asyncio.sleep(0)
+    app = admin_app(made.supervisor, dict, pulling)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost/admin/v1") as client:
+        began = (await client.post("/models/gpt-4o/pull")).json()
+        refused = [
+            (await client.post(f"/models/{name}/pull", json=body)).status_code
+            for name, body in (("nobody", {}), ("m", {"nodes": ["10.9.9.9"]}), ("m", {"nodes": []}), ("m", {"odd": 1}))
+        ]
+        async with asyncio.timeout(10):
+            while (shown := (await client.get(began["href"].removeprefix("/admin/v1"))).json())["progress"] is None:  # noqa: ASYNC110 - until it says something
+                await asyncio.sleep(0)
+        cancelled = (await client.delete(f"/operations/{began['operation']}")).json()
+        again = (await client.delete(f"/operations/{began['operation']}")).json()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    made.store.close()
+
+    assert (began["kind"], began["model"], began["state"]) == ("pull", "m", "RUNNING")
+    assert refused == [404, 400, 400, 400]
+    assert (shown["message"], shown["progress"]["fraction"]) == (f"copying from {A} to {B}", 0.5)
+    assert [one["state"] for one in (cancelled, again)] == ["CANCELLED"] * 2
 
 
 # The download
