@@ -17,6 +17,7 @@ from tests.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
 
 DETECTED_S = 10.0
 OUT_S = 20.0
+START_S = 400.0
 POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
 API_SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -48,14 +49,14 @@ def test_a_model_over_two_nodes_has_a_rank_on_each_and_answers(pair: Pair) -> No
     assert pair.answers()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
     """Teacher-forced: sampled text of a random model would diverge on rounding."""
     said = {}
     for name in ("split", "whole"):
         pair.both()
         pair.daemon.load(name)
-        ready = pair.daemon.wait_for(name, "READY", 240)
+        ready = pair.daemon.wait_for(name, "READY", START_S)
         assert len(ready["ranks"]) == (2 if name == "split" else 1)
         assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
         said[name] = _log_probabilities(pair, name)
