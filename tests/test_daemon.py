@@ -339,36 +339,27 @@ def test_secrets_and_prompts_are_nowhere(stage: DaemonProcess) -> None:
     assert canary not in stage.client.get("/metrics").text
 
 
-def test_the_daemon_is_killed_and_the_next_one_adopts_the_engine(tmp_path: Path) -> None:
-    given = settings(tmp_path, quick={"preload": True})
-    first = DaemonProcess(tmp_path, given)
-    first.start()
-    first.settled()
-    first.wait_for("quick", "READY", 60)
-    rank = first.pid_of("quick")
-    ray = first.ray_pids()
-    first.kill()
-    assert alive(rank)
-
-    first.start()
-    answered = until(lambda: _answers(first, "quick"), 30, "an answer")
-    first.ray_connected()
-
-    assert answered
-    assert (first.pid_of("quick"), first.model("quick")["failures"]) == (rank, 0)
-    assert sorted(first.ray_pids())[0] in ray
-    kinds = [event["kind"] for event in first.get("/admin/v1/events?limit=1000")["events"]]
-    assert (kinds.count("adopted"), kinds.count("started")) == (1, 1)
-    until(lambda: first.status()["nodes"][0]["reserved_gib"] == 1, 10, "its memory is reserved again")
-    first.gone()
-
-
-def test_sigterm_under_systemd_leaves_engines_and_ray_and_ctrl_c_ends_them(tmp_path: Path) -> None:
+def test_the_next_daemon_adopts_the_engine_of_one_that_was_killed_and_of_one_that_left_it(tmp_path: Path) -> None:
+    """kill -9 first; then SIGTERM under systemd, which leaves engines and Ray; then Ctrl-C, which ends them."""
     made = DaemonProcess(tmp_path, settings(tmp_path, quick={"preload": True}))
-    made.start("--leave-engines")
+    made.start()
     made.settled()
     made.wait_for("quick", "READY", 60)
     rank = made.pid_of("quick")
+    ray = made.ray_pids()
+    made.kill()
+    assert alive(rank)
+
+    made.start("--leave-engines")
+    answered = until(lambda: _answers(made, "quick"), 30, "an answer")
+    made.ray_connected()
+
+    assert answered
+    assert (made.pid_of("quick"), made.model("quick")["failures"]) == (rank, 0)
+    assert sorted(made.ray_pids())[0] in ray
+    kinds = [event["kind"] for event in made.get("/admin/v1/events?limit=1000")["events"]]
+    assert (kinds.count("adopted"), kinds.count("started")) == (1, 1)
+    until(lambda: made.status()["nodes"][0]["reserved_gib"] == 1, 10, "its memory is reserved again")
     assert made.end(signal.SIGTERM) == 0
     assert alive(rank)
 
@@ -383,45 +374,69 @@ def test_sigterm_under_systemd_leaves_engines_and_ray_and_ctrl_c_ends_them(tmp_p
     assert not list(made.runtime_dir.rglob("*.sock"))
 
 
-def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(tmp_path: Path) -> None:
-    given = settings(tmp_path, quick={"preload": True, "env": {"SPARKD_STUB_TOKENS": "60", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}})
-    with daemon(tmp_path, given) as made:
-        made.wait_for("quick", "READY", 60)
-        rank = made.pid_of("quick")
-        chunks: list[str] = []
-
-        def read() -> None:
-            body = {"model": "quick", "stream": True, "messages": [{"role": "user", "content": "x"}]}
-            with httpx.stream("POST", f"{made.url}/v1/chat/completions", json=body, timeout=30, trust_env=False) as stream:
-                chunks.extend(stream.iter_lines())
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        until(lambda: len(chunks) > 3, 10, "the stream has begun")
-        given["models"]["second"] = model(tmp_path / "model")
-        made.configure(given)
-        made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
-        until(lambda: made.model("second").get("state"), 10, "the new model is known")
-        made.config.write_text("modles: {}\n")
-        made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
-        until(lambda: "modles" in made.tail(), 10, "the refusal is logged")
-        reader.join(20)
-
-        assert "data: [DONE]" in chunks
-        assert made.pid_of("quick") == rank
-        assert {found["name"] for found in made.get("/admin/v1/models")["models"]} == {"quick", "second"}
+KEYS = {"inference": ["user-key-0123456789"], "admin": ["admin-key-0123456789"]}
+USER = {"authorization": "Bearer user-key-0123456789"}
 
 
-def test_keys_are_needed_where_they_are_set_and_the_probe_passes_all_the_same(tmp_path: Path) -> None:
-    keys = {"inference": ["user-key-0123456789"], "admin": ["admin-key-0123456789"]}
-    given = settings(tmp_path, quick={"preload": True}) | {"keys": keys}
-    with daemon(tmp_path, given) as made:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, dict[str, Any]]]:
+    """A daemon with keys, whose client has the admin's, and its settings."""
+    folder = tmp_path_factory.mktemp("guarded")
+    slow = {"SPARKD_STUB_TOKENS": "60", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
+    given = settings(folder, quick={"preload": True, "env": slow}) | {"keys": KEYS}
+    with daemon(folder, given) as made:
         made.client.headers["authorization"] = "Bearer admin-key-0123456789"
         made.wait_for("quick", "READY", 60)
-        assert httpx.get(f"{made.url}/v1/models", trust_env=False).status_code == 401
-        user = {"authorization": "Bearer user-key-0123456789"}
-        assert httpx.get(f"{made.url}/v1/models", headers=user, trust_env=False).status_code == 200
-        assert httpx.get(f"{made.url}/admin/v1/models", headers=user, trust_env=False).status_code in (401, 403)
+        yield made, given
+
+
+def test_keys_are_needed_where_they_are_set_and_the_probe_passes_all_the_same(guarded: tuple[DaemonProcess, dict[str, Any]]) -> None:
+    made, _ = guarded
+    assert httpx.get(f"{made.url}/v1/models", trust_env=False).status_code == 401
+    assert httpx.get(f"{made.url}/v1/models", headers=USER, trust_env=False).status_code == 200
+    assert httpx.get(f"{made.url}/admin/v1/models", headers=USER, trust_env=False).status_code in (401, 403)
+
+
+def test_a_second_daemon_on_the_same_state_is_refused(guarded: tuple[DaemonProcess, dict[str, Any]], tmp_path: Path) -> None:
+    made, _ = guarded
+    second = DaemonProcess(tmp_path, {})
+    second.state_dir = made.state_dir
+    second.configure({})
+    second.start()
+
+    assert second.process is not None
+    assert second.process.wait(30) == 3
+    second.client.close()
+    assert f"process {made.process.pid}" in second.tail()  # type: ignore[union-attr]
+
+
+def test_a_reload_takes_a_good_file_and_refuses_a_bad_one_while_streams_go_on(
+    guarded: tuple[DaemonProcess, dict[str, Any]], tmp_path: Path
+) -> None:
+    made, given = guarded
+    rank = made.pid_of("quick")
+    chunks: list[str] = []
+
+    def read() -> None:
+        body = {"model": "quick", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+        with httpx.stream("POST", f"{made.url}/v1/chat/completions", json=body, headers=USER, timeout=30, trust_env=False) as stream:
+            chunks.extend(stream.iter_lines())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: len(chunks) > 3, 10, "the stream has begun")
+    given["models"]["second"] = model(tmp_path / "model")
+    made.configure(given)
+    made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
+    until(lambda: made.model("second").get("state"), 10, "the new model is known")
+    made.config.write_text("modles: {}\n")
+    made.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
+    until(lambda: "modles" in made.tail(), 10, "the refusal is logged")
+    reader.join(20)
+
+    assert "data: [DONE]" in chunks
+    assert made.pid_of("quick") == rank
+    assert {found["name"] for found in made.get("/admin/v1/models")["models"]} == {"quick", "second"}
 
 
 @pytest.mark.parametrize(
@@ -444,18 +459,6 @@ def test_what_is_wrong_is_said_in_one_sentence_before_anything_starts(
             _refused(tmp_path, change, code, "another program listens there")
         return
     _refused(tmp_path, change, code, words)
-
-
-def test_a_second_daemon_on_the_same_state_is_refused(tmp_path: Path) -> None:
-    with daemon(tmp_path, settings(tmp_path, quick={})) as made:
-        second = DaemonProcess(tmp_path, settings(tmp_path, quick={}))
-        second.output = tmp_path / "second.log"
-        second.start()
-
-        assert second.process is not None
-        assert second.process.wait(30) == 3
-        second.client.close()
-        assert f"process {made.process.pid}" in second.tail()  # type: ignore[union-attr]
 
 
 def _refused(folder: Path, change: dict[str, Any], code: int, words: str) -> None:
