@@ -164,6 +164,8 @@ _OF_A_NODE = (
     metrics.NODE_SCANNED_PAGES,
     metrics.NODE_SWAPPED_PAGES,
     metrics.NODE_MEMORY_LEVEL,
+    metrics.RELEASE_LEAKED_BYTES,
+    metrics.RELEASE_SECONDS,
 )
 
 

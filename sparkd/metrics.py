@@ -141,6 +141,12 @@ ENGINE_DEVICE_BYTES = Gauge(
 GUARD_ACTIONS = Counter(
     "sparkd_guard_actions", "What was done because memory was short: kill, evict, shed.", ("action", "model"), registry=REGISTRY
 )
+RELEASE_SECONDS = Histogram(
+    "sparkd_release_seconds", "From an engine's end until its memory was back.", ("node",), buckets=_SHORT, registry=REGISTRY
+)
+RELEASE_LEAKED_BYTES = Gauge(
+    "sparkd_release_leaked_bytes", "What the last engine that ended on the node has not given back.", ("node",), registry=REGISTRY
+)
 NODE_RESERVED_BYTES = Gauge(
     "sparkd_node_reserved_bytes", "Unified memory that resident models have reserved.", ("node",), registry=REGISTRY
 )

@@ -22,6 +22,7 @@ from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, R
 from sparkd.pressure import Pressure, told_of
 from sparkd.pulse import Pulse
 from sparkd.record import Record
+from sparkd.release import Release
 from sparkd.roster import Roster
 from sparkd.sight import Observation
 from sparkd.snapshot import Snapshot
@@ -66,6 +67,7 @@ class Supervisor:
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock)
+        self._release = Release(self.ledger, clock)
         self._pressure = Pressure(self.ledger, self._door, self.want, clock)
         self._actions = Actions(
             self._roster,
@@ -122,7 +124,7 @@ class Supervisor:
     def snapshot(self) -> Snapshot:
         now_s = self._clock()
         observation = self._observation
-        told = (self.ledger.trouble, observation.trouble if observation else None, self._pressure.condition)
+        told = (self.ledger.trouble, observation.trouble if observation else None, self._pressure.condition, self._release.condition)
         conditions = tuple(filter(None, told))
         return Snapshot(
             at_s=self._wall(),
@@ -297,6 +299,7 @@ class Supervisor:
         self._pulse.look(self._roster.records.values())
         if self._settled and not self._draining:
             self._pressure.relieve(observation, self._roster.records)
+            self._release.look(observation)
             for action in self._plan(observation, steady):
                 self._act(action, observation)
         self._ticked_at_s = self._clock()
@@ -330,7 +333,8 @@ class Supervisor:
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        return plan(facts, strangers, observation.connected and self._pressure.allows, now_s)
+        can_place = observation.connected and self._pressure.allows and self._release.allows
+        return plan(facts, strangers, can_place, now_s)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):

@@ -172,14 +172,14 @@ def _built(folder: Path, here: Namespace, there: Namespace, models: dict[str, di
         (folder / name).mkdir(parents=True)
     first = {
         "cluster": {"node_ip": here.address, "port": RAY_PORT},
-        "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
+        "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
         "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
         "backoff": {"initial_s": 1, "max_s": 4},
         "models": models,
     }
     second = {
         "cluster": {"node_ip": there.address, "address": f"{here.address}:{RAY_PORT}"},
-        "memory": {"os_reserve_gib": reserve_gib(OFFERED_GIB)},
+        "memory": {"guard": "off", "os_reserve_gib": reserve_gib(OFFERED_GIB)},
     }
     return Pair(here, there, DaemonProcess(folder / "a", first), RayNode(there, folder / "b", second))
 

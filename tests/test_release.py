@@ -1,0 +1,127 @@
+"""The release gate: what it waits for, what it gives up, and when only a restart helps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkd.ledger import Ledger
+from sparkd.release import BEFORE_S, LIMIT_S, Release
+from sparkd.sight import Observation
+from sparkd.state import RankFact, Reading, Store, Want
+from tests.fakes import FakeClock
+from tests.test_plan import ALIVE
+from tests.test_supervisor import make_ready, stage
+
+GIB = 1 << 30
+READING = Reading("n", 0.0, 121 * GIB, 110 * GIB, 50 * GIB, 0, 0, 0)
+SERVING = replace(ALIVE, host_bytes=6 * GIB, device_bytes=52 * GIB)
+
+
+class Gate:
+    def __init__(self, folder: Path) -> None:
+        self.clock = FakeClock()
+        self.store = Store(folder / "state.db")
+        self.ledger = Ledger(self.store, self.clock)
+        self.release = Release(self.ledger, self.clock)
+
+    def look(self, available_gib: float, *ranks: RankFact, seconds: float = 1.0, **changes: object) -> bool:
+        self.clock.now_s += seconds
+        seen = replace(READING, mem_available_bytes=int(available_gib * GIB))
+        self.release.look(Observation(ranks, seen, True, **changes))  # type: ignore[arg-type]
+        return self.release.allows
+
+    @property
+    def told(self) -> list[str]:
+        return [event.message for event in self.ledger.events(0, 100) if event.kind == "release"]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+def test_a_load_waits_until_memory_is_back(gate: Gate) -> None:
+    assert gate.look(50, SERVING)
+    assert not gate.look(51)
+    assert not gate.look(80)
+    assert gate.release.condition == "MemoryReturns: m on n."
+    assert gate.look(107)
+    assert gate.told == ["58.0 GiB of it came back to n within 2.0 s."]
+    assert gate.release.condition is None
+
+
+def test_what_went_before_the_last_process_counts(gate: Gate) -> None:
+    gate.look(50, SERVING)
+    gate.look(90, replace(SERVING, host_bytes=1 * GIB, device_bytes=10 * GIB))
+    assert gate.look(108), "58 GiB came back since it was at its largest"
+
+
+def test_a_dead_rank_whose_processes_live_still_holds(gate: Gate) -> None:
+    gate.look(50, SERVING)
+    assert gate.look(50, replace(SERVING, alive=False, processes=2))
+    assert not gate.look(50, replace(SERVING, alive=False, processes=0))
+
+
+@pytest.mark.parametrize(
+    ("left_gib", "allowed", "told"),
+    [
+        (33.0, False, "33.0 of 58.0 GiB have not come back to n after 90 s: no load begins before that node was restarted."),
+        (8.0, True, "8.0 of 58.0 GiB have not come back to n after 90 s: it is given up."),
+    ],
+)
+def test_after_a_limit_it_says_what_is_missing(gate: Gate, left_gib: float, allowed: bool, told: str) -> None:
+    gate.look(50, SERVING)
+    gate.look(108 - left_gib)
+    assert not gate.look(108 - left_gib, seconds=LIMIT_S - 2)
+    assert gate.look(108 - left_gib, seconds=2) is allowed
+    assert gate.look(108 - left_gib) is allowed
+    assert gate.told == [told]
+    if not allowed:
+        assert "restarted" in (gate.release.condition or "")
+        assert gate.look(108), "late, and back all the same"
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [replace(ALIVE, host_bytes=GIB // 2), ALIVE],
+    ids=["too small to tell", "nobody could weigh it"],
+)
+def test_what_cannot_be_told_is_not_waited_for(gate: Gate, rank: RankFact) -> None:
+    gate.look(50, rank)
+    assert gate.look(50)
+
+
+def test_a_node_out_of_sight_is_unknown_not_gone(gate: Gate) -> None:
+    gate.look(50, SERVING)
+    assert gate.look(50, unseen=frozenset({"n"}))
+    assert not gate.look(50)
+
+
+def test_only_the_last_moments_count_as_before(gate: Gate) -> None:
+    gate.look(20, SERVING)
+    gate.look(50, SERVING, seconds=BEFORE_S + 1)
+    assert not gate.look(79), "28 GiB came back, not 58"
+
+
+async def test_the_next_start_waits_for_it(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+
+        def show(available_gib: float) -> None:
+            made.cluster.reading = replace(READING, mem_available_bytes=int(available_gib * GIB))
+
+        show(50)
+        made.cluster.show(host_bytes=30 * GIB)
+        await made.tick(8)
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(4)
+        assert made.state() == "STOPPED"
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(3)
+        assert made.state() == "STOPPED" and made.supervisor.snapshot().conditions == ("MemoryReturns: m on n.",)
+        show(80)
+        await made.tick(2)
+        assert made.state() == "LOADING"
