@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,11 @@ from starlette.routing import Match
 from sparkd import __version__
 from sparkd.admin_bodies import Loading, NewModel, Pulling, Refusal
 from sparkd.admin_streams import event_stream, followed_log
-from sparkd.doctor import examined
+from sparkd.admin_upkeep import register_upkeep
 from sparkd.errors import (
     BadRequest,
     MethodNotAllowed,
     SparkdError,
-    UnknownIncident,
     UnknownModel,
     UnknownRecipe,
     UnknownRoute,
@@ -93,30 +91,12 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
     async def fabric() -> dict[str, Any]:
         return await supervisor.fabric()
 
-    @api.get("/doctor", summary="How well the nodes are prepared, what is wrong and what helps, and why models failed")
-    async def doctor() -> dict[str, Any]:
-        snapshot, config = supervisor.snapshot(), supervisor.config
-        readings = await supervisor.everywhere("host", str(config.engine.runtime or sys.executable))
-        return examined(readings, config, snapshot.models.values())
+    register_upkeep(api, supervisor)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:
         readings = [node.reading for node in supervisor.snapshot().nodes if node.reading]
         return {"readings": [asdict(reading) for reading in readings]}
-
-    @api.get("/incidents", summary="What the memory guards of the nodes did, newest first")
-    async def incidents() -> dict[str, Any]:
-        found = await supervisor.everywhere("incidents")
-        rows = sorted((one for told in found.values() for one in told or ()), key=lambda one: str(one["id"]), reverse=True)
-        return {"incidents": rows, "silent": [node for node, told in found.items() if told is None]}
-
-    @api.get("/incidents/{incident_id}", summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted")
-    async def incident(incident_id: str) -> dict[str, Any]:
-        found = await supervisor.everywhere("incident", incident_id)
-        known = next((told for told in found.values() if told), None)
-        if known is None:
-            raise UnknownIncident(incident_id)
-        return dict(known)
 
     @api.get("/models", summary="Every known model")
     async def models() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd import admin
+from sparkd import admin_bodies
 from sparkd.admin import MAX_SEQ, PREFIX, admin_app
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
@@ -723,7 +723,7 @@ def _references(value: Any) -> list[str]:
 async def test_a_refusal_is_what_the_document_says(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         error = await made.refused("GET", "/models/nope", 404)
-        assert admin.Problem.model_validate(error).code == "model_not_found"
+        assert admin_bodies.Problem.model_validate(error).code == "model_not_found"
 
 
 # Whatever is sent

@@ -24,6 +24,7 @@ from sparkd.memory import reading
 from sparkd.placement import Placement
 from sparkd.pressure import told_of
 from sparkd.sight import Observation, facts_of
+from sparkd.start import Attempt
 from sparkd.state import RankFact, RankHandle, Want
 from sparkd.upstream import Upstream, served_names
 from tests import memory_hog
@@ -76,7 +77,7 @@ class Agents:
             self.made[0].destroy({"rank_id": fact["rank_id"]}, 0)
 
 
-def spec(folder: Path, name: str = "m", **env: str) -> dict[str, Any]:
+def order(folder: Path, name: str = "m", **env: str) -> dict[str, Any]:
     return {
         "rank_id": f"{name}-1-0123abcd", "model_name": name, "served_names": [name], "model": "/models/m", "generation": 1, "node_id": "n1",
         "rank": 0, "runtime": sys.executable, "entrypoint": "workers.stub", "log_path": f"{name}.log", "config_hash": "c0ffee",
@@ -87,7 +88,7 @@ def spec(folder: Path, name: str = "m", **env: str) -> dict[str, Any]:
 
 def started(agent: Agent, folder: Path, name: str = "m") -> dict[str, Any]:
     """A rank that serves, and whose processes the guard has in hand."""
-    handle = agent.spawn(spec(folder, name), False)
+    handle = agent.spawn(order(folder, name), False)
     until(lambda: any(fact["progress"]["server_up"] for fact in agent.observe()["ranks"] if fact["rank_id"] == handle["rank_id"]))
     until(lambda: any(len(one.pidfds) >= 3 and one.phase == "serving" for one in agent.sentry.holders.ranks))
     return handle
@@ -166,9 +167,9 @@ class RealNode(FakeCluster):
         facts = await asyncio.to_thread(self.agent.observe)
         return Observation(facts_of(facts["ranks"]), reading("n1", facts["reading"], facts["now_s"]), True)
 
-    async def spawn(self, placement: Placement, spec_: ModelConfig, rank_id: str, generation: int, config_hash: str) -> RankHandle:
-        order = spec(self.folder) | {"rank_id": rank_id, "config_hash": config_hash, "generation": generation}
-        return RankHandle(**await asyncio.to_thread(self.agent.spawn, order, False))
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
+        mine = {"rank_id": attempt.rank_id, "config_hash": attempt.config_hash, "generation": attempt.generation}
+        return (RankHandle(**await asyncio.to_thread(self.agent.spawn, order(self.folder) | mine, False)),)
 
     async def destroy(self, fact: RankFact) -> None:
         await asyncio.to_thread(self.agent.destroy, {"rank_id": fact.handle.rank_id}, 0.0)

@@ -18,7 +18,7 @@ from sparkd.state import RankHandle, Want
 from sparkd.transport import proof
 from tests.fabric_tree import readings
 from tests.fakes import Scene
-from tests.test_supervisor import make_ready, stage
+from tests.test_supervisor import UP, make_ready, stage
 from workers.agent import Agent
 from workers.logfile import STARTED, lines_since
 from workers.rank import nccl_lines

@@ -1,0 +1,34 @@
+"""The admin API's routes of upkeep: the doctor and the guards' incidents. Never decides, never waits for a long action."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fastapi import APIRouter
+
+from sparkd.doctor import examined
+from sparkd.errors import UnknownIncident
+from sparkd.supervisor import Supervisor
+
+
+def register_upkeep(api: APIRouter, supervisor: Supervisor) -> None:
+    @api.get("/doctor", summary="How well the nodes are prepared, what is wrong and what helps, and why models failed")
+    async def doctor() -> dict[str, Any]:
+        snapshot, config = supervisor.snapshot(), supervisor.config
+        readings = await supervisor.everywhere("host", str(config.engine.runtime or sys.executable))
+        return examined(readings, config, snapshot.models.values())
+
+    @api.get("/incidents", summary="What the memory guards of the nodes did, newest first")
+    async def incidents() -> dict[str, Any]:
+        found = await supervisor.everywhere("incidents")
+        rows = sorted((one for told in found.values() for one in told or ()), key=lambda one: str(one["id"]), reverse=True)
+        return {"incidents": rows, "silent": [node for node, told in found.items() if told is None]}
+
+    @api.get("/incidents/{incident_id}", summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted")
+    async def incident(incident_id: str) -> dict[str, Any]:
+        found = await supervisor.everywhere("incident", incident_id)
+        known = next((told for told in found.values() if told), None)
+        if known is None:
+            raise UnknownIncident(incident_id)
+        return dict(known)
