@@ -137,7 +137,8 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         await made.scene.tick()
 
         assert (await made.ask("GET", "/status"))["settled"] is True
-        assert await made.ask("GET", "/nodes") == {"nodes": [], "offered": [], "head": None}
+        nodes = await made.ask("GET", "/nodes")
+        assert ([node["node_id"] for node in nodes["nodes"]], nodes["offered"], nodes["head"]) == (["n"], [], None)
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
