@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from sparkd import gauges
+from sparkd import gauges, metrics
 from sparkd.cluster import Cluster
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.lease import Door
@@ -26,6 +26,8 @@ from sparkd.transport import told_of
 log = logging.getLogger("sparkd.supervisor")
 
 RETRY_S = 1.0
+# An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
+STALLS, STALL_WINDOW_S = 2, 900.0
 
 AskFunction = Callable[[str, float], Awaitable[None]]
 
@@ -220,6 +222,11 @@ class Actions:
         ready_s = self._clock() - record.ready_since_s if record.ready_since_s is not None else 0.0
         record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
         delay_s = backoff.delay_s(record.failures, self._rng)
+        if reason == "EngineFrozen":
+            metrics.WATCHDOG_STALLS.labels(record.name).inc()
+            if record.stalled(self._clock(), STALL_WINDOW_S) > STALLS:
+                delay_s = max(delay_s, STALL_WINDOW_S)
+                message += f" It is the {STALLS + 1}rd time within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
         record.fail(reason, message, self._clock() + delay_s)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.

@@ -115,6 +115,9 @@ def _show_node(node: NodeView) -> None:
         (metrics.NODE_MEM_SLOPE, reading.slope_bytes_per_s),
         (metrics.NODE_SCANNED_PAGES, reading.scanned_per_s),
         (metrics.NODE_SWAPPED_PAGES, reading.swapped_per_s),
+        (metrics.GPU_POWER_WATTS, reading.gpu_power_w),
+        (metrics.GPU_BUSY_RATIO, reading.gpu_busy_percent / 100 if reading.gpu_busy_percent is not None else None),
+        (metrics.GPU_CELSIUS, reading.gpu_celsius),
         (metrics.NODE_MEMORY_LEVEL, LEVELS.index(reading.level)),
     ]
     if reading.floor_in_s is None:
@@ -145,6 +148,7 @@ _OF_A_MODEL: tuple[Gauge | Counter | Histogram, ...] = (
     *(gauge for gauge, _ in _KV),
     metrics.MODEL_LOAD_SECONDS,
     metrics.MODEL_RESTARTS,
+    metrics.WATCHDOG_STALLS,
 )
 _OF_A_NODE = (
     metrics.NODE_RESERVED_BYTES,
@@ -164,6 +168,9 @@ _OF_A_NODE = (
     metrics.NODE_SCANNED_PAGES,
     metrics.NODE_SWAPPED_PAGES,
     metrics.NODE_MEMORY_LEVEL,
+    metrics.GPU_POWER_WATTS,
+    metrics.GPU_BUSY_RATIO,
+    metrics.GPU_CELSIUS,
     metrics.RELEASE_LEAKED_BYTES,
     metrics.RELEASE_SECONDS,
 )

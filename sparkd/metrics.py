@@ -141,6 +141,14 @@ ENGINE_DEVICE_BYTES = Gauge(
 GUARD_ACTIONS = Counter(
     "sparkd_guard_actions", "What was done because memory was short: kill, evict, shed.", ("action", "model"), registry=REGISTRY
 )
+GPU_POWER_WATTS = Gauge("sparkd_gpu_power_draw_watts", "What the node's GPU draws.", ("node",), registry=REGISTRY)
+GPU_BUSY_RATIO = Gauge(
+    "sparkd_gpu_utilization_ratio", "Share of time in which a kernel was resident, also one that hangs.", ("node",), registry=REGISTRY
+)
+GPU_CELSIUS = Gauge("sparkd_gpu_temperature_celsius", "Temperature of the node's GPU.", ("node",), registry=REGISTRY)
+WATCHDOG_STALLS = Counter(
+    "sparkd_watchdog_stalls", "Times an engine stood still while requests ran, and was started again.", ("model",), registry=REGISTRY
+)
 RELEASE_SECONDS = Histogram(
     "sparkd_release_seconds", "From an engine's end until its memory was back.", ("node",), buckets=_SHORT, registry=REGISTRY
 )

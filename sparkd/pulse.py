@@ -1,4 +1,4 @@
-"""Owns whether an engine over several nodes still computes while requests run, by its own counters and its ranks' CPU time. Never ends it.
+"""Owns whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power. Never ends it.
 
 An engine that has lost a rank without a word (a driver that hangs, packets that are dropped) answers /health with 200 for minutes; its
 counters stand still at once.
@@ -12,11 +12,17 @@ from typing import Any
 
 from sparkd.record import Record
 from sparkd.scrape import page_of, samples
-from sparkd.state import STARTING, ModelState
+from sparkd.state import STARTING, ModelState, Reading
 from sparkd.upstream import Upstream
 
 # Not a step for so long, and no rank computes: 1 s more than the longest step seen on a Spark (8,192 tokens of a prompt).
 IDLE_S = 8.0
+# An engine on one node has no way between its ranks that could hang, and nobody loses a node by waiting longer.
+ALONE_IDLE_S, ALONE_BUSY_S = 60.0, 300.0
+ALONE_ASK_EVERY_S = 5.0
+# What a GB10 draws with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
+# for a compiler shows no kernel. The limit is one owner's (eugr's spark-vllm-docker, issue 260): never a proof by itself.
+HANGING_W, HANGING_PERCENT = 30.0, 90.0
 # Ranks that use CPU time may compile a kernel, or wait for a GPU in a loop.
 BUSY_S = 120.0
 # Of one core; a process that waits wakes up now and then.
@@ -49,15 +55,20 @@ class Pulse:
         self._page_of = page_of
         self._beats: dict[str, Beat] = {}
         self._asking: set[str] = set()
+        self._asked_at_s: dict[str, float] = {}
+        self._readings: Mapping[str, Reading] = {}
 
-    def look(self, records: Iterable[Record]) -> None:
-        """Ask every engine over several nodes that has requests in hand; what it says is known at a later look."""
+    def look(self, records: Iterable[Record], readings: Mapping[str, Reading] | None = None) -> None:
+        """Ask every engine that has requests in hand; what it says is known at a later look. readings: by node, the newest."""
+        self._readings = readings or {}
         for record in records:
             if not _works(record):
                 self._beats.pop(record.name, None)
                 continue
             self._beats.setdefault(record.name, self._beat(record, None))
-            if record.name not in self._asking:
+            often = record.world > 1 or self._clock() - self._asked_at_s.get(record.name, float("-inf")) >= ALONE_ASK_EVERY_S
+            if record.name not in self._asking and often:
+                self._asked_at_s[record.name] = self._clock()
                 self._asking.add(record.name)
                 self._spawn(self._ask(record), f"pulse of {record.name}")
 
@@ -67,12 +78,17 @@ class Pulse:
         if beat is None:
             return None
         silent_s, now = self._clock() - beat.at_s, _cpu_s(record)
+        gpus = [one for node in record.nodes if (one := self._readings.get(node)) and one.gpu_power_w is not None]
+        computes = any(one.gpu_power_w >= HANGING_W for one in gpus if one.gpu_power_w is not None)
+        hangs = bool(gpus) and not computes and all((one.gpu_busy_percent or 0.0) >= HANGING_PERCENT for one in gpus)
         is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
-        if silent_s < (IDLE_S if is_idle else BUSY_S):
+        idle_s, busy_s = (IDLE_S, BUSY_S) if record.world > 1 else (ALONE_IDLE_S, ALONE_BUSY_S)
+        quiet = hangs or (is_idle and not computes)
+        if silent_s < (idle_s if quiet else busy_s):
             return None
-        how = "none of its ranks computes" if is_idle else "its ranks only wait"
+        how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
         told = f"{record.in_flight} requests run, and for {silent_s:.0f} s no token came and {how}"
-        return f"{told}: a rank or the way to it hangs; all are started again."
+        return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
 
     async def _ask(self, record: Record) -> None:
         try:
@@ -93,7 +109,7 @@ class Pulse:
 
 def _works(record: Record) -> bool:
     serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
-    return serving and record.world > 1 and record.in_flight > 0 and record.upstream is not None
+    return serving and record.in_flight > 0 and record.upstream is not None
 
 
 def _cpu_s(record: Record) -> dict[int, float]:

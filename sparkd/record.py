@@ -50,6 +50,7 @@ class Record:
         "since_s",
         "since_wall_s",
         "spec",
+        "stalls",
         "state",
         "task",
         "transport",
@@ -97,6 +98,7 @@ class Record:
         self.ready_since_s: float | None = None
         self.load_s: float | None = None
         self.failures = 0
+        self.stalls: tuple[float, ...] = ()
         self.restarts = 0
         self.backoff_until_s = float("-inf")
 
@@ -145,6 +147,11 @@ class Record:
         self.adopted = False
         self.halted_since_s = None
         self.moved, self.moved_at_s = (None, 0.0), now_s
+
+    def stalled(self, now_s: float, window_s: float) -> int:
+        """One more stall; how many there were within the last window_s."""
+        self.stalls = (*(at_s for at_s in self.stalls if now_s - at_s < window_s), now_s)
+        return len(self.stalls)
 
     def fail(self, reason: str, message: str, backoff_until_s: float) -> None:
         self.reason, self.message = reason, message

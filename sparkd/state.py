@@ -201,6 +201,9 @@ class Reading:
     level: str = "ok"
     level_why: str | None = None
     device_trouble: str | None = None
+    gpu_power_w: float | None = None
+    gpu_busy_percent: float | None = None
+    gpu_celsius: float | None = None
 
 
 N = TypeVar("N")

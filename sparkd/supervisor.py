@@ -296,7 +296,7 @@ class Supervisor:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
         self._welcome(observation)
-        self._pulse.look(self._roster.records.values())
+        self._pulse.look(self._roster.records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
             self._pressure.relieve(observation, self._roster.records)
             self._release.look(observation)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from sparkd.pulse import BUSY_S, IDLE_S, Pulse
+import pytest
+
+from sparkd.pulse import ALONE_BUSY_S, ALONE_IDLE_S, BUSY_S, IDLE_S, Pulse
 from sparkd.record import Record
-from sparkd.state import Desired, ModelState, Progress, RankFact, Want
+from sparkd.state import Desired, ModelState, Progress, RankFact, Reading, Want
 from sparkd.upstream import Upstream
-from tests.fakes import FakeClock
+from tests.fakes import READING, FakeClock
+from tests.test_supervisor import make_ready, stage
 from tests.test_team_plan import FIRST, SECOND
 
 
@@ -23,6 +28,7 @@ class Scene:
         self.record.state, self.record.rank_id, self.record.world = ModelState.READY, "r1", 2
         self.record.upstream, self.record.in_flight = Upstream(socket_path="/x"), 2
         self.cpu(0.0)
+        self.readings: dict[str, Reading] = {}
         self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.clock, self.page_of)
 
     async def page_of(self, upstream: Upstream) -> str | None:
@@ -36,7 +42,7 @@ class Scene:
         for name, value in changes.items():
             setattr(self, name, value)
         self.clock.now_s += seconds
-        self.pulse.look([self.record])
+        self.pulse.look([self.record], self.readings)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return self.pulse.frozen(self.record)
@@ -81,3 +87,39 @@ async def test_what_has_nothing_in_hand_does_not_freeze() -> None:
     assert await scene.after(100) is None
     scene.record.in_flight, scene.record.world = 1, 1
     assert await scene.after(100) is None
+
+
+@pytest.mark.parametrize(
+    ("watts", "busy", "cpu_share", "after_s"),
+    [
+        (None, None, 0.0, ALONE_IDLE_S),
+        (None, None, 1.0, ALONE_BUSY_S),
+        (60.0, 96.0, 0.0, ALONE_BUSY_S),
+        (17.0, 96.0, 1.0, ALONE_IDLE_S),
+        (4.0, 0.0, 1.0, ALONE_BUSY_S),
+    ],
+    ids=["nobody computes", "a rank computes", "the GPU computes", "a kernel that hangs and a rank that spins", "a compiler runs"],
+)
+async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float | None, cpu_share: float, after_s: float) -> None:
+    scene = Scene()
+    scene.record.world, scene.record.nodes = 1, ("n",)
+    scene.readings = {"n": replace(READING, gpu_power_w=watts, gpu_busy_percent=busy)}
+    await scene.after(0)
+    scene.cpu(cpu_share * (after_s - 1))
+
+    assert await scene.after(after_s - 1) is None
+    told = await scene.after(1)
+    assert told is not None and told.endswith("it hangs; all of it is started again.")
+
+
+async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
+    async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
+        waits = []
+        for _ in range(3):
+            await make_ready(made)
+            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineFrozen", "It hangs.")
+            waits.append(made.supervisor.snapshot().models["m"].retry_in_s)
+            made.cluster.ranks = {}
+            await made.tick(2)
+        assert waits == [1, 2, 900]
+        assert "3rd time within 15 minutes" in (made.supervisor.record("m").message or "")

@@ -16,6 +16,7 @@ from workers.processes import Identity
 from workers.status import identity_of, rank_ids, read_status, status_path
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature.gpu", "--format=csv,noheader,nounits")
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
 RETIRED_S = 60.0
@@ -52,6 +53,8 @@ class Holders:
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
         self.ranks: tuple[Held, ...] = ()
         self.device_trouble: str | None = None
+        # Of the first GPU: gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it says.
+        self.gpu: dict[str, float] = {}
         # On a device with memory of its own, what it holds is nothing that the host gets back.
         self.has_device = unified
         self._run_dir = run_dir
@@ -125,6 +128,7 @@ class Holders:
         self.device_trouble = answer.trouble
         if answer.trouble is None:
             self._device = device_bytes(answer.text.splitlines())
+            self.gpu = gpu_of(ask(GPU_COMMAND, DEVICE_TIMEOUT_S).text)
 
 
 def device_bytes(lines: Iterable[str]) -> dict[int, int]:
@@ -134,6 +138,17 @@ def device_bytes(lines: Iterable[str]) -> dict[int, int]:
         words = [word.strip() for word in row]
         if len(words) >= 2 and words[0].isdigit() and (number := words[-1].removesuffix(" MiB")).isdigit():
             found[int(words[0])] = int(number) * MIB
+    return found
+
+
+def gpu_of(text: str) -> dict[str, float]:
+    """Watts, percent of time in which a kernel was resident, degrees Celsius; what is [N/A] is left out."""
+    found = {}
+    for name, word in zip(("gpu_power_w", "gpu_busy_percent", "gpu_celsius"), text.partition("\n")[0].split(","), strict=False):
+        try:
+            found[name] = float(word)
+        except ValueError:
+            continue
     return found
 
 

@@ -168,6 +168,7 @@ class Sentry:
             "level": self._decision.level,
             "level_why": self._decision.why or None,
             "device_trouble": self.holders.device_trouble,
+            **self.holders.gpu,
         }  # fmt: skip
 
     def _may_act(self) -> bool:
