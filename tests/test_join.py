@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import __version__, join_head, join_verb, joined, offers, show_fabric
+from sparkd import __version__, join_head, join_verb, joined, logs, offers, show_fabric
 from sparkd.__main__ import exit_code
 from sparkd.config import Config, load_config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
@@ -195,7 +195,9 @@ def test_a_folder_that_cannot_be_written_names_root(tmp_path: Path) -> None:
         joined.keep_token(config_of(tmp_path), TOKEN)
 
 
-def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_has_joined_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # What it does to this process's log would outlive the test.
+    monkeypatch.setattr(logs, "set_up", lambda level, state_dir: None)
     config = config_of(tmp_path)
     joined.keep(config, joined.Joined(HEAD, "192.168.100.11"))
 
