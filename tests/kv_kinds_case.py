@@ -1,8 +1,10 @@
 """Engines of several kinds of attention, one after the other, sized by the worker class under test: JSON on stdin, a JSON line for each.
 
     {"folder": FOLDER, "kinds": [NAME], "pool_bytes": N}  ->  {"kind": NAME, "finished": N, "preempted": N, "tokens": N, "report": {...}}
+                                                              {"kind": REFUSED, "refused": SENTENCE, "report": {...}}
 
-tokens: what vLLM itself says the cache holds. One process, because importing vLLM takes longer than each of them.
+tokens: what vLLM itself says the cache holds. REFUSED: an engine that must leave all of the machine free. One process, because importing
+vLLM takes longer than each of them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from workers.kv.settings import VARIABLE
 
 GIB = 2**30
 MAX_MODEL_LEN, MAX_NUM_SEQS = 512, 3
+REFUSED = "refused"
 _N_GRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 # name -> (architecture, engine arguments)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,8 +43,22 @@ def main() -> None:
     case: dict[str, Any] = json.load(sys.stdin)
     folder = Path(case["folder"])
     for kind in case["kinds"]:
-        print(f"\nkv_kind {json.dumps({'kind': kind, **run(kind, folder, case['pool_bytes'])})}", flush=True)
+        found = refused(folder) if kind == REFUSED else run(kind, folder, case["pool_bytes"])
+        print(f"\nkv_kind {json.dumps({'kind': kind, **found})}", flush=True)
         gc.collect()
+
+
+def refused(folder: Path) -> dict[str, Any]:
+    from vllm import LLM
+
+    report = folder / "report"
+    os.environ[VARIABLE] = json.dumps({"margin_bytes": host().total, "profiles": str(folder / "profiles"), "report": str(report)})
+    model = str(written("llama", folder))
+    try:
+        LLM(model, worker_cls="workers.kv.SparkCPUWorker", enforce_eager=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    except ValueError as error:
+        return {"refused": str(error), "report": json.loads(report.read_text())}
+    return {"refused": None, "report": json.loads(report.read_text())}
 
 
 def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:

@@ -1,19 +1,65 @@
-"""One real daemon with real Ray and real vLLM (CPU build) and a real small chat model, shared by every end-to-end test."""
+"""One real daemon with real Ray and real vLLM (CPU build) and a real small chat model, shared by every end-to-end test; beside its first
+starts, which leave a core idle, the engines of tests/kv_kinds_case.py."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkd.embedded import FOLDER_NAME, is_prepared, prepare
 from tests.daemon_process import ROOT, DaemonProcess, daemon
+from tests.kv_kinds_case import REFUSED
 
 NAME = "smollm2-135m-instruct"
 START_S = 240.0
+# Of the case's kinds, those that differ in how a request takes blocks; the others are the first of them with other flags.
+KINDS = ("sliding", "latent", "linear", "draft model", "n-gram")
+POOL = 64 << 20
+
+
+class Kinds:
+    """One process with an engine of each kind, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        case, self._output = folder / "case.json", folder / "output"
+        # n-gram is the last (kv_kinds_case.py).
+        case.write_text(json.dumps({"folder": str(folder), "kinds": [REFUSED, *KINDS], "pool_bytes": POOL}))
+        env = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        with case.open() as stdin, self._output.open("w") as output:
+            command = [sys.executable, "-m", "tests.kv_kinds_case"]
+            self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdin=stdin, stdout=output, stderr=subprocess.STDOUT)
+
+    def said(self) -> dict[str, dict[str, Any]]:
+        """What each kind came to, once all have."""
+        self.process.wait(500)
+        lines = [line.removeprefix("kv_kind ") for line in self.log().splitlines() if line.startswith("kv_kind ")]
+        found = {one["kind"]: one for one in map(json.loads, lines)}
+        assert list(found) == [REFUSED, *KINDS], self.log()[-4000:]
+        return found
+
+    def log(self) -> str:
+        return self._output.read_text(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kinds]:
+    """Started, and not waited for."""
+    made = Kinds(tmp_path_factory.mktemp("kinds"))
+    yield made
+    made.process.kill()
+    made.process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +83,12 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def served(chat_model: Path, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def served(chat_model: Path, foreign_python: Path, kinds: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     engine = {"model": str(chat_model), "max_model_len": 2048, "max_num_seqs": 4, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     settings = {
         "backoff": {"initial_s": 0.5, "max_s": 2},
         "models": {
             NAME: engine | {"aliases": ["gpt-4o", "claude-sonnet"], "preload": True},
-            "foreign": engine | {"runtime": str(foreign_python)},
             "quantized": engine | {"runtime": str(foreign_python), "quantize": "int4-g64"},
         },
     }

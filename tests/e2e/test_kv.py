@@ -69,13 +69,3 @@ def test_what_is_left_is_the_cache_and_the_next_start_remembers(tmp_path: Path, 
     assert "the profile is corrected" in log
     assert json.loads(profile.read_text())["demand"]["graphs"] < 3 * GIB // 4
     assert "Paris" in answer["answer"]
-
-
-@pytest.mark.timeout(600)
-def test_what_does_not_fit_is_refused_with_the_arithmetic(tmp_path: Path, chat_model: Path) -> None:
-    answer, report, log = engine(tmp_path, chat_model, margin=host().total)
-    assert report["phase"] == "refused"
-    assert report["why"] in log
-    assert f"One request of {MAX_MODEL_LEN:,} tokens needs a KV cache of" in answer["refused"]
-    assert "GiB of margin" in answer["refused"]
-    assert "What helps:" in answer["refused"]
