@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 _ASK_EVERY_S = 0.1
 _SILENT_S = 0.7
@@ -65,14 +65,13 @@ class StubTeam:
         task = asyncio.current_task()
         if task is not None:
             self._tasks.add(task)
-        with suppress(OSError):
+        with closing(writer), suppress(OSError):
             while sign := await reader.readline():
                 self._heard_s[int(sign)] = time.monotonic()
                 if len(self._heard_s) == self._world - 1:
                     self._whole.set()
                 await asyncio.sleep(_ASK_EVERY_S)
                 writer.write(_SIGN % 0)
-        writer.close()
 
     async def _answer(self) -> None:
         """Another rank's side. Rank 0 may not be there yet; once it has gone, this one waits for ever."""
@@ -82,7 +81,7 @@ class StubTeam:
                 break
             except OSError:
                 await asyncio.sleep(_AGAIN_S)
-        with suppress(OSError):
+        with closing(writer), suppress(OSError):
             while True:
                 writer.write(_SIGN % self._rank)
                 if not await reader.readline():
