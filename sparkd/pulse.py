@@ -64,10 +64,13 @@ class Pulse:
         for record in records:
             if not _works(record):
                 self._beats.pop(record.name, None)
+                self._asked_at_s.pop(record.name, None)
                 continue
             self._beats.setdefault(record.name, self._beat(record, None))
-            often = record.world > 1 or self._clock() - self._asked_at_s.get(record.name, float("-inf")) >= ALONE_ASK_EVERY_S
-            if record.name not in self._asking and often:
+            # What is answered within seconds is never asked about.
+            asked_at_s = self._asked_at_s.setdefault(record.name, self._clock())
+            due = record.world > 1 or self._clock() - asked_at_s >= ALONE_ASK_EVERY_S
+            if record.name not in self._asking and due:
                 self._asked_at_s[record.name] = self._clock()
                 self._asking.add(record.name)
                 self._spawn(self._ask(record), f"pulse of {record.name}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparkd.pulse import ALONE_BUSY_S, ALONE_IDLE_S, BUSY_S, IDLE_S, Pulse
+from sparkd.pulse import ALONE_ASK_EVERY_S, ALONE_BUSY_S, ALONE_IDLE_S, BUSY_S, IDLE_S, Pulse
 from sparkd.record import Record
 from sparkd.state import Desired, ModelState, Progress, RankFact, Reading, Want
 from sparkd.upstream import Upstream
@@ -105,6 +105,7 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
     scene.record.world, scene.record.nodes = 1, ("n",)
     scene.readings = {"n": replace(READING, gpu_power_w=watts, gpu_busy_percent=busy)}
     await scene.after(0)
+    await scene.after(ALONE_ASK_EVERY_S)
     scene.cpu(cpu_share * (after_s - 1))
 
     assert await scene.after(after_s - 1) is None
