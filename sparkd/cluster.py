@@ -92,8 +92,9 @@ class Cluster:
         self._head_is_suspect = False
 
     def reconfigure(self, config: Config) -> None:
-        """Settings of engines take effect with their next start; where Ray and the folders are stays as it was."""
+        """Settings of engines take effect with their next start, the guard's at once; where Ray and the folders are stays as it was."""
         self._config = config
+        self._here.sentry.set(config.memory.guard_settings())
 
     def expect(self, nodes: Iterable[str]) -> None:
         """An earlier daemon started ranks there: until those nodes were seen, or not for NODE_GRACE_S, what runs there is unknown."""
@@ -296,9 +297,9 @@ class Cluster:
             return None
 
     async def _look(self, node_ip: str) -> Look | None:
-        ours, asked_s = node_ip == self.node_ip, time.time()
+        ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
-            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told), OBSERVE_TIMEOUT_S)
+            facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)
         except ClusterError as error:
             if ours:
                 self._misses += 1

@@ -223,7 +223,7 @@ class Daemon:
             self._systemd.ready("the last reload failed, the old configuration stays")
             return
         for name in ("listen", "state_dir", "runtime_dir", "cluster", "memory"):
-            if getattr(config, name) != getattr(self._config, name):
+            if getattr(config, name) != getattr(self._config, name) and not (name == "memory" and _only_guard(config, self._config)):
                 log.warning("%s changed in the configuration: it takes effect at the next start", name)
         self._config = config
         self._edge.keys, self._edge.limits = keys, _limits(config)
@@ -271,6 +271,11 @@ class Daemon:
         if not ring.inference and not ring.admin:
             return Keys()
         return Keys((*ring.inference, digest(self._own_key)), tuple(ring.admin))
+
+
+def _only_guard(config: Config, before: Config) -> bool:
+    """Whether only the guard's settings differ, which the agents take at once."""
+    return (config.memory.sample_s, config.memory.os_reserve_gib) == (before.memory.sample_s, before.memory.os_reserve_gib)
 
 
 class _AdminLater:

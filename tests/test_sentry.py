@@ -248,6 +248,14 @@ def test_who_only_watches_kills_nobody(agents: Agents, folder: Path, mode: str) 
         agent.sentry.look(time.monotonic())
     assert fact_of(agent)["alive"]
 
+    agent.observe(None, {"mode": "on"})
+    until(lambda: not fact_of(agent)["alive"])
+    time_s = time.monotonic()
+    until(lambda: incidents.summaries(agent.sentry.folder))
+    for _ in range(5):
+        agent.sentry.look(time_s + 100)
+    assert len(incidents.summaries(agent.sentry.folder)) == 1, "nobody is killed twice"
+
 
 # Readings
 

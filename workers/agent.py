@@ -27,7 +27,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "10"
+VERSION = "11"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -84,13 +84,16 @@ class Agent:
     def pid(self) -> int:
         return os.getpid()
 
-    def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    def observe(self, told: Mapping[str, Mapping[str, Any]] | None = None, guard: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Reading and ranks at this moment. Times are this node's wall clock; now_s lets the caller work out ages.
 
-        told: by model, what the daemon knows that the guard's choice depends on (workers.sentry.Sentry).
+        told: by model, what the daemon knows that the guard's choice depends on (workers.sentry.Sentry). guard: the
+        daemon's settings, which an agent that an earlier one started has not heard.
         """
         if told is not None:
             self.sentry.hear(told)
+        if guard is not None:
+            self.sentry.set(guard)
         held = {one.rank_id: one for one in self.sentry.holders.ranks}
         ranks = rank.scan(self.run_dir)
         for fact in ranks:

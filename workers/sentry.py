@@ -52,8 +52,7 @@ class Sentry:
         self._node_id, self._run_dir, self._proc = node_id, run_dir, proc
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._heard_at_s = float("-inf")
-        self._given = tuple(settings.get(name) for name in ("soft_gib", "hard_gib", "floor_gib"))
-        self._mode = str(settings.get("mode", OFF))
+        self.set(settings)
         self._drop = drop
         self._vitals = Vitals(proc)
         self._limits: Limits | None = None
@@ -76,6 +75,11 @@ class Sentry:
         """No look after this one."""
         self._ended.set()
 
+    def set(self, settings: Mapping[str, Any]) -> None:
+        """Other settings from the next look on."""
+        self._given = tuple(settings.get(name) for name in ("soft_gib", "hard_gib", "floor_gib"))
+        self._mode = str(settings.get("mode", OFF))
+
     def hear(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         """From a daemon that lives."""
         self._told, self._heard_at_s = told, time.monotonic()
@@ -96,11 +100,14 @@ class Sentry:
         self._limits = Limits.of(look.total, *self._given)
         if self._mode != OFF:
             self._guard(look, trend, self._limits)
+        else:
+            self._decision, self._state = Decision("ok"), State()
         self.reading = self._reading(look, trend, self._limits)
         return look, trend
 
     def _guard(self, look: Look, trend: Trend, limits: Limits) -> None:
-        ranks = self.holders.ranks
+        # Who holds memory is known up to two seconds late: nobody is killed twice.
+        ranks = [one for one in self.holders.ranks if not self._killed.get(one.rank_id)]
         fresh = look.at_s - self._heard_at_s <= HEARD_S
         engines = [_engine(one, self._told.get(one.model), fresh=fresh) for one in ranks]
         decision, state = decide(look, trend, engines, limits, self._state, unified=self.holders.has_device, dying=self._dying.is_set())
