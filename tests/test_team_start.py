@@ -53,6 +53,9 @@ def test_a_model_over_two_nodes_has_a_rank_on_each_and_answers(pair: Pair) -> No
 def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair: Pair) -> None:
     """Teacher-forced: sampled text of a random model would diverge on rounding."""
     said = {}
+    # What an earlier test left running holds the memory of both nodes.
+    pair.daemon.unload("pair")
+    pair.daemon.wait_for("pair", "STOPPED", 60)
     for name in ("split", "whole"):
         pair.both()
         pair.daemon.load(name)
