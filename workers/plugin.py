@@ -32,6 +32,8 @@ def register() -> None:
 
         from workers.stream.loader import SparkStreamLoader
         from workers.stream.method import NAME, SparkConfig
+
+        described = _describing(EngineArgs.create_model_config)
     except (ImportError, AttributeError) as error:
         _refuse(
             f"The sparkd plugin does not work with this vLLM: {error}. It was tried with 0.26.0 and 0.32.0; "
@@ -40,7 +42,7 @@ def register() -> None:
         return
     register_quantization_config(NAME)(SparkConfig)
     register_model_loader(LOAD_FORMAT)(SparkStreamLoader)
-    EngineArgs.create_model_config = _describing(EngineArgs.create_model_config)
+    EngineArgs.create_model_config = described
 
 
 def _refuse(sentence: str) -> None:

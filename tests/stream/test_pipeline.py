@@ -108,6 +108,17 @@ def test_every_weight_comes_quantized_and_everything_else_as_it_is(tmp_path, qua
     assert len(got) == 2 + 2 * (1 + (4 + 3 * EXPERTS) * len(quantizer(form).parts(INTER, HIDDEN).keys() - {"weight_shape"}))
 
 
+@pytest.mark.parametrize("batch_bytes", [0, 10**9])
+def test_fused_weights_at_the_same_offset_of_two_shards_are_two_weights(tmp_path, batch_bytes):
+    """With a shard for each tensor all of them begin behind headers of about the same length."""
+    weights = random_weights()
+    together = loaded(written(tmp_path / "one", weights, shards=1), "nvfp4", batch_bytes=batch_bytes)
+    apart = loaded(written(tmp_path / "each", weights, shards=len(weights)), "nvfp4", batch_bytes=batch_bytes)
+
+    assert apart.keys() == together.keys()
+    assert [name for name, tensor in together.items() if not torch.equal(apart[name], tensor)] == []
+
+
 def test_plain_loading_is_the_checkpoint_itself(tmp_path):
     weights = random_weights()
     got = loaded(written(tmp_path / "m", weights), "bf16")

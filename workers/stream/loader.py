@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import hashlib
 import logging
 import os
 import threading
@@ -65,7 +66,8 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         if not described and engine_args.quantization is None and current_platform.is_cpu():
             described = _quantized_elsewhere(checkpoint)
     except SparkdError as error:
-        if isinstance(path := (engine_args.model_loader_extra_config or {}).get("progress"), str):
+        given_config = engine_args.model_loader_extra_config
+        if isinstance(given_config, Mapping) and isinstance(path := given_config.get("progress"), str):
             ProgressFile(path).failed(error.message)
         raise ValueError(error.message) from None
     for sentence in (*settings.recipe.notes, *formats.adjustments):
@@ -255,6 +257,12 @@ class SparkStreamLoader(DefaultModelLoader):
         recipe, tp_slice = self._settings.recipe.canonical(), None
         candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = [(recipe, None)]
         wanted = source.pipeline.handed_whole()
+        if wanted is not None and self._virtual is not None:
+            # A stage of a pipeline, a draft in the same folder, a model without its towers: not the whole model's entry.
+            left_out = sorted(one.name for one in self._virtual.emitted() if one.name not in wanted)
+            if left_out:
+                recipe = {**recipe, "without": hashlib.sha256("\0".join(left_out).encode()).hexdigest()[:16]}
+                candidates.insert(0, (recipe, None))
         if wanted is None:
             wanted = source.pipeline.handed()
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()

@@ -109,14 +109,16 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
         plan.inputs.append(Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
         plan.rows = (first, rows)
         return plan
-    seen: dict[tuple[int, Box], int] = {}
+    # Blocks of one packed tensor are read once. Two shards have their own tensors at the same offset.
+    seen: dict[tuple[str, int, Box], int] = {}
     for number, weight in enumerate(unit.weights):
         need = _need(number, weight, regions, emitted)
         if need is None:
             continue
         pieces, box = stored_pieces(index, weight.stored, need)
-        if (slot := seen.get((weight.stored.offset, box))) is None:
-            slot = seen[(weight.stored.offset, box)] = len(plan.inputs)
+        place = (weight.stored.ref.path, weight.stored.offset, box)
+        if (slot := seen.get(place)) is None:
+            slot = seen[place] = len(plan.inputs)
             plan.inputs.append(Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
         scale_slot = None
         if weight.scale is not None:
