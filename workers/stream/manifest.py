@@ -16,7 +16,7 @@ from sparkd.errors import CheckpointError
 MANIFEST = "sparkd-manifest.json"
 # Its modification time is when the entry was last used; a file of its own, so that a manifest is never rewritten.
 USED = "used"
-VERSION = 1
+VERSION = 2
 # Raised whenever the same recipe makes other bytes of the same source; older caches are then made anew.
 CODE_VERSION = 1
 # The largest real one, of 60 shards and 30 other files, has 12 KiB.
