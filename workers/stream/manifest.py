@@ -16,9 +16,9 @@ from sparkd.errors import CheckpointError
 MANIFEST = "sparkd-manifest.json"
 # Its modification time is when the entry was last used; a file of its own, so that a manifest is never rewritten.
 USED = "used"
-VERSION = 2
+VERSION = 1
 # Raised whenever the same recipe makes other bytes of the same source; older caches are then made anew.
-CODE_VERSION = 1
+CODE_VERSION = 2
 # The largest real one, of 60 shards and 30 other files, has 12 KiB.
 MAX_BYTES = 16 << 20
 
