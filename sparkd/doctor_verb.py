@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkd import show
-from sparkd.errors import ConfigError, SparkdError, Unauthorized, Unavailable, UnknownRoute
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.verbs import Session, option, verb
 
 HERE = Path("/")
@@ -34,7 +34,7 @@ def doctor(
         raise ConfigError(f"--root {root}: there is no folder proc in it, so it cannot stand for a node's /.")
     raw: dict[str, Any] = {}
     alone = root is not None or fix or disk
-    found = None if alone else _of_cluster(session)
+    found = None if alone else session.of_cluster("/doctor")
     if found is None:
         raw, found = _of_this_node(root or HERE, disk=disk)
     mended = _mend(session, found, raw, root or HERE) if fix else []
@@ -46,19 +46,6 @@ def doctor(
         show_fabric.findings(found["findings"], session.out)
     if found["verdict"] == "fail" and not fix:
         raise typer.Exit(SparkdError.exit_code)
-
-
-def _of_cluster(session: Session) -> dict[str, Any] | None:
-    """A daemon that is not there, wants a key or is older leaves this node, which needs nobody to be looked at."""
-    try:
-        return session.client.get("/doctor")
-    except Unavailable:
-        alone = "no daemon answers"
-    except (Unauthorized, UnknownRoute) as error:
-        alone = error.message.rstrip(".")
-    if not session.json:
-        session.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
-    return None
 
 
 def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkd import show
-from sparkd.errors import ConfigError, SparkdError, Unauthorized, Unavailable, UnknownRoute
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.verbs import Session, option, verb
 
 
@@ -29,7 +29,7 @@ def fabric(
     Cages, twins and rails, who is cabled to whom, and what helps where something is wrong. All nodes of the daemon's cluster; this node
     alone where no daemon answers. Exit code 1 where a finding fails.
     """
-    found = _of_folders(root) if root else _of_cluster(session)
+    found = _of_folders(root) if root else session.of_cluster("/fabric") or _of_this_node()
     if session.json:
         show.say_json(found)
     else:
@@ -64,20 +64,11 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
     return report({str(root): sample(root) for root in roots})
 
 
-def _of_cluster(session: Session) -> dict[str, Any]:
-    """A daemon that is not there, wants a key or is older leaves this node, which needs nobody to be looked at."""
+def _of_this_node() -> dict[str, Any]:
     from sparkd.fabric_report import report
     from workers.fabric_knock import knock
     from workers.fabric_reading import sample
 
-    try:
-        return session.client.get("/fabric")
-    except Unavailable:
-        alone = "no daemon answers"
-    except (Unauthorized, UnknownRoute) as error:
-        alone = error.message.rstrip(".")
-    if not session.json:
-        session.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
     answers = knock()
     raw = sample() | {"answers": answers}
     return report({str(raw["host"]): raw})

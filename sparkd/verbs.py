@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sparkd import __version__, show
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
-from sparkd.errors import ConfigError, Conflict, ModelFailed, Unavailable
+from sparkd.errors import ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownRoute
 
 POLL_S = 1.0
 LOG_LINES = 200
@@ -55,6 +55,19 @@ class Session:
         self.json = asked.json
         self.out: Console = show.terminal()
         self.err: Console = show.terminal(stderr=True)
+
+    def of_cluster(self, path: str) -> dict[str, Any] | None:
+        """What the daemon answers of all nodes. None, after a word on stderr, where this node alone is looked at, which needs nobody: no
+        daemon is there, or it wants a key, or it is older."""
+        try:
+            return self.client.get(path)
+        except Unavailable:
+            alone = "no daemon answers"
+        except (Unauthorized, UnknownRoute) as error:
+            alone = error.message.rstrip(".")
+        if not self.json:
+            self.err.print(f"This node alone, since {alone}.", style="dim", markup=False)
+        return None
 
     def wait(self, operation: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Follow a load or an unload to its end on stderr. Raises ModelFailed, Conflict where it was cancelled, Unavailable on time-out.
