@@ -8,9 +8,7 @@ A program: `python -m sparkd.fetch` reads one line of JSON from stdin, {"hub_id"
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from sparkd.hub import Hub, Listing
 from workers.hub_cache import hub_cache, snapshot_of
 from workers.staging.chunks import Buffer, sha256_of
 from workers.staging.manifest import File, Manifest, lacking, refuse_without_room
+from workers.staging.ordered import ordered
 
 THREADS = 4
 PROGRESS_S = 0.3
@@ -166,18 +165,7 @@ def _size(path: Path) -> int:
 
 
 def main() -> None:
-    order = json.loads(sys.stdin.readline())
-
-    def tell(told: Mapping[str, Any]) -> None:
-        with suppress(OSError):
-            sys.stdout.write(json.dumps(told) + "\n")
-            sys.stdout.flush()
-
-    def watch() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=watch, name="fetch end", daemon=True).start()
+    order, tell = ordered("fetch end")
     try:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
         tell({"ended": True, "commit": commit, "note": note})

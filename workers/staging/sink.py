@@ -8,10 +8,8 @@ true} or {"error"}; and ends when stdin does. What it has verified by then is th
 from __future__ import annotations
 
 import collections
-import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 from sparkd.errors import RankError
 from workers.staging.chunks import Buffer, chunks_of, span
 from workers.staging.manifest import File, Manifest, Place, lacking, place_of, refuse_without_room
+from workers.staging.ordered import ordered
 from workers.staging.part import COMPARE, VERIFY, Part
 from workers.staging.wire import DATA, SUMS, TIMEOUT_S, RemoteRefusal, Request, WireError, ask, greet_as_client
 
@@ -250,20 +249,7 @@ def run(order: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> 
 
 
 def main() -> None:
-    order = json.loads(sys.stdin.readline())
-
-    def tell(told: Mapping[str, Any]) -> None:
-        # Whoever listens may have gone: then stdin is closed too.
-        with suppress(OSError):
-            sys.stdout.write(json.dumps(told) + "\n")
-            sys.stdout.flush()
-
-    def watch() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=watch, name="staging end", daemon=True).start()
-    run(order, tell)
+    run(*ordered("staging end"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""How a program of a pull is spoken to: an order on stdin, answers on stdout, its end with stdin's. Never knows what is ordered."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+def ordered(name: str) -> tuple[dict[str, Any], Tell]:
+    """The order, one line of JSON, and what writes an answer. From here on the process ends when stdin does. name: of that thread."""
+    order = json.loads(sys.stdin.readline())
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
+    return order, _tell
+
+
+def _tell(told: Mapping[str, Any]) -> None:
+    # Whoever listens may have gone: then stdin is closed too.
+    with suppress(OSError):
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
