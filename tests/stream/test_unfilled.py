@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from tests.checkpoints import MIB, write_checkpoint
 from tests.stream.loading import load
 from workers import plugin
 from workers.stream import loader
-from workers.stream.trace import Taken, Target, Trace
+from workers.stream.trace import Taken, Trace
 from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of, unfilled
 
 
@@ -114,22 +114,22 @@ def test_it_can_be_loaded_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runner", "quantization", "formats", "more", "all_of_it"),
+    ("runner", "quantization", "ours", "more", "all_of_it"),
     [
-        ("generate", "spark", {"module": "nvfp4"}, {}, True),
-        ("generate", None, {}, {}, True),
-        ("draft", "spark", {"module": "nvfp4"}, {}, False),
-        ("pooling", None, {}, {}, False),
-        ("generate", "awq", {}, {}, False),
-        ("generate", "spark", {}, {}, False),
-        ("generate", None, {}, {"secondary_weights": ["elsewhere"]}, False),
+        ("generate", "spark", True, {}, True),
+        ("generate", None, False, {}, True),
+        ("draft", "spark", True, {}, False),
+        ("pooling", None, False, {}, False),
+        ("generate", "awq", False, {}, False),
+        ("generate", "spark", False, {}, False),
+        ("generate", None, False, {"secondary_weights": ["elsewhere"]}, False),
     ],
 )
 def test_who_has_to_find_all_its_weights_in_the_checkpoint(
-    runner: str, quantization: str | None, formats: Any, more: Any, all_of_it: bool
+    runner: str, quantization: str | None, ours: bool, more: Any, all_of_it: bool
 ) -> None:
     config = SimpleNamespace(runner_type=runner, quantization=quantization)
-    assert loader._fills_all(SimpleNamespace(**more), config, SimpleNamespace(formats=formats)) is all_of_it  # type: ignore[arg-type]
+    assert loader._fills_all(SimpleNamespace(**more), config, ours) is all_of_it  # type: ignore[arg-type]
 
 
 # Modules of all kinds
@@ -148,12 +148,17 @@ class Layer(nn.Module):
 
 
 def found(
-    model: nn.Module, load_weights: Callable[[], Any] = lambda: None, loaded: Collection[str] = (), experts: int | None = None, **trace: Any
+    model: nn.Module,
+    load_weights: Callable[[], Any] = lambda: None,
+    loaded: Collection[str] = (),
+    experts: int | None = None,
+    placed: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    **trace: Any,
 ) -> list[str]:
     writes, storages = Writes(), storages_of(model)
     with writes:
         load_weights()
-    return unfilled(Asked(model, Trace(**trace), writes, loaded, storages, experts))
+    return unfilled(Asked(model, Trace(**trace), writes, loaded, storages, experts, placed))
 
 
 def test_what_neither_was_written_nor_is_said_to_be_loaded() -> None:
@@ -221,13 +226,13 @@ def test_a_layer_that_uses_anothers_keys_and_values_needs_none(shares: str | Non
 def test_an_expert_is_missed_where_their_number_is_known(experts: int | None, named: list[str]) -> None:
     """The third is placed without the model's loader, and the last not at all; or there is one more than the model has."""
     layer = Layer(True, w2_weight_packed=torch.zeros(4, 3, 2))
-    straight = {"experts.3.down_proj.weight_packed": Target(layer.w2_weight_packed.data[3], (), ())}
+    third = layer.w2_weight_packed.data[3]
 
     def some() -> None:
         layer.w2_weight_packed.data[0, :2].fill_(1)
         layer.w2_weight_packed.data[1, :, :1].fill_(1)
 
-    assert found(layer, some, experts=experts, straight=straight) == named
+    assert found(layer, some, experts=experts, placed=[(third, third)]) == named
 
 
 def test_what_the_model_does_not_take_of_an_expert_is_not_missed() -> None:

@@ -10,8 +10,7 @@ from sparkd.errors import CheckpointError
 from workers.stream.direct import SourceFile
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One contiguous byte range that is wanted. `key` is the caller's own; `offset` counts from the file's beginning."""
 
     key: Any

@@ -35,10 +35,12 @@ from workers.stream.manifest import (
 )
 
 __all__ = [
+    "SPELLINGS",
     "CachedCheckpoint",
     "Entry",
     "cache_key",
     "entries",
+    "entry_name",
     "fault_of",
     "find",
     "has_entry",
@@ -57,6 +59,7 @@ RESERVE_FRACTION = 0.02
 WRITING = ".writing-"
 GONE = ".gone-"
 LOCK = ".lock"
+SPELLINGS = "formats"  # a manifest's note
 _ENTRY = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{16}")
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -85,6 +88,11 @@ class CachedCheckpoint:
         self.manifest = manifest
         self.checkpoint = checkpoint
         self._lock: int | None = lock
+
+    @property
+    def spellings(self) -> list[str]:
+        """The formats in it, as its writer noted them."""
+        return [str(one) for one in self.manifest.notes.get(SPELLINGS, [])] or [self.manifest.format]
 
     def __enter__(self) -> CachedCheckpoint:
         return self

@@ -20,25 +20,36 @@ from workers.stream.virtual import Emitted
 
 @dataclass(slots=True)
 class Family:
-    """The same tensor of every expert of one layer: names by the expert's number."""
+    """The same tensor of every expert of one layer: names by the expert's number. prefix, suffix: what is before and behind it."""
 
     shape: tuple[int, ...]
     names: dict[int, str]
+    prefix: str = ""
+    suffix: str = ""
 
     @property
     def asked(self) -> tuple[int, ...]:
         numbers = sorted(self.names)
         return tuple(dict.fromkeys((numbers[0], numbers[min(1, len(numbers) - 1)], numbers[-1])))
 
+    @property
+    def followers(self) -> list[str]:
+        """The names of the others."""
+        asked = self.asked
+        return [name for number, name in self.names.items() if number not in asked]
+
 
 def families(emitted: Sequence[Emitted]) -> list[Family]:
     """The families among the emitted tensors; a tensor whose shape is not its siblings' has a family of its own."""
-    found: dict[tuple[str, tuple[int, ...]], Family] = {}
+    found: dict[tuple[str, str, tuple[int, ...]], Family] = {}
     for one in emitted:
         if (expert := EXPERT.search(one.name)) is None:
             continue
-        key = (one.name[: expert.start(1)] + one.name[expert.end(1) :], one.shape)
-        found.setdefault(key, Family(one.shape, {})).names[int(expert[1])] = one.name
+        prefix, suffix = one.name[: expert.start(1)], one.name[expert.end(1) :]
+        key = (prefix, suffix, one.shape)
+        if (family := found.get(key)) is None:
+            family = found[key] = Family(one.shape, {}, prefix, suffix)
+        family.names[int(expert[1])] = one.name
     return list(found.values())
 
 
@@ -49,13 +60,25 @@ def answered(found: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Targ
         asked = {number: taken[family.names[number]] for number in family.asked}
         first = next(iter(asked.values()))
         line = _line({number: one.target for number, one in asked.items() if one.once})
+        alike = Taken(family.shape, first.region, first.copies)
         for number, name in family.names.items():
             if number in asked:
                 continue
-            taken[name] = Taken(family.shape, first.region, first.copies)
+            taken[name] = alike
             if line is not None and first.target is not None:
                 straight[name] = _on(line, first.target, number)
     return straight
+
+
+def stretches(found: Sequence[Family], straight: Mapping[str, Target]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory of the first and of the last of experts that are placed straight and whose numbers follow each other."""
+    for family in found:
+        numbers = sorted(number for number, name in family.names.items() if name in straight)
+        start = 0
+        for at in range(1, len(numbers) + 1):
+            if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+                yield straight[family.names[numbers[start]]].memory, straight[family.names[numbers[at - 1]]].memory
+                start = at
 
 
 def place(target: Target, tensor: torch.Tensor) -> None:

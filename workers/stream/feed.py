@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +15,15 @@ from workers.stream.reader import Chunk, Reader
 
 EVENT_BYTES = 4 * 2**20  # one CUDA event for about so many copied bytes: an event for every small tensor would cost more than its copy
 EVENT_CHUNKS = 64
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The copies of one stream in their order: chunks that no event stands behind yet, and those that one does."""
+
+    copied: list[Chunk] = field(default_factory=list)
+    copied_bytes: int = 0
+    waiting: deque[tuple[torch.cuda.Event, list[Chunk]]] = field(default_factory=deque)
 
 
 class Feed:
@@ -29,9 +39,8 @@ class Feed:
         self._device = device
         self._cuda = device.type == "cuda"
         self._lent: list[Chunk] = []
-        self._copied: list[Chunk] = []
-        self._copied_bytes = 0
-        self._waiting: deque[tuple[torch.cuda.Event, list[Chunk]]] = deque()
+        self._lane, self._other = _Lane(), _Lane()
+        self._aside: torch.cuda.Stream | None = None
         # The rest of the ring stays with the disk while the device works off what was copied.
         self._most_held = max(1, reader.blocks // 2)
 
@@ -52,6 +61,27 @@ class Feed:
         """The input's bytes into uint8 [nbytes] on the device."""
         self._copy(self._of(source), into)
 
+    def place(self, source: Input, memory: torch.Tensor) -> None:
+        """The same, into memory that was there before the pass and that nothing else writes to.
+
+        On a GPU on a stream of its own: where kernels are still to run it does not queue behind them, and the ring's blocks come back at
+        the speed of the bus. What is asked of the current stream afterwards waits for it.
+        """
+        if not self._cuda:
+            self.fill(source, memory)
+            return
+        current = torch.cuda.current_stream(self._device)
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self._device)
+            self._aside.wait_stream(current)  # whatever the parameters were made with
+        self._mark(self._lane)
+        self._lane, self._other = self._other, self._lane
+        with torch.cuda.stream(self._aside):
+            self.fill(source, memory)
+            self._mark(self._lane)
+        self._lane, self._other = self._other, self._lane
+        current.wait_stream(self._aside)
+
     def parts(self, source: Input) -> Iterator[torch.Tensor]:
         """The input's bytes in host memory as they come; each is valid until the next is asked for, or, on a GPU, for every copy queued
         until then."""
@@ -68,9 +98,10 @@ class Feed:
     def finish(self) -> None:
         """Waits for the last copies; afterwards the ring may go."""
         self.release()
-        self._mark()
-        while self._waiting:
-            self._collect(wait=True)
+        self._mark(self._lane)
+        for lane in (self._other, self._lane):
+            while lane.waiting:
+                self._collect(lane, wait=True)
 
     def _copy(self, chunks: Iterable[Chunk], into: torch.Tensor) -> None:
         at = 0
@@ -101,32 +132,35 @@ class Feed:
         if not self._cuda:
             chunk.release()
             return
-        self._copied.append(chunk)
-        self._copied_bytes += chunk.view.numel()
+        lane = self._lane
+        lane.copied.append(chunk)
+        lane.copied_bytes += chunk.view.numel()
         crowded = self._reader.held_blocks > self._most_held
-        if crowded or self._copied_bytes >= EVENT_BYTES or len(self._copied) >= EVENT_CHUNKS:
-            self._mark()
-        self._collect(wait=False)
-        while self._waiting and self._reader.held_blocks > self._most_held:
-            self._collect(wait=True)
+        if crowded or lane.copied_bytes >= EVENT_BYTES or len(lane.copied) >= EVENT_CHUNKS:
+            self._mark(lane)
+        self._collect(lane, wait=False)
+        self._collect(self._other, wait=False)
+        while (lane.waiting or self._other.waiting) and self._reader.held_blocks > self._most_held:
+            self._collect(lane if lane.waiting else self._other, wait=True)
 
-    def _mark(self) -> None:
-        if not self._copied:
+    def _mark(self, lane: _Lane) -> None:
+        """On the current stream, which is the lane's."""
+        if not lane.copied:
             return
         event = torch.cuda.Event()
         event.record()
-        self._waiting.append((event, self._copied))
-        self._copied, self._copied_bytes = [], 0
+        lane.waiting.append((event, lane.copied))
+        lane.copied, lane.copied_bytes = [], 0
 
-    def _collect(self, *, wait: bool) -> None:
-        """Gives back what was copied; with `wait` the oldest copies are waited for."""
-        while self._waiting:
-            event, chunks = self._waiting[0]
+    def _collect(self, lane: _Lane, *, wait: bool) -> None:
+        """Gives back what was copied; with `wait` the lane's oldest copies are waited for."""
+        while lane.waiting:
+            event, chunks = lane.waiting[0]
             if wait:
                 event.synchronize()
                 wait = False
             elif not event.query():
                 return
-            self._waiting.popleft()
+            lane.waiting.popleft()
             for chunk in chunks:
                 chunk.release()

@@ -24,12 +24,12 @@ from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
-from workers.stream.cache import find, has_entry
+from workers.stream.cache import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import in_our_formats, linear_modules, quantization_config
 from workers.stream.early import Early
-from workers.stream.experts import answered, families
+from workers.stream.experts import answered, families, stretches
 from workers.stream.formats import amax_each, global_scale, quantizer
 from workers.stream.method import NAME, formats_of, is_ours
 from workers.stream.mismatch import ended, is_out_of_memory, mismatch, refuse_integers, source_of
@@ -40,7 +40,7 @@ from workers.stream.reader import Reader
 from workers.stream.repack import repack_in_place
 from workers.stream.served import refuse_unserved
 from workers.stream.settings import Settings
-from workers.stream.source import Source
+from workers.stream.source import Source, stored
 from workers.stream.trace import Trace, phantoms
 from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
 from workers.stream.virtual import VirtualCheckpoint
@@ -151,10 +151,10 @@ def _young_garbage_only() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpoint) -> bool:
+def _fills_all(model: torch.nn.Module, model_config: Any, quantized: bool) -> bool:
     """Whether every weight of the model has to come out of this checkpoint: what speculates takes some from its target, what pools
     may get a head from elsewhere, and what others have quantized may lack what has a default."""
-    ours = bool(virtual.formats) or model_config.quantization is None
+    ours = quantized or model_config.quantization is None
     return ours and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())
 
 
@@ -223,12 +223,13 @@ class SparkStreamLoader(DefaultModelLoader):
 
     def _prepared(self, model_config: Any, model: torch.nn.Module, progress: ProgressFile) -> Source:
         checkpoint = read_checkpoint(local_folder(model_config.model, model_config.revision, self.load_config.download_dir))
-        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
         device = next(model.parameters()).device
         if device.type == "cuda":
             repack_in_place()
-        virtual = self._virtual = VirtualCheckpoint(checkpoint, formats)
-        trace = self._trace(virtual, model, model_config, device)
+        entry = self._whole_entry(checkpoint) if model_config.quantization == NAME else None
+        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME and entry is None else {}
+        virtual = self._virtual = VirtualCheckpoint(checkpoint, formats) if entry is None else stored(entry)
+        trace = self._trace(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None)
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,
@@ -237,12 +238,12 @@ class SparkStreamLoader(DefaultModelLoader):
             direct=self._settings.direct,
         )
         self._early = Early(model, trace or Trace(), is_ours, (SHAPE,), device if device.type == "cuda" else None)
-        source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed)
+        source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
         if formats and self._settings.cache_dir is not None:
             source = self._beside_cache(source, checkpoint, formats, device)
         if trace is not None:
             trace.forget_targets()
-        spellings = sorted({form.spelling for form in formats.values()}) or ["bf16"]
+        spellings = sorted({form.spelling for form in formats.values()}) or ([] if entry is None else entry.spellings) or ["bf16"]
         progress.begin(
             source.pipeline.bytes_total,
             source.pipeline.units_total,
@@ -251,22 +252,32 @@ class SparkStreamLoader(DefaultModelLoader):
         )
         return source
 
+    def _whole_entry(self, checkpoint: Checkpoint) -> CachedCheckpoint | None:
+        """The quantized cache of the whole model, which alone is asked about then; None also where this rank may have one of its own."""
+        if (cache_dir := self._settings.cache_dir) is None:
+            return None
+        recipe = self._settings.recipe.canonical()
+        rank, world = rank_of_world()
+        if world > 1 and os.path.isdir(os.path.join(cache_dir, entry_name(checkpoint, {**recipe, "ranks": ranks()}, (rank, world)))):
+            return None
+        return find(cache_dir, checkpoint, recipe, say=logger.info)
+
     def _beside_cache(self, source: Source, checkpoint: Checkpoint, formats: Mapping[str, Any], device: torch.device) -> Source:
         """The quantized cache in place of the checkpoint where there is one, else the checkpoint and a writer beside it."""
         cache_dir = str(self._settings.cache_dir)
         recipe, tp_slice = self._settings.recipe.canonical(), None
-        candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = [(recipe, None)]
+        candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
         wanted = source.pipeline.handed_whole()
         if wanted is not None and self._virtual is not None:
             # A stage of a pipeline, a draft in the same folder, a model without its towers: not the whole model's entry.
             left_out = sorted(one.name for one in self._virtual.emitted() if one.name not in wanted)
             if left_out:
                 recipe = {**recipe, "without": hashlib.sha256("\0".join(left_out).encode()).hexdigest()[:16]}
-                candidates.insert(0, (recipe, None))
+                candidates.append((recipe, None))
         if wanted is None:
             wanted = source.pipeline.handed()
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
-            candidates.insert(0, (recipe, tp_slice))
+            candidates = [(recipe, tp_slice), (self._settings.recipe.canonical(), None), *candidates]
         for known, part in candidates:
             cached = find(cache_dir, checkpoint, known, part, say=logger.info)
             if cached is None:
@@ -284,19 +295,22 @@ class SparkStreamLoader(DefaultModelLoader):
             {name: (CODES[one.dtype], one.shape) for name, one in handed.items()},
             self._settings.cache_limit_bytes,
             plain={name for name, one in handed.items() if one.plain and one.is_whole},
+            notes={SPELLINGS: sorted({form.spelling for form in formats.values()})},
             device=device,
             told=source.progress.cache,
         )
         source.pipeline.sink = source.writer
         return source
 
-    def _trace(self, virtual: VirtualCheckpoint, model: torch.nn.Module, model_config: Any, device: torch.device) -> Trace | None:
+    def _trace(
+        self, virtual: VirtualCheckpoint, model: torch.nn.Module, model_config: Any, device: torch.device, folder: str, *, quantized: bool
+    ) -> Trace | None:
         """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is
         read. Raises CheckpointError where it wants what the checkpoint does not have."""
         trace, writes, storages = Trace(), Writes(), storages_of(model)
         emitted = virtual.emitted()
         alike = [] if experts_are_spread() else families(emitted)
-        skipped = {name for family in alike for number, name in family.names.items() if number not in family.asked}
+        skipped = {name for family in alike for name in family.followers}
         asked = [one for one in emitted if one.name not in skipped]
         try:
             with torch.no_grad(), writes:
@@ -323,11 +337,11 @@ class SparkStreamLoader(DefaultModelLoader):
             return None
         refuse_integers(virtual, trace)
         trace.straight = answered(alike, trace.taken)
-        if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, virtual):
+        if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, quantized):
             counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
             experts = model_config.get_num_experts() if counted else None
-            answers = Asked(model, trace, writes, loaded, storages, experts)
-            refuse_unfilled(answers, virtual.checkpoint.folder, quantized=bool(virtual.formats))
+            answers = Asked(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))
+            refuse_unfilled(answers, folder, quantized=quantized)
         return trace
 
     def _streamed(self, source: Source, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:

@@ -255,7 +255,7 @@ class Pipeline:
         yield from self._hand_on(emitted.name, made)
 
     def _run(self, run: Run, feed: Feed) -> None:
-        feed.fill(run.source, run.memory)
+        feed.place(run.source, run.memory)
         self._placed([plan.unit.plain.name for plan in run.plans if plan.unit.plain is not None])
 
     def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:

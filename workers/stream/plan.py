@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
-from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_pieces, stored_pieces
+from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_piece, stored_pieces
 
 BATCH_BYTES = 32 * 2**20  # of a checkpoint's bytes that a GPU quantizes at once; they are on the device beside what is made of them
 RUN_BYTES = 64 * 2**20  # copied as one: the load tells how far it is, and can be cancelled, after so many
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(NamedTuple):
     """One matrix or tensor of a unit as it lies in the file: its pieces, and how many bytes they are together."""
 
     pieces: tuple[Piece, ...]
@@ -100,15 +100,13 @@ class Run:
 
 def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None, emitted: Sequence[Emitted]) -> Plan | None:
     """None where nothing of the unit is needed. regions, emitted: as the pipeline has them; the latter of this unit."""
-    plan = Plan(index, unit)
     if unit.plain is not None:
         region = None if regions is None else regions.get(unit.plain.name)
         if regions is not None and region is None:
             return None
-        pieces, first, rows = plain_pieces(index, unit.plain, region)
-        plan.inputs.append(Input(tuple(pieces), sum(piece.nbytes for piece in pieces)))
-        plan.rows = (first, rows)
-        return plan
+        piece, first, rows = plain_piece(index, unit.plain, region)
+        return Plan(index, unit, [Input((piece,), piece.nbytes)], [], (first, rows))
+    plan = Plan(index, unit)
     # Blocks of one packed tensor are read once. Two shards have their own tensors at the same offset.
     seen: dict[tuple[str, int, Box], int] = {}
     for number, weight in enumerate(unit.weights):

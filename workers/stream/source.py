@@ -50,10 +50,12 @@ class Source:
         dtype: torch.dtype,
         progress: ProgressFile,
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
+        cached: CachedCheckpoint | None = None,
     ) -> Source:
-        """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter."""
+        """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter.
+        cached: the quantized cache that `virtual` is, closed with the source."""
         pipeline = _pipeline(virtual, device, reader, trace, dtype, progress, placed)
-        return cls(pipeline, device, reader, trace, dtype, progress, placed)
+        return cls(pipeline, device, reader, trace, dtype, progress, placed, cached)
 
     def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> Source | None:
         """The same tensors out of a quantized cache, which is closed with it; None where the cache lacks one that this model takes."""
@@ -129,6 +131,11 @@ class Source:
     def close(self) -> None:
         if self.cached is not None:
             self.cached.close()
+
+
+def stored(cached: CachedCheckpoint) -> VirtualCheckpoint:
+    """What a quantized cache holds for a model, each tensor as it is."""
+    return VirtualCheckpoint(cached.checkpoint, {}, keep=lambda name: not name.endswith(f".{SHAPE}"))
 
 
 def _pipeline(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -24,8 +24,7 @@ SMALL_BYTES = 16 * 2**20  # a larger stand-in has one element in memory: asking 
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Where a copy went: the parameter's own memory, and the part of the tensor that went there with its dimensions in this order."""
 
     memory: torch.Tensor

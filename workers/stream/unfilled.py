@@ -14,7 +14,7 @@ shapes up and models may leave scales at their defaults, so nobody asks that eve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -75,6 +75,11 @@ class Writes(TorchDispatchMode):
         elif isinstance(written, torch.Tensor) and not isinstance(written, PhantomTensor) and written.numel():
             self._to.setdefault(written.untyped_storage().data_ptr(), []).append(_Write(*_span(written)))
 
+    def add_from(self, first: torch.Tensor, last: torch.Tensor) -> None:
+        """Both, and what lies between them in their storage."""
+        if first.numel():
+            self._to.setdefault(first.untyped_storage().data_ptr(), []).append(_Write(_span(first)[0], _span(last)[1]))
+
     def to(self, parameter: torch.Tensor) -> list[_Write]:
         first, last = _span(parameter)
         return [one for one in self._to.get(parameter.untyped_storage().data_ptr(), ()) if one.first <= last and one.last >= first]
@@ -84,7 +89,8 @@ class Writes(TorchDispatchMode):
 class Asked:
     """What came of asking a model. loaded: the parameters that it says were; storages: where its parameters lay before.
 
-    experts: how many each layer has on this rank, None where that is not known.
+    experts: how many each layer has on this rank, None where that is not known. placed: what is placed without the model, as the first
+    and the last of rows of one parameter.
     """
 
     model: torch.nn.Module
@@ -93,6 +99,7 @@ class Asked:
     loaded: Collection[str]
     storages: Mapping[str, int]
     experts: int | None
+    placed: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 def storages_of(model: torch.nn.Module) -> dict[str, int]:
@@ -115,8 +122,8 @@ def unfilled(asked: Asked) -> list[str]:
 
 
 def _parameters(asked: Asked) -> Iterator[str]:
-    for target in asked.trace.straight.values():
-        asked.writes.add(target.memory)
+    for first, last in asked.placed:
+        asked.writes.add_from(first, last)
     zero = any(type(module).__module__.startswith(_ROUTING_IS_ZERO) for module in asked.model.modules())
     aliases: dict[int, list[str]] = {}
     for name, parameter in asked.model.named_parameters(remove_duplicate=False):

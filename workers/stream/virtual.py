@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -93,8 +94,7 @@ class Weight:
         return {suffix: (dtype, tuple(shape)) for suffix, (dtype, shape) in made.items() if self.joint == "." or suffix != "weight_shape"}
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """Either one tensor that passes through (`plain`), or the weights that are quantized together."""
 
     plain: TensorRef | None = None
@@ -105,9 +105,11 @@ class Unit:
         return self.plain.name if self.plain is not None else ", ".join(weight.module for weight in self.weights)
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """One tensor vLLM is handed: of which unit, and, where it was quantized, which part (`suffix`) of which of its weights."""
+class Emitted(NamedTuple):
+    """One tensor vLLM is handed: of which unit, and, where it was quantized, which part (`suffix`) of which of its weights.
+
+    A tuple, as a unit and a piece are: one is made for each of 190,000 tensors, in a fifth of the time of a frozen dataclass.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -128,12 +130,18 @@ class VirtualCheckpoint:
     formats: Mapping[str, Format]
     keep: Callable[[str], bool] = lambda _name: True
     units: list[Unit] = field(init=False)
+    _emitted: list[Emitted] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep))
 
-    def emitted(self) -> list[Emitted]:
+    def emitted(self) -> Sequence[Emitted]:
         """What vLLM will see, unit by unit."""
+        if self._emitted is None:
+            self._emitted = self._all_emitted()
+        return self._emitted
+
+    def _all_emitted(self) -> list[Emitted]:
         found: list[Emitted] = []
         for index, unit in enumerate(self.units):
             if unit.plain is not None:
@@ -158,8 +166,7 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """What of one weight a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
 
     row_start: int
@@ -202,13 +209,13 @@ def granularity(form: Format) -> tuple[int, int]:
     return (1, int(form.group_size or 128)) if form.name == "int4" else groups[form.name]
 
 
-def plain_pieces(key: object, ref: TensorRef, region: Region | None) -> tuple[list[Piece], int, int]:
-    """The bytes of a tensor that passes through: whole leading rows only. (pieces, first row, rows); a scalar is one row."""
+def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Piece, int, int]:
+    """The bytes of a tensor that passes through: whole leading rows only. (piece, first row, rows); a scalar is one row."""
     if not ref.shape or region is None:
-        return [Piece(key, ref.path, ref.offset, ref.nbytes)], 0, ref.shape[0] if ref.shape else 1
+        return Piece(key, ref.path, ref.offset, ref.nbytes), 0, ref.shape[0] if ref.shape else 1
     start, stop = region[0]
     row_bytes = ref.nbytes // max(1, ref.shape[0])
-    return [Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes)], start, stop - start
+    return Piece(key, ref.path, ref.offset + start * row_bytes, (stop - start) * row_bytes), start, stop - start
 
 
 @dataclass(frozen=True, slots=True)
