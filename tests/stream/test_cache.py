@@ -23,6 +23,7 @@ from workers.stream import cache, cache_writer, manifest, target
 from workers.stream.cache import CachedCheckpoint, entries, fault_of, find, has_entry, locked, make_room, remove, sweep
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
+from workers.stream.source import virtual_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = {"format": "nvfp4", "layers": []}
@@ -133,6 +134,24 @@ def test_a_cache_is_a_checkpoint_of_its_own(cache_dir: str, source: Checkpoint) 
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, USED)
     }
     assert made.bytes_written == made.bytes_total == sum(shard.size_bytes for shard in own.shards)
+
+
+def test_a_layer_is_whole_long_before_the_last_byte(cache_dir: str, source: Checkpoint) -> None:
+    """Global scales stand at the end of a shard, and kernels wait for them: each shard is read from there, and then from its beginning."""
+    written(cache_dir, source)
+    cached, _ = found(cache_dir, source)
+
+    assert cached is not None
+    with cached:
+        order = [cached.checkpoint.tensors[one.name] for one in virtual_of(cached).emitted()]
+    assert len(order) == len(cached.checkpoint.tensors)
+    shards = [[ref for ref in order if ref.path == shard.path] for shard in cached.checkpoint.shards]
+    assert [ref for refs in shards for ref in refs] == order
+    for refs in shards:
+        scales = [ref for ref in refs if ref.name.endswith("global_scale")]
+        assert refs[: len(scales)] == scales
+        assert [ref.offset for ref in refs[len(scales) :]] == sorted(ref.offset for ref in refs if ref not in scales)
+    assert max(len(refs) for refs in shards) > 2
 
 
 def test_what_it_tells_the_load(cache_dir: str, source: Checkpoint) -> None:

@@ -40,7 +40,7 @@ from workers.stream.reader import Reader
 from workers.stream.repack import repack_in_place
 from workers.stream.served import refuse_unserved
 from workers.stream.settings import Settings
-from workers.stream.source import Source, stored
+from workers.stream.source import Source, virtual_of
 from workers.stream.trace import Trace, phantoms
 from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
 from workers.stream.virtual import VirtualCheckpoint
@@ -228,7 +228,7 @@ class SparkStreamLoader(DefaultModelLoader):
             repack_in_place()
         entry = self._whole_entry(checkpoint) if model_config.quantization == NAME else None
         formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME and entry is None else {}
-        virtual = self._virtual = VirtualCheckpoint(checkpoint, formats) if entry is None else stored(entry)
+        virtual = self._virtual = VirtualCheckpoint(checkpoint, formats) if entry is None else virtual_of(entry)
         trace = self._trace(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None)
         reader = partial(
             Reader,

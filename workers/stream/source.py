@@ -14,6 +14,7 @@ import torch
 from workers.stream.cache import CachedCheckpoint
 from workers.stream.cache_writer import CacheWriter
 from workers.stream.experts import straightened
+from workers.stream.layout import ALIGNMENT
 from workers.stream.pipeline import SHAPE, Handed, Pipeline
 from workers.stream.progress import ProgressFile
 from workers.stream.reader import Reader
@@ -68,7 +69,7 @@ class Source:
         if not whole and (odd := next((name for name, one in needed.items() if stored[name].shape != one.shape), None)):
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
             return None
-        virtual = VirtualCheckpoint(cached.checkpoint, {}, keep=needed.__contains__)
+        virtual = virtual_of(cached, needed.__contains__)
         trace, parts = (self.trace, None) if whole else (None, self._parts(needed))
         pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, self.placed, parts)
         cut = None if whole else needed
@@ -133,9 +134,13 @@ class Source:
             self.cached.close()
 
 
-def stored(cached: CachedCheckpoint) -> VirtualCheckpoint:
-    """What a quantized cache holds for a model, each tensor as it is."""
-    return VirtualCheckpoint(cached.checkpoint, {}, keep=lambda name: not name.endswith(f".{SHAPE}"))
+def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda name: not name.endswith(f".{SHAPE}")) -> VirtualCheckpoint:
+    """What a quantized cache holds for a model, each tensor as it is.
+
+    A shard begins with what its writer put at the end for the sake of alignment: NVFP4's global scales, without which no layer is whole,
+    and every kernel's layout would have to wait for the last byte.
+    """
+    return VirtualCheckpoint(cached.checkpoint, {}, keep, first=lambda ref: ref.nbytes % ALIGNMENT != 0)
 
 
 def _pipeline(

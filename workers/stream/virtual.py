@@ -123,17 +123,19 @@ class Emitted(NamedTuple):
 class VirtualCheckpoint:
     """Every unit of a checkpoint under one assignment of formats; `formats` maps module paths to the format of their weight.
 
-    Raises CheckpointError where a weight's shape does not suit its format.
+    keep: which tensors count. first: which of those that pass through are read before all others of their shard. Raises CheckpointError
+    where a weight's shape does not suit its format.
     """
 
     checkpoint: Checkpoint
     formats: Mapping[str, Format]
     keep: Callable[[str], bool] = lambda _name: True
+    first: Callable[[TensorRef], bool] = lambda _ref: False
     units: list[Unit] = field(init=False)
     _emitted: list[Emitted] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep))
+        self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
 
     def emitted(self) -> Sequence[Emitted]:
         """What vLLM will see, unit by unit."""
@@ -349,12 +351,12 @@ def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkp
     return made
 
 
-def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit]) -> list[Unit]:
+def _in_file_order(checkpoint: Checkpoint, units: Sequence[Unit], first: Callable[[TensorRef], bool]) -> list[Unit]:
     shard = {one.path: number for number, one in enumerate(checkpoint.shards)}
 
-    def place(unit: Unit) -> tuple[int, int]:
+    def place(unit: Unit) -> tuple[int, bool, int]:
         if unit.plain is not None:
-            return shard[unit.plain.path], unit.plain.offset
-        return min((shard[one.stored.ref.path], one.stored.offset) for one in unit.weights)
+            return shard[unit.plain.path], not first(unit.plain), unit.plain.offset
+        return min((shard[one.stored.ref.path], True, one.stored.offset) for one in unit.weights)
 
     return sorted(units, key=place)
