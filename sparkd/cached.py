@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from sparkd.config import Config
 
 
+_AS_ITS_USER = "Run this as the user that sparkd runs as."
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """A checkpoint and what is to be made of it. runtime: the Python that has torch, "" for ours; cache_dir: where it may be already."""
@@ -30,21 +33,38 @@ class Chosen:
 
 
 def listing(config: Config) -> dict[str, Any]:
-    """What `ls --cached` tells: the folder and its entries. Raises ConfigError where the folder cannot be read."""
-    limit_gib = config.quantized_cache.limit_gib
+    """What `ls --cached` tells: the folder, its entries, what is being written, and how much of killed loads was removed at this look (or
+    why not, in `sweep_fault`). Raises ConfigError where the folder cannot be read."""
+    limit_gib, folder = config.quantized_cache.limit_gib, str(config.quantized_path())
+    entries = _entries(config)
+    swept_bytes, sweep_fault = 0, None
+    try:
+        swept_bytes = cache.swept(folder)
+    except OSError as error:
+        sweep_fault = f"{error.filename or folder}: {error.strerror}"
     return {
-        "folder": str(config.quantized_path()),
+        "folder": folder,
         "limit_bytes": None if limit_gib is None else int(limit_gib * cache.GIB),
-        "cached": [_row(entry) for entry in _entries(config)],
+        "cached": [_row(entry) for entry in entries],
+        "writing_bytes": cache.written_now(folder),
+        "swept_bytes": swept_bytes,
+        "sweep_fault": sweep_fault,
     }
 
 
-def remove(model: str, config: Config) -> list[dict[str, Any]]:
-    """Removes every entry of a model: a name, a folder, a hub id, or the name of one entry. Returns what it removed.
+def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
+    """Removes every entry of a model: a name, a folder, a hub id, or the name of one entry; and what killed loads have left of any.
 
-    Raises ConfigError where there is none, Conflict where an engine reads one; the others are removed all the same.
+    Returns what it removed, and the bytes of the latter. Raises ConfigError where there is nothing, Conflict where an engine reads one;
+    the others are removed all the same.
     """
     found = [entry for entry in _entries(config) if _is_of(entry, model, config)]
+    try:
+        swept_bytes = cache.swept(str(config.quantized_path()))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or config.quantized_path()}: {error.strerror}. {_AS_ITS_USER}") from None
+    if not found and swept_bytes:
+        return [], swept_bytes
     if not found:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
         raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there{hint}.")
@@ -55,13 +75,13 @@ def remove(model: str, config: Config) -> list[dict[str, Any]]:
         try:
             (removed if cache.remove(entry.folder) else in_use).append(row)
         except OSError as error:
-            raise ConfigError(f"{error.filename or entry.folder}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+            raise ConfigError(f"{error.filename or entry.folder}: {error.strerror}. {_AS_ITS_USER}") from None
     if in_use:
         done = f" Removed: {', '.join(row['name'] for row in removed)}." if removed else ""
         raise Conflict(
             f"{', '.join(row['name'] for row in in_use)}: being read by an engine that starts; try again when it is READY.{done}"
         )
-    return removed
+    return removed, swept_bytes
 
 
 def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[str, str]) -> Chosen:

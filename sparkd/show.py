@@ -219,6 +219,12 @@ def cached(found: Mapping[str, Any], console: Console, now_s: float | None = Non
     """`sparkd ls --cached`: the entries, below them why some would not be used, and the sum."""
     now_s = time.time() if now_s is None else now_s
     rows = found["cached"]
+    if found["swept_bytes"]:
+        console.print(swept(found["swept_bytes"]), markup=False)
+    if found["writing_bytes"]:
+        fault = found["sweep_fault"]
+        told = f", or were left by a load that was killed and cannot be removed ({fault}): run this as sparkd's user" if fault else ""
+        _say(console, f"{size(found['writing_bytes'])} are being written{told}.", "yellow")
     if not rows:
         hint = "A daemon with another --state-dir keeps them there: name it in SPARKD_STATE_DIR."
         console.print(f"No quantized weights are kept in {found['folder']}. {hint}", markup=False, soft_wrap=True)
@@ -240,6 +246,10 @@ def cached(found: Mapping[str, Any], console: Console, now_s: float | None = Non
         _say(console, f"{row['name']}: {row['fault']}", "yellow")
     limit = "" if found["limit_bytes"] is None else f" of {size(found['limit_bytes'])}"
     console.print(f"{size(sum(row['size_bytes'] for row in rows))}{limit} in {found['folder']}", markup=False, soft_wrap=True)
+
+
+def swept(size_bytes: int) -> str:
+    return f"What loads that were killed had left is removed, {size(size_bytes)} freed."
 
 
 def size(count: int) -> str:

@@ -325,12 +325,14 @@ def _list_cached(session: Session, config: Path | None) -> None:
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.cached import config_of, remove
 
-    removed = remove(model, config_of(config, os.environ))
+    removed, swept_bytes = remove(model, config_of(config, os.environ))
     if session.json:
-        show.say_json({"removed": removed})
+        show.say_json({"removed": removed, "swept_bytes": swept_bytes})
         return
     for row in removed:
         session.out.print(f"{row['name']}: removed, {show.size(row['size_bytes'])} freed.", markup=False)
+    if swept_bytes:
+        session.out.print(show.swept(swept_bytes), markup=False)
 
 
 def _finish(session: Session, operations: list[dict[str, Any]], no_wait: bool, timeout_s: float | None) -> None:

@@ -208,6 +208,74 @@ def test_nothing_of_a_model_is_kept(here: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+# What killed loads leave
+
+
+def killed(tmp_path: Path, name: str = ".writing-tiny-a-nvfp4-0123456789abcdef") -> Path:
+    """What a writer leaves that nobody could tell to stop: its files at their full size, and a lock that nobody holds."""
+    folder = tmp_path / "state" / "quantized" / name
+    folder.mkdir(parents=True)
+    with (folder / "model.safetensors").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 3 << 20)
+    if name.startswith(".writing-"):
+        folder.with_name(f"{name}.lock").touch()
+    return folder
+
+
+@pytest.mark.parametrize("argv", [["ls", "--cached"], ["rm", "--cached", "tiny-a"]], ids=["ls", "rm"])
+def test_what_a_killed_load_left_is_removed_and_said(here: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    killed(here)
+
+    assert exit_code(argv) == 0
+
+    assert "What loads that were killed had left is removed, 3.0 MiB freed.\n" in capsys.readouterr().out
+    assert [name for name in os.listdir(here / "state" / "quantized") if name != ".lock"] == []
+    assert exit_code([*argv, "--json"]) == (0 if argv[0] == "ls" else 2)
+
+
+def test_both_verbs_tell_what_was_swept_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = kept(here, checkpoint(here / "Tiny-A"))
+    killed(here)
+    assert exit_code(["ls", "--cached", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {key: told[key] for key in ("writing_bytes", "swept_bytes", "sweep_fault")} == {
+        "writing_bytes": 0,
+        "swept_bytes": 3 << 20,
+        "sweep_fault": None,
+    }
+    killed(here, ".gone-tiny-a-nvfp4-0123456789abcdef-77")
+    assert exit_code(["rm", "--cached", name, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["swept_bytes"], [row["name"] for row in told["removed"]]) == (3 << 20, [name])
+
+
+def test_what_is_being_written_is_told_and_stays(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint(here / "Tiny-A")
+    writer = CacheWriter(str(here / "state" / "quantized"), source, NVFP4, None, {}, {"t": ("U8", (2 << 20,))})
+    writer.add("t", torch.zeros(2 << 20, dtype=torch.uint8))
+    assert writer._writer is not None
+    writer._writer.flush()
+
+    assert exit_code(["ls", "--cached"]) == 0
+    assert capsys.readouterr().out.startswith("2.0 MiB are being written.\n")
+    assert writer.finish() == "written"
+
+
+def test_what_cannot_be_removed_is_told(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = killed(here)
+
+    def refused(_path: str) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(cache.shutil, "rmtree", refused)
+    assert exit_code(["ls", "--cached"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"3.0 MiB are being written, or were left by a load that was killed and cannot be removed ({folder}: Permission denied): "
+    )
+    assert exit_code(["rm", "--cached", "tiny-a"]) == 2
+    assert capsys.readouterr().err == f"error: {folder}: Permission denied. Run this as the user that sparkd runs as.\n"
+
+
 # export
 
 

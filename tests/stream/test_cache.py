@@ -20,7 +20,19 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.checkpoints import Entry, normal, write_checkpoint
 from workers.stream import cache, cache_writer, manifest, target
-from workers.stream.cache import CachedCheckpoint, entries, fault_of, find, has_entry, locked, make_room, remove, sweep
+from workers.stream.cache import (
+    CachedCheckpoint,
+    entries,
+    fault_of,
+    find,
+    has_entry,
+    locked,
+    make_room,
+    remove,
+    sweep,
+    swept,
+    written_now,
+)
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.manifest import MANIFEST, USED, Manifest, cache_key, entry_name, format_name, model_name
 from workers.stream.source import virtual_of
@@ -674,10 +686,25 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(cache_dir: str, sour
     assert written(cache_dir, source).state == "written"
 
 
+def test_what_a_killed_writer_left_does_not_count_towards_the_limit(
+    cache_dir: str, source: Checkpoint, half: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    half.send_signal(signal.SIGKILL)
+    half.wait(60)
+    left_bytes = written_now(cache_dir)
+    caplog.set_level("INFO")
+    assert left_bytes > 8 << 20
+
+    with locked(cache_dir):
+        assert make_room(cache_dir, 2 << 20, 3 << 20) is None
+
+    assert (left(cache_dir), written_now(cache_dir), swept(cache_dir)) == ([], 0, 0)
+    assert "0.0 GiB of quantized caches whose loads were killed were removed" in caplog.text
+
+
 def test_a_live_writers_folder_is_not_swept(cache_dir: str, half: subprocess.Popen[str]) -> None:
     os.mkdir(os.path.join(cache_dir, ".gone-x-1"))
-    with locked(cache_dir):
-        sweep(cache_dir)
+    assert swept(cache_dir) == 0
 
     assert [name.startswith(".writing-") for name in left(cache_dir)] == [True, True]
     assert half.communicate("go on\n", timeout=60)[0] == "written\n"

@@ -22,6 +22,7 @@ from tests.checkpoints import MIB, write_checkpoint
 from tests.stream.loading import load
 from workers import plugin
 from workers.stream import pipeline
+from workers.stream.progress import ProgressFile
 from workers.stream.trace import PhantomTensor
 
 INDEX = "model.safetensors.index.json"
@@ -196,7 +197,7 @@ class Exhausted:
         return kind.quantize(weight, **more)
 
 
-def placing(model: Any, error: Exception) -> None:
+def placing(model: Any, error: BaseException) -> None:
     """A model that finds no memory for the 20th tensor that it is handed."""
     real = model.load_weights
 
@@ -232,4 +233,35 @@ def test_memory_that_is_used_up_in_the_middle(
     )
     assert said["cache"]["state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]
+
+
+# Ended from outside
+
+
+@pytest.mark.parametrize("when", ["placing", "before the first tensor"])
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=["SIGTERM", "SIGINT"])
+def test_a_load_that_is_ended_from_outside_leaves_nothing(
+    sound: Path, tmp_path: Path, when: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's handler of SIGTERM raises SystemExit wherever the load is (v1/engine/core.py, v1/executor/multiproc_executor.py)."""
+    progress, cache = tmp_path / "progress", tmp_path / "cache"
+    before = shared_memory()
+
+    def ended(*_: Any) -> None:
+        raise error
+
+    if when != "placing":
+        monkeypatch.setattr(ProgressFile, "begin", ended)
+
+    with pytest.raises(type(error)) as caught:
+        settings = {"quantize": "nvfp4", "cache_dir": str(cache), "progress": str(progress)}
+        load(sound, settings, partial(placing, error=error) if when == "placing" else lambda _model: None)
+
+    assert caught.value is error
+    said = json.loads(progress.read_text())
+    assert (said["phase"], said["error"]["message"]) == ("failed", "The load was ended from outside.")
+    assert said["cache"]["state"] == "failed"
+    assert [one.name for one in cache.rglob("*")] == [".lock"]
+    assert shared_memory() <= before
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]

@@ -48,7 +48,9 @@ __all__ = [
     "make_room",
     "remove",
     "sweep",
+    "swept",
     "turn",
+    "written_now",
 ]
 
 GIB = 1 << 30
@@ -179,7 +181,7 @@ def remove(folder: str) -> bool:
     finally:
         if lock is not None:
             os.close(lock)
-    shutil.rmtree(gone)
+    _dropped(gone)
     return True
 
 
@@ -188,13 +190,14 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
 
     Returns why that is not possible, and then nothing is evicted. limit_bytes: of the whole cache, None for none. Raises OSError.
     """
+    if freed := sweep(cache_dir):
+        logger.info("sparkd: %s of quantized caches whose loads were killed were removed from %s.", _gib(freed), cache_dir)
     if limit_bytes is not None and need_bytes > limit_bytes:
         return f"it needs {_gib(need_bytes)} and the cache may take {_gib(limit_bytes)}: raise quantized_cache.limit_gib"
     disk = shutil.disk_usage(cache_dir)
     reserve_bytes = max(RESERVE_BYTES, int(disk.total * RESERVE_FRACTION))
     there = entries(cache_dir)
-    writing = sum(_size(entry.path) for entry in os.scandir(cache_dir) if entry.name.startswith(WRITING) and entry.is_dir())
-    over_limit = 0 if limit_bytes is None else need_bytes + writing + sum(entry.size_bytes for entry in there) - limit_bytes
+    over_limit = 0 if limit_bytes is None else need_bytes + written_now(cache_dir) + sum(entry.size_bytes for entry in there) - limit_bytes
     over_disk = need_bytes + reserve_bytes - disk.free
     with contextlib.ExitStack() as locks:
         chosen: list[Entry] = []
@@ -218,17 +221,39 @@ def make_room(cache_dir: str, need_bytes: int, limit_bytes: int | None) -> str |
     return None
 
 
-def sweep(cache_dir: str) -> None:
-    """Removes what writers and removers that died have left; call it under `locked`. Raises OSError."""
-    for name in os.listdir(cache_dir):
+def sweep(cache_dir: str) -> int:
+    """Removes what writers and removers that died have left, and returns its bytes; call it under `locked`. Raises OSError."""
+    freed = 0
+    for name in sorted(os.listdir(cache_dir)):
         path = os.path.join(cache_dir, name)
         if name.startswith(GONE):
-            shutil.rmtree(path)
+            freed += _dropped(path)
         elif name.startswith(WRITING):
             own = path.removesuffix(LOCK)
             with turn(own) as mine:
                 if mine and os.path.isdir(own):
-                    shutil.rmtree(own)
+                    freed += _dropped(own)
+    return freed
+
+
+def swept(cache_dir: str) -> int:
+    """The same for who does not hold `locked`; 0, and nothing is touched, where nothing was left. Raises OSError."""
+    try:
+        left = any(name.startswith((GONE, WRITING)) for name in os.listdir(cache_dir))
+    except FileNotFoundError:
+        return 0
+    if not left:
+        return 0
+    with locked(cache_dir):
+        return sweep(cache_dir)
+
+
+def written_now(cache_dir: str) -> int:
+    """Bytes of what is in the making, or was: what nobody writes any more counts until it is swept. Raises OSError."""
+    try:
+        return sum(_size(entry.path) for entry in os.scandir(cache_dir) if entry.name.startswith(WRITING) and entry.is_dir())
+    except FileNotFoundError:
+        return 0
 
 
 @contextlib.contextmanager
@@ -299,6 +324,15 @@ def _size(folder: str) -> int:
             with contextlib.suppress(FileNotFoundError):
                 found += os.path.getsize(os.path.join(parent, name))
     return found
+
+
+def _dropped(folder: str) -> int:
+    """Removes a folder, also where another process does so at the same time, and returns its bytes. Raises OSError."""
+    size_bytes = _size(folder)
+    while os.path.lexists(folder):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+    return size_bytes
 
 
 def _held_exclusively(entry: Entry, locks: contextlib.ExitStack) -> bool:

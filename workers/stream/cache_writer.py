@@ -24,7 +24,7 @@ import torch
 
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
-from workers.stream.cache import GIB, WRITING, find, locked, make_room, remove, sweep, turn
+from workers.stream.cache import GIB, WRITING, find, locked, make_room, remove, turn
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
 from workers.stream.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
@@ -210,7 +210,6 @@ class CacheWriter:
             self._mine = True
             # The turn is ours, so what is left under this name is a dead writer's.
             shutil.rmtree(self._writing, ignore_errors=True)
-            sweep(self._cache_dir)
             need_bytes = sum(shard.size_bytes for shard in self._shards) + companions_bytes(self._checkpoint.folder) + MARGIN_BYTES
             why = make_room(self._cache_dir, need_bytes, self._limit_bytes)
             if why is not None:

@@ -47,6 +47,9 @@ from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
+# How a model class says that it does not take a tensor.
+_MISMATCHES = (AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError)
+
 
 def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     """Writes the quantization that the loader is going to produce into `engine_args.hf_overrides`.
@@ -169,6 +172,7 @@ class SparkStreamLoader(DefaultModelLoader):
         plain.load_format = "safetensors"
         super().__init__(plain)
         self._virtual: VirtualCheckpoint | None = None
+        self._source: Source | None = None
         self._tensors: Generator[tuple[str, torch.Tensor]] | None = None
         self._progress: ProgressFile | None = None
         self._handed = ""
@@ -194,19 +198,34 @@ class SparkStreamLoader(DefaultModelLoader):
         try:
             with _young_garbage_only():
                 super().load_weights(model, model_config)
-        except SparkdError:
-            raise
-        except (MemoryError, AssertionError, LookupError, AttributeError, RuntimeError, ValueError, TypeError) as error:
-            if self._tensors is not None:
-                self._tensors.close()  # the traceback would keep it, and with it a cache that is half written
-            if self._progress is None:
+        except BaseException as error:  # also SIGTERM's SystemExit and KeyboardInterrupt: nothing half-written or half-loaded stays
+            self._abandon(f"the load ended by {type(error).__name__}")
+            refused = self._refusal(error, model)
+            if refused is None:
                 raise
-            if self._virtual is None or self._tensors is None or is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
-                self._progress.failed(ended(error))
-                raise
-            refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
-            self._progress.failed(refused.message)
             raise refused from error
+        finally:
+            self._source = None
+
+    def _abandon(self, reason: str) -> None:
+        if self._tensors is not None:
+            self._tensors.close()  # the traceback would keep it, and with it a cache that is half written
+        if self._source is not None:
+            # A generator that was never begun closes nothing.
+            self._source.abandon(reason)
+            self._source.close()
+
+    def _refusal(self, error: BaseException, model: torch.nn.Module) -> CheckpointError | None:
+        """What is raised in place of `error`, or None; the daemon is told of either."""
+        if self._progress is None or isinstance(error, SparkdError):
+            return None
+        known = isinstance(error, _MISMATCHES) and not isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+        if not known or self._virtual is None or self._tensors is None:
+            self._progress.failed(ended(error))
+            return None
+        refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
+        self._progress.failed(refused.message)
+        return refused
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything this rank's model takes, quantized. Raises CheckpointError; nothing half-loaded stays, because the engine does not
@@ -238,9 +257,9 @@ class SparkStreamLoader(DefaultModelLoader):
             direct=self._settings.direct,
         )
         self._early = Early(model, trace or Trace(), is_ours, (SHAPE,), device if device.type == "cuda" else None)
-        source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
+        source = self._source = Source.of(virtual, device, reader, trace, model_config.dtype, progress, self._early.placed, entry)
         if formats and self._settings.cache_dir is not None:
-            source = self._beside_cache(source, checkpoint, formats, device)
+            source = self._source = self._beside_cache(source, checkpoint, formats, device)
         if trace is not None:
             trace.forget_targets()
         spellings = sorted({form.spelling for form in formats.values()}) or ([] if entry is None else entry.spellings) or ["bf16"]
@@ -359,8 +378,7 @@ class SparkStreamLoader(DefaultModelLoader):
             raise
         except BaseException as error:
             source.abandon(f"the load ended by {type(error).__name__}")
-            if isinstance(error, Exception):
-                source.progress.failed(ended(error))
+            source.progress.failed(ended(error))
             raise
         finally:
             self._early.abandon()

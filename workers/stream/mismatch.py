@@ -41,6 +41,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def ended(error: BaseException) -> str:
     """What is to be said of a load that was ended by something else than its checkpoint."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "The load was ended from outside."
     said = str(error).partition("\n")[0].rstrip(". ")
     if is_out_of_memory(error):
         return (

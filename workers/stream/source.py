@@ -3,11 +3,11 @@ never knows vLLM."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -117,7 +117,8 @@ class Source:
 
         thread = threading.Thread(target=self.writer.finish, args=(again,), name="quantized-cache", daemon=True)
         thread.start()
-        atexit.register(self._end, thread)
+        # Unlike atexit's, these are also called in an engine that was forked (multiprocessing.popen_fork ends by os._exit).
+        Finalize(None, self._end, args=(thread,), exitpriority=0)
 
     def _end(self, thread: threading.Thread) -> None:
         """An engine that ends does not wait for its cache, but no thread of ours may be inside torch when the interpreter goes."""
