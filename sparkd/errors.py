@@ -4,6 +4,7 @@
   x ConfigError                 the configuration file, an environment variable or a flag is wrong
   x StateError                  the state directory or its database cannot be used
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
+  x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
     - RayUnavailable            Ray cannot be started or joined
     - AgentLost                 a node's agent does not answer
@@ -81,6 +82,13 @@ class CheckpointError(SparkdError):
         self.file = file
         self.tensor = tensor
         self.cure = cure
+
+
+class MissingSymbol(SparkdError):
+    """Names the symbol, the release and the cure."""
+
+    status = 422
+    code = "engine_unsupported"
 
 
 class StateError(SparkdError):

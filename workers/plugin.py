@@ -13,6 +13,9 @@ import logging
 import os
 from typing import Any
 
+from sparkd.errors import MissingSymbol
+from workers.stream.symbols import lacking
+
 LOAD_FORMAT = "spark_stream"
 _registered = False
 
@@ -35,10 +38,10 @@ def register() -> None:
 
         described = _describing(EngineArgs.create_model_config)
     except (ImportError, AttributeError) as error:
-        _refuse(
-            f"The sparkd plugin does not work with this vLLM: {error}. It was tried with 0.26.0 and 0.32.0; "
-            "serve without `quantize`, or install one of those."
-        )
+        _refuse(lacking(str(error)))
+        return
+    except MissingSymbol as error:
+        _refuse(error.message)
         return
     register_quantization_config(NAME)(SparkConfig)
     register_model_loader(LOAD_FORMAT)(SparkStreamLoader)

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
+import sys
+import warnings
+from types import SimpleNamespace
+
 import pytest
 
 from sparkd.checkpoint import read_checkpoint
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, MissingSymbol
 from tests import architectures, checkpoints
-from workers.stream import served
+from workers.stream import ranks, served
 from workers.stream.recipe import Recipe
+
+with warnings.catch_warnings():
+    # vLLM's own warnings are not ours.
+    warnings.simplefilter("ignore")
+    import vllm
+
+    from workers.stream import loader
 
 
 @pytest.mark.parametrize(("quantize", "on_cpu", "refused"), [("fp8-block", False, True), ("fp8-block", True, False), ("fp8", False, False)])
@@ -39,3 +50,48 @@ def test_experts_without_a_gate_are_refused_where_the_kernel_wants_one(tmp_path,
     with pytest.raises(CheckpointError, match="this vLLM's mxfp4 experts need a gate projection on a GPU") as raised:
         served.refuse_unserved(checkpoint, formats, 1)
     assert raised.value.tensor is not None and raised.value.tensor.endswith(".up_proj.weight")
+
+
+_MOE = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+
+
+@pytest.mark.parametrize(
+    ("asked", "module", "attribute"),
+    [
+        (served._taken, "vllm.model_executor.models.gpt_oss", None),
+        (served._is_cpu, "vllm.platforms", "current_platform"),
+        (served._mxfp4_counts_projections, f"{_MOE}.compressed_tensors_moe_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod"),
+        (served._int4_has_biases, f"{_MOE}.compressed_tensors_moe_wna16", "CompressedTensorsWNA16MoEMethod"),
+        (served._int4_has_biases, f"{_MOE}.compressed_tensors_moe_wna16", None),
+        (ranks.experts_are_spread, "vllm.config", "get_current_vllm_config"),
+        (ranks.tensor_parallel_rank, "vllm.distributed", "get_tensor_model_parallel_rank"),
+    ],
+)
+def test_a_symbol_that_a_release_lacks_is_named_with_release_and_cure(monkeypatch, asked, module, attribute):
+    class Less:
+        """The module without that name."""
+
+        def __getattr__(self, name):
+            if name == attribute:
+                raise AttributeError(name)
+            return getattr(real, name)
+
+    real = __import__(module, fromlist=["_"])
+    monkeypatch.setitem(sys.modules, module, None if attribute is None else Less())
+    with pytest.raises(MissingSymbol) as caught:
+        asked()
+    said = caught.value.message
+    assert said.startswith(f"The sparkd plugin does not work with this vLLM ({vllm.__version__}): it has no {module}.{attribute or ''}")
+    assert said.endswith(". It was tried with 0.26.0 and 0.32.0; serve without `quantize`, or install one of those.")
+
+
+def test_a_missing_symbol_ends_the_start_with_that_sentence_alone(tmp_path, monkeypatch):
+    model = architectures.ARCHITECTURES["gpt_oss"]()
+    folder = checkpoints.write_checkpoint(tmp_path / "m", model.config, model.entries)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.gpt_oss", None)
+    settings = {"quantize": "int4", "progress": str(tmp_path / "progress")}
+    arguments = SimpleNamespace(model=str(folder), hf_overrides={}, quantization=None, model_loader_extra_config=settings)
+    with pytest.raises(ValueError, match=r"it has no vllm\.model_executor\.models\.gpt_oss") as caught:
+        loader.describe(arguments, {})
+    assert caught.value.__cause__ is None
+    assert "it has no vllm.model_executor.models.gpt_oss" in (tmp_path / "progress").read_text()

@@ -7,7 +7,6 @@ wherever torch does. Importing this module imports no vLLM: `cpu_scheme` and `re
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn.functional import linear
 
 from sparkd.errors import CheckpointError
 from workers.stream.format import Format
+from workers.stream.symbols import symbol
 
 BLOCK = 128
 # The magnitudes of E2M1 by code; the fourth bit is the sign (OCP Microscaling Formats v1.0, section 5.3.3).
@@ -50,7 +50,7 @@ _SYMBOLS = {
 def cpu_scheme(form: Format) -> CpuScheme | None:
     """What serves a linear layer of this format on a CPU; None where vLLM's own compressed-tensors scheme does.
 
-    The result belongs into `layer.scheme`, under CompressedTensorsLinearMethod. Raises ImportError naming what this vLLM lacks.
+    The result belongs into `layer.scheme`, under CompressedTensorsLinearMethod. Raises MissingSymbol.
     """
     if form.name == "bf16" or (form.name == "int4" and _has_stock_int4()):
         return None
@@ -61,7 +61,7 @@ def cpu_scheme(form: Format) -> CpuScheme | None:
 def register_cpu_linear_kernels() -> None:
     """Gives vLLM's own NVFP4, MXFP4 and INT4 schemes a kernel on a CPU.
 
-    For checkpoints quantized elsewhere, and for int4 shapes that vLLM's kernel refuses. Idempotent. Raises ImportError as cpu_scheme does.
+    For checkpoints quantized elsewhere, and for int4 shapes that vLLM's kernel refuses. Idempotent. Raises MissingSymbol.
     """
     register, cpu = vllm_symbol("register_linear_kernel"), vllm_symbol("PlatformEnum").CPU
     for kernel, kind in ((SparkNvfp4Kernel, "nvfp4"), (SparkMxfp4Kernel, "mxfp4"), (SparkInt4Kernel, "mp")):
@@ -241,14 +241,8 @@ def decode(weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str, k: 
 
 
 def vllm_symbol(name: str) -> Any:
-    """One name of vLLM's that this module needs; ImportError says which one is missing."""
-    module = _SYMBOLS[name]
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"This vLLM has no {module}.{name}, which serving on a CPU needs: use a release that the README lists."
-        ) from error
+    """One name of vLLM's that this module needs. Raises MissingSymbol."""
+    return symbol(_SYMBOLS[name], name)
 
 
 def _packed_linear(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, bias: Tensor | None, form: str) -> Tensor:
@@ -316,7 +310,7 @@ def _multiplies_bf16(tokens: int) -> bool:
 @functools.cache
 def _has_stock_int4() -> bool:
     """vLLM's AVX2 build leaves cpu_gemm_wna16 out, and the kernel class that calls it does not look."""
-    importlib.import_module("vllm._custom_ops")
+    symbol("vllm._custom_ops", "__name__")
     return hasattr(torch.ops._C, "cpu_gemm_wna16")
 
 

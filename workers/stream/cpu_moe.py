@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, MissingSymbol
 from workers.stream.cpu_linear import BLOCK, GROUPS, LIBRARY, matmul
 from workers.stream.format import Format
+from workers.stream.symbols import lacking
 
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 except ImportError as error:
-    raise ImportError(f"Quantized experts on a CPU need a vLLM that the README lists: {error}.") from error
+    raise MissingSymbol(lacking(str(error))) from error
 
 
 def cpu_moe_method(form: Format, layer: torch.nn.Module) -> CpuMoEMethod | None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
 from workers.stream.cache import CachedCheckpoint, find
 from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of, sync_folder
 from workers.stream.companions import companions_bytes, write_companions
@@ -116,9 +116,10 @@ def export(request: Request, tell: Tell) -> tuple[str, int]:
 
 
 def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> None:
-    """Raises CheckpointError for what this vLLM's model class could not take. Where there is no vLLM nobody can be asked."""
+    """Raises CheckpointError for what this vLLM's model class could not take. Where there is no vLLM, or one that does not tell,
+    nobody can be asked: another may serve it."""
     # Its logger writes to the stdout that it finds, and ours is for our reader.
-    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(MissingSymbol):
         refuse_unserved(checkpoint, formats, tensor_parallel_size=1)
 
 

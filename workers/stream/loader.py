@@ -177,7 +177,11 @@ class SparkStreamLoader(DefaultModelLoader):
         self._progress: ProgressFile | None = None
         self._handed = ""
         if current_platform.is_cpu():
-            register_cpu_linear_kernels()
+            try:
+                register_cpu_linear_kernels()
+            except SparkdError as error:
+                ProgressFile(self._settings.progress).failed(error.message)
+                raise
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """As the base class does; on a GPU the kernels are compiled meanwhile, so that the first unit does not wait for them.

@@ -22,7 +22,7 @@ _QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its n
 _TEXT = 160
 
 
-def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: Exception) -> CheckpointError:
+def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseException) -> CheckpointError:
     """What is to be said of `error`, which came up while the class `model` was given the emitted tensor `name`."""
     ref = source_of(virtual, name)
     said = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")

@@ -1,8 +1,9 @@
 """Which formats this vLLM has no kernel or no place for, asked before anything is loaded. Never reads a weight.
 
-Importing this module imports no vLLM; asking does. vLLM 0.26 takes these experts a layer at a time and only in the MXFP4 that OpenAI
-published; from 0.32 on its class has a list of what it takes one expert at a time (models/gpt_oss.py, _get_streamed_expert_info), and
-of compressed-tensors' methods on a GPU only the integer one has a place for their biases.
+Importing this module imports no vLLM; asking does, and raises MissingSymbol where a release has not what is looked at. vLLM 0.26 takes
+these experts a layer at a time and only in the MXFP4 that OpenAI published; from 0.32 on its class has a list of what it takes one expert
+at a time (models/gpt_oss.py, _get_streamed_expert_info), and of compressed-tensors' methods on a GPU only the integer one has a place for
+their biases.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import CheckpointError
 from workers.stream.format import Format
 from workers.stream.packed import is_interleaved, packed_of
+from workers.stream.symbols import symbol
 
 BLOCK = 128
 _UP = re.compile(r"(.+\.experts\.\d+)\.up_proj")
 
+_EXPERTS = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
 _KEEP = "add 'experts' to `keep`"
 
 
@@ -92,28 +95,22 @@ def _unserved(form: Format, tensor_parallel_size: int) -> tuple[str, str] | None
 
 def _taken() -> frozenset[str]:
     """The parts that vLLM's gpt-oss takes of one expert at a time; empty before it could."""
-    from vllm.model_executor.models import gpt_oss
-
-    return frozenset(getattr(gpt_oss, "_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD", ()))
+    return frozenset(symbol("vllm.model_executor.models.gpt_oss", "__dict__").get("_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD", ()))
 
 
 def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    return bool(symbol("vllm.platforms", "current_platform").is_cpu())
 
 
 def _mxfp4_counts_projections() -> bool:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4 import (
-        CompressedTensorsW4A4Mxfp4MoEMethod,
-    )
-
-    return "w13_num_shards" in CompressedTensorsW4A4Mxfp4MoEMethod.create_weights.__code__.co_names
+    return "w13_num_shards" in _names_in("w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4MoEMethod")
 
 
 def _int4_has_biases() -> bool:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16 import (
-        CompressedTensorsWNA16MoEMethod,
-    )
+    return "has_bias" in _names_in("wna16", "CompressedTensorsWNA16MoEMethod")
 
-    return "has_bias" in CompressedTensorsWNA16MoEMethod.create_weights.__code__.co_names
+
+def _names_in(module: str, method: str) -> tuple[str, ...]:
+    """The names that the `create_weights` of one of compressed-tensors' methods for experts mentions."""
+    names: tuple[str, ...] = symbol(f"{_EXPERTS}.compressed_tensors_moe_{module}", f"{method}.create_weights.__code__.co_names")
+    return names
