@@ -86,7 +86,7 @@ def test_a_symbol_that_a_release_lacks_is_named_with_release_and_cure(monkeypatc
 
 
 def test_a_missing_symbol_ends_the_start_with_that_sentence_alone(tmp_path, monkeypatch):
-    model = architectures.ARCHITECTURES["gpt_oss"]()
+    model = architectures.ARCHITECTURES["gpt_oss-bf16"]()
     folder = checkpoints.write_checkpoint(tmp_path / "m", model.config, model.entries)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.gpt_oss", None)
     settings = {"quantize": "int4", "progress": str(tmp_path / "progress")}
