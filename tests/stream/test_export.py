@@ -19,6 +19,7 @@ from sparkd.errors import CheckpointError
 from tests.architectures import gpt_oss
 from tests.checkpoints import Entry, normal, write_checkpoint
 from workers.stream import export as program
+from workers.stream.appearing import appearing
 from workers.stream.cache_writer import CacheWriter, layout_of
 from workers.stream.ct_config import linear_modules, quantization_config
 from workers.stream.export import Request, export
@@ -128,6 +129,65 @@ def test_an_empty_folder_is_taken_and_any_other_is_left_alone(source: Checkpoint
         export(Request(source.folder, RECIPE, str(tmp_path / "full"), device="cpu"), unheard)
 
     assert files(tmp_path / "full") == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("how", ["folder", "link", "link to what is not there", "new disk"])
+def test_a_folder_that_is_there_stays_the_same_folder(source: Checkpoint, tmp_path: Path, how: str) -> None:
+    """A mount point cannot be replaced, nor a link by a rename; a new disk has a lost+found."""
+    real, target = tmp_path / "real", tmp_path / "out"
+    if how in ("folder", "new disk"):
+        target.mkdir()
+    else:
+        target.symlink_to(real)
+    if how == "link":
+        real.mkdir()
+    if how == "new disk":
+        (target / "lost+found").mkdir()
+    before = target.stat().st_ino if target.exists() else None
+    cached(source, tmp_path / "cache")
+
+    export(Request(source.folder, RECIPE, str(tmp_path / "usual"), device="cpu"), unheard)
+    export(Request(source.folder, RECIPE, str(target), str(tmp_path / "cache")), unheard)
+
+    assert before in (None, target.stat().st_ino)
+    assert target.is_symlink() is how.startswith("link")
+    assert files(target) == files(tmp_path / "usual")
+    assert not list(tmp_path.rglob("*.writing-*"))
+
+
+def test_two_exports_into_one_folder_and_one_that_was_killed(source: Checkpoint, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / ".writing-1").mkdir(parents=True)
+    (out / ".writing-1" / "model.safetensors").write_bytes(b"half")
+
+    with appearing(str(out)) as writing:
+        assert os.listdir(out) == [os.path.basename(writing)]
+        with pytest.raises(CheckpointError, match=r"out: another export writes into it\. Wait for it, or give another folder\.$"):
+            export(Request(source.folder, RECIPE, str(out), device="cpu"), unheard)
+        (Path(writing) / "config.json").write_text("{}")
+
+    assert files(out) == {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_a_folder_looks_whole_only_when_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    out, seen, real = tmp_path / "out", [], os.rename
+    out.mkdir()
+
+    def rename(before: str, after: str) -> None:
+        seen.append(sorted(files(out)))
+        if len(seen) > fails_at:
+            raise OSError(5, "Input/output error", after)
+        real(before, after)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"), appearing(str(out)) as writing:
+        for name in ("a.safetensors", "config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"):
+            (Path(writing) / name).parent.mkdir(exist_ok=True)
+            (Path(writing) / name).write_text("x")
+
+    assert all("config.json" not in found for found in seen)
+    assert list(out.iterdir()) == []
 
 
 def test_a_recipe_that_quantizes_nothing_of_it_is_refused(source: Checkpoint, tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, MissingSymbol
+from workers.stream.appearing import appearing
 from workers.stream.cache import CachedCheckpoint, find
-from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of, sync_folder
+from workers.stream.cache_writer import MARGIN_BYTES, bytes_of, layout_of
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.ct_config import linear_modules, quantization_config
 from workers.stream.format import Format
@@ -53,7 +54,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """source: the checkpoint's folder; quantize: a canonical recipe; target: the folder to make; device: cpu, cuda, or auto."""
+    """source: the checkpoint's folder; quantize: a canonical recipe; target: a new folder, or an empty one; device: cpu, cuda, or auto."""
 
     source: str
     quantize: Mapping[str, Any]
@@ -95,23 +96,11 @@ def export(request: Request, tell: Tell) -> tuple[str, int]:
     recipe = Recipe.parse(request.quantize)
     checkpoint = read_checkpoint(request.source)
     formats = recipe.assign(checkpoint)
-    if os.path.lexists(request.target) and (not os.path.isdir(request.target) or os.listdir(request.target)):
-        raise CheckpointError("it is there already", file=request.target, cure="Give a folder that is not there yet, or an empty one")
     _refuse_unserved(checkpoint, formats)
-    parent, name = os.path.split(os.path.abspath(request.target))
-    os.makedirs(parent, exist_ok=True)
-    writing = os.path.join(parent, f".{name}.writing-{os.getpid()}")
-    os.mkdir(writing)
-    try:
+    with appearing(request.target) as writing:
         done = _copied(request, checkpoint, recipe, formats, writing, tell)
         if done is None:
             done = "checkpoint", _quantize(checkpoint, formats, writing, _device(request.device), tell)
-        sync_folder(writing)
-        os.rename(writing, request.target)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
-    sync_folder(parent)
     return done
 
 

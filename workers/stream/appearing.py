@@ -1,0 +1,107 @@
+"""A checkpoint's folder that looks whole only when it is. Never writes a file of it.
+
+Where the folder is not there yet, it appears by one rename. One that is there and empty may be a mount point, a link's end, or in a folder
+that is not ours to write in, so nothing is renamed onto it: what was written in a folder inside it moves up, `config.json` last, without
+which it is a checkpoint to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+
+from sparkd.errors import CheckpointError
+from workers.stream.cache_writer import sync_folder
+
+LAST = "config.json"
+WRITING = ".writing-"
+# mke2fs makes it in every new file system.
+_NOTHING = "lost+found"
+
+
+@contextlib.contextmanager
+def appearing(target: str) -> Iterator[str]:
+    """The folder to write in. At the end of the block `target` has all of it; when that raises, nothing stays.
+
+    Raises, before anything is written, CheckpointError for a target that is there and holds anything, and OSError where it cannot be made.
+    """
+    place = os.path.realpath(target)
+    if os.path.lexists(place) and not os.path.isdir(place):
+        raise _is_there(target)
+    with _into_empty(place, target) if os.path.isdir(place) else _into_new(place) as writing:
+        yield writing
+
+
+@contextlib.contextmanager
+def _into_new(place: str) -> Iterator[str]:
+    parent, name = os.path.split(place)
+    os.makedirs(parent, exist_ok=True)
+    writing = os.path.join(parent, f".{name}{WRITING}{os.getpid()}")
+    os.mkdir(writing)
+    try:
+        yield writing
+        sync_folder(writing)
+        os.rename(writing, place)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    sync_folder(parent)
+
+
+@contextlib.contextmanager
+def _into_empty(place: str, target: str) -> Iterator[str]:
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError("another export writes into it", file=target, cure="Wait for it, or give another folder") from None
+        except OSError:
+            pass  # a network file system that locks no folders
+        else:
+            for name in os.listdir(place):
+                if name.startswith(WRITING):  # of one that was killed: it would hold the lock
+                    shutil.rmtree(os.path.join(place, name))
+        if set(os.listdir(place)) - {_NOTHING}:
+            raise _is_there(target)
+        with _moving_up(place) as writing:
+            yield writing
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _moving_up(place: str) -> Iterator[str]:
+    writing = os.path.join(place, f"{WRITING}{os.getpid()}")
+    os.mkdir(writing)
+    moved: list[str] = []
+    try:
+        yield writing
+        sync_folder(writing)
+        for name in sorted(os.listdir(writing), key=lambda name: (name == LAST, name)):
+            if name == LAST:
+                sync_folder(place)
+            moved.append(os.path.join(place, name))
+            os.rename(os.path.join(writing, name), moved[-1])
+        os.rmdir(writing)
+    except BaseException:
+        for path in reversed(moved):
+            _remove(path)
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    sync_folder(place)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _is_there(target: str) -> CheckpointError:
+    return CheckpointError("it is there already", file=target, cure="Give a folder that is not there yet, or an empty one")
