@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparkd.errors import CheckpointError
@@ -20,6 +22,8 @@ from tests.checkpoints import MIB, write_checkpoint
 from tests.stream.loading import load
 from workers import plugin
 from workers.stream import loader
+from workers.stream.export import Request, export
+from workers.stream.recipe import Recipe
 from workers.stream.trace import Taken, Trace
 from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of, unfilled
 
@@ -114,22 +118,51 @@ def test_it_can_be_loaded_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runner", "quantization", "ours", "more", "all_of_it"),
+    ("architecture", "quantize", "without", "named"),
     [
-        ("generate", "spark", True, {}, True),
-        ("generate", None, False, {}, True),
-        ("draft", "spark", True, {}, False),
-        ("pooling", None, False, {}, False),
-        ("generate", "awq", False, {}, False),
-        ("generate", "spark", False, {}, False),
-        ("generate", None, False, {"secondary_weights": ["elsewhere"]}, False),
+        ("llama", "nvfp4", r"layers\.1\.self_attn\.k_proj", "model.layers.1.self_attn.qkv_proj.weight (rows 256 to 383)"),
+        ("qwen3_moe", "int4-g32", r"1\.mlp\.experts\.5\.up_proj", "model.layers.1.mlp.experts.5.up_proj.weight"),
+        ("llama", "fp8", r"layers\.0\.input_layernorm", "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_what_others_have_quantized_lacks_nothing_or_is_refused(
+    tmp_path: Path, architecture: str, quantize: str, without: str, named: str
+) -> None:
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    export(Request(str(written(tmp_path / "model", architecture)), Recipe.parse(quantize).canonical(), str(whole), device="cpu"), unheard)
+    load(whole, {"quantize": "bf16"})
+
+    tensors = {name: one for name, one in load_file(whole / "model-00001-of-00001.safetensors").items() if not re.search(without, name)}
+    half.mkdir()
+    shutil.copy(whole / "config.json", half)
+    save_file(tensors, half / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"half: it has nothing for {re.escape(named)} of vLLM's"):
+        load(half, {"quantize": "bf16"})
+
+
+def unheard(_source: str, _done: int, _total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("runner", "quantization", "formats", "more", "all_of_it"),
+    [
+        ("generate", "spark", {"module": "nvfp4"}, {}, True),
+        ("generate", None, {}, {}, True),
+        ("draft", "spark", {"module": "nvfp4"}, {}, False),
+        ("pooling", None, {}, {}, False),
+        ("generate", "fp8", {}, {}, False),
+        ("generate", "awq", {}, {"stored": "awq"}, True),
+        ("pooling", "awq", {}, {"stored": "awq"}, False),
+        ("generate", None, {}, {"secondary_weights": ["elsewhere"]}, False),
     ],
 )
 def test_who_has_to_find_all_its_weights_in_the_checkpoint(
-    runner: str, quantization: str | None, ours: bool, more: Any, all_of_it: bool
+    runner: str, quantization: str | None, formats: Any, more: Any, all_of_it: bool
 ) -> None:
     config = SimpleNamespace(runner_type=runner, quantization=quantization)
-    assert loader._fills_all(SimpleNamespace(**more), config, ours) is all_of_it  # type: ignore[arg-type]
+    virtual = SimpleNamespace(formats=formats, checkpoint=SimpleNamespace(quantization=more.pop("stored", None)))
+    assert loader._fills_all(SimpleNamespace(**more), config, virtual) is all_of_it  # type: ignore[arg-type]
 
 
 # Modules of all kinds
@@ -243,6 +276,17 @@ def test_what_the_model_does_not_take_of_an_expert_is_not_missed() -> None:
 
     del taken["layers.0.experts.2.up_proj.weight"]
     assert found(nn.Module(), taken=taken) == ["layers.0.experts.2.up_proj.weight"]
+
+
+def test_an_expert_may_lack_the_scale_of_its_activations() -> None:
+    """No calibration reached it."""
+    region = ((0, 4),)
+    taken = {f"layers.0.experts.{n}.up_proj.{name}": Taken((4,), region) for n in range(4) for name in ("qweight", "input_scale")}
+    del taken["layers.0.experts.2.up_proj.input_scale"]
+    assert found(nn.Module(), taken=taken) == []
+
+    del taken["layers.0.experts.1.up_proj.qweight"]
+    assert found(nn.Module(), taken=taken) == ["layers.0.experts.1.up_proj.qweight"]
 
 
 class Experts(nn.Module):

@@ -154,11 +154,11 @@ def _young_garbage_only() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _fills_all(model: torch.nn.Module, model_config: Any, quantized: bool) -> bool:
+def _fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpoint) -> bool:
     """Whether every weight of the model has to come out of this checkpoint: what speculates takes some from its target, what pools
-    may get a head from elsewhere, and what others have quantized may lack what has a default."""
-    ours = quantized or model_config.quantization is None
-    return ours and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())
+    may get a head from elsewhere, and what vLLM quantizes by itself while it loads has parameters that no checkpoint knows."""
+    stored = virtual.checkpoint.quantization is not None or model_config.quantization is None
+    return (bool(virtual.formats) or stored) and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())
 
 
 class SparkStreamLoader(DefaultModelLoader):
@@ -360,7 +360,7 @@ class SparkStreamLoader(DefaultModelLoader):
             return None
         refuse_integers(virtual, trace)
         trace.straight = answered(alike, trace.taken)
-        if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, quantized):
+        if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, virtual):
             counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
             experts = model_config.get_num_experts() if counted else None
             answers = Asked(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))

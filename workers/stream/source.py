@@ -156,11 +156,13 @@ def _pipeline(
 ) -> Pipeline:
     """parts: where tensors go that are stored as a part; without it they are whole."""
     taken = {} if trace is None else trace.taken
+    # A checkpoint that is quantized already notes shapes, which no kernel reads: one would come after its module has its kernel's layout.
+    unread = () if virtual.formats else (f".{SHAPE}",)
     return Pipeline(
         virtual,
         device,
         reader,
-        regions=None if trace is None else {name: one.region for name, one in taken.items()},
+        regions=None if trace is None else {name: None if name.endswith(unread) else one.region for name, one in taken.items()},
         once=frozenset(name for name, one in taken.items() if one.once) if trace is not None and not trace.late else frozenset(),
         dtype=dtype,
         watcher=progress,

@@ -1,10 +1,10 @@
 """Which parameters of vLLM's model nothing fills: what a checkpoint lacks though neither a shard nor the index says so. Never reads a
 weight, never changes a parameter.
 
-vLLM looks for that only where nothing is quantized, and excuses every module that has a quantization method there, which is every linear
-layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). What is missing keeps the memory's
-old content then, and the model talks nonsense. Here the model is watched while it is asked what it takes (trace.py). Kernels may round
-shapes up and models may leave scales at their defaults, so nobody asks that every element is written; something is missing where
+vLLM by itself looks for that only where nothing is quantized, and excuses every module that has a quantization method there, which is
+every linear layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). What is missing keeps
+the memory's old content then, and the model talks nonsense. Here the model is watched while it is asked what it takes (trace.py). Kernels
+may round shapes up and models may leave scales at their defaults, so nobody asks that every element is written; something is missing where
 
 * nothing at all is written to a parameter, and the model does not say that it was loaded;
 * nothing is written to one of the parts that a linear layer multiplies as one matrix (k of q/k/v);
@@ -30,8 +30,10 @@ _NAMED = 3
 _CURE = "Download it again, and check that its config.json is its own"
 _WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
 _ALLOWED = "; where the model can do without, `allow_missing_weights: true` on it"
-# What our formats hand over, and what vLLM's own methods have; a module with a method may have more, and each of that has a default.
-_FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias")
+# What our formats hand over, and what vLLM's own methods have, AWQ's and GPTQ's at the end. A module with a method may have more, of which
+# a checkpoint that was quantized elsewhere may lack some: scales of activations and of the KV cache (of experts that no calibration
+# reached), zero points.
+_FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias", "qweight", "scales")
 # What is added to the router's scores to choose experts. vLLM's classes make it of memory that holds anything, on a layer with a method;
 # some make it of zeros (laguna.py, longcat_flash.py, param2moe.py, step3p5.py; 0.26 and 0.32), and serve a checkpoint without it.
 _ROUTING = ("e_score_correction_bias", "expert_bias", "router_bias")
@@ -210,7 +212,7 @@ def _lone(asked: Asked) -> Iterator[str]:
     for prefix, kinds in layers.items():
         every = set().union(*(numbers for suffix, numbers in kinds.items() if (prefix, suffix) in wanted))
         for suffix, numbers in kinds.items():
-            if (prefix, suffix) in wanted:
+            if (prefix, suffix) in wanted and suffix.rpartition(".")[2] in _FILLED:
                 yield from (f"{prefix}{number}{_shown(suffix)}" for number in sorted(every - numbers))
         known = {_shown(suffix).removeprefix(".").removesuffix(".weight") for suffix in kinds if (prefix, suffix) in wanted}
         for pair in _GATED if gated else ():
