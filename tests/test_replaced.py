@@ -1,0 +1,102 @@
+"""What sparkd replaces of a vLLM in whose process it runs: every such place is known here, and the README names it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workers.stream.repack import _BY_EXPERT
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTION = (ROOT / "README.md").read_text().partition("### What is replaced in vLLM")[2].partition("\n## ")[0]
+
+# Functions and methods of vLLM's, and what it remembers: (file, how it is assigned) -> the names that the README has for it.
+REPLACED = {
+    ("workers/plugin.py", "EngineArgs.create_model_config"): ("EngineArgs.create_model_config",),
+    ("workers/stream/repack.py", "setattr(module, name, ours)"): tuple(name for _, name, *_ in _BY_EXPERT),
+    ("workers/stream/early.py", "method.process_weights_after_loading"): ("process_weights_after_loading",),
+    ("workers/kv/prompt_logprobs.py", "runner._get_prompt_logprobs_dict"): ("_get_prompt_logprobs_dict",),
+    ("workers/kv/prompt_logprobs.py", "setattr(module, _V2, rows_at_a_time(function))"): ("compute_prompt_logprobs_with_chunking",),
+    ("workers/kv/prompt_logprobs.py", "runner.model"): ("model",),
+    ("workers/kv/prompt_logprobs.py", "runner.sampler"): ("sampler",),
+    ("workers/kv/cpu.py", "self.cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
+    ("workers/kv/gate.py", "cache_config.gpu_memory_utilization"): ("gpu_memory_utilization",),
+    ("workers/kv/symbols.py", "cache_config.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
+    ("workers/kv/minimal.py", "cache.num_gpu_blocks"): ("num_gpu_blocks",),
+    ("workers/kv/minimal.py", "cache.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
+    ("workers/kv/minimal.py", "compilation.max_cudagraph_capture_size"): ("max_cudagraph_capture_size",),
+    ("workers/kv/minimal.py", "layer.kv_cache"): ("kv_cache",),
+    ("workers/kv/minimal.py", "manager._capture_descs"): ("_capture_descs",),
+    ("workers/kv/minimal.py", "platform._global_graph_pool"): ("_global_graph_pool",),
+    ("workers/kv/minimal.py", "wrapper.graph_pool"): ("graph_pool",),
+    ("workers/kv/minimal.py", "runner.cache_config.num_gpu_blocks"): ("num_gpu_blocks",),
+    ("workers/kv/minimal.py", "runner.cudagraph_manager"): ("cudagraph_manager",),
+    ("workers/kv/minimal.py", "runner.max_num_tokens"): ("max_num_tokens",),
+    ("workers/kv/minimal.py", "setattr(runner.model_state, name, empty)"): ("model_state",),
+    ("workers/stream/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
+    ("workers/stream/loader.py", "config.quantization_config"): ("quantization_config",),
+}
+# Of our own objects, of layers that our own methods make, and of copies.
+OWN = {
+    "workers/kv/cpu.py": {"self._rehearsal.weights"},
+    "workers/kv/prompt_logprobs.py": {"pieces.sparkd_stock"},
+    "workers/stream/assignment.py": {"group.stored_fp8"},
+    "workers/stream/blocks.py": {"read.wanted"},
+    "workers/stream/cpu_linear.py": {
+        "layer.input_size_per_partition",
+        "layer.logical_widths",
+        "layer.output_size_per_partition",
+        "layer.weight_block_size",
+        "layer.weight_global_scale",
+    },
+    "workers/stream/cpu_moe.py": {"setattr(bias, key, value)", "setattr(parameter, key, value)"},
+    "workers/stream/early.py": {"parameter.data", "waiting.left"},
+    "workers/stream/export.py": {"into.total"},
+    "workers/stream/loader.py": {
+        "plain.load_format",
+        "plain.model_loader_extra_config",
+        "source.pipeline.sink",
+        "source.writer",
+        "trace.straight",
+    },
+    "workers/stream/method.py": {"layer.scheme"},
+    "workers/stream/plan.py": {"plan.rows"},
+    "workers/stream/reader.py": {"chunk._held", "held.left"},
+    "workers/stream/recipe.py": {"made.adjustments"},
+    "workers/stream/repack.py": {"in_place.sparkd_stock", "setattr(self._layer, name, value)"},
+    "workers/stream/target.py": {"libc.fallocate.argtypes"},
+    "workers/stream/trace.py": {"made.phantom", "phantom.taken.target", "taken.target", "trace.seen"},
+    "workers/stream/writer.py": {"block.event", "block.filled", "block.stream"},
+}
+
+
+def assigned(path: Path) -> Iterator[str]:
+    """Every attribute that is set of anything but the module's own `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield ast.unparse(node)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("setattr", "object.__setattr__")
+            and ast.unparse(node.args[0]) != "self"
+        ):
+            yield ast.unparse(node)
+
+
+def test_every_attribute_that_is_set_of_somebody_elses_is_known() -> None:
+    inside = [ROOT / "workers" / "plugin.py", ROOT / "workers" / "headless.py"]
+    inside += [path for folder in ("stream", "kv") for path in sorted((ROOT / "workers" / folder).rglob("*.py"))]
+    found = {(str(path.relative_to(ROOT)), name) for path in inside for name in assigned(path)}
+
+    known = set(REPLACED) | {(file, name) for file, names in OWN.items() for name in names}
+    assert found - known == set(), "is it vLLM's? then REPLACED and the README's `What is replaced in vLLM` name it, else OWN does"
+    assert known - found == set(), "it is set no longer"
+
+
+@pytest.mark.parametrize("name", sorted({name for names in REPLACED.values() for name in names}))
+def test_the_readme_names_it(name: str) -> None:
+    assert f"`{name}`" in SECTION
