@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
-
-from sparkd import show, show_plan
+from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.hardware import hardware_of
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import meant, value_of
+from sparkd.page import headers_of, say_json, standard
 from sparkd.plan_question import KvDtype, Question, answer, beyond
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
@@ -35,7 +34,6 @@ _OPTIONS = {
 
 def run(
     ask: Callable[[], list[dict[str, Any]]],
-    out: Callable[[], Console],
     *,
     json: bool,
     model: str,
@@ -81,7 +79,7 @@ def run(
     if docker or compose:
         write_containers(plan, image, compose=compose)
     else:
-        show_found(plan, out, json=json, every=every)
+        show_found(plan, json=json, every=every)
     return 0 if plan["choice"] is not None else DoesNotFit.exit_code
 
 
@@ -96,18 +94,18 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
     def find(name: str) -> tuple[str, Checkpoint, Any]:
         source, revision, configured, engine = meant(name, config, os.environ, ask)
         env.update(engine)
-        with show.headers_of(source) as progress:
+        with headers_of(source) as progress:
             checkpoint = checkpoint_of(source, revision, env, progress)
         return source, checkpoint, None if configured in (AUTO, "bf16") else configured
 
     return answer(question, hardware_of(hardware), find, lambda source, checkpoint: prequantized(source, checkpoint, env))
 
 
-def show_found(plan: dict[str, Any], out: Callable[[], Console], *, json: bool, every: bool) -> None:
+def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:
     if json:
-        show.say_json(plan)
+        say_json(plan)
     else:
-        show_plan.plan(plan, out(), every=every)
+        show_plan.plan(plan, standard(), every=every)
 
 
 def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) -> None:

@@ -48,10 +48,10 @@ def run(words: Sequence[str]) -> int | None:
         return None
     # Refused as any verb refuses them, whether a daemon is asked or not.
     client = Client(base_url(os.environ.get("SPARKD_URL") or DEFAULT_URL), admin_key(None, os.environ))
-    from sparkd import plan_command, show
+    from sparkd import plan_command
 
     try:
-        return plan_command.run(client.models, show.terminal, **asked)
+        return plan_command.run(client.models, **asked)
     finally:
         client.close()
 

@@ -41,7 +41,6 @@ def plan(
 
     code = plan_command.run(
         session.client.models,
-        lambda: session.out,
         json=session.json,
         model=model,
         nodes=nodes,

@@ -62,7 +62,6 @@ _ENTRY = re.compile(rb'"([!#-\[\]-~]+)":\{"dtype":("[A-Z0-9_]+","shape":\[[0-9,]
 _LOOSE_ENTRY = re.compile(rb'"([^"]*)":\{"dtype":("[^"]*","shape":\[[^\]]*\]),"data_offsets":\[([^\]]*)\]\},')
 _SPELLING = re.compile(rb'"[A-Z0-9_]+","shape":\[[0-9,]*\]')
 _NAMES = bytes(code for code in range(0x21, 0x7F) if code not in b'"\\') + b"\n"
-_DIGITS = b"0123456789"
 _METADATA = "__metadata__"
 
 
@@ -189,21 +188,25 @@ def _recognised(header: bytes, path: str, data_bytes: int) -> FileTensors | None
     different, joined = set(names), b"\n".join(names)
     if len(different) != len(names) or not different.isdisjoint((b"", _METADATA.encode())) or joined.translate(None, _NAMES):
         return None
-    # Two numbers each: without the digits a comma is left of it.
-    if b"\n".join(offsets).translate(None, _DIGITS) != b"\n".join([b","] * len(offsets)):
-        return None
     if not all(map(_SPELLING.fullmatch, found := set(spellings))):
         return None
     try:
         known = {spelling: _kind_of(spelling) for spelling in found}
-        bounds = json.loads(b"[" + b",".join(offsets) + b"]")
     except (CheckpointError, ValueError):
         return None
     kinds = tuple(map(known.__getitem__, spellings))
-    ends = list(accumulate(map(attrgetter("nbytes"), kinds)))
-    if bounds[1::2] != ends or bounds[::2] != [0, *ends[:-1]] or ends[-1] != data_bytes:
+    bounds = list(accumulate(map(attrgetter("nbytes"), kinds), initial=0))
+    if bounds[-1] != data_bytes or b"\n".join(offsets) != _spelled(bounds):
         return None
     return FileTensors(path, PREFIX_BYTES + len(header), joined, kinds)
+
+
+def _spelled(bounds: Sequence[int]) -> bytes:
+    """`0,64` and `64,128` of 0, 64, 128, a line each. To write the numbers takes a third of the time of reading them."""
+    digits, count = list(map(str, bounds)), len(bounds) - 1
+    pieces = [""] * (4 * count)
+    pieces[::4], pieces[1::4], pieces[2::4], pieces[3::4] = digits[:-1], [","] * count, digits[1:], ["\n"] * count
+    return "".join(pieces[:-1]).encode()
 
 
 def _opens(text: bytes) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -16,15 +15,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from sparkd.page import PIPE_WIDTH, duration, printable, say_json
+
+# Beside what is written here, so that a verb needs one module for both.
+__all__ = ["duration", "printable", "say_json"]
+
 GIB = 1 << 30
 MIB = 1 << 20
-# Output that goes to a file or a pipe is never folded or cut.
-PIPE_WIDTH = 4096
 NARROW = 100
 # Of `sparkd ps --wide`: the pool, requests of full length that it holds, bytes of a token, what was to stay free and what was.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
 BAR_CELLS = 20
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
 _STAGES = {
     "STOPPED": "waiting for its turn",
@@ -51,20 +52,10 @@ def terminal(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, emoji=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
-def say_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
 def say_json_line(value: Any) -> None:
     """One document of a stream, on a line of its own."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     sys.stdout.flush()
-
-
-def printable(text: str) -> str:
-    """Without control characters other than tab and newline: what an engine or a model wrote must not steer the terminal."""
-    return _CONTROL.sub("", text)
 
 
 @contextmanager
@@ -83,20 +74,6 @@ def progress(console: Console) -> Iterator[Line]:
         return
     with console.status("") as status:
         yield lambda text, step: status.update(escape(printable(text)))
-
-
-@contextmanager
-def headers_of(source: str) -> Iterator[Callable[[int, int], None]]:
-    """A line about headers that come from the hub, (read, to read). Begun only with the first: files of this machine need none."""
-    with ExitStack() as shown:
-        line: Line | None = None
-
-        def told(done: int, total: int) -> None:
-            nonlocal line
-            line = line or shown.enter_context(progress(terminal(stderr=True)))
-            line(f"{source}: headers of {done} of {total} files", "")
-
-        yield told
 
 
 def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None) -> str:
@@ -297,14 +274,6 @@ def curl(base_url: str, model: str, question: str, needs_key: bool) -> str:
     if needs_key:
         lines.insert(1, '-H "Authorization: Bearer $SPARKD_API_KEY"')
     return " \\\n  ".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """`42s`, `3m`, `5h`, `12d`: the largest whole unit that keeps two digits where it can."""
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{int(seconds // length)}{unit}"
-    return f"{max(0, int(seconds))}s"
 
 
 def bar(fraction: float, width: int, console: Console) -> str:

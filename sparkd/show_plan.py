@@ -7,13 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-
 from sparkd.fit import gib
-from sparkd.show import duration, printable
+from sparkd.page import Columns, Page, duration, printable
 from sparkd.source import name_of
 
 # What a node's memory holds, in the order of the bar; a letter each, so that it reads without colours too.
@@ -39,47 +34,44 @@ _WORDS = {
     "margin": "margin",
     "free": "free",
 }
+_FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")
 BAR_CELLS = 64
 GENEROUS, NAMED = 12, 4
 
 
-def plan(found: Mapping[str, Any], console: Console, *, every: bool = False) -> None:
+def plan(found: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
     """every: also the ways that are not legal, one line each."""
-    _head(found, console)
-    _options(found, console, every)
+    _head(found, page)
+    _options(found, page, every)
     choice = found["choice"]
     if choice is None:
-        console.print("Nothing fits.", style="red")
+        page.line("Nothing fits.", "red")
     else:
-        _bars(choice, console)
-        _how(choice, console)
-        _floor(found, console)
+        _bars(choice, page)
+        _how(choice, page)
+        _floor(found, page)
     for note in found["notes"]:
-        console.print(note, style="yellow", markup=False)
+        page.line(note, "yellow")
 
 
-def _head(found: Mapping[str, Any], console: Console) -> None:
+def _head(found: Mapping[str, Any], page: Page) -> None:
     hardware, asked = found["hardware"], found["asked"]
     stored = f"{found['quantization']}, " if found["quantization"] else ""
-    console.print(
+    page.line(
         printable(
             f"{found['model']}: {found['architecture']}, {found['layers']} layers, {stored}{gib(found['bytes'])} on disk, "
             f"up to {found['max_len']:,} tokens"
         ),
-        style="bold",
-        markup=False,
+        "bold",
     )
     requests = f"{asked['requests']} request{'s' if asked['requests'] != 1 else ''} at once"
     length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
     nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
-    console.print(f"on {nodes} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n", markup=False)
+    page.line(f"on {nodes} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n")
 
 
-def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
-    right = ["NODES", "WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT"]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("FORMAT", "NODES", "SPLIT", "WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT"):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
+    table = Columns(("FORMAT", "NODES", "SPLIT", *_FIGURES), frozenset({"NODES", *_FIGURES}))
     rejected = []
     for number, option in enumerate(found["options"]):
         parts = option["footprint"]
@@ -87,8 +79,8 @@ def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
             rejected.append(option)
             continue
         rest = sum(parts[name] for name in ("peak", "graphs", "context", "processes"))
-        table.add_row(
-            escape(_format(option)),
+        table.add(
+            _format(option),
             str(option["nodes"]),
             _split(option),
             gib(parts["weights"]),
@@ -101,10 +93,10 @@ def _options(found: Mapping[str, Any], console: Console, every: bool) -> None:
             duration(parts["next_load_s"]),
             style="bold green" if number == 0 else "",
         )
-    if table.row_count:
-        console.print(table)
-        console.print("Weights, cache and the rest are of one node. TOKENS/S: bound of one request by memory bandwidth.\n", style="dim")
-    _rejected(rejected, console, every or not table.row_count)
+    if table.rows:
+        page.columns(table)
+        page.line("Weights, cache and the rest are of one node. TOKENS/S: bound of one request by memory bandwidth.\n", "dim")
+    _rejected(rejected, page, every or not table.rows)
 
 
 def _format(option: Mapping[str, Any]) -> str:
@@ -112,7 +104,7 @@ def _format(option: Mapping[str, Any]) -> str:
     return f"{option['prequantized']} ({name_of(option['model'])})" if option.get("prequantized") else str(option["format"])
 
 
-def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -> None:
+def _rejected(options: list[Mapping[str, Any]], page: Page, every: bool) -> None:
     """One line for each reason; without `every` only where there was something to count."""
     ways: dict[str, list[str]] = {}
     for option in options:
@@ -123,26 +115,25 @@ def _rejected(options: list[Mapping[str, Any]], console: Console, every: bool) -
     shown = list(ways.items()) if every else list(ways.items())[:GENEROUS]
     for reason, found in shown:
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        console.print(printable(f"{', '.join(found[:NAMED])}{more}: {reason}."), style="yellow", markup=False)
+        page.line(printable(f"{', '.join(found[:NAMED])}{more}: {reason}."), "yellow")
     if hidden := len(options) - sum(len(found) for _, found in shown):
-        console.print(f"{hidden} more that cannot be: --all tells why.", style="dim")
+        page.line(f"{hidden} more that cannot be: --all tells why.", "dim")
     if options:
-        console.print()
+        page.line()
 
 
-def _bars(choice: Mapping[str, Any], console: Console) -> None:
+def _bars(choice: Mapping[str, Any], page: Page) -> None:
     parts = choice["footprint"]
-    cells = min(BAR_CELLS, max(20, console.width - 16))
-    line = Text()
-    for (_, letter, style), width in zip(SEGMENTS, _widths([max(0, parts[name]) for name, *_ in SEGMENTS], cells), strict=True):
-        line.append(letter * width, style=style)
+    cells = min(BAR_CELLS, max(20, page.width - 16))
+    widths = _widths([max(0, parts[name]) for name, *_ in SEGMENTS], cells)
+    bar = [(letter * width, style) for (_, letter, style), width in zip(SEGMENTS, widths, strict=True)]
     for number in range(choice["nodes"]):
-        console.print(Text(f"node {number}  ").append_text(line).append(f"  {gib(parts['memory'])}"))
-    known = [Text.assemble((letter, style), f" {_WORDS[name]} {gib(parts[name])}") for name, letter, style in SEGMENTS if parts[name]]
-    console.print(Text("  ").join(known))
+        page.pieces([(f"node {number}  ", ""), *bar, (f"  {gib(parts['memory'])}", "")])
+    known = [((letter, style), (f" {_WORDS[name]} {gib(parts[name])}", "")) for name, letter, style in SEGMENTS if parts[name]]
+    page.pieces([piece for number, pair in enumerate(known) for piece in ([("  ", "")] if number else []) + list(pair)])
     kv = f"{parts['kv_bytes_per_token'] / 1024:.1f} KiB of cache for a token" if parts["kv_bytes_per_token"] else "no cache"
     disk = f", {gib(parts['disk'])} of disk to keep it quantized" if parts["disk"] else ""
-    console.print(f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n", markup=False)
+    page.line(f"{kv}, {gib(parts['load_peak'])} at the peak of a load{disk}\n")
 
 
 def _widths(sizes: list[int], cells: int) -> list[int]:
@@ -154,39 +145,38 @@ def _widths(sizes: list[int], cells: int) -> list[int]:
     return [*widths, cells - sum(widths)]
 
 
-def _how(choice: Mapping[str, Any], console: Console) -> None:
+def _how(choice: Mapping[str, Any], page: Page) -> None:
     if choice["config"] is None:
-        console.print("sparkd runs no stages of several ranks; vLLM's own commands for it:", style="bold")
+        page.line("sparkd runs no stages of several ranks; vLLM's own commands for it:", "bold")
     else:
-        _entry(choice, console)
+        _entry(choice, page)
     for rank in choice["ranks"]:
         if len(choice["ranks"]) > 1:
-            console.print(f"# node {rank['node']}", style="dim", markup=False)
+            page.line(f"# node {rank['node']}", "dim")
         words = [f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items()]
-        console.print(printable(" ".join([*words, shlex.join(rank["command"])])), markup=False, soft_wrap=True)
-    console.print()
+        page.line(printable(" ".join([*words, shlex.join(rank["command"])])), whole=True)
+    page.line()
 
 
-def _entry(choice: Mapping[str, Any], console: Console) -> None:
-    console.print("In sparkd.yaml:", style="bold")
+def _entry(choice: Mapping[str, Any], page: Page) -> None:
+    page.line("In sparkd.yaml:", "bold")
     lines = ["models:", f"  {choice['name']}:"]
     for key, value in choice["config"].items():
         told = json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
         lines.append(f"    {key}: {told}")
-    console.print(printable("\n".join(lines)), markup=False, soft_wrap=True)
-    console.print("\nWhat sparkd runs then:", style="bold")
+    page.line(printable("\n".join(lines)), whole=True)
+    page.line("\nWhat sparkd runs then:", "bold")
 
 
-def _floor(found: Mapping[str, Any], console: Console) -> None:
-    console.print("With vLLM's own --gpu-memory-utilization instead:", style="bold")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("UTILIZATION", "ALLOWED", "FOR THE CACHE", ""):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+def _floor(found: Mapping[str, Any], page: Page) -> None:
+    page.line("With vLLM's own --gpu-memory-utilization instead:", "bold")
+    figures = ("UTILIZATION", "ALLOWED", "FOR THE CACHE")
+    table = Columns((*figures, ""), frozenset(figures))
     for row in found["floor"]:
         verdict = "the smallest that works" if row["smallest"] else "works" if row["works"] else "fails"
         style = "bold green" if row["smallest"] else "" if row["works"] else "red"
-        table.add_row(f"{row['utilization']:.2f}", gib(row["allowed"]), gib(row["kv"]), verdict, style=style)
-    console.print(table)
+        table.add(f"{row['utilization']:.2f}", gib(row["allowed"]), gib(row["kv"]), verdict, style=style)
+    page.columns(table)
 
 
 def _split(option: Mapping[str, Any]) -> str:

@@ -303,8 +303,9 @@ def events(
 
 def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None) -> None:
     from sparkd.layers import listing_of
+    from sparkd.page import headers_of
 
-    with show.headers_of(model) as progress:
+    with headers_of(model) as progress:
         found = listing_of(model, quantize, config, os.environ, session.client.models, progress)
     if session.json:
         show.say_json(found.to_json())

@@ -266,7 +266,7 @@ def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFi
 def test_a_plain_command_line_is_read_as_typer_reads_it(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[dict[str, Any]] = []
 
-    def run(ask: object, out: object, **asked: Any) -> int:
+    def run(ask: object, **asked: Any) -> int:
         read.append(asked)
         return 0
 
