@@ -10,7 +10,8 @@ from math import ceil
 
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvCost, Serving, kv_cost
-from sparkd.model_shape import Attention, Shape
+from sparkd.model_shape import Attention, Shape, text_config
+from sparkd.step_trace import layers_of, reserved_bytes
 from sparkd.weight_cost import Inventory, Weights
 from workers.stream.recipe import Recipe
 
@@ -114,7 +115,7 @@ def footprint(
     parts = {
         "weights": weights.bytes + shape.rotary_bytes,
         "kv": ceil(requests * kv.per_request) + kv.block_bytes,
-        "peak": learned.peak if learned else peak_bytes(shape, serving, encoders="vision" in weights.by_kind),
+        "peak": learned.peak if learned else batch_bytes(inventory, serving, eager=eager, encoders="vision" in weights.by_kind),
         "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * GRAPH_SIZES * ceil(shape.layers / stages),
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
@@ -138,8 +139,16 @@ def footprint(
     )
 
 
-def peak_bytes(shape: Shape, serving: Serving, *, encoders: bool = False) -> int:
-    """Of the largest step: a prefill of max_num_batched_tokens, or the sampling of max_num_seqs rows, whichever takes more.
+def batch_bytes(inventory: Inventory, serving: Serving, *, eager: bool, encoders: bool) -> int:
+    """Of the largest step, and what is kept for the next one."""
+    shape, more = inventory.shape, ENCODER_BYTES if encoders else 0
+    if serving.platform != "cuda":
+        return peak_bytes(shape, serving) + more
+    return reserved_bytes(shape, text_config(inventory.checkpoint.config), layers_of(inventory), serving, eager=eager) + more
+
+
+def peak_bytes(shape: Shape, serving: Serving) -> int:
+    """Of the largest step on a CPU: a prefill of max_num_batched_tokens, or the sampling of max_num_seqs rows, whichever takes more.
 
     Within a layer vLLM holds the attention's projections or the MLP's, both in the model's precision; a token of a mixture of experts is in
     as many experts as it is routed to.
@@ -153,7 +162,7 @@ def peak_bytes(shape: Shape, serving: Serving, *, encoders: bool = False) -> int
     thinking = 3 * inner // ranks + (shape.active_experts * shape.hidden if shape.experts else 0)
     step = serving.max_num_batched_tokens * width * (HIDDEN_ROWS * shape.hidden + max(mixing, thinking))
     sampling = serving.max_num_seqs * shape.vocab * (LOGITS_BYTES + width)
-    return max(step, sampling) + (ENCODER_BYTES if encoders else 0)
+    return max(step, sampling)
 
 
 def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float, float]:

@@ -1,0 +1,90 @@
+"""Owns what torch's caching allocator reserves of a device for a course of allocations: pure arithmetic. Never allocates anything.
+
+Its rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, without expandable segments, which vLLM sets for itself only where it
+puts weights to sleep): what was freed stays reserved, the smallest free block that is large enough is cut, and a free block is joined with
+its neighbours of the same segment only. So a step of a model reserves more than it ever holds at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+MIB = 1 << 20
+# kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer, kRoundLarge.
+_BLOCK, _SMALL, _SMALL_SEGMENT, _LARGE, _LARGE_SEGMENT, _ROUND = 512, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """size: bytes. before, after: its neighbours in the segment."""
+
+    at: int
+    size: int
+    small: bool
+    before: Block | None = None
+    after: Block | None = None
+    free: bool = False
+
+
+class CachingAllocator:
+    """reserved: bytes of all segments; held: of what is handed out, held_most: at once."""
+
+    def __init__(self) -> None:
+        self.reserved = self.held = self.held_most = 0
+        # Of the pools of small and of large blocks: (size, address), ascending.
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        self._at: dict[int, Block] = {}
+        self._next = 0
+
+    def take(self, size: int) -> Block:
+        """A block of at least `size` bytes."""
+        size = max(_BLOCK, -(-size // _BLOCK) * _BLOCK)
+        small = size <= _SMALL
+        pool = self._free[small]
+        place = bisect_left(pool, (size, 0))
+        if place < len(pool):
+            block = self._at[pool.pop(place)[1]]
+            block.free = False
+        else:
+            block = self._segment(size, small)
+        if (left := block.size - size) >= _BLOCK and (small or left > _SMALL):
+            rest = Block(block.at + size, left, small, block, block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.size, block.after = size, rest
+            self._keep(rest)
+        self.held += block.size
+        self.held_most = max(self.held_most, self.held)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        self.held -= block.size
+        for neighbour in (block.before, block.after):
+            if neighbour is None or not neighbour.free:
+                continue
+            self._forget(neighbour)
+            first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
+            first.size, first.after = first.size + second.size, second.after
+            if second.after is not None:
+                second.after.before = first
+            block = first
+        self._keep(block)
+
+    def _segment(self, size: int, small: bool) -> Block:
+        length = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUND) * _ROUND
+        self.reserved += length
+        block = Block(self._next, length, small)
+        # Segments never touch: blocks of two are not joined.
+        self._next += length + _ROUND
+        return block
+
+    def _keep(self, block: Block) -> None:
+        block.free = True
+        self._at[block.at] = block
+        insort(self._free[block.small], (block.size, block.at))
+
+    def _forget(self, block: Block) -> None:
+        block.free = False
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.at))]

@@ -1,0 +1,323 @@
+"""Owns the course of the largest step: what vLLM's layers take and give back, in order, and what torch keeps of it. Never measures.
+
+Read from vLLM 0.26 (vllm/model_executor/models and layers): a frame of Python holds what its names stand for, so the model's loop holds a
+layer's input until its output is there, and a layer holds a block's. What an H200 hands out at most, beside cuBLAS's workspace, is met
+exactly: of a dense model three rows of `hidden` and three of the MLP's inner width, of Gemma 3 without a compiler nineteen of `hidden`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sparkd.caching_allocator import MIB, Block, CachingAllocator
+from sparkd.kv_cost import Serving
+from sparkd.model_shape import Attention, Shape, State, text_config
+from sparkd.weight_cost import Inventory
+
+# cuBLAS's own workspace, from torch's allocator, as torch sets it for Hopper and later (aten/src/ATen/cuda/CublasHandlePool.cpp,
+# parseChosenWorkspaceSize: 8 times 4 MiB).
+CUBLAS_BYTES = 32 * MIB
+# Rows of logits that prompt log-probabilities are computed for at a time (workers/kv/prompt_logprobs.py).
+LOGPROB_ROWS = 128
+# Their norms multiply by one plus a weight in float32, which vLLM's kernel does not take: torch's own operations do it, each with a result
+# of its own (layernorm.py, GemmaRMSNorm; vllm/ir/ops/layernorm.py).
+_FLOAT_NORMS = ("Gemma", "Qwen3Next", "Qwen3_5")
+# Norms behind each block too.
+_SANDWICHED = ("Gemma2", "Gemma3", "Gemma4")
+# Steps after which nothing more is reserved; the layers of a model repeat, and so does what they leave.
+STEPS, MOST_LAYERS = 2, 12
+# No width of a published model comes near it.
+_MOST = 1 << 24
+# Tokens that a scan of states has in one piece, where the configuration has no word on it (fla/ops/chunk.py; Mamba2Config.chunk_size).
+_DELTA_CHUNK, _MAMBA_CHUNK = 64, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """experts: numbers of the layers whose MLP is routed experts. single: a layer is one block, a mixer or an MLP (Nemotron-H)."""
+
+    experts: frozenset[int]
+    single: bool = False
+
+
+def layers_of(inventory: Inventory) -> Layers:
+    experts = frozenset(part.layer for part in inventory.parts if part.kind == "expert" and part.layer is not None)
+    return Layers(experts, bool(text_config(inventory.checkpoint.config).get("hybrid_override_pattern")))
+
+
+def reserved_bytes(shape: Shape, text: Mapping[str, Any], layers: Layers, serving: Serving, *, eager: bool) -> int:
+    """What torch reserves at most for steps of max_num_batched_tokens, beside weights and cache. text: of the language model's config.
+
+    eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it.
+    """
+    step = Step(shape, text, layers, serving, eager=eager)
+    for _ in range(STEPS):
+        step.run()
+    return step.allocator.reserved + step.context_bytes()
+
+
+class Step:
+    def __init__(self, shape: Shape, text: Mapping[str, Any], layers: Layers, serving: Serving, *, eager: bool) -> None:
+        self._eager = eager
+        self.allocator = CachingAllocator()
+        self._shape, self._text, self._layers, self._serving = shape, text, layers, serving
+        self._tokens, self._ranks, self._width = serving.max_num_batched_tokens, serving.tensor_parallel, shape.dtype_bytes
+        self._floats = eager and shape.architecture.startswith(_FLOAT_NORMS)
+        self._sandwiched = shape.architecture.startswith(_SANDWICHED)
+        self._workspace: Block | None = None
+        self._cublas: Block | None = None
+
+    def run(self) -> None:
+        """From the embedding to the sampled tokens."""
+        hidden, residual = self._row(self._shape.hidden), None
+        if self._shape.architecture.startswith("Gemma"):  # whose embeddings are multiplied
+            embedded, hidden = hidden, self._row(self._shape.hidden)
+            self._free(embedded)
+        for blocks in self._blocks():
+            hidden, residual = self._layer(hidden, residual, blocks)
+        if self._floats and residual is not None:
+            normed, other = self._add_float_norm(self._shape.hidden)
+            self._free(other, hidden, residual)
+            hidden, residual = normed, None
+        if residual is not None and residual is not hidden:
+            self._free(residual)
+        self._sample()
+        self._free(hidden)
+
+    def context_bytes(self) -> int:
+        """Latent attention multiplies the latent vectors of earlier tokens into keys and values of all heads, so many at a time
+        (mla_attention.py, determine_chunked_prefill_workspace_size and _compute_prefill_context), and keeps a place to gather them in."""
+        latent = next((one for one in self._shape.mixers if isinstance(one, Attention) and one.latent), None)
+        if latent is None:
+            return 0
+        tokens = max(min(8 * self._serving.max_model_len, 64 << 10), self._serving.max_num_seqs)
+        nope, rotary, value, heads = self._latent()
+        return tokens * self._width * (heads * (nope + value + nope + rotary) + latent.key_dim)
+
+    def _blocks(self) -> Iterator[list[Callable[[], Block]]]:
+        """Of each layer in order."""
+        experts = self._layers.experts
+        for number, mixer in islice(enumerate(self._shape.mixers), MOST_LAYERS):
+            feeds = self._experts if number in experts else self._mlp
+            mixes: Callable[[], Block] | None = None
+            if isinstance(mixer, State):
+                mixes = lambda mixer=mixer: self._delta(mixer) if mixer.key_heads else self._mamba(mixer)  # noqa: E731
+            elif mixer is not None:
+                mixes = lambda mixer=mixer: self._mla(mixer) if mixer.latent else self._attention(mixer)  # noqa: E731
+            if self._layers.single:
+                yield [feeds if mixes is None else mixes]
+            else:
+                yield [feeds] if mixes is None else [mixes, feeds]
+
+    def _layer(self, hidden: Block, residual: Block | None, blocks: list[Callable[[], Block]]) -> tuple[Block, Block]:
+        """(hidden, residual). The model's own frame holds both of the layer's inputs until it returns."""
+        held = [one for one in (hidden, residual) if one is not None]
+        x = hidden
+        for block in blocks:
+            if residual is None:
+                residual, x = x, self._norm(self._shape.hidden)
+            elif self._floats:
+                normed, added = self._add_float_norm(self._shape.hidden)
+                self._free(*(one for one in (x, residual) if one not in held))
+                x, residual = normed, added
+            y = block()
+            if x not in held:
+                self._free(x)
+            x = y
+            if self._sandwiched:
+                x = self._norm(self._shape.hidden)
+                self._free(y)
+        if residual is None:
+            residual = hidden
+        self._free(*(one for one in held if one is not residual and one is not x))
+        return x, residual
+
+    def _attention(self, mixer: Attention) -> Block:
+        heads, own = self._shape.heads // self._ranks, max(1, mixer.heads // self._ranks)
+        query = heads * mixer.key_dim
+        qkv = self._row(query + own * (mixer.key_dim + mixer.value_dim))
+        self._multiply()
+        held = [qkv]
+        if self._floats:
+            held += [self._norm(query), self._norm(own * mixer.key_dim)]
+        held.append(self._row(heads * mixer.value_dim))
+        out = self._row(self._shape.hidden)
+        self._free(*held)
+        return out
+
+    def _mla(self, mixer: Attention) -> Block:
+        nope, rotary, value, heads = self._latent()
+        rank = self._number("q_lora_rank")
+        held = [self._row(rank + mixer.key_dim)]
+        self._multiply()
+        if rank:
+            held.append(self._row(rank))
+        held += [self._row(heads * (nope + rotary)), self._row(mixer.key_dim - rotary), self._row(heads * value)]
+        # Keys and values of all heads, keys once more with their rotary part, and the kernel's result.
+        inner = [self._row(heads * (nope + value)), self._row(heads * (nope + rotary)), self._row(heads * value)]
+        self._free(*inner)
+        out = self._row(self._shape.hidden)
+        self._free(*held)
+        return out
+
+    def _mamba(self, state: State) -> Block:
+        """mamba_mixer2.py and mamba/ops/ssd_combined.py; states in float32."""
+        heads, channels = state.heads // self._ranks, state.channels // self._ranks
+        groups = max(1, state.groups // self._ranks)
+        convolved = channels + 2 * groups * state.group_size
+        projected = self._row(channels + convolved + heads)
+        self._multiply()
+        mixed, after = self._row(channels), self._row(convolved)
+        # Of each request that goes on: its state, and zeros for the others.
+        each = 4 * min(self._serving.max_num_seqs, self._tokens) * heads * state.rows * state.columns
+        gathered = self._take(each)
+        begun = self._take(each)
+        self._free(gathered)
+        size = self._number("chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK
+        # A request's end ends a piece too.
+        pieces = -(-self._tokens // size) + min(self._serving.max_num_seqs, self._tokens // size)
+        steps = [self._take(4 * heads * pieces * size), self._take(4 * heads * pieces * size)]
+        states = self._take(4 * pieces * heads * state.rows * state.columns)
+        passed = self._take(4 * pieces * heads * state.rows * state.columns)
+        self._free(states)
+        products = self._take(4 * pieces * groups * size * size)
+        ended = self._take(each)
+        self._free(*steps, passed, products, after, begun, ended)
+        if groups > 1 and self._eager:
+            # Only one group has a kernel of its own (Mixer2RMSNormGated).
+            gate = self._row(2 * channels)
+            silu = self._row(2 * channels)
+            self._free(gate)
+            x = self._row(2 * channels)
+            self._free(silu)
+            self._free(self._row(2 * channels))
+            grouped = self._row(2 * channels)
+            self._free(x)
+            narrow = self._row(channels)
+            self._free(grouped)
+            normed = self._row(channels)
+            self._free(narrow)
+        else:
+            normed = self._row(channels)
+        out = self._row(self._shape.hidden)
+        self._free(projected, mixed, normed)
+        return out
+
+    def _delta(self, state: State) -> Block:
+        """Gated delta net (qwen3_next.py; fla/ops/chunk.py): its projections, their parts in order, and the chunked rule's own."""
+        heads, keys = state.heads // self._ranks, max(1, state.key_heads // self._ranks)
+        values, width = heads * state.rows, keys * state.columns
+        channels = 2 * width + values
+        held = [self._row(channels + values), self._row(2 * heads)]
+        self._multiply()
+        out, mixed, after = self._row(values), self._row(channels), self._row(channels)
+        # Queries and keys for every head, normalized; the decay in float32; triangles of each chunk and their inverse.
+        inner = [self._row(heads * state.columns) for _ in range(2)]
+        inner += [self._take(4 * self._tokens * heads), self._take(4 * self._tokens * heads * _DELTA_CHUNK)]
+        inner.append(self._row(heads * _DELTA_CHUNK))
+        inner += [self._row(heads * state.columns), self._row(values)]
+        pieces = -(-self._tokens // _DELTA_CHUNK) + min(self._serving.max_num_seqs, self._tokens // _DELTA_CHUNK)
+        inner += [self._take(self._width * pieces * heads * state.rows * state.columns), self._row(values), self._row(values)]
+        self._free(*inner, mixed, after)
+        normed = self._row(values)
+        done = self._row(self._shape.hidden)
+        self._free(*held, out, normed)
+        return done
+
+    def _mlp(self) -> Block:
+        return self._feed(self._shape.intermediate, self._gated())
+
+    def _feed(self, width: int, gated: bool) -> Block:
+        inner = max(1, width // self._ranks)
+        both = self._row(inner * (2 if gated else 1))
+        self._multiply()
+        active = self._row(inner)
+        self._free(both)
+        out = self._row(self._shape.hidden)
+        self._free(active)
+        return out
+
+    def _experts(self) -> Block:
+        """fused_moe/modular_kernel.py: a workspace for all layers that is never given back (v1/worker/workspace.py), and the result."""
+        hidden, shared = self._shape.hidden, self._shared_width()
+        beside = self._feed(shared, self._gated()) if shared else None
+        # A router in float32 multiplies tokens in float32 (router/gate_linear.py).
+        if self._layers.single and self._eager:
+            self._free(self._row(2 * hidden))
+        out = self._row(hidden)
+        if self._workspace is None:
+            inner = max(1, self._shape.expert_width // self._ranks)
+            # triton_moe.py and marlin_moe.py, workspace_shapes.
+            size = max(inner, hidden) + max(2 * inner if self._gated() else inner, hidden)
+            self._workspace = self._row(self._shape.active_experts * size)
+        if beside is None:
+            return out
+        both = self._row(hidden)
+        self._free(out, beside)
+        return both
+
+    def _sample(self) -> None:
+        """Logits in the model's precision and in float32, sorted with their indices, and as probabilities."""
+        for rows in (self._serving.max_num_seqs, LOGPROB_ROWS):
+            sizes = (self._width, 4, 4, 8, 4) if rows != LOGPROB_ROWS else (self._width, 4, 4)
+            self._free(*[self._take(rows * self._shape.vocab * size) for size in sizes])
+
+    def _norm(self, width: int) -> Block:
+        if not self._floats:
+            return self._row(width)
+        whole = self._row(2 * width)
+        return self._float_norm(whole, width)
+
+    def _float_norm(self, whole: Block, width: int) -> Block:
+        """whole: in float32, held until the end."""
+        self._free(self._row(2 * width))  # squares
+        scaled = self._row(2 * width)
+        weighed = self._row(2 * width)
+        self._free(scaled)
+        out = self._row(width)
+        self._free(weighed, whole)
+        return out
+
+    def _add_float_norm(self, width: int) -> tuple[Block, Block]:
+        """(normed, residual)."""
+        ours, theirs = self._row(2 * width), self._row(2 * width)
+        whole = self._row(2 * width)
+        self._free(ours, theirs)
+        residual = self._row(width)
+        return self._float_norm(whole, width), residual
+
+    def _multiply(self) -> None:
+        """The first matrix product brings cuBLAS's workspace, for good."""
+        if self._cublas is None:
+            self._cublas = self._take(CUBLAS_BYTES)
+
+    def _latent(self) -> tuple[int, int, int, int]:
+        """Elements of a head's keys without and with a position, and of its values; heads on this rank."""
+        nope, rotary, value = map(self._number, ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return nope, rotary, value, max(1, self._shape.heads // self._ranks)
+
+    def _shared_width(self) -> int:
+        own = self._number("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+        return (self._number("n_shared_experts") or int(own > 0)) * (own or self._shape.expert_width)
+
+    def _number(self, *keys: str) -> int:
+        """The first that is a count, 0 where none is."""
+        values = (self._text.get(key) for key in keys)
+        return next((value for value in values if type(value) is int and 0 < value < _MOST), 0)
+
+    def _gated(self) -> bool:
+        return str(self._text.get("mlp_hidden_act") or "") != "relu2"
+
+    def _row(self, width: int) -> Block:
+        """Of every token so many elements in the model's precision."""
+        return self._take(self._tokens * width * self._width)
+
+    def _take(self, size: int) -> Block:
+        return self.allocator.take(size)
+
+    def _free(self, *blocks: Block) -> None:
+        for block in blocks:
+            self.allocator.give_back(block)
