@@ -104,6 +104,8 @@ def _case(name: str, form: str, source: Path, preset: Preset, plugins: Path, fol
     }
     if preset.platform == "cuda" and "kv_lora_rank" in checkpoint.config:
         arguments["attention_backend"] = child.LATENT_ATTENTION
+    if preset.platform == "cuda" and "linear_num_value_heads" in checkpoint.config:
+        arguments["gdn_prefill_backend"] = "triton"  # the others are not everywhere
     if form != "bf16":
         arguments |= {"load_format": "spark_stream", "model_loader_extra_config": {"quantize": form, "cache_dir": None}}
     known = {"sequences": preset.requests, "margin_bytes": 0, "report": str(report)}
