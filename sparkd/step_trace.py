@@ -172,13 +172,12 @@ class Step:
         self._multiply()
         mixed, after = self._row(channels), self._row(convolved)
         # Of each request that goes on: its state, and zeros for the others.
-        each = 4 * min(self._serving.max_num_seqs, self._tokens) * heads * state.rows * state.columns
+        each = 4 * self._requests() * heads * state.rows * state.columns
         gathered = self._take(each)
         begun = self._take(each)
         self._free(gathered)
         size = self._number("chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK
-        # A request's end ends a piece too.
-        pieces = -(-self._tokens // size) + min(self._serving.max_num_seqs, self._tokens // size)
+        pieces = self._pieces(size)
         steps = [self._take(4 * heads * pieces * size), self._take(4 * heads * pieces * size)]
         states = self._take(4 * pieces * heads * state.rows * state.columns)
         passed = self._take(4 * pieces * heads * state.rows * state.columns)
@@ -207,25 +206,27 @@ class Step:
         return out
 
     def _delta(self, state: State) -> Block:
-        """Gated delta net (qwen3_next.py; fla/ops/chunk.py): its projections, their parts in order, and the chunked rule's own."""
+        """mamba/gdn/qwen_gdn_linear_attn.py and flash_linear_attention/ops/chunk.py: its projections, their parts in order, and of the
+        chunked rule triangles, their inverse, and a matrix for each piece."""
         heads, keys = state.heads // self._ranks, max(1, state.key_heads // self._ranks)
         values, width = heads * state.rows, keys * state.columns
-        channels = 2 * width + values
-        held = [self._row(channels + values), self._row(2 * heads)]
+        projected = [self._row(2 * width + 2 * values), self._row(2 * heads)]
         self._multiply()
-        out, mixed, after = self._row(values), self._row(channels), self._row(channels)
-        # Queries and keys for every head, normalized; the decay in float32; triangles of each chunk and their inverse.
-        inner = [self._row(heads * state.columns) for _ in range(2)]
-        inner += [self._take(4 * self._tokens * heads), self._take(4 * self._tokens * heads * _DELTA_CHUNK)]
+        mixed, core, after = self._row(2 * width + values), self._row(values), self._row(2 * width + values)
+        inner = [self._row(width), self._row(width), self._row(values), self._take(12 * self._tokens * heads)]
+        inner.append(self._take(4 * self._requests() * heads * state.rows * state.columns))
+        triangles = self._take(4 * self._tokens * heads * _DELTA_CHUNK)
         inner.append(self._row(heads * _DELTA_CHUNK))
-        inner += [self._row(heads * state.columns), self._row(values)]
-        pieces = -(-self._tokens // _DELTA_CHUNK) + min(self._serving.max_num_seqs, self._tokens // _DELTA_CHUNK)
-        inner += [self._take(self._width * pieces * heads * state.rows * state.columns), self._row(values), self._row(values)]
-        self._free(*inner, mixed, after)
+        self._free(triangles)
+        inner += [self._row(values), self._row(heads * state.columns)]
+        inner.append(self._take(self._width * self._pieces(_DELTA_CHUNK) * heads * state.rows * state.columns))
+        inner.append(self._take(4 * self._requests() * heads * state.rows * state.columns))
+        inner += [self._row(values), self._row(values)]
+        self._free(*inner, after)
         normed = self._row(values)
-        done = self._row(self._shape.hidden)
-        self._free(*held, out, normed)
-        return done
+        out = self._row(self._shape.hidden)
+        self._free(*projected, mixed, core, normed)
+        return out
 
     def _mlp(self) -> Block:
         return self._feed(self._shape.intermediate, self._gated())
@@ -307,6 +308,13 @@ class Step:
         """The first that is a count, 0 where none is."""
         values = (self._text.get(key) for key in keys)
         return next((value for value in values if type(value) is int and 0 < value < _MOST), 0)
+
+    def _requests(self) -> int:
+        return min(self._serving.max_num_seqs, self._tokens)
+
+    def _pieces(self, size: int) -> int:
+        """Of `size` tokens; a request's end ends one too."""
+        return -(-self._tokens // size) + min(self._serving.max_num_seqs, self._tokens // size)
 
     def _gated(self) -> bool:
         return str(self._text.get("mlp_hidden_act") or "") != "relu2"
