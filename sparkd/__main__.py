@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
-import shutil
 import sys
-import textwrap
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -69,6 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     if "ray" in sys.modules:
         # Threads of Ray's core outlive its shutdown, and once in some hundred ends they crash the interpreter's own (SIGSEGV, Ray 2.60).
         # Everything of ours is closed here.
+        import logging
+
         logging.shutdown()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -95,6 +93,8 @@ def exit_code(argv: list[str]) -> int:
         known = _known(error)
         if known is not None:
             return _fail(known.message, known.exit_code)
+        import logging
+
         if logging.getLogger().handlers:
             logging.getLogger("sparkd").critical("sparkd has a bug", exc_info=error)
         return _fail(f"sparkd has a bug: {type(error).__name__} at {_place(error)}. Please report it.", SparkdError.exit_code)
@@ -150,6 +150,9 @@ def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
     lines = f"error: {message}".splitlines()
     if sys.stderr.isatty():
+        import shutil
+        import textwrap
+
         width = shutil.get_terminal_size().columns
         lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
     sys.stderr.write("\n".join(lines) + "\n")
@@ -158,6 +161,8 @@ def _fail(message: str, code: int) -> int:
 
 def _place(error: BaseException) -> str:
     """file:line of the innermost frame that is ours."""
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(frame.filename).parent.name == "sparkd"] or frames
     return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"

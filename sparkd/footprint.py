@@ -10,8 +10,8 @@ from math import ceil
 
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvCost, Serving, kv_cost
-from sparkd.model_shape import Attention, Shape, text_config
-from sparkd.step_trace import layers_of, reserved_bytes
+from sparkd.model_shape import Attention, Shape
+from sparkd.step_trace import reserved_bytes
 from sparkd.weight_cost import Inventory, Weights
 from workers.stream.recipe import Recipe
 
@@ -141,10 +141,8 @@ def footprint(
 
 def batch_bytes(inventory: Inventory, serving: Serving, *, eager: bool, encoders: bool) -> int:
     """Of the largest step, and what is kept for the next one."""
-    shape, more = inventory.shape, ENCODER_BYTES if encoders else 0
-    if serving.platform != "cuda":
-        return peak_bytes(shape, serving) + more
-    return reserved_bytes(shape, text_config(inventory.checkpoint.config), layers_of(inventory), serving, eager=eager) + more
+    step = reserved_bytes(inventory, serving, eager=eager) if serving.platform == "cuda" else peak_bytes(inventory.shape, serving)
+    return step + (ENCODER_BYTES if encoders else 0)
 
 
 def peak_bytes(shape: Shape, serving: Serving) -> int:

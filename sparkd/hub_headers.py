@@ -10,14 +10,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparkd.checkpoint import CONFIG, MAX_JSON_BYTES, MODELOPT, Checkpoint, Folder, Selection, Shard, assembled, read_checkpoint, selected
 from sparkd.errors import CheckpointError
-from sparkd.hub import Hub, Listing, in_parallel
 from sparkd.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
 from sparkd.source import snapshot_of, source_of
 from sparkd.tensors import FileTensors
 from sparkd.weight_index import INDEX
+
+if TYPE_CHECKING:
+    from sparkd.hub import Hub, Listing
 
 # Of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata: 97 of 100).
 FIRST_BYTES = 100_000
@@ -46,6 +49,8 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
 
     All is of one commit. Raises ConfigError for what is no hub id, CheckpointError for what the hub refuses or has wrong.
     """
+    from sparkd.hub import Hub
+
     hub = Hub(hub_id, revision, environ)
     source = _Repository(hub, hub.listing(), progress)
     try:
@@ -87,12 +92,16 @@ class _Repository:
 
     def content(self, name: str) -> bytes:
         if not self._small:
+            from sparkd.hub import in_parallel
+
             wanted = [each for each in (CONFIG, INDEX, MODELOPT) if each in self.names]
             read = partial(self._hub.whole, self._listing.commit, limit=MAX_JSON_BYTES)
             self._small = {wanted[at]: raw for at, raw in in_parallel([partial(read, each) for each in wanted])}
         return self._small.pop(name)
 
     def headers(self, files: Mapping[str, int]) -> Iterable[tuple[Shard, FileTensors]]:
+        from sparkd.hub import in_parallel
+
         for file in files.keys() - self.names:
             raise CheckpointError(f"{INDEX} names it, and the repository does not have it", file=self.path(file))
         found: dict[int, tuple[Shard, FileTensors]] = {}

@@ -10,9 +10,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparkd.client import DEFAULT_URL, Client, admin_key, base_url
+if TYPE_CHECKING:
+    from sparkd.client import Client
 
 # From 1, and of no more digits than any of these options may have.
 _COUNT = re.compile(r"[1-9][0-9]{0,11}")
@@ -46,14 +47,26 @@ def run(words: Sequence[str]) -> int | None:
     asked = read(words)
     if asked is None:
         return None
-    # Refused as any verb refuses them, whether a daemon is asked or not.
-    client = Client(base_url(os.environ.get("SPARKD_URL") or DEFAULT_URL), admin_key(None, os.environ))
+    if any(os.environ.get(name) for name in ("SPARKD_URL", "SPARKD_ADMIN_KEY")):
+        # Refused as any verb refuses them, whether a daemon is asked or not.
+        _client().close()
     from sparkd import plan_command
 
+    return plan_command.run(_models, **asked)
+
+
+def _models() -> list[dict[str, Any]]:
+    client = _client()
     try:
-        return plan_command.run(client.models, **asked)
+        return client.models()
     finally:
         client.close()
+
+
+def _client() -> Client:
+    from sparkd.client import DEFAULT_URL, Client, admin_key, base_url
+
+    return Client(base_url(os.environ.get("SPARKD_URL") or DEFAULT_URL), admin_key(None, os.environ))
 
 
 def read(words: Sequence[str]) -> dict[str, Any] | None:

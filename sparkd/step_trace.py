@@ -8,13 +8,12 @@ exactly: of a dense model three rows of `hidden` and three of the MLP's inner wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from sparkd.caching_allocator import MIB, Block, CachingAllocator
 from sparkd.kv_cost import Serving
-from sparkd.model_shape import Attention, Shape, State, text_config
+from sparkd.model_shape import Attention, State, text_config
 from sparkd.weight_cost import Inventory
 
 # cuBLAS's own workspace, from torch's allocator, as torch sets it for Hopper and later (aten/src/ATen/cuda/CublasHandlePool.cpp,
@@ -35,36 +34,45 @@ _MOST = 1 << 24
 _DELTA_CHUNK, _MAMBA_CHUNK = 64, 256
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """experts: numbers of the layers whose MLP is routed experts. single: a layer is one block, a mixer or an MLP (Nemotron-H)."""
-
-    experts: frozenset[int]
-    single: bool = False
-
-
-def layers_of(inventory: Inventory) -> Layers:
-    experts = frozenset(part.layer for part in inventory.parts if part.kind == "expert" and part.layer is not None)
-    return Layers(experts, bool(text_config(inventory.checkpoint.config).get("hybrid_override_pattern")))
-
-
-def reserved_bytes(shape: Shape, text: Mapping[str, Any], layers: Layers, serving: Serving, *, eager: bool) -> int:
-    """What torch reserves at most for steps of max_num_batched_tokens, beside weights and cache. text: of the language model's config.
+def reserved_bytes(inventory: Inventory, serving: Serving, *, eager: bool) -> int:
+    """What torch reserves at most for steps of max_num_batched_tokens, beside weights and cache; reckoned once for each kind of step.
 
     eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it.
     """
-    step = Step(shape, text, layers, serving, eager=eager)
-    for _ in range(STEPS):
-        step.run()
-    return step.allocator.reserved + step.context_bytes()
+    key = serving.max_num_batched_tokens, serving.max_num_seqs, serving.tensor_parallel, eager
+    if key not in inventory.steps:
+        step = Step(inventory, serving, eager=eager)
+        for _ in range(STEPS):
+            step.run()
+        inventory.steps[key] = step.allocator.reserved
+    return inventory.steps[key] + context_bytes(inventory, serving)
+
+
+def context_bytes(inventory: Inventory, serving: Serving) -> int:
+    """Latent attention multiplies the latent vectors of earlier tokens into keys and values of all heads, so many at a time
+    (mla_attention.py, determine_chunked_prefill_workspace_size and _compute_prefill_context), and keeps a place to gather them in."""
+    shape = inventory.shape
+    latent = next((one for one in shape.mixers if isinstance(one, Attention) and one.latent), None)
+    if latent is None:
+        return 0
+    tokens = max(min(8 * serving.max_model_len, 64 << 10), serving.max_num_seqs)
+    nope, rotary, value = _latent(text_config(inventory.checkpoint.config))
+    heads = max(1, shape.heads // serving.tensor_parallel)
+    return tokens * shape.dtype_bytes * (heads * (nope + value + nope + rotary) + latent.key_dim)
 
 
 class Step:
-    def __init__(self, shape: Shape, text: Mapping[str, Any], layers: Layers, serving: Serving, *, eager: bool) -> None:
-        self._eager = eager
+    """One engine's steps, one after the other. allocator: what they leave."""
+
+    def __init__(self, inventory: Inventory, serving: Serving, *, eager: bool) -> None:
+        shape = inventory.shape
         self.allocator = CachingAllocator()
-        self._shape, self._text, self._layers, self._serving = shape, text, layers, serving
+        self._shape, self._serving, self._eager = shape, serving, eager
+        self._text = text_config(inventory.checkpoint.config)
         self._tokens, self._ranks, self._width = serving.max_num_batched_tokens, serving.tensor_parallel, shape.dtype_bytes
+        self._routed = {part.layer for part in inventory.parts if part.kind == "expert"}
+        # Nemotron-H: a layer is one block, a mixer or an MLP.
+        self._single = bool(self._text.get("hybrid_override_pattern"))
         self._floats = eager and shape.architecture.startswith(_FLOAT_NORMS)
         self._sandwiched = shape.architecture.startswith(_SANDWICHED)
         self._workspace: Block | None = None
@@ -87,27 +95,16 @@ class Step:
         self._sample()
         self._free(hidden)
 
-    def context_bytes(self) -> int:
-        """Latent attention multiplies the latent vectors of earlier tokens into keys and values of all heads, so many at a time
-        (mla_attention.py, determine_chunked_prefill_workspace_size and _compute_prefill_context), and keeps a place to gather them in."""
-        latent = next((one for one in self._shape.mixers if isinstance(one, Attention) and one.latent), None)
-        if latent is None:
-            return 0
-        tokens = max(min(8 * self._serving.max_model_len, 64 << 10), self._serving.max_num_seqs)
-        nope, rotary, value, heads = self._latent()
-        return tokens * self._width * (heads * (nope + value + nope + rotary) + latent.key_dim)
-
     def _blocks(self) -> Iterator[list[Callable[[], Block]]]:
         """Of each layer in order."""
-        experts = self._layers.experts
         for number, mixer in islice(enumerate(self._shape.mixers), MOST_LAYERS):
-            feeds = self._experts if number in experts else self._mlp
+            feeds = self._experts if number in self._routed else self._mlp
             mixes: Callable[[], Block] | None = None
             if isinstance(mixer, State):
                 mixes = lambda mixer=mixer: self._delta(mixer) if mixer.key_heads else self._mamba(mixer)  # noqa: E731
             elif mixer is not None:
                 mixes = lambda mixer=mixer: self._mla(mixer) if mixer.latent else self._attention(mixer)  # noqa: E731
-            if self._layers.single:
+            if self._single:
                 yield [feeds if mixes is None else mixes]
             else:
                 yield [feeds] if mixes is None else [mixes, feeds]
@@ -149,8 +146,9 @@ class Step:
         return out
 
     def _mla(self, mixer: Attention) -> Block:
-        nope, rotary, value, heads = self._latent()
-        rank = self._number("q_lora_rank")
+        nope, rotary, value = _latent(self._text)
+        heads = max(1, self._shape.heads // self._ranks)
+        rank = _number(self._text, "q_lora_rank")
         held = [self._row(rank + mixer.key_dim)]
         self._multiply()
         if rank:
@@ -176,7 +174,7 @@ class Step:
         gathered = self._take(each)
         begun = self._take(each)
         self._free(gathered)
-        size = self._number("chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK
+        size = _number(self._text, "chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK
         pieces = self._pieces(size)
         steps = [self._take(4 * heads * pieces * size), self._take(4 * heads * pieces * size)]
         states = self._take(4 * pieces * heads * state.rows * state.columns)
@@ -246,7 +244,7 @@ class Step:
         hidden, shared = self._shape.hidden, self._shared_width()
         beside = self._feed(shared, self._gated()) if shared else None
         # A router in float32 multiplies tokens in float32 (router/gate_linear.py).
-        if self._layers.single and self._eager:
+        if self._single and self._eager:
             self._free(self._row(2 * hidden))
         out = self._row(hidden)
         if self._workspace is None:
@@ -295,19 +293,9 @@ class Step:
         if self._cublas is None:
             self._cublas = self._take(CUBLAS_BYTES)
 
-    def _latent(self) -> tuple[int, int, int, int]:
-        """Elements of a head's keys without and with a position, and of its values; heads on this rank."""
-        nope, rotary, value = map(self._number, ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return nope, rotary, value, max(1, self._shape.heads // self._ranks)
-
     def _shared_width(self) -> int:
-        own = self._number("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
-        return (self._number("n_shared_experts") or int(own > 0)) * (own or self._shape.expert_width)
-
-    def _number(self, *keys: str) -> int:
-        """The first that is a count, 0 where none is."""
-        values = (self._text.get(key) for key in keys)
-        return next((value for value in values if type(value) is int and 0 < value < _MOST), 0)
+        own = _number(self._text, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+        return (_number(self._text, "n_shared_experts") or int(own > 0)) * (own or self._shape.expert_width)
 
     def _requests(self) -> int:
         return min(self._serving.max_num_seqs, self._tokens)
@@ -329,3 +317,14 @@ class Step:
     def _free(self, *blocks: Block) -> None:
         for block in blocks:
             self.allocator.give_back(block)
+
+
+def _latent(text: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Elements of a head's keys without and with a position, and of its values."""
+    return _number(text, "qk_nope_head_dim"), _number(text, "qk_rope_head_dim"), _number(text, "v_head_dim")
+
+
+def _number(text: Mapping[str, Any], *keys: str) -> int:
+    """The first that is a count, 0 where none is."""
+    values = (text.get(key) for key in keys)
+    return next((value for value in values if type(value) is int and 0 < value < _MOST), 0)

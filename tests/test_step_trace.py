@@ -8,8 +8,7 @@ from sparkd.caching_allocator import MIB, CachingAllocator
 from sparkd.footprint import footprint
 from sparkd.hardware import H200
 from sparkd.kv_cost import Serving
-from sparkd.model_shape import text_config
-from sparkd.step_trace import CUBLAS_BYTES, Step, layers_of, reserved_bytes
+from sparkd.step_trace import CUBLAS_BYTES, Step, reserved_bytes
 from sparkd.weight_cost import Inventory
 from tests import architectures
 from tests.architecture_parts import Size
@@ -63,8 +62,7 @@ def test_the_smallest_free_block_is_cut_and_joined_again() -> None:
 
 @pytest.mark.parametrize(("name", "rows"), [("llama", 3 + 3 * 3), ("gemma3", 19)])
 def test_what_is_handed_out_at_once_is_what_was_measured(name: str, rows: int) -> None:
-    inventory = of(name)
-    step = Step(inventory.shape, text_config(inventory.checkpoint.config), layers_of(inventory), SERVING, eager=True)
+    step = Step(of(name), SERVING, eager=True)
     step.run()
     assert 0 <= step.allocator.held_most - CUBLAS_BYTES - rows * ROW <= MIB
 
@@ -91,5 +89,4 @@ def test_the_total_peak_of_an_h200(name: str, form: str, measured_mib: int) -> N
 
 def test_a_compiler_keeps_nothing_in_float32() -> None:
     inventory = of("gemma3")
-    given = inventory.shape, text_config(inventory.checkpoint.config), layers_of(inventory), SERVING
-    assert reserved_bytes(*given, eager=False) < reserved_bytes(*given, eager=True) - 256 * MIB
+    assert reserved_bytes(inventory, SERVING, eager=False) < reserved_bytes(inventory, SERVING, eager=True) - 256 * MIB

@@ -7,7 +7,6 @@ and one that loses its environment keeps its parent.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
@@ -141,12 +140,16 @@ def descendants(roots: Collection[int], stats: Mapping[int, Stat]) -> set[int]:
 
 def adopts_orphans() -> bool:
     """Whether orphans below this process become its children. Ray's deprecated sub-reaper does that to its workers, and kills them."""
+    import ctypes
+
     answer = ctypes.c_int()
     return prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer)) and answer.value == 1
 
 
 def prctl(option: int, value: Any) -> bool:
     """False where the C library or the kernel refuses."""
+    import ctypes
+
     try:
         return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
     except (OSError, AttributeError):

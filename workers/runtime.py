@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +34,8 @@ def probe(runtime: str) -> Runtime:
 
     Raises RankError where it cannot be run.
     """
+    import subprocess
+
     try:
         done = subprocess.run(
             [runtime, "-I", "-c", _PROBE],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +100,8 @@ def _parsed(text: Any, where: str) -> tuple[str, int | None]:
     match = _SPELLING.fullmatch(plain)
     name = match["name"].replace("-", "_") if match else ""
     if match is None or name not in NAMES or (match["group"] and name != "int4"):
+        import difflib
+
         near = difflib.get_close_matches(plain, (*SPELLINGS, "int4"), n=1)
         raise refused(f"{where}: the format {text!r} is not known; " + (f"did you mean {near[0]}? " if near else "") + _known())
     return name, int(match["group"]) if match["group"] else None

@@ -21,7 +21,6 @@ not made of whole blocks of 128 rows, fp8-block becomes fp8, which adjustments s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,6 +198,8 @@ def _patterns(value: Any, where: str) -> list[str]:
 def _no_unknown(value: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in value:
         if key not in known:
+            import difflib
+
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]}" if near else ""
             raise refused(f"{where}: the key {key!r} is not known{hint}; known are {', '.join(known)}")
