@@ -70,7 +70,7 @@ ROWS = {
     "read_checkpoint, every tensor looked at": f"{_READ}; all(t.nbytes for t in c.tensors.values())",
     "read_checkpoint, one looked up": f"{_READ}; c.tensors['lm_head.weight']",
     "read_checkpoint, weights of 2 formats on 1, 2, 4 ranks": _COUNTED,
-    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.plan_line, sparkd.plan_command, sparkd.show",
+    "the imports of `sparkd plan`": "import sparkd.__main__, sparkd.plan_line, sparkd.plan_command",
     "`sparkd plan` for 4 nodes": "import sparkd.__main__ as m; m.main(['plan', 'FOLDER', '--nodes', '4'])",
 }
 _TOLD = """import atexit
