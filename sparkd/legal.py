@@ -14,6 +14,37 @@ from workers.stream.recipe import Recipe
 # validate_fp8_block_shape).
 BLOCK = 128
 
+# Architectures that vLLM has, and whose classes have no SupportsPP (vllm/model_executor/models/registry.py, is_pp_supported_model; releases
+# 0.26 and 0.32): it starts no pipeline of them (vllm/config/model.py, verify_with_parallel_config).
+WITHOUT_PIPELINES = frozenset(
+    {
+        "AriaForConditionalGeneration",
+        "CohereAsrForConditionalGeneration",
+        "DeepseekV4ForConditionalGeneration",
+        "DiffusionGemmaForBlockDiffusion",
+        "FireRedASR2ForConditionalGeneration",
+        "FireRedLIDForConditionalGeneration",
+        "FunASRForConditionalGeneration",
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+        "HrmTextForCausalLM",
+        "IQuestLoopCoderForCausalLM",
+        "Idefics3ForConditionalGeneration",
+        "Mamba2ForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "NemotronParseForConditionalGeneration",
+        "OuroForCausalLM",
+        "PaddleOCRVLForConditionalGeneration",
+        "Phi4MMForCausalLM",
+        "SmolVLMForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+        "Zamba2ForCausalLM",
+    }
+)
+
 
 def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> str | None:
     """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size.
@@ -27,6 +58,8 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
     shape = inventory.shape
     if stages > shape.layers:
         yield f"{shape.layers} layers are fewer than {stages} stages"
+    if stages > 1 and shape.architecture in WITHOUT_PIPELINES:
+        yield f"vLLM runs no {shape.architecture} in {stages} stages"
     yield from _heads(shape, ranks)
     if ranks > 1:
         yield from _widths(inventory, recipe, ranks)

@@ -45,6 +45,8 @@ def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int 
         ({}, 1, 5, "4 layers are fewer than 5 stages"),
         ({}, 3, 1, "8 attention heads do not divide by 3 ranks"),
         ({}, 16, 1, "8 attention heads do not divide by 16 ranks"),
+        ({"architectures": ["Zamba2ForCausalLM"]}, 1, 2, "vLLM runs no Zamba2ForCausalLM in 2 stages"),
+        ({"architectures": ["Zamba2ForCausalLM"]}, 2, 1, None),
         ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, 1, "6 KV heads and 4 ranks: neither divides by the other"),
         ({"num_attention_heads": 12, "num_key_value_heads": 2}, 4, 1, None),
         (DELTA, 4, 1, None),

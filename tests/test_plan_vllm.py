@@ -18,7 +18,7 @@ import torch
 from sparkd.fit import Wish, choose
 from sparkd.hardware import Hardware, hardware_of
 from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
-from sparkd.legal import refusal
+from sparkd.legal import WITHOUT_PIPELINES, refusal
 from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
 from sparkd.planned import how, to_json
 from tests.sketches import dense, known, mixture, tensors_of
@@ -33,6 +33,8 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_pp
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
     from vllm.platforms.interface import Platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backend import MultipleOf
@@ -403,3 +405,17 @@ def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: Wish, pa
         assert parsed.kv_cache_dtype == wish.serving.kv_dtype and parsed.enforce_eager == (wish.eager or hardware == "cpu")
         assert parsed.worker_cls.startswith("workers.kv.Spark") and (parsed.load_format == "spark_stream") == (wish.quantize is not None)
         assert all(isinstance(value, str) for value in rank["environment"].values())
+
+
+def test_pipelines_are_refused_where_vllms_class_has_none() -> None:
+    """Of every class that can be imported: some need packages that only images or sound need."""
+    able: dict[str, bool] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in {**_TEXT_GENERATION_MODELS, **_MULTIMODAL_MODELS}:
+            try:
+                able[name] = supports_pp(ModelRegistry.models[name].load_model_cls())
+            except ImportError:
+                continue
+    assert len(able) > 150
+    assert {name for name, runs in able.items() if not runs} == WITHOUT_PIPELINES & able.keys()
