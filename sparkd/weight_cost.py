@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
@@ -47,6 +47,7 @@ _STORED = _words(
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 # Stored with the input dimension first (AWQ, GPTQ).
 _INPUT_FIRST = _words("qweight qzeros scales")
+_BF16 = Format("bf16")
 # Stands beside an FP8 weight and goes with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=.)")
@@ -192,15 +193,18 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, unloaded)
 
 
-def _grouped(parts: Iterable[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:
+def _grouped(parts: Sequence[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:
+    # FP8 that keeps its precision beside quantized layers is handed to vLLM dequantized (workers/stream/virtual.py).
+    fp8 = (part.tensor.name for part in parts if part.tensor.dtype == "F8_E4M3" and len(part.tensor.shape) == 2)
+    kept = {stem: _BF16 for name in fp8 if (stem := name.removesuffix(".weight")) not in assignment} if assignment else {}
     first: dict[object, tuple[Part, Format | None]] = {}
     layers: dict[object, list[int | None]] = {}
     for part in parts:
         tensor = part.tensor
         stem, _, last = tensor.name.rpartition(".")
-        if last in _SOURCE_SCALES and stem in assignment:
+        if last in _SOURCE_SCALES and (stem in assignment or stem in kept):
             continue  # It goes into the weight's new format.
-        form = assignment.get(stem) if last == "weight" else assignment.get(tensor.name)
+        form = assignment.get(stem, kept.get(stem)) if last == "weight" else assignment.get(tensor.name)
         key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
         first.setdefault(key, (part, form))
         layers.setdefault(key, []).append(part.layer)

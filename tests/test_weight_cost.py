@@ -250,6 +250,16 @@ def test_what_is_quantized_already_stays() -> None:
     assert "quantized already (awq)" in found.notes[0]
 
 
+def test_fp8_that_no_rule_quantizes_takes_its_bf16_beside_what_is_quantized() -> None:
+    kept, other = "model.layers.0.self_attn.indexer.wq_b", "model.layers.0.self_attn.o_proj"
+    tensors: list[Tensor] = [(f"{kept}.weight", (1024, 512), "F8_E4M3"), (f"{kept}.weight_scale_inv", (8, 4), "F32")]
+    more: list[Tensor] = [(f"{other}.weight", (512, 512), "F8_E4M3"), (f"{other}.weight_scale_inv", (4, 4), "F32")]
+    nvfp4 = Recipe.parse("nvfp4")
+
+    assert held([*tensors, *more], 1, nvfp4) - held(more, 1, nvfp4) == 2 * 1024 * 512
+    assert held([*tensors, *more], 1) - held(more, 1) == 1024 * 512 + 4 * 8 * 4
+
+
 def test_a_rule_that_cannot_be_kept_is_an_error_and_one_that_matches_nothing_a_note() -> None:
     found = known(dense(), tensors_of(dense()))
     assert "matches no weight" in found.weights(Recipe.parse({"keep": ["nowhere"], "format": "fp8"})).notes[0]

@@ -48,9 +48,11 @@ def test_int4_without_a_group_size_has_128() -> None:
     assert quantizer(Format("int4")).group_size == 128
 
 
-def test_bf16_has_no_quantizer() -> None:
-    with pytest.raises(ValueError, match="bf16 has no quantizer"):
-        quantizer(Format("bf16"))
+def test_bf16_leaves_a_weight_as_it_is() -> None:
+    weight = torch.randn(3, 7, dtype=torch.bfloat16)
+    form = quantizer(Format("bf16"))
+    assert form.quantize(weight)["weight"] is weight
+    assert torch.equal(form.dequantize(form.quantize(weight, out=form.empty(weight)), torch.float32), weight.float())
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,9 @@ def test_bf16_has_no_quantizer() -> None:
 def test_columns_that_do_not_divide_are_refused_with_what_would_fit(spelling: str, k: int, cure: str) -> None:
     form = quantizer(Format.parse(spelling))
     with pytest.raises(CheckpointError) as caught:
-        form.check("model.layers.0.mlp.down_proj.weight", 64, k)
+        form.check("model.layers.0.mlp.down_proj.weight", 64, k, file="/m/a.safetensors")
     assert str(caught.value) == (
-        f"model.layers.0.mlp.down_proj.weight: K={k} is not divisible by the group size {form.group_size}. {cure}."
+        f"/m/a.safetensors: model.layers.0.mlp.down_proj.weight: K={k} is not divisible by the group size {form.group_size}. {cure}."
     )
 
 

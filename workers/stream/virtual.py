@@ -18,6 +18,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.formats import quantizer
+from workers.stream.formats.source import refuse_scale
 from workers.stream.fusion import FUSED
 from workers.stream.packed import Packed, blocks, packed_of
 from workers.stream.reader import Piece
@@ -44,6 +45,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 SHORTEST_READ_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
+
+# What a weight that is FP8 in its checkpoint and keeps its precision beside others that are quantized becomes.
+DEQUANTIZED = Format("bf16")
+_LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
 
 _LEADER = {name: group[0] for group in FUSED for name in group}
 
@@ -291,24 +296,21 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
     module = ref.name.removesuffix(".weight")
     form = formats.get(module)
     if form is None or form.name == "bf16":
-        if formats and ref.dtype == "F8_E4M3" and (scale := _scale(checkpoint, module)) is not None and checkpoint_dequantizes(checkpoint):
-            raise CheckpointError(
-                "it is FP8 and the recipe keeps it in its own precision, which the other layers' format cannot express",
-                file=ref.path,
-                tensor=ref.name,
-                cure=f"Give it a format: a rule for {module.rpartition('.')[2]!r}; its scale is {scale.name}",
-            )
-        return []
+        # Beside quantized layers nothing says what its FP8 is: it is handed over as the values that it stands for.
+        if not formats or ref.dtype != "F8_E4M3" or not checkpoint_dequantizes(checkpoint) or _scale(checkpoint, module) is None:
+            return []
+        form = DEQUANTIZED
     if len(ref.shape) != 2 or ref.dtype not in ("BF16", "F16", "F32", "F8_E4M3"):
         raise CheckpointError(
-            f"a {ref.dtype} tensor of shape {list(ref.shape)} cannot be quantized to {form.spelling}",
+            f"a {ref.dtype} tensor of shape {list(ref.shape)} cannot be {_made(form)}",
             file=ref.path,
             tensor=ref.name,
-            cure=f"Keep it as it is: add {module!r} to `keep`",
+            cure=_LEAVE_OUT if form is DEQUANTIZED else f"Keep it as it is: add {module!r} to `keep`",
         )
-    quantizer(form).check(module, *ref.shape)
+    quantizer(form).check(ref.name, *ref.shape, file=ref.path)
     scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
     if scale is not None:
+        refuse_scale(scale.shape, *ref.shape, file=scale.path, tensor=scale.name)
         used.add(scale.name)
         used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
     elif ref.dtype == "F8_E4M3":
@@ -319,6 +321,10 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
             cure=f"{module}.weight_scale_inv or .weight_scale is expected",
         )
     return [Weight(module, form, Stored(ref, ref.offset, *ref.shape), scale)]
+
+
+def _made(form: Format) -> str:
+    return "dequantized here" if form is DEQUANTIZED else f"quantized to {form.spelling}"
 
 
 def checkpoint_dequantizes(checkpoint: Checkpoint) -> bool:
@@ -347,7 +353,7 @@ def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkp
         for one in blocks(ref, found, checkpoint)
     ]
     for weight in made[:2]:
-        quantizer(form).check(weight.module, *weight.stored.shape)
+        quantizer(form).check(weight.module, *weight.stored.shape, file=ref.path)
     return made
 
 

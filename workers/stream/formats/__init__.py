@@ -9,6 +9,7 @@ from workers.stream.formats.fp8 import Fp8BlockQuantizer, Fp8Quantizer
 from workers.stream.formats.int4 import Int4Quantizer
 from workers.stream.formats.mxfp4 import Mxfp4Quantizer
 from workers.stream.formats.nvfp4 import Nvfp4Quantizer, global_scale
+from workers.stream.formats.source import Dequantized
 
 if TYPE_CHECKING:
     from workers.stream.recipe import Format
@@ -17,7 +18,7 @@ __all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quant
 
 
 def quantizer(format: Format) -> Quantizer:
-    """The quantizer of a format. int4 takes its group size from it, 128 where none is said. ValueError for bf16: it is not quantized."""
+    """The quantizer of a format. int4 takes its group size from it, 128 where none is said; that of bf16 leaves a weight as it is."""
     match format.name:
         case "nvfp4":
             return Nvfp4Quantizer()
@@ -29,4 +30,6 @@ def quantizer(format: Format) -> Quantizer:
             return Fp8Quantizer()
         case "fp8_block":
             return Fp8BlockQuantizer()
+        case "bf16":
+            return Dequantized()
     raise ValueError(f"Format {format.name} has no quantizer.")

@@ -63,12 +63,14 @@ class Quantizer(ABC):
     def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] that the parts stand for, computed in float32 and rounded once to dtype."""
 
-    def check(self, name: str, n: int, k: int) -> None:
-        """Raises CheckpointError where a weight [n, k] cannot have this format."""
+    def check(self, name: str, n: int, k: int, file: str | None = None) -> None:
+        """Raises CheckpointError where a weight [n, k], the tensor `name` of `file`, cannot have this format."""
         size = self.group_size
         if size is None or k % size == 0:
             return
-        raise CheckpointError(f"K={k} is not divisible by the group size {size}", tensor=name, cure=f"Use {fitting(size, k)} for it")
+        raise CheckpointError(
+            f"K={k} is not divisible by the group size {size}", file=file, tensor=name, cure=f"Use {fitting(size, k)} for it"
+        )
 
     @abstractmethod
     def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
-from workers.stream.formats.base import windows
+from workers.stream.formats.base import Parts, Quantizer, windows
 
 BLOCK = 128
+
+
+class Dequantized(Quantizer):
+    """For a weight that was dequantized and is not quantized again: bfloat16, under its own name."""
+
+    group_size = None
+    spelling = "bf16"
+
+    def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"weight": (torch.bfloat16, (n, k))}
+
+    def quantize(self, weight: Tensor, *, global_scale: Tensor | None = None, out: Mapping[str, Tensor] | None = None) -> Parts:
+        """The weight itself where it is bfloat16 already and `out` is None."""
+        if out is None:
+            return {"weight": weight.to(torch.bfloat16)}
+        return super().quantize(weight, out=out)
+
+    def dequantize(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return parts["weight"].to(dtype)
+
+    def _fill(self, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        out["weight"].copy_(weight)
+
+    def _launch(self, kernels: ModuleType, weight: Tensor, out: Parts, global_scale: Tensor | None) -> None:
+        out["weight"].copy_(weight)
 
 
 def dequantize_fp8(
@@ -38,19 +67,26 @@ def dequantize_fp8(
     return made
 
 
+def refuse_scale(scale: tuple[int, ...], n: int, k: int, *, file: str | None = None, tensor: str | None = None) -> None:
+    """Raises CheckpointError where a scale of this shape cannot be that of an FP8 weight [n, k], the tensor of this name."""
+    blocks = (-(-n // BLOCK), -(-k // BLOCK))
+    if math.prod(scale) != 1 and scale not in ((n,), (n, 1), blocks):
+        raise CheckpointError(
+            f"an FP8 weight {n}x{k} has a scale of shape {list(scale)}, which is neither one value, nor [{n}, 1], nor {list(blocks)}",
+            file=file,
+            tensor=tensor,
+            cure="Fetch the checkpoint again, or take its original precision",
+        )
+
+
 def _normal(scale: Tensor, n: int, k: int) -> tuple[Tensor, int, int]:
     """(scale float32 [rows, columns], rows of the weight that one of its rows stands for, columns likewise); 0: it stands for all."""
-    blocks = (-(-n // BLOCK), -(-k // BLOCK))
+    refuse_scale(tuple(scale.shape), n, k)
     if scale.numel() == 1:
         return scale.float().view(1, 1), 0, 0
     if tuple(scale.shape) in ((n,), (n, 1)):
         return scale.float().view(n, 1), 1, 0
-    if tuple(scale.shape) == blocks:
-        return scale.float(), BLOCK, BLOCK
-    raise CheckpointError(
-        f"an FP8 weight {n}x{k} has a scale of shape {list(scale.shape)}, which is neither one value, nor [{n}, 1], nor {list(blocks)}",
-        cure="Fetch the checkpoint again, or take its original precision",
-    )
+    return scale.float(), BLOCK, BLOCK
 
 
 def _index(first: int, count: int, each: int, device: torch.device) -> Tensor:
