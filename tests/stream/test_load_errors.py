@@ -28,6 +28,7 @@ from workers.stream.trace import PhantomTensor
 INDEX = "model.safetensors.index.json"
 DAMAGED = "model.layers.1.mlp.up_proj"
 W = f"{DAMAGED}.weight"
+NORM = "model.layers.1.post_attention_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,15 @@ def not_finite(folder: Path) -> None:
     header(folder, spoil)
 
 
+def not_finite_norm(folder: Path) -> None:
+    path = next(one for one in shards(folder) if NORM.encode() in one.read_bytes()[:65536])
+    raw = bytearray(path.read_bytes())
+    begin = 8 + struct.unpack("<Q", raw[:8])[0]
+    at = begin + json.loads(raw[8:begin])[NORM]["data_offsets"][1] - 2
+    raw[at : at + 2] = b"\xc0\x7f"
+    path.write_bytes(raw)
+
+
 def renamed(folder: Path) -> None:
     header(folder, lambda entries, _: entries.update({f"{DAMAGED}s.weight": entries.pop(W)}))
     weight_map(folder, lambda where: where.update({f"{DAMAGED}s.weight": where.pop(W)}))
@@ -132,12 +142,14 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
     ("another name, plain", renamed, "bf16", rf"{DAMAGED}.*"),
     ("NaN", not_finite, "nvfp4", rf"{W}.*NaN or Inf.*fetch it again"),
     ("NaN, int4", not_finite, "int4-g32", rf"{W}.*NaN or Inf.*fetch it again"),
+    ("NaN, plain", not_finite, "bf16", rf"{W}.*NaN or Inf.*fetch it again"),
+    ("NaN in a norm", not_finite_norm, "nvfp4", rf"model-\d+-of-\d+\.safetensors: {NORM}: it holds NaN or Inf\. The file is damaged"),
     ("NaN, fp8", not_finite, "fp8", rf"{W}.*NaN or Inf.*fetch it again"),
     (
         "a group that does not divide",
         narrow,
         {"format": "nvfp4", "layers": {"up_proj": "int4-g128"}},
-        rf"{DAMAGED}: K=64 is not divisible by the group size 128.*Use int4-g64",
+        rf"model-\d+-of-\d+\.safetensors: {W}: K=64 is not divisible by the group size 128.*Use int4-g64",
     ),
     (
         "a group that is not built",

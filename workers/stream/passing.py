@@ -5,6 +5,7 @@ quantizes, never knows vLLM.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,7 +25,11 @@ class ChunkSink(Protocol):
 class Passing:
     """A tensor that is never whole in memory: when it is copied into its parameter, its bytes go there as they come off the disk."""
 
-    def __init__(self, emitted: Emitted, first_row: int, source: Input, feed: Feed, sink: ChunkSink | None) -> None:
+    def __init__(
+        self, emitted: Emitted, first_row: int, source: Input, feed: Feed, sink: ChunkSink | None, look: Callable[[torch.Tensor], None]
+    ) -> None:
+        """look: is given what was copied, once."""
+        self._look = look
         self._emitted = emitted
         self._first_byte = first_row * self._row_bytes()
         self._source = source
@@ -42,6 +47,7 @@ class Passing:
         if straight and target.is_contiguous() and target.dtype == self._emitted.dtype:
             low, high = (edge * self._row_bytes() for edge in phantom.region[0])
             self._pass(target.detach().view(-1).view(torch.uint8), low, high)
+            self._look(target.detach())
             return
         rows = self._source.nbytes // self._row_bytes()
         whole = self._feed.take(self._source, keep=True).view(self._emitted.dtype).view(rows, *shape[1:])
@@ -50,6 +56,7 @@ class Passing:
             slice(start - (first if dim == 0 else 0), stop - (first if dim == 0 else 0)) for dim, (start, stop) in enumerate(phantom.region)
         )
         part = whole[box]
+        self._look(part)
         left = [dim for dim in phantom.dims if dim is not None]
         target.copy_(part.permute([*left, *(dim for dim in range(len(shape)) if dim not in left)]).reshape(target.shape))
 

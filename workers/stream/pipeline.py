@@ -18,9 +18,10 @@ from typing import Protocol
 
 import torch
 
-from sparkd.errors import CheckpointError
+from sparkd.checkpoint import TensorRef
 from workers.stream.experts import followers, place, place_stacked, straightened
 from workers.stream.feed import Feed
+from workers.stream.finite import Finite
 from workers.stream.formats import amax, amax_each, global_scale, quantizer
 from workers.stream.formats.source import dequantize_fp8
 from workers.stream.passing import Passing
@@ -41,7 +42,6 @@ logger = logging.getLogger("vllm.sparkd.stream")
 
 STREAMED_BYTES = 32 * 2**20  # what passes through and is larger goes into its parameter chunk by chunk instead of being built first
 SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
-CHECKED_UNITS = 512  # one look at the device's NaN flags for so many units: each look waits for the device
 
 
 class Sink(Protocol):
@@ -83,6 +83,7 @@ class Pipeline:
     all is needed. A tensor of which only a part is needed has its whole shape, and undefined values elsewhere.
     straight: where those go that are placed here and not handed on; what is placed is taken out of it, for a place holds memory. placed:
     is told the names of what has reached its parameter.
+    trusted: nothing is looked at for NaN and infinities, because it was when it was made: a quantized cache is read at the disk's speed.
     reader: makes the Reader for a list of pieces. batch_bytes: quantized together (plan.py); None: as the device likes it.
     """
 
@@ -101,6 +102,7 @@ class Pipeline:
         straight: dict[str, Target] | None = None,
         placed: Callable[[Sequence[str]], None] = lambda _names: None,
         batch_bytes: int | None = None,
+        trusted: bool = False,
     ) -> None:
         self._virtual = virtual
         self._device = device
@@ -122,8 +124,8 @@ class Pipeline:
         self.direct: bool | None = None
         self.fallback_reason: str | None = None
         self.unpinned_reason: str | None = None
-        self._largest: list[tuple[Sequence[Weight], torch.Tensor]] = []
-        self._unchecked = 0
+        self._trusted = trusted
+        self._finite = Finite(device)
 
     @cached_property
     def _plans(self) -> list[Plan]:
@@ -162,10 +164,9 @@ class Pipeline:
                 done_units += len(step.plans)
                 if self._watcher is not None:
                     self._watcher.advance(done_bytes, done_units)
-                if self._unchecked >= CHECKED_UNITS:
-                    self._check_finite()
+                self._finite.look_now_and_then()
             feed.finish()
-            self._check_finite()
+            self._finite.refuse()
             stats = reader.stats
             self.bytes_read = stats.bytes_read
             self.waited_s = stats.waited_s
@@ -239,12 +240,13 @@ class Pipeline:
         (emitted,) = self._emitted[plan.index]
         first, rows = plan.rows or (0, 1)
         if plan.nbytes > STREAMED_BYTES and emitted.name in self._once:
-            passing = Passing(emitted, first, plan.inputs[0], feed, self.sink)
+            passing = Passing(emitted, first, plan.inputs[0], feed, self.sink, partial(self._look, [unit.plain]))
             yield emitted.name, streamed(Taken(emitted.shape), dtype, self._device, passing.copy)
             passing.drain()
             self._placed([emitted.name])
             return
         loaded = feed.take(plan.inputs[0], keep=True).view(dtype)
+        self._look([unit.plain], loaded)
         part = loaded.view(rows, *emitted.shape[1:]) if emitted.shape else loaded.view(())
         if self.sink is not None:
             self.sink.add(emitted.name, part)
@@ -256,7 +258,9 @@ class Pipeline:
 
     def _run(self, run: Run, feed: Feed) -> None:
         feed.place(run.source, run.memory)
-        self._placed([plan.unit.plain.name for plan in run.plans if plan.unit.plain is not None])
+        refs = [plan.unit.plain for plan in run.plans if plan.unit.plain is not None]
+        self._look(refs, run.memory.view(dtype_of(refs[0])))
+        self._placed([ref.name for ref in refs])
 
     def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         sizes = {kind: sum(plan.nbytes for plan in plans) for kind, plans in batch.alike.items()}
@@ -276,7 +280,7 @@ class Pipeline:
         weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
         form = quantizer(weights[0].format)
         largest = amax_each(matrices)
-        self._note(weights, largest)
+        self._finite.note([_made_from(weight) for weight in weights], largest)
         shared = None
         if weights[0].format.name == "nvfp4":
             shared = global_scale(largest.view(-1, each).amax(1, keepdim=True)).expand(-1, each).reshape(-1)
@@ -331,7 +335,7 @@ class Pipeline:
         if needed[0][0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
         for (weight, number, need, part), most in zip(needed, largest, strict=True):
-            self._note([weight], most.reshape(1))
+            self._finite.note([_made_from(weight)], most.reshape(1))
             form = quantizer(weight.format)
             parts = form.quantize(part, global_scale=shared) if shared is not None else form.quantize(part)
             for one in self._emitted[plan.index]:
@@ -357,21 +361,13 @@ class Pipeline:
             self._straight.pop(name, None)
         self._told(names)
 
-    def _note(self, weights: Sequence[Weight], largest: torch.Tensor) -> None:
-        self._largest.append((weights, largest))
-        self._unchecked += len(weights)
+    def _look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
+        if not self._trusted:
+            self._finite.look(refs, tensor)
 
-    def _check_finite(self) -> None:
-        seen, self._largest, self._unchecked = self._largest, [], 0
-        if not seen:
-            return
-        bad = torch.cat([largest for _, largest in seen]).isfinite().logical_not().nonzero().flatten().tolist()
-        if bad:
-            ref = [weight for weights, _ in seen for weight in weights][bad[0]].stored.ref
-            more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
-            raise CheckpointError(
-                f"the weights hold NaN or Inf{more}", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again"
-            )
+
+def _made_from(weight: Weight) -> tuple[TensorRef, ...]:
+    return (weight.stored.ref,) if weight.scale is None else (weight.stored.ref, weight.scale)
 
 
 def _one_behind_the_other(plans: Sequence[Plan]) -> Iterator[tuple[Plan, int]]:

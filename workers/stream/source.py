@@ -71,7 +71,7 @@ class Source:
             return None
         virtual = virtual_of(cached, needed.__contains__)
         trace, parts = (self.trace, None) if whole else (None, self._parts(needed))
-        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, self.placed, parts)
+        pipeline = _pipeline(virtual, self.device, self.reader, trace, self.dtype, self.progress, self.placed, parts, trusted=True)
         cut = None if whole else needed
         return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
 
@@ -153,6 +153,8 @@ def _pipeline(
     progress: ProgressFile,
     placed: Callable[[Sequence[str]], None],
     parts: dict[str, Target] | None = None,
+    *,
+    trusted: bool = False,
 ) -> Pipeline:
     """parts: where tensors go that are stored as a part; without it they are whole."""
     taken = {} if trace is None else trace.taken
@@ -168,4 +170,5 @@ def _pipeline(
         watcher=progress,
         placed=placed,
         straight=parts if trace is None else trace.straight,
+        trusted=trusted,
     )

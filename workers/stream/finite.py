@@ -1,0 +1,98 @@
+"""Which tensors of a load hold a NaN or an infinity, told by flags that stay on the device until many are looked at. Never keeps a tensor.
+
+A flag is the least or largest value of a tensor, which a NaN or an infinity shows in: one reduction for each, nothing in memory beside it
+and no wait. Which of several tensors that share a flag it was is only looked up, in their files, once one is known to be bad.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from sparkd.checkpoint import TensorRef
+from sparkd.errors import CheckpointError
+from workers.stream.virtual import dtype_of
+
+CHECKED = 512  # one look at the flags for so many: each look waits for the device
+READ_BYTES = 32 * 2**20
+# The least magnitude, as its code, that is no number: E4M3's NaN, E5M2's infinity (OCP 8-bit floating point 1.0); E8M0's NaN (OCP MX 1.0).
+_CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+_NAN_OF_E8M0 = 0xFF
+# Bounds that a model may leave open: Gemma 4's clipped layers have input_max and output_min.
+_BOUNDS = ("_min", "_max")
+
+
+class Finite:
+    """The flags of one load on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: list[tuple[Sequence[tuple[TensorRef, ...]], torch.Tensor]] = []
+        self._count = 0
+
+    def note(self, groups: Sequence[tuple[TensorRef, ...]], values: torch.Tensor) -> None:
+        """values [groups]: not finite where one of that group's tensors has such an element."""
+        self._seen.append((groups, values.to(self._device)))
+        self._count += len(groups)
+
+    def look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
+        """The same for the elements of `refs` in one tensor of any shape; one that holds no fractions is nothing."""
+        if tensor.numel() == 0 or (len(refs) == 1 and tensor.numel() == 1 and refs[0].name.endswith(_BOUNDS)):
+            return
+        group = (tuple(refs),)
+        for value in _flags(tensor):
+            self.note(group, value.reshape(1))
+
+    def look_now_and_then(self) -> None:
+        """As `refuse`, once there are many flags."""
+        if self._count >= CHECKED:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raises CheckpointError for the first tensor that has been noted and is bad; the others are counted. Waits for the device."""
+        seen, self._seen, self._count = self._seen, [], 0
+        if not seen:
+            return
+        bad = torch.cat([values for _, values in seen]).isfinite().logical_not().nonzero().flatten().tolist()
+        if not bad:
+            return
+        groups = [group for groups, _ in seen for group in groups]
+        blamed = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
+        ref = next(iter(blamed))
+        others = ("", ", as does another tensor")[len(blamed) - 1] if len(blamed) < 3 else f", as do {len(blamed) - 1} more tensors"
+        raise CheckpointError(f"it holds NaN or Inf{others}", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again")
+
+
+def _flags(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Values that are all finite if every element is."""
+    if tensor.dtype is torch.float8_e8m0fnu:
+        return (_flag(tensor.view(torch.uint8), _NAN_OF_E8M0),)
+    if (code := _CODES.get(tensor.dtype)) is not None:
+        # Signed, positive magnitudes are the largest; unsigned, negative ones are.
+        return _flag(tensor.view(torch.int8), code), _flag(tensor.view(torch.uint8), code | 0x80)
+    return tuple(torch.aminmax(tensor)) if tensor.is_floating_point() else ()
+
+
+def _flag(codes: torch.Tensor, least: int) -> torch.Tensor:
+    return torch.where(codes.amax() >= least, torch.inf, 0.0)
+
+
+def _blamed(group: Sequence[TensorRef]) -> Sequence[TensorRef]:
+    """Those that are bad in their file; the first, where only what was made of them is."""
+    if len(group) == 1:
+        return group
+    return [ref for ref in group if _is_bad(ref)] or group[:1]
+
+
+def _is_bad(ref: TensorRef) -> bool:
+    with contextlib.suppress(OSError), open(ref.path, "rb") as file:
+        file.seek(ref.offset)
+        left = ref.nbytes
+        while left and (data := file.read(min(left, READ_BYTES))):
+            left -= len(data)
+            flags = _flags(torch.frombuffer(bytearray(data), dtype=dtype_of(ref)))
+            if any(not flag.isfinite() for flag in flags):
+                return True
+    return False
