@@ -71,3 +71,19 @@ def test_chunks_and_a_given_result(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_scale_that_fits_nothing_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match=r"an FP8 weight 300x200 has a scale of shape .*\[300, 1\], nor \[3, 2\]\. Fetch"):
         dequantize_fp8(every_code(300, 200), torch.ones(shape), (300, 200))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (300,), (300, 1), (3, 2)])
+def test_several_at_once_are_each_as_it_would_be_alone(shape: tuple[int, ...]) -> None:
+    weights = torch.stack(
+        [
+            every_code(300, 200),
+            every_code(200, 300).view(300, 200),
+            every_code(300, 200).view(torch.uint8).flip(0).view(torch.float8_e4m3fn),
+        ]
+    )
+    scales = torch.rand(3, *shape) + 0.5
+    part, origin = weights[:, 37:290, 10:200], (37, 10)
+    made = dequantize_fp8(part, scales, (300, 200), origin)
+    each = [dequantize_fp8(part[index], scales[index], (300, 200), origin) for index in range(3)]
+    assert torch.equal(made.view(torch.int16), torch.stack(each).view(torch.int16))

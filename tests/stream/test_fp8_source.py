@@ -11,8 +11,10 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.stream.test_pipeline import BATCHES, HIDDEN, loaded, random_weights, written
+from tests.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, loaded, random_weights, same_memory, written
 from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.pipeline import Pipeline
+from workers.stream.plan import Batch, steps
 from workers.stream.recipe import Recipe
 from workers.stream.virtual import VirtualCheckpoint
 
@@ -64,14 +66,32 @@ def described(folder: Path, config: dict) -> Path:
     return folder
 
 
+@BATCHES
 @pytest.mark.parametrize("kind", ["fp8_tensor", "fp8_channel", "fp8_block"])
-def test_an_fp8_source_is_undone_unit_by_unit(tmp_path, kind):
+def test_an_fp8_source_is_undone_unit_by_unit(tmp_path, kind, batch_bytes):
     stored, meant, config = fp8_source(random_weights(), kind)
     folder = described(written(tmp_path / "a", stored), config)
-    got = loaded(folder, "nvfp4")
+    got = loaded(folder, "nvfp4", batch_bytes=batch_bytes)
     want = loaded(written(tmp_path / "b", meant), "nvfp4")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)) for name in want)
+
+
+@pytest.mark.parametrize("kind", ["fp8_tensor", "fp8_channel", "fp8_block"])
+@pytest.mark.parametrize("quantize", ["nvfp4", "int4-g32"])
+def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, kind, quantize):
+    """Rows that begin within a block of scales, and columns."""
+    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 6)
+    stored, _, config = fp8_source(random_weights(inter=2 * 96), kind)
+    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    alone, together = Fused(2, 1), Fused(2, 1)
+    alone.load(Pipeline(virtual, CPU, READER, **alone.asked(virtual), batch_bytes=0))
+    stream = Pipeline(virtual, CPU, READER, **together.asked(virtual), batch_bytes=2**30)
+    batches = [step for step in steps(stream._plans, 2**30, stream._straight) if isinstance(step, Batch)]
+    assert max(len(plans) for batch in batches for plans in batch.alike.values()) >= 6
+    together.load(stream)
+    same_memory(together, alone)
 
 
 INDEXER = "model.layers.0.self_attn.indexer.wq_b.weight"

@@ -25,7 +25,7 @@ from workers.stream.finite import Finite
 from workers.stream.formats import amax, amax_each, global_scale, quantizer
 from workers.stream.formats.source import dequantize_fp8
 from workers.stream.passing import Passing
-from workers.stream.plan import BATCH_BYTES, Batch, Plan, Run, matrices_of, plan_of, steps
+from workers.stream.plan import BATCH_BYTES, Batch, Input, Plan, Run, matrices_of, plan_of, steps
 from workers.stream.reader import Reader
 from workers.stream.trace import Region, Taken, Target, streamed
 from workers.stream.virtual import (
@@ -263,16 +263,20 @@ class Pipeline:
         self._placed([ref.name for ref in refs])
 
     def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
-        sizes = {kind: sum(plan.nbytes for plan in plans) for kind, plans in batch.alike.items()}
-        raw = {kind: torch.empty(size, dtype=torch.uint8, device=self._device) for kind, size in sizes.items()}
-        into = {
-            id(plan): raw[kind][at : at + plan.nbytes] for kind, plans in batch.alike.items() for plan, at in _one_behind_the_other(plans)
-        }
-        for plan, source in zip(batch.plans, batch.inputs, strict=True):
-            feed.fill(source, into[id(plan)])
+        joined = {id(plan): inputs for plan, inputs in zip(batch.plans, batch.inputs, strict=True)}
+        raw: dict[object, list[torch.Tensor]] = {}
+        into: dict[int, torch.Tensor] = {}
+        for kind, plans in batch.alike.items():
+            raw[kind] = []
+            for inputs in zip(*(joined[id(plan)] for plan in plans), strict=True):
+                memory = torch.empty(sum(one.nbytes for one in inputs), dtype=torch.uint8, device=self._device)
+                raw[kind].append(memory)
+                into |= {id(one): memory[at : at + one.nbytes] for one, at in _one_behind_the_other(inputs)}
+        for source in (one for inputs in batch.inputs for one in inputs):
+            feed.fill(source, into[id(source)])
         into.clear()
         for kind, plans in batch.alike.items():
-            yield from self._alike(plans, matrices_of(plans[0], raw.pop(kind)))
+            yield from self._alike(plans, matrices_of(plans[0], raw.pop(kind), self._dtype))
 
     def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Units of one shape and format: matrices [units * weights of one unit, N, K]."""
@@ -370,11 +374,11 @@ def _made_from(weight: Weight) -> tuple[TensorRef, ...]:
     return (weight.stored.ref,) if weight.scale is None else (weight.stored.ref, weight.scale)
 
 
-def _one_behind_the_other(plans: Sequence[Plan]) -> Iterator[tuple[Plan, int]]:
+def _one_behind_the_other(inputs: Sequence[Input]) -> Iterator[tuple[Input, int]]:
     at = 0
-    for plan in plans:
-        yield plan, at
-        at += plan.nbytes
+    for one in inputs:
+        yield one, at
+        at += one.nbytes
 
 
 def _whole(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from workers.stream.formats.source import dequantize_fp8
 from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
 from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_piece, stored_pieces
@@ -69,16 +70,16 @@ class Batch:
     """Units that are quantized together. alike: those of one shape and format, in the order of `plans`."""
 
     plans: list[Plan]
-    inputs: list[Input]  # one for each plan: its matrices one behind the other
+    inputs: list[tuple[Input, ...]]  # for each plan: its matrices one behind the other, and likewise the scales of an FP8 source
     alike: dict[object, list[Plan]]
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.inputs)
+        return sum(one.nbytes for inputs in self.inputs for one in inputs)
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        return (piece for one in self.inputs for piece in one.pieces)
+        return (piece for inputs in self.inputs for one in inputs for piece in one.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +137,21 @@ def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | No
 def kind_of(plan: Plan) -> object | None:
     """The same for units that can be quantized as one tensor [units, weights, N, K]; None for one that cannot be.
 
-    Such a unit has matrices of one shape and format that lie in the file as they are needed, none of them FP8.
+    Such a unit has matrices of one shape and format that lie in the file as they are needed, all of them with a scale of one shape (FP8)
+    or none.
     """
-    if plan.unit.plain is not None or len(plan.inputs) != len(plan.weights):
+    if plan.unit.plain is not None:
         return None
     kinds = set()
-    for slot, one in enumerate(plan.weights):
+    each = len(plan.inputs) // len(plan.weights)
+    for number, one in enumerate(plan.weights):
         weight, need, box = plan.unit.weights[one.number], one.need, one.box
-        stored = weight.stored
+        stored, scale = weight.stored, weight.scale
         as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
-        if one.slot != slot or one.scale_slot is not None or stored.transposed or not as_needed:
+        if one.slot != number * each or stored.transposed or not as_needed:
             return None
-        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype))
+        scaled = None if scale is None else (scale.dtype, scale.shape, stored.shape, need.row_start, need.col_start)
+        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype, scaled))
     return (len(plan.weights), *kinds) if len(kinds) == 1 else None
 
 
@@ -169,7 +173,7 @@ def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target
     """The same units in the same order, those together that can be. batch_bytes: 0 for no batches. straight: where tensors go."""
     waiting: list[Plan] = []
     kinds: list[object] = []
-    waiting_bytes = 0
+    waiting_bytes = 0  # on the device, where FP8 has its dequantized 16 bits beside it
     run: list[tuple[Plan, torch.Tensor]] = []
     for plan in plans:
         memory = memory_of(plan, straight)
@@ -177,7 +181,8 @@ def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target
         if run and (memory is None or not _follows(run, plan, memory)):
             yield _run(run)
             run = []
-        if waiting and (kind is None or waiting_bytes + plan.nbytes > batch_bytes):
+        nbytes = plan.nbytes * (3 if plan.weights and plan.weights[0].scale_slot is not None else 1)
+        if waiting and (kind is None or waiting_bytes + nbytes > batch_bytes):
             yield _batch(waiting, kinds)
             waiting, kinds, waiting_bytes = [], [], 0
         if memory is not None:
@@ -185,7 +190,7 @@ def steps(plans: Iterable[Plan], batch_bytes: int, straight: Mapping[str, Target
         elif kind is not None:
             waiting.append(plan)
             kinds.append(kind)
-            waiting_bytes += plan.nbytes
+            waiting_bytes += nbytes
         else:
             yield plan
     if run:
@@ -223,19 +228,30 @@ def _batch(plans: list[Plan], kinds: list[object]) -> Plan | Batch:
     return Batch(plans, [_joined(plan) for plan in plans], alike)
 
 
-def _joined(plan: Plan) -> Input:
-    """A unit's inputs as one, with pieces that touch in the file as one piece."""
+def _joined(plan: Plan) -> tuple[Input, ...]:
+    scales = [plan.inputs[one.scale_slot] for one in plan.weights if one.scale_slot is not None]
+    matrices = _one([plan.inputs[one.slot] for one in plan.weights])
+    return (matrices, _one(scales)) if scales else (matrices,)
+
+
+def _one(inputs: Sequence[Input]) -> Input:
+    """Inputs as one, with pieces that touch in the file as one piece."""
     pieces: list[Piece] = []
-    for piece in plan.pieces:
+    for piece in (piece for one in inputs for piece in one.pieces):
         last = pieces[-1] if pieces else None
         if last is not None and (last.path, last.offset + last.nbytes) == (piece.path, piece.offset):
             pieces[-1] = Piece(last.key, last.path, last.offset, last.nbytes + piece.nbytes)
         else:
             pieces.append(piece)
-    return Input(tuple(pieces), plan.nbytes)
+    return Input(tuple(pieces), sum(one.nbytes for one in inputs))
 
 
-def matrices_of(plan: Plan, raw: torch.Tensor) -> torch.Tensor:
-    """[matrices, N, K] of the joined inputs (uint8 [bytes]) of units like `plan`."""
+def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """[matrices, N, K] of the joined inputs (uint8 [bytes] each) of units like `plan`; those of an FP8 source dequantized to `dtype`."""
     first = plan.weights[0]
-    return raw.view(DTYPES[plan.unit.weights[first.number].stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)
+    weight, need = plan.unit.weights[first.number], first.need
+    made = raw[0].view(DTYPES[weight.stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)
+    if weight.scale is None:
+        return made
+    scales = raw[1].view(dtype_of(weight.scale)).view(-1, *weight.scale.shape)
+    return dequantize_fp8(made, scales, weight.stored.shape, (need.row_start, need.col_start), dtype=dtype)

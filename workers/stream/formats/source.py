@@ -49,21 +49,25 @@ def dequantize_fp8(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """part times its scale, [n, k] in dtype, multiplied in float32 and rounded once.
+    """part times its scale, [..., n, k] in dtype, multiplied in float32 and rounded once.
 
-    part: float8 [n, k], the rows and columns from origin on of a weight of this shape [N, K]. scale: that of the whole weight, one value,
-    [N] or [N, 1] for its rows, or [ceil(N/128), ceil(K/128)] for its blocks; every name it goes by (weight_scale, weight_scale_inv, scale)
-    is a factor. Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
+    part: float8 [..., n, k], of each matrix the rows and columns from origin on of a weight of this shape [N, K]. scale: [..., *] that of
+    the whole weight, one value, [N] or [N, 1] for its rows, or [ceil(N/128), ceil(K/128)] for its blocks; every name it goes by
+    (weight_scale, weight_scale_inv, scale) is a factor. Raises CheckpointError for another shape. On a CPU temporaries are under 8 MiB.
     """
-    n, k = part.shape
-    made = torch.empty((n, k), dtype=dtype, device=part.device) if out is None else out
-    scale, rows_each, columns_each = _normal(scale.to(part.device), *shape)
-    rows_of = _index(origin[0], n, rows_each, part.device)
+    *lead, n, k = part.shape
+    made = torch.empty(part.shape, dtype=dtype, device=part.device) if out is None else out
+    scale, rows_each, columns_each = _normal(scale.to(part.device), len(lead), *shape)
+    # Matrix after matrix as rows of one.
+    matrices, height, _ = scale.shape
+    stored, flat, scale = part.flatten(0, -2), made.flatten(0, -2), scale.flatten(0, 1)
+    first = torch.arange(matrices, device=part.device).unsqueeze(1) * height
+    rows_of = (first + _index(origin[0], n, rows_each, part.device)).view(-1)
     columns_of = _index(origin[1], k, columns_each, part.device)
-    for rows, columns in windows(n, k, 1, 1, part.device):
-        factor = scale.index_select(0, rows_of[rows]) if rows_each else scale
+    for rows, columns in windows(matrices * n, k, 1, 1, part.device):
+        factor = scale.index_select(0, rows_of[rows])
         factor = factor.index_select(1, columns_of[columns]) if columns_each else factor
-        made[rows, columns] = part[rows, columns].float().mul_(factor)
+        flat[rows, columns] = stored[rows, columns].float().mul_(factor)
     return made
 
 
@@ -79,15 +83,16 @@ def refuse_scale(scale: tuple[int, ...], n: int, k: int, *, file: str | None = N
         )
 
 
-def _normal(scale: Tensor, n: int, k: int) -> tuple[Tensor, int, int]:
-    """(scale float32 [rows, columns], rows of the weight that one of its rows stands for, columns likewise); 0: it stands for all."""
-    refuse_scale(tuple(scale.shape), n, k)
-    if scale.numel() == 1:
-        return scale.float().view(1, 1), 0, 0
-    if tuple(scale.shape) in ((n,), (n, 1)):
-        return scale.float().view(n, 1), 1, 0
-    return scale.float(), BLOCK, BLOCK
+def _normal(scale: Tensor, leading: int, n: int, k: int) -> tuple[Tensor, int, int]:
+    """(scale float32 [matrices, rows, columns], rows of the weight that one of its rows stands for, columns likewise); 0: for all."""
+    own = tuple(scale.shape[leading:])
+    refuse_scale(own, n, k)
+    if math.prod(own) == 1:
+        return scale.float().reshape(-1, 1, 1), 0, 0
+    if own in ((n,), (n, 1)):
+        return scale.float().reshape(-1, n, 1), 1, 0
+    return scale.float().reshape(-1, *own), BLOCK, BLOCK
 
 
 def _index(first: int, count: int, each: int, device: torch.device) -> Tensor:
-    return torch.arange(first, first + count, device=device) // max(1, each)
+    return torch.arange(first, first + count, device=device) // each if each else torch.zeros(count, dtype=torch.int64, device=device)
