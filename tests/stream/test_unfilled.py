@@ -21,7 +21,7 @@ from tests.architectures import ARCHITECTURES
 from tests.checkpoints import MIB, write_checkpoint
 from tests.stream.loading import load
 from workers import plugin
-from workers.stream import loader
+from workers.stream import asking
 from workers.stream.export import Request, export
 from workers.stream.recipe import Recipe
 from workers.stream.trace import Taken, Trace
@@ -162,7 +162,7 @@ def test_who_has_to_find_all_its_weights_in_the_checkpoint(
 ) -> None:
     config = SimpleNamespace(runner_type=runner, quantization=quantization)
     virtual = SimpleNamespace(formats=formats, checkpoint=SimpleNamespace(quantization=more.pop("stored", None)))
-    assert loader._fills_all(SimpleNamespace(**more), config, virtual) is all_of_it  # type: ignore[arg-type]
+    assert asking.fills_all(SimpleNamespace(**more), config, virtual) is all_of_it  # type: ignore[arg-type]
 
 
 # Modules of all kinds

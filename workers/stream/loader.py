@@ -24,25 +24,24 @@ from vllm.platforms import current_platform
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, SparkdError
+from workers.stream.asking import ask
 from workers.stream.cache import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
 from workers.stream.cache_writer import CODES, CacheWriter
 from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import in_our_formats, linear_modules, quantization_config
 from workers.stream.early import Early
-from workers.stream.experts import answered, families, stretches
 from workers.stream.formats import amax_each, global_scale, quantizer
 from workers.stream.method import NAME, formats_of, is_ours
-from workers.stream.mismatch import ended, is_out_of_memory, mismatch, refuse_integers, source_of
+from workers.stream.mismatch import ended, is_out_of_memory, mismatch
 from workers.stream.pipeline import SHAPE
 from workers.stream.progress import ProgressFile
-from workers.stream.ranks import experts_are_spread, rank_of_world, ranks, tensor_parallel_rank
+from workers.stream.ranks import rank_of_world, ranks, tensor_parallel_rank
 from workers.stream.reader import Reader
 from workers.stream.repack import repack_in_place
 from workers.stream.served import refuse_unserved
 from workers.stream.settings import Settings
 from workers.stream.source import Source, virtual_of
-from workers.stream.trace import Trace, phantoms
-from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
+from workers.stream.trace import Trace
 from workers.stream.virtual import VirtualCheckpoint
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -154,13 +153,6 @@ def _young_garbage_only() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpoint) -> bool:
-    """Whether every weight of the model has to come out of this checkpoint: what speculates takes some from its target, what pools
-    may get a head from elsewhere, and what vLLM quantizes by itself while it loads has parameters that no checkpoint knows."""
-    stored = virtual.checkpoint.quantization is not None or model_config.quantization is None
-    return (bool(virtual.formats) or stored) and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())
-
-
 class SparkStreamLoader(DefaultModelLoader):
     """Load format `spark_stream`: hands vLLM the tensors of a virtual quantized checkpoint, each as soon as its bytes are there."""
 
@@ -252,7 +244,8 @@ class SparkStreamLoader(DefaultModelLoader):
         entry = self._whole_entry(checkpoint) if model_config.quantization == NAME else None
         formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME and entry is None else {}
         virtual = self._virtual = VirtualCheckpoint(checkpoint, formats) if entry is None else virtual_of(entry)
-        trace = self._trace(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None)
+        check = self._settings.enable_weights_track
+        trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,
@@ -324,48 +317,6 @@ class SparkStreamLoader(DefaultModelLoader):
         )
         source.pipeline.sink = source.writer
         return source
-
-    def _trace(
-        self, virtual: VirtualCheckpoint, model: torch.nn.Module, model_config: Any, device: torch.device, folder: str, *, quantized: bool
-    ) -> Trace | None:
-        """Asks the model what it takes. None, with the reason in the log, where its weight loaders cannot be asked: then everything is
-        read. Raises CheckpointError where it wants what the checkpoint does not have."""
-        trace, writes, storages = Trace(), Writes(), storages_of(model)
-        emitted = virtual.emitted()
-        alike = [] if experts_are_spread() else families(emitted)
-        skipped = {name for family in alike for name in family.followers}
-        asked = [one for one in emitted if one.name not in skipped]
-        try:
-            with torch.no_grad(), writes:
-                loaded = model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
-        except (KeyError, AttributeError) as error:
-            ref = source_of(virtual, next(reversed(trace.taken), ""))
-            raise CheckpointError(
-                f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes of it ({type(error).__name__}: {error})",
-                file=None if ref is None else ref.path,
-                tensor=None if ref is None else ref.name,
-                cure="Keep that layer as it is: add its name to `keep`",
-            ) from error
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
-            logger.warning(
-                "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.",
-                type(model).__name__,
-                type(error).__name__,
-                error,
-            )
-            return None
-        if any(one.name not in trace.taken for one in asked):
-            return None
-        refuse_integers(virtual, trace)
-        trace.straight = answered(alike, trace.taken)
-        if self._settings.enable_weights_track and loaded is not None and _fills_all(model, model_config, virtual):
-            counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
-            experts = model_config.get_num_experts() if counted else None
-            answers = Asked(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))
-            refuse_unfilled(answers, folder, quantized=quantized)
-        return trace
 
     def _streamed(self, source: Source, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()

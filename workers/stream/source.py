@@ -55,7 +55,7 @@ class Source:
     ) -> Source:
         """trace: what the model takes, None where it could not be asked. placed: is told the names of what has reached its parameter.
         cached: the quantized cache that `virtual` is, closed with the source."""
-        pipeline = _pipeline(virtual, device, reader, trace, dtype, progress, placed)
+        pipeline = _pipeline(virtual, device, reader, trace, dtype, progress, placed, trusted=cached is not None)
         return cls(pipeline, device, reader, trace, dtype, progress, placed, cached)
 
     def from_cache(self, cached: CachedCheckpoint, handed: Mapping[str, Handed]) -> Source | None:

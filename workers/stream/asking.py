@@ -1,0 +1,78 @@
+"""Asks vLLM's model, once it is built, which tensors it takes and where they go. Never reads a weight, never places one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sparkd.errors import CheckpointError
+from workers.stream.experts import answered, families, stretches
+from workers.stream.mismatch import refuse_integers, source_of
+from workers.stream.ranks import experts_are_spread
+from workers.stream.trace import Trace, phantoms
+from workers.stream.unfilled import Asked, Writes, refuse_unfilled, storages_of
+from workers.stream.virtual import VirtualCheckpoint
+
+logger = logging.getLogger("vllm.sparkd.stream")
+
+
+def ask(
+    virtual: VirtualCheckpoint,
+    model: torch.nn.Module,
+    model_config: Any,
+    device: torch.device,
+    folder: str,
+    *,
+    quantized: bool,
+    check: bool,
+) -> Trace | None:
+    """What the model takes of `virtual`; None, with the reason in the log, where its weight loaders cannot be asked.
+
+    folder: the user's own checkpoint, for messages; quantized: by us; check: whether a checkpoint that lacks a weight is refused. Raises
+    CheckpointError for that, and where the model wants what the checkpoint does not have.
+    """
+    trace, writes, storages = Trace(), Writes(), storages_of(model)
+    emitted = virtual.emitted()
+    alike = [] if experts_are_spread() else families(emitted)
+    skipped = {name for family in alike for name in family.followers}
+    asked = [one for one in emitted if one.name not in skipped]
+    try:
+        with torch.no_grad(), writes:
+            loaded = model.load_weights(phantoms(((one.name, one.shape, one.dtype) for one in asked), device, trace))
+    except (KeyError, AttributeError) as error:
+        ref = source_of(virtual, next(reversed(trace.taken), ""))
+        raise CheckpointError(
+            f"this vLLM's {type(model).__name__} has no parameter for what the recipe makes of it ({type(error).__name__}: {error})",
+            file=None if ref is None else ref.path,
+            tensor=None if ref is None else ref.name,
+            cure="Keep that layer as it is: add its name to `keep`",
+        ) from error
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        logger.warning(
+            "sparkd: %s cannot be asked which weights it takes (%s: %s); everything is read.",
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
+        return None
+    if any(one.name not in trace.taken for one in asked):
+        return None
+    refuse_integers(virtual, trace)
+    trace.straight = answered(alike, trace.taken)
+    if check and loaded is not None and fills_all(model, model_config, virtual):
+        counted = not experts_are_spread() and all(name in trace.straight or trace.region(name) is None for name in skipped)
+        experts = model_config.get_num_experts() if counted else None
+        answers = Asked(model, trace, writes, loaded, storages, experts, stretches(alike, trace.straight))
+        refuse_unfilled(answers, folder, quantized=quantized)
+    return trace
+
+
+def fills_all(model: torch.nn.Module, model_config: Any, virtual: VirtualCheckpoint) -> bool:
+    """Whether every weight of the model has to come out of this checkpoint: what speculates takes some from its target, what pools
+    may get a head from elsewhere, and what vLLM quantizes by itself while it loads has parameters that no checkpoint knows."""
+    stored = virtual.checkpoint.quantization is not None or model_config.quantization is None
+    return (bool(virtual.formats) or stored) and model_config.runner_type == "generate" and not getattr(model, "secondary_weights", ())
