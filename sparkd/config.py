@@ -145,6 +145,9 @@ class Config(Section):
     include_aliases_in_list: bool = False
     wait_for_load_s: Seconds = 300
     max_queued_requests: Count = 512
+    loading_heartbeat_s: Seconds = 10
+    send_loading_state: bool = False
+    cancel_abandoned_loads: bool = True
     health_check_timeout_s: PositiveSeconds = 1800
     unload_timeout_s: Seconds = 60
     global_ttl_s: Seconds = 0
@@ -232,6 +235,10 @@ class Config(Section):
     def wait_s(self, model: ModelConfig) -> float:
         """Seconds a request waits for the model to load."""
         return self.wait_for_load_s if model.wait_for_load_s is None else model.wait_for_load_s
+
+    def tells_loading(self, model: ModelConfig) -> bool:
+        """Whether chats that wait for the model are told so in their reasoning."""
+        return self.send_loading_state if model.send_loading_state is None else model.send_loading_state
 
     def start_deadline_s(self, model: ModelConfig) -> float:
         """Seconds from the start of the engine to READY before it counts as failed."""

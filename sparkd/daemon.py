@@ -307,6 +307,7 @@ def _limits(config: Config) -> Limits:
         keep_alive_s=ours.keep_alive_s,
         client_write_s=ours.client_write_timeout_s,
         connections=ours.max_connections,
+        heartbeat_s=config.loading_heartbeat_s,
     )
 
 

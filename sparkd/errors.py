@@ -27,6 +27,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 
@@ -258,13 +259,19 @@ class TooManyRequests(RequestError):
 
 
 class Unavailable(SparkdError):
+    """held_by: where memory is what lacks, who holds it: rows with model, node, memory_gib, state, in_flight, queued, idle_seconds."""
+
     status = 503
     code = "unavailable"
     exit_code = 7
 
-    def __init__(self, message: str, *, retry_after_s: int = 5) -> None:
+    def __init__(self, message: str, *, retry_after_s: int = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.held_by = list(held_by)
+
+    def extra(self) -> dict[str, Any]:
+        return {"held_by": self.held_by} if self.held_by else {}
 
     def headers(self) -> dict[str, str]:
         return {"retry-after": str(self.retry_after_s)}
@@ -276,12 +283,12 @@ class ModelLoading(Unavailable):
     type = "model_loading"
     code = "model_loading"
 
-    def __init__(self, message: str, *, loading: dict[str, Any], retry_after_s: int = 5) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, loading: dict[str, Any], retry_after_s: int = 5, held_by: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, held_by=held_by)
         self.loading = loading
 
     def extra(self) -> dict[str, Any]:
-        return {"loading": self.loading}
+        return {"loading": self.loading, **super().extra()}
 
 
 class ModelFailed(Unavailable):

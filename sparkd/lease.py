@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparkd.errors import (
+    DoesNotFit,
     Draining,
     ModelFailed,
     ModelLoading,
@@ -19,25 +20,31 @@ from sparkd.roster import Roster
 from sparkd.state import STARTING, ModelState, Want
 from sparkd.upstream import Upstream
 
+# A model that waits: how far it is (ModelView.loading), and whether chats are told in words.
+Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
+# Why a model failed, where another one's end would help.
+_FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
+
 
 class Lease:
     """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
     decrement of the in-flight count."""
 
-    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "model", "upstream")
+    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "model", "upstream")
 
     model: str
     upstream: Upstream
 
-    def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool) -> None:
+    def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None) -> None:
         self._door = door
         self._name = name
         self._wait_s = wait_s
         self._probe = probe
+        self._waits = waits
         self._held: Record | None = None
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._door.enter(self._name, self._wait_s, self._probe)
+        record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits)
         upstream = record.upstream
         if upstream is None:
             self._held = None
@@ -68,7 +75,7 @@ class Door:
         self._waiting = 0
         self._closed = False
 
-    async def enter(self, name: str, wait_s: float | None, probe: bool) -> Record:
+    async def enter(self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
         record = self._roster.find(name)
         if probe and record.state in STARTING:
@@ -76,7 +83,7 @@ class Door:
             return record
         self._refuse_closed()
         if record.state is not ModelState.READY:
-            await self._wait(record, wait_s)
+            await self._wait(record, wait_s, waits)
         limit = record.spec.concurrency_limit if record.spec else None
         if limit is not None and record.in_flight >= limit:
             raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
@@ -91,12 +98,14 @@ class Door:
 
     def open(self, record: Record) -> None:
         """The model is READY: everyone who waits may go in."""
+        record.promised = False
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     def turn_away(self, record: Record, error: Unavailable | None = None) -> None:
         """The model failed, was stopped or cannot be loaded now: everyone who waits learns why."""
+        record.promised = False
         unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
         error = error or (self._failed(record) if record.state is ModelState.FAILED else unloaded)
         for waiter in record.waiters:
@@ -106,7 +115,7 @@ class Door:
     def close(self) -> None:
         self._closed = True
 
-    async def _wait(self, record: Record, wait_s: float | None) -> None:
+    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
         if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
             raise self._failed(record)
         if self._waiting >= self._roster.config.max_queued_requests:
@@ -116,6 +125,12 @@ class Door:
         wished = record.desired.want is not Want.RUNNING
         if wished:
             self._want(record.name, Want.RUNNING, "request")
+            record.promised = False
+        if waits is not None:
+            waits(
+                lambda: self._roster.view(record, self._clock()).loading(),
+                bool(record.spec and self._roster.config.tells_loading(record.spec)),
+            )
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         record.waiters.add(waiter)
         self._waiting += 1
@@ -124,6 +139,7 @@ class Door:
                 await waiter
         except TimeoutError:
             # The client was told to come back: the model goes on loading for it.
+            record.promised = True
             raise self._loading(record) from None
         except asyncio.CancelledError:
             record.waiters.discard(waiter)
@@ -135,9 +151,13 @@ class Door:
         self._refuse_closed()
 
     def _withdraw(self, record: Record) -> None:
-        """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded."""
-        idle = record.state in (ModelState.STOPPED, ModelState.PLANNED) and not record.waiters
-        if idle and record.desired.want is Want.RUNNING and record.desired.by == "request":
+        """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with
+        cancel_abandoned_loads a load that is under way, too. Only what a request has wished, and nobody was told to come back for."""
+        ours = record.desired.want is Want.RUNNING and record.desired.by == "request"
+        if record.waiters or record.in_flight or record.promised or not ours:
+            return
+        begun = record.state in STARTING and record.state is not ModelState.PLANNED
+        if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
             self._want(record.name, Want.STOPPED, "request")
 
     def _refuse_closed(self) -> None:
@@ -151,6 +171,7 @@ class Door:
             f"The model {record.name} is on its way ({record.state}) and was not ready in time; try again.",
             loading=loading,
             retry_after_s=max(1, min(60, math.ceil(eta_s))) if eta_s is not None else 10,
+            held_by=() if record.rank_id else self._roster.holders(record, self._clock()),
         )
 
     def _failed(self, record: Record) -> ModelFailed:
@@ -158,4 +179,5 @@ class Door:
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. See `sparkd ps` and `sparkd logs`.",
             retry_after_s=max(1, math.ceil(left_s)),
+            held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )

@@ -112,6 +112,7 @@ class ModelConfig(Section):
     priority: Annotated[Count, Field(le=100)] = 50
     concurrency_limit: Annotated[PositiveCount | None, BeforeValidator(_zero_is_none)] = None
     wait_for_load_s: Seconds | None = None
+    send_loading_state: bool | None = None
     health_check_timeout_s: PositiveSeconds | None = None
 
     executor: Literal["mp", "ray"] = "mp"

@@ -26,11 +26,19 @@ RETRY_AFTER_S = 30
 class Pressure:
     """Asked once in each tick. `allows` says whether a load may begin."""
 
-    def __init__(self, ledger: Ledger, door: Door, want: Callable[[str, Want, str], Any], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        door: Door,
+        want: Callable[[str, Want, str], Any],
+        clock: Callable[[], float],
+        holders: Callable[[Record, float], list[dict[str, Any]]],
+    ) -> None:
         self._ledger = ledger
         self._door = door
         self._want = want
         self._clock = clock
+        self._holders = holders
         self._levels: dict[str, str] = {}
         self._evicted_at_s = float("-inf")
         self.allows = True
@@ -44,7 +52,7 @@ class Pressure:
             return
         for record in records.values():
             if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
-                self._shed(record, short, records)
+                self._shed(record, short)
         pressed = {node for node, reading in short.items() if reading.level in ("pressed", "critical")}
         now_s = self._clock()
         if now_s - self._evicted_at_s >= EVICT_EVERY_S and (victim := evictable(records.values(), pressed, now_s)):
@@ -54,12 +62,14 @@ class Pressure:
             self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
             self._want(victim.name, Want.STOPPED, "guard")
 
-    def _shed(self, record: Record, short: Mapping[str, Reading], records: Mapping[str, Record]) -> None:
-        holders = [f"{one.name} ({one.memory_gib:g} GiB)" for one in records.values() if one.memory_gib and one.ranks]
-        held = f" Memory is held by {', '.join(holders)}." if holders else ""
+    def _shed(self, record: Record, short: Mapping[str, Reading]) -> None:
+        held_by = self._holders(record, self._clock())
+        named = [f"{one['model'] or 'another model'} ({one['memory_gib']:g} GiB)" for one in held_by]
+        held = f" Memory is held by {', '.join(named)}." if named else ""
         told = "; ".join(_told(node, reading) for node, reading in short.items())
         metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.waiters))
-        self._door.turn_away(record, Unavailable(f"{record.name} cannot be loaded now: {told}.{held}", retry_after_s=RETRY_AFTER_S))
+        why = f"{record.name} cannot be loaded now: {told}.{held}"
+        self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by))
         if record.desired.by == "request":
             self._want(record.name, Want.STOPPED, "request")
 

@@ -42,6 +42,7 @@ class Record:
         "nodes",
         "operation",
         "progress",
+        "promised",
         "rank_id",
         "ranks",
         "ready_since_s",
@@ -92,6 +93,8 @@ class Record:
         self.adopted = False
         self.in_flight = 0
         self.waiters: set[asyncio.Future[None]] = set()
+        # Somebody's wait was too long, and it was told to come back.
+        self.promised = False
         self.last_used_s = now_s
         self.last_asked_s = float("-inf")
         self.attempt_since_s = now_s

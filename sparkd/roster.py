@@ -119,6 +119,22 @@ class Roster:
                 log.warning("the model %s, added earlier, is left out: %s", name, error.message)
         return config
 
+    def holders(self, lacking: Record, now_s: float) -> list[dict[str, Any]]:
+        """Who holds memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no name."""
+        held = [record for record in self.records.values() if record is not lacking and record.memory_gib and record.rank_id]
+        return [
+            {
+                "model": record.name if record.spec and not record.spec.unlisted else None,
+                "node": record.node_id,
+                "memory_gib": record.memory_gib,
+                "state": record.state.value,
+                "in_flight": record.in_flight,
+                "queued": record.queued,
+                "idle_seconds": 0.0 if record.in_flight or record.queued else round(max(0.0, now_s - record.last_used_s), 1),
+            }
+            for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
+        ]
+
     def view(self, record: Record, now_s: float) -> ModelView:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None

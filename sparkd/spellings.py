@@ -11,6 +11,7 @@ TOP: Mapping[str, str] = {
     "healthCheckTimeout": "health_check_timeout_s",
     "includeAliasesInList": "include_aliases_in_list",
     "logLevel": "log_level",
+    "sendLoadingState": "send_loading_state",
     "unloadTimeout": "unload_timeout_s",
 }
 MODEL: Mapping[str, str] = {
@@ -20,11 +21,11 @@ MODEL: Mapping[str, str] = {
     "tensor_parallel_size": "tensor_parallel",
     "distributed_executor_backend": "executor",
     "healthCheckTimeout": "health_check_timeout_s",
+    "sendLoadingState": "send_loading_state",
 }
 
 _FIXED_READY = "A model is ready here when it has answered a real completion. Remove the key."
 _EVICTION = "sparkd decides by memory what may run together. Remove the key."
-_LOADING = "While a model loads, requests wait 'wait_for_load_s' and then get a 503 with a 'loading' object. Remove the key."
 _COMMAND = "sparkd builds the engine's command itself. Give 'model:' and, for vLLM's flags, 'extra_args:' as a list."
 _MACRO = "There are no macros. Use ${env.NAME}, or a YAML anchor (&name, *name)."
 _LOGS = "sparkd logs to its standard output, engines to files below the state folder. Remove the key."
@@ -48,7 +49,6 @@ TOP_FOREIGN: Mapping[str, str] = {
     "performance": _METRICS,
     "profiles": _ROUTING,
     "selectors": _ROUTING,
-    "sendLoadingState": _LOADING,
     "startPort": "Engines listen on private sockets. Remove the key.",
     "store": _METRICS,
     "tailcat": "sparkd listens on 'listen:' only. Remove the key.",
@@ -81,7 +81,6 @@ MODEL_FOREIGN: Mapping[str, str] = {
     "pre_exec": _SHELL,
     "proxy": "sparkd chooses where an engine listens. Remove the key.",
     "readiness": _FIXED_READY,
-    "sendLoadingState": _LOADING,
     "solo_only": _NODES,
     "timeouts": "The whole daemon has one set: see 'limits:'.",
     "unloadTimeout": "It is one value for all models: 'unload_timeout_s' at the top.",

@@ -16,7 +16,7 @@ from sparkd.config import Config
 from sparkd.errors import DoesNotFit
 from sparkd.fabric_report import report
 from sparkd.found import Found
-from sparkd.lease import Door, Lease
+from sparkd.lease import Door, Lease, Waits
 from sparkd.ledger import Ledger
 from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, plan
 from sparkd.pressure import Pressure, told_of
@@ -68,7 +68,7 @@ class Supervisor:
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock)
         self._release = Release(self.ledger, clock)
-        self._pressure = Pressure(self.ledger, self._door, self.want, clock)
+        self._pressure = Pressure(self.ledger, self._door, self.want, clock, self._roster.holders)
         self._actions = Actions(
             self._roster,
             self.ledger,
@@ -88,14 +88,14 @@ class Supervisor:
 
     # The three verbs.
 
-    def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False) -> Lease:
+    def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
         READY: at once. STOPPED or starting: it is wished for and waited for, up to wait_s (default: the model's). STOPPING: waits for
-        the stop, then starts. FAILED in back-off: ModelFailed at once. Cancelling the wait withdraws a wish that nothing acted on yet.
-        probe=True may use a model that is not READY yet; it never starts one.
+        the stop, then starts. FAILED in back-off: ModelFailed at once. `waits` is called once where it has to wait. Cancelling the last
+        wait withdraws the wish. probe=True may use a model that is not READY yet; it never starts one.
         """
-        return Lease(self._door, name, wait_s, probe)
+        return Lease(self._door, name, wait_s, probe, waits)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""

@@ -300,6 +300,7 @@ def test_llama_swap_spellings(load) -> None:
         globalTTL: 60
         unloadTimeout: 10
         includeAliasesInList: true
+        sendLoadingState: true
         apiKeys: ["${env.MINE}"]
         models:
           "qwen:72b":
@@ -315,6 +316,7 @@ def test_llama_swap_spellings(load) -> None:
             model: o/o
             ttl: 0
             concurrencyLimit: 4
+            sendLoadingState: false
         hooks: {on_startup: {preload: [gpt-4o]}}
         """,
         MINE=KEY,
@@ -328,6 +330,7 @@ def test_llama_swap_spellings(load) -> None:
     assert qwen.environment(config.engine) == {"A": "b=c", "B": ""}
     assert (config.ttl_s(qwen), qwen.concurrency_limit, qwen.unlisted, qwen.metadata) == (60, None, True, {"a": [1, {"b": "c"}]})
     assert (config.ttl_s(other), other.concurrency_limit) == (0, 4)
+    assert (config.tells_loading(qwen), config.tells_loading(other)) == (True, False)
     assert config.preload() == ("qwen:72b",)
 
 

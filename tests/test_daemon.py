@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ def model(folder: Path, **keys: Any) -> dict[str, Any]:
 
 def settings(folder: Path, **models: dict[str, Any]) -> dict[str, Any]:
     given = {name.replace("_", "-"): model(folder / "model", **keys) for name, keys in models.items()}
-    return {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "backoff": BACKOFF, "models": given}
+    return {
+        "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
+        "backoff": BACKOFF,
+        "loading_heartbeat_s": 0.5,
+        "models": given,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         folder,
         quick={"aliases": ["gpt-4o"]},
         slow={"env": slow, "wait_for_load_s": 30},
+        chatty={"env": slow},
+        abandoned={"env": {"SPARKD_STUB_START_DELAY_S": "30"}},
         impatient={"env": slow, "wait_for_load_s": 0.3},
         tree={"env": {"SPARKD_STUB_CHILDREN": "3", "SPARKD_STUB_IGNORE_SIGTERM": "1"}},
         crash={"env": {"SPARKD_STUB_EXIT_AT": "load", "SPARKD_STUB_EXIT_CODE": "0"}},
@@ -92,6 +100,28 @@ def test_a_request_that_waits_too_long_gets_503_with_the_progress(stage: DaemonP
     assert response.json()["error"]["code"] == "model_loading"
     assert response.json()["error"]["src"] == "sparkd"
     assert response.json()["loading"]["model"] == "impatient"
+
+
+def test_a_hundred_requests_at_once_are_one_start_and_streams_hear_of_it(stage: DaemonProcess) -> None:
+    body = {"model": "chatty", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    with ThreadPoolExecutor(100) as pool:
+        many = [pool.submit(stage.client.post, "/v1/chat/completions", json=body | {"stream": n % 10 == 0}, timeout=60) for n in range(100)]
+        answers = [one.result() for one in many]
+
+    assert {answer.status_code for answer in answers} == {200}
+    for answer in answers[::10]:
+        assert answer.text.startswith(": chatty is ")
+        assert answer.text.endswith("data: [DONE]\n\n")
+    events = stage.get("/admin/v1/events?limit=1000")["events"]
+    assert [event["model"] for event in events if event["kind"] == "started"].count("chatty") == 1
+
+
+def test_a_load_that_its_last_client_leaves_is_ended(stage: DaemonProcess) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        stage.client.post("/v1/chat/completions", json={"model": "abandoned", "messages": []}, timeout=1.5)
+
+    stage.wait_for("abandoned", "STOPPED", 30)
+    assert stage.model("abandoned")["wanted_by"] == "request"
 
 
 def test_progress_is_read_from_the_log_and_shown(stage: DaemonProcess) -> None:

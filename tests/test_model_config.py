@@ -63,7 +63,7 @@ CHANGES_ENGINE = {
 CHANGES_NOTHING = {
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "pin": True, "priority": 1, "concurrency_limit": 1,
     "wait_for_load_s": 1, "health_check_timeout_s": 1, "memory_gib": 1, "quantized_cache": False,
-    "allow_missing_weights": True,
+    "send_loading_state": True, "allow_missing_weights": True,
 }  # fmt: skip
 
 
@@ -116,8 +116,9 @@ def test_waits_and_deadlines_have_one_default_and_one_per_model(tmp_path: Path) 
     config = from_text(tmp_path, "wait_for_load_s: 5\nhealth_check_timeout_s: 6\nglobal_ttl_s: 7")
 
     assert (config.wait_s(model()), config.start_deadline_s(model()), config.ttl_s(model())) == (5, 6, 7)
-    own = model(wait_for_load_s=0, health_check_timeout_s=1, ttl=0)
+    own = model(wait_for_load_s=0, health_check_timeout_s=1, ttl=0, send_loading_state=True)
     assert (config.wait_s(own), config.start_deadline_s(own), config.ttl_s(own)) == (0, 1, 0)
+    assert (config.tells_loading(model()), config.tells_loading(own)) == (False, True)
 
 
 # Weights in another format

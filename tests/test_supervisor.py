@@ -326,6 +326,90 @@ async def test_a_client_that_leaves_before_anything_acted_does_not_load_the_mode
         assert (made.state(), made.supervisor.snapshot().models["m"].queued) == ("STOPPED", 0)
 
 
+@pytest.mark.parametrize("cancels", [True, False])
+async def test_the_last_client_that_leaves_ends_the_load_that_it_caused(tmp_path: Path, cancels: bool) -> None:
+    async with stage(tmp_path, cancel_abandoned_loads=cancels) as made:
+        waiting = [asyncio.create_task(enter(made, "m")) for _ in range(2)]
+        await made.tick(2)
+        made.cluster.show(progress=Progress(phase="loading", fraction=0.5))
+        await made.tick()
+        assert made.state() == "LOADING"
+
+        await left(waiting[0])
+        await made.tick(2)
+        assert made.state() == "LOADING"
+        await left(waiting[1])
+        await made.tick(4)
+
+        assert made.state() == ("STOPPED" if cancels else "LOADING")
+        assert ("destroy m" in made.cluster.log) is cancels
+
+
+@pytest.mark.parametrize("why", ["somebody was told to come back", "an operator wishes it", "it is answering"])
+async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> None:
+    async with stage(tmp_path) as made:
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick(2)
+        made.cluster.show(progress=Progress(phase="loading", fraction=0.5))
+        await made.tick()
+        if why == "somebody was told to come back":
+            with pytest.raises(ModelLoading):
+                await enter(made, "m", wait_s=0.0)
+        elif why == "an operator wishes it":
+            made.supervisor.want("m", Want.RUNNING, "admin")
+        else:
+            made.supervisor.record("m").in_flight += 1
+        await left(waiting)
+        await made.tick(3)
+
+        assert (made.state(), "destroy m" in made.cluster.log) == ("LOADING", False)
+
+
+async def left(waiting: asyncio.Task[str]) -> None:
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_who_waits_is_told_how_far_it_is(tmp_path: Path) -> None:
+    told: list[Any] = []
+    async with stage(tmp_path, send_loading_state=True) as made:
+
+        async def ask() -> None:
+            async with made.supervisor.lease("m", waits=lambda how_far, in_words: told.extend((how_far, in_words))):
+                told.append("in")
+
+        waiting = asyncio.create_task(ask())
+        await made.tick(2)
+        how_far, in_words = told
+        assert (how_far()["state"], in_words) == ("LOADING", True)
+        made.cluster.names = ["m"]
+        made.cluster.show(progress=UP)
+        await made.tick(3)
+        await waiting
+        await ask()
+
+        assert told[2:] == ["in", "in"]
+
+
+async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) -> None:
+    models = {"m": {"model": "/x"}, "big": {"model": "/y", "unlisted": True}, "other": {"model": "/z"}}
+    async with stage(tmp_path, models=models) as made:
+        await make_ready(made, "other")
+        made.supervisor.record("big").memory_gib, made.supervisor.record("big").rank_id = 90, "big-1"
+        made.supervisor.record("other").memory_gib = 20
+        made.cluster.place_error = DoesNotFit("no room")
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick(2)
+        with pytest.raises(ModelFailed) as raised:
+            await waiting
+
+        told = raised.value.extra()["held_by"]
+        assert [(one["model"], one["memory_gib"], one["state"], one["idle_seconds"] >= 0) for one in told] == [
+            (None, 90, "STOPPED", True),
+            ("other", 20, "READY", True),
+        ]
+
+
 async def test_a_client_that_leaves_does_not_take_the_load_from_others(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         first, second = (asyncio.create_task(enter(made, "m")) for _ in range(2))

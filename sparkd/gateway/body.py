@@ -1,4 +1,5 @@
-"""Which model a request body names: the one fact the gateway reads from it. Never changes, copies or keeps a body."""
+"""Which model a request body names, and whether a client that waits asked for a stream: all that the gateway reads from it. Never changes,
+copies or keeps a body."""
 
 from __future__ import annotations
 
@@ -29,6 +30,10 @@ class _Value:
 
 class _Name(msgspec.Struct):
     model: str
+
+
+class _Stream(msgspec.Struct):
+    stream: bool | None = None
 
 
 class _Names(msgspec.Struct):
@@ -69,6 +74,14 @@ def model_of_json(body: bytes | bytearray) -> str:
     return found
 
 
+def wants_stream(body: bytes | bytearray) -> bool:
+    """Whether a body that `model_of_json` has taken asks for its answer as a stream."""
+    try:
+        return _STREAM.decode(body).stream is True
+    except (msgspec.DecodeError, RecursionError):
+        return False  # "stream" is a string, say: the engine's to refuse
+
+
 def model_of_form(body: bytes | bytearray, content_type: str) -> str:
     """The `model` field of a multipart/form-data body (RFC 7578). Raises BadRequest unless there is exactly one."""
     match = _BOUNDARY.search(content_type)
@@ -101,6 +114,7 @@ def _count(_type: type, value: Any) -> _Value:
 
 
 _VALUE = _Value()
+_STREAM = msgspec.json.Decoder(_Stream)
 _PLAIN = msgspec.json.Decoder(_Name)
 _COUNTING = msgspec.json.Decoder(_Names, dec_hook=_count)
 

@@ -6,10 +6,13 @@ import logging
 from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkd import metrics
 from sparkd.gateway.routes import EXACT, Kind
+
+if TYPE_CHECKING:
+    from sparkd.gateway.heartbeat import Heartbeat
 
 _log = logging.getLogger("sparkd.access")
 
@@ -27,7 +30,7 @@ class Exchange:
     """One request. Times are seconds of `perf_counter`; None where it has not happened.
 
     `body` is held until an engine has it, `reserved` is how much of it counts towards the bound on all bodies, `whole`
-    says that it was read to its end, `hang_up` takes an engine's work away from it.
+    says that it was read to its end, `hang_up` takes an engine's work away from it, `heartbeat` is there once it had to wait for a model.
     """
 
     __slots__ = (
@@ -37,6 +40,7 @@ class Exchange:
         "first_s",
         "gone",
         "hang_up",
+        "heartbeat",
         "model",
         "queued_s",
         "request_id",
@@ -62,6 +66,7 @@ class Exchange:
         self.whole = False
         self.gone = False
         self.hang_up: Callable[[], None] | None = None
+        self.heartbeat: Heartbeat | None = None
 
     def close(self) -> None:
         """Called once, at the end. `model` is a configured name or one of "" and "unknown", so that the series stay bounded."""

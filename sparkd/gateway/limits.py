@@ -22,6 +22,7 @@ class Limits:
     client_write_s               a reader must make room in its buffer within this time; beyond: the connection is cut
     linger_s                     how long the rest of a refused body is read and thrown away, so that the refusal is seen
     connections, requests        at one time; beyond: 503
+    heartbeat_s                  how often a client that waits for a model hears of it; 0: never
     """
 
     header_bytes: int = 32 * _KIB
@@ -37,3 +38,4 @@ class Limits:
     linger_s: float = 2.0
     connections: int = 4096
     requests: int = 4096
+    heartbeat_s: float = 10.0

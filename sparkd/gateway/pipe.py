@@ -10,11 +10,15 @@ from sparkd.errors import EngineError, SparkdError
 from sparkd.gateway.answers import RawHeaders, error_event
 from sparkd.gateway.engine import response_headers
 from sparkd.gateway.exchange import Exchange
+from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.wire import Connection
 
 # How a chunk ends that ends with an event.
 _EVENT_ENDS = (b"\n\n\r\n", b"\r\n\r\n\r\n", b"\r\r\r\n")
+
+# Of an engine's answer that was to be a stream and is none: an error of vLLM's is a few hundred bytes.
+_FOREIGN_BYTES = 64 * 1024
 
 Peek = Callable[[bytes], bool]
 
@@ -23,13 +27,15 @@ class Pipe:
     """The sink of one exchange. `over` is None when the answer is complete, and the reason where the engine broke it off.
 
     The first bytes of the body leave together with the head: for a short answer that is one write instead of two. `peek` is shown
-    the body's pieces until it returns False.
+    the body's pieces until it returns False. Where the exchange's heartbeat has begun the client's answer, the engine's goes on with
+    it: its stream as it comes, anything else, such as an error, as one event.
     """
 
     __slots__ = (
         "_chunked",
         "_client",
         "_exchange",
+        "_foreign",
         "_headers",
         "_last",
         "_peek",
@@ -56,6 +62,7 @@ class Pipe:
         self._streams = False
         self._chunked = False
         self._last = b""
+        self._foreign: bytearray | None = None
 
     def stop(self) -> None:
         """Hangs up on the engine if it is not through; nothing more reaches the client from it."""
@@ -83,16 +90,27 @@ class Pipe:
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status
         self._headers, self._streams, self._chunked = response_headers(status, headers, self._exchange.request_id)
+        if self._follows():
+            if status != 200 or not self._streams:
+                self._foreign = bytearray()
+                self._exchange.code = f"status_{status}"
+            self._streams = self._chunked = True
 
     def body(self, data: bytes, ended: bool) -> None:
         source = self._source
         if source is None:
             return
+        if self._foreign is not None:
+            self._foreign += data[: _FOREIGN_BYTES - len(self._foreign)]
+            if not ended:
+                return
+            data = _event(bytes(self._foreign), self._exchange.heartbeat)
         pieces: list[bytes] = []
         if not self.begun:
             self.begun = True
-            self._exchange.status = self._status
-            pieces.append(self._client.begin_answer(self._status, self._headers))
+            if not self._follows():
+                self._exchange.status = self._status
+                pieces.append(self._client.begin_answer(self._status, self._headers))
             if not ended:
                 self._client.fed_by(source)
         if data:
@@ -120,6 +138,10 @@ class Pipe:
 
     # --- own ------------------------------------------------------------------------------------------------------------
 
+    def _follows(self) -> bool:
+        heartbeat = self._exchange.heartbeat
+        return heartbeat is not None and heartbeat.begun
+
     def _leave_source(self) -> None:
         source, self._source = self._source, None
         if source is not None:
@@ -133,3 +155,9 @@ class Pipe:
         self._exchange.bytes_out += len(data)
         if self._peek is not None and not self._peek(data):
             self._peek = None
+
+
+def _event(body: bytes, heartbeat: Heartbeat | None) -> bytes:
+    """A body as one server-sent event; the Anthropic API names those that are errors."""
+    name = b"event: error\n" if heartbeat is not None and heartbeat.anthropic else b""
+    return name + b"".join(b"data: " + line + b"\n" for line in body.splitlines() or [b""]) + b"\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import lru_cache, partial
 from hmac import compare_digest
@@ -16,6 +17,7 @@ from sparkd.gateway.answers import Receive, Scope
 from sparkd.gateway.body import model_of_form, model_of_json
 from sparkd.gateway.engine import request_head
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
+from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import find_model
 from sparkd.gateway.pipe import Peek, Pipe
@@ -32,6 +34,10 @@ _PEEKED_BYTES = 4096
 _REMEMBERED_RESPONSES = 10_000
 
 
+# How far the model is (the `loading` object), and whether chats are told in words.
+Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
+
+
 class Lease(Protocol):
     """The right to one engine, for one request."""
 
@@ -44,7 +50,9 @@ class Lease(Protocol):
 class Leases(Protocol):
     """What the gateway knows of the supervisor."""
 
-    def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False) -> AbstractAsyncContextManager[Lease]: ...
+    def lease(
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None
+    ) -> AbstractAsyncContextManager[Lease]: ...
     def snapshot(self) -> Snapshot: ...
 
 
@@ -107,7 +115,10 @@ class Proxy:
         exchange.model = "unknown"
         asked_s = perf_counter()
         try:
-            async with self._supervisor.lease(model, probe=self._is_probe(headers)) as lease:
+            waits = partial(self._wait, connection, exchange, route) if route.kind is Kind.JSON else None
+            async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits) as lease:
+                if exchange.heartbeat is not None:
+                    exchange.heartbeat.stop()
                 exchange.model = lease.model
                 exchange.queued_s = perf_counter() - asked_s
                 gauge = in_flight(lease.model)
@@ -119,14 +130,24 @@ class Proxy:
         except asyncio.CancelledError:
             if exchange.gone:
                 raise ClientGone from None
+            if exchange.code is None:
+                _refuse_begun(exchange, Draining("sparkd is going down; ask again soon."))
             raise
-        except SparkdError:
+        except SparkdError as error:
             if exchange.model == "unknown":
                 view = find_model(self._supervisor.snapshot().models, model)
                 exchange.model = view.name if view else "unknown"
-            raise
+            if not _refuse_begun(exchange, error):
+                raise
         finally:
             connection.call_when_gone(None)
+            if exchange.heartbeat is not None:
+                exchange.heartbeat.stop()
+
+    def _wait(
+        self, connection: BoundedProtocol, exchange: Exchange, route: Route, told: Callable[[], Mapping[str, Any]], in_words: bool
+    ) -> None:
+        exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, told, in_words)
 
     async def _relay(self, lease: Lease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """The engine's whole answer. What comes of it goes from socket to socket within sparkd.wire's callbacks; this only waits."""
@@ -201,6 +222,15 @@ def _leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
         exchange.hang_up()
     if task is not None:
         task.cancel()
+
+
+def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
+    """Tells a client that has its status already; False where it has none."""
+    heartbeat = exchange.heartbeat
+    if heartbeat is None or not heartbeat.begun:
+        return False
+    heartbeat.refuse(error)
+    return True
 
 
 @lru_cache(maxsize=128)

@@ -16,6 +16,7 @@ from typing import Any
 from sparkd.errors import SparkdError, UnknownModel
 from sparkd.gateway import Edge, GatewayServer, Keys, Limits, gateway_server
 from sparkd.gateway.answers import Receive, Scope, Send
+from sparkd.gateway.proxy import Waits
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import ModelState, Want
 from sparkd.upstream import Upstream
@@ -72,17 +73,22 @@ class FakeSupervisor:
         self.gate = asyncio.Event()
         self.gate.set()
         self.refusal: SparkdError | None = None
+        self.in_words = False
         self.waiting = 0
         self.withdrawn = 0
         self.held = 0
         self.leased: list[tuple[str, bool]] = []
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False) -> AsyncIterator[FakeLease]:
+    async def lease(
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None
+    ) -> AsyncIterator[FakeLease]:
         found = next((model for model in self.models.values() if name == model.name or name in model.aliases), None)
         if found is None:
             raise UnknownModel(name, list(self.models))
         self.waiting += 1
+        if waits is not None and not self.gate.is_set():
+            waits(lambda: self.models[found.name].loading(), self.in_words)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:

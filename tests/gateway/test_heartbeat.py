@@ -1,0 +1,256 @@
+"""What a client hears while its model loads: the real gateway, a real client, an engine of raw bytes that is not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from sparkd.errors import ModelLoading, Unavailable
+from sparkd.gateway import Limits, heartbeat
+from sparkd.gateway.heartbeat import how_far
+from sparkd.state import ModelState, Progress
+from tests.gateway.fakes import (
+    ANSWER,
+    DONE,
+    EVENT,
+    STREAM_HEAD,
+    Client,
+    RawEngine,
+    Running,
+    chunked,
+    post,
+    serving,
+    soon,
+    view,
+)
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+STREAM = b'{"model": "tiny", "stream": true}'
+PROGRESS = Progress(phase="loading", fraction=0.35, bytes_done=35, bytes_total=100, eta_s=40.4)
+BEAT = b": tiny is LOADING, 35 %, about 40 s left\n\n"
+LOADING = {"model": "tiny", "state": "LOADING", "progress": 0.35, "bytes_done": 35, "bytes_total": 100, "eta_seconds": 40.4}
+
+
+@pytest.fixture
+async def loading(engine: RawEngine) -> AsyncIterator[Running]:
+    """A gateway whose one model loads until its gate is opened."""
+    async with serving(engine, limits=Limits(linger_s=0.3, heartbeat_s=0.02)) as running:
+        running.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING, progress=PROGRESS)}
+        running.supervisor.gate.clear()
+        yield running
+
+
+async def begun(client: Client, beat: bytes = BEAT) -> dict[str, str]:
+    """The head and the first two beats."""
+    answer = await client.answer(head_only=True)
+    assert answer.status == 200
+    for _ in range(2):
+        assert await chunk(client) == beat
+    return answer.headers
+
+
+async def chunk(client: Client) -> bytes:
+    """b"" is the end."""
+    async with asyncio.timeout(10):
+        size = int(await client.reader.readuntil(b"\r\n"), 16)
+        return (await client.reader.readexactly(size + 2))[:-2]
+
+
+async def rest(client: Client, beat: bytes = BEAT) -> bytes:
+    """Everything up to the end but beats."""
+    found = b""
+    while piece := await chunk(client):
+        found += b"" if piece == beat else piece
+    return found
+
+
+def event_of(raw: bytes) -> Any:
+    assert raw.endswith(b"\n\n") and raw.count(b"data: ") == 1
+    return json.loads(raw.partition(b"data: ")[2])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, "/v1/responses"])
+async def test_comments_and_then_the_engines_own_stream(loading: Running, path: str) -> None:
+    loading.engine.replies(STREAM_HEAD, chunked(EVENT, EVENT, DONE))
+    client = await loading.open()
+    client.send(post(path, STREAM, "X-Request-Id: mine"))
+    headers = await begun(client)
+    loading.supervisor.gate.set()
+
+    assert await rest(client) == EVENT + EVENT + DONE
+    assert (headers["content-type"], headers["x-request-id"]) == ("text/event-stream; charset=utf-8", "mine")
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+    client.send(post(path, b'{"model": "tiny"}'))
+    loading.engine.replies(STREAM_HEAD, chunked(EVENT))
+    assert (await client.answer()).body == EVENT
+    await client.close()
+
+
+@pytest.mark.parametrize("body", [b'{"model": "tiny"}', b'{"model": "tiny", "stream": false}', b'{"model": "tiny", "stream": "yes"}'])
+async def test_who_asked_for_no_stream_hears_nothing(loading: Running, body: bytes) -> None:
+    client = await loading.open()
+    client.send(post(CHAT, body))
+    await soon(lambda: loading.supervisor.waiting)
+    await asyncio.sleep(0.1)
+    loading.supervisor.gate.set()
+
+    answer = await client.answer()
+    assert (answer.status, answer.headers["content-type"], answer.body) == (200, "application/json", ANSWER)
+    await client.close()
+
+
+async def test_a_short_wait_is_silent_and_its_refusal_a_status(engine: RawEngine) -> None:
+    for limits in (Limits(linger_s=0.3, heartbeat_s=5.0), Limits(linger_s=0.3, heartbeat_s=0)):
+        async with serving(engine, limits=limits) as running:
+            running.supervisor.gate.clear()
+            client = await running.open()
+            client.send(post(CHAT, STREAM))
+            await soon(lambda running=running: running.supervisor.waiting)
+            running.supervisor.refusal = ModelLoading("It is on its way.", loading=LOADING, retry_after_s=7)
+            running.supervisor.gate.set()
+
+            answer = await client.answer()
+            assert (answer.status, answer.headers["retry-after"], answer.json["loading"]) == (503, "7", LOADING)
+            await client.close()
+
+
+@pytest.mark.parametrize(("path", "name", "kind"), [(CHAT, b"", "model_loading"), (MESSAGES, b"event: error\n", "overloaded_error")])
+async def test_a_wait_that_ends_without_the_model_is_an_error_event(loading: Running, path: str, name: bytes, kind: str) -> None:
+    client = await loading.open()
+    client.send(post(path, STREAM))
+    await begun(client)
+    held = [{"model": "other", "memory_gib": 60}]
+    loading.supervisor.refusal = ModelLoading("It is on its way.", loading=LOADING, held_by=held)
+    loading.supervisor.gate.set()
+
+    raw = await rest(client)
+    told = event_of(raw)
+    assert raw.startswith(name + b"data: ")
+    assert (told["error"]["code"], told["error"]["type"], told["error"]["src"]) == ("model_loading", kind, "sparkd")
+    assert (told["loading"], told["held_by"]) == (LOADING, held)
+    loading.supervisor.refusal = None
+    client.send(post(CHAT, b'{"model": "tiny"}'))
+    assert (await client.answer()).body == ANSWER
+    await client.close()
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, b""), (MESSAGES, b"event: error\n")])
+async def test_an_engines_refusal_becomes_one_event(loading: Running, path: str, name: bytes) -> None:
+    body = b'{"error":{"message":"too long",\n"code":400}}'
+    loading.engine.replies(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body)
+    client = await loading.open()
+    client.send(post(path, STREAM))
+    await begun(client)
+    loading.supervisor.gate.set()
+
+    assert await rest(client) == name + b'data: {"error":{"message":"too long",\ndata: "code":400}}\n\n'
+    await client.close()
+
+
+async def test_an_engine_that_dies_before_it_answers_is_an_error_event(loading: Running) -> None:
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    loading.engine.script = dies
+    client = await loading.open()
+    client.send(post(CHAT, STREAM))
+    await begun(client)
+    loading.supervisor.gate.set()
+
+    assert event_of(await rest(client))["error"]["code"] == "engine_gone"
+    await client.close()
+
+
+async def test_an_engine_that_dies_within_its_stream_ends_it_as_ever(loading: Running) -> None:
+    loading.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
+    client = await loading.open()
+    client.send(post(CHAT, STREAM))
+    await begun(client)
+    loading.supervisor.gate.set()
+
+    raw = await rest(client)
+    assert raw.startswith(EVENT)
+    assert event_of(raw.removeprefix(EVENT))["error"]["code"] == "engine_error"
+    await client.close()
+
+
+async def test_a_client_that_leaves_while_it_hears_is_forgotten(loading: Running) -> None:
+    client = await loading.open()
+    client.send(post(CHAT, STREAM))
+    await begun(client)
+    await client.close()
+
+    await soon(lambda: loading.supervisor.withdrawn)
+    assert loading.engine.heard == []
+
+
+async def test_the_daemons_end_is_an_error_event(loading: Running, caplog: pytest.LogCaptureFixture) -> None:
+    client = await loading.open()
+    client.send(post(CHAT, STREAM))
+    await begun(client)
+    loading.server.should_exit = True
+
+    assert event_of(await rest(client))["error"]["code"] == "draining"
+    await client.close()
+    caplog.clear()  # uvicorn says that it cancels the request
+
+
+async def test_words_in_the_reasoning_field_where_they_are_asked_for(loading: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_WORDS_AFTER_S", 0.02)
+    monkeypatch.setattr(heartbeat, "_WORDS_EVERY_S", 0.02)
+    loading.supervisor.in_words = True
+    loading.engine.replies(STREAM_HEAD, chunked(EVENT, DONE))
+    client = await loading.open()
+    client.send(post(CHAT, STREAM, "X-Request-Id: mine"))
+    assert (await client.answer(head_only=True)).status == 200
+    told = event_of(await chunk(client))
+    words = "tiny is LOADING, 35 %, about 40 s left"
+    assert {key: told[key] for key in ("id", "object", "model", "choices")} == {
+        "id": "chatcmpl-mine",
+        "object": "chat.completion.chunk",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "delta": {"role": "assistant", "reasoning": f"{words}\n", "reasoning_content": f"{words}\n"},
+                "finish_reason": None,
+            }
+        ],
+    }
+    assert await chunk(client) == BEAT
+    loading.supervisor.models = {"tiny": view("tiny", state=ModelState.WARMING)}
+    while (piece := await chunk(client)) == BEAT:
+        pass
+    assert event_of(piece)["choices"][0]["delta"]["reasoning"] == "tiny is WARMING\n"
+    loading.supervisor.gate.set()
+    assert await rest(client, b": tiny is WARMING\n\n") == EVENT + DONE
+
+    loading.supervisor.gate.clear()
+    client.send(post(COMPLETIONS, STREAM))
+    await begun(client, b": tiny is WARMING\n\n")
+    await client.close()
+
+
+async def test_a_refusal_names_who_holds_the_memory(loading: Running) -> None:
+    held = [{"model": "other", "node": "n", "memory_gib": 60, "state": "READY", "in_flight": 0, "queued": 0, "idle_seconds": 12.5}]
+    loading.supervisor.refusal = Unavailable("No room.", retry_after_s=30, held_by=held)
+    loading.supervisor.gate.set()
+
+    answer = await loading.post(CHAT, STREAM)
+    assert (answer.status, answer.headers["retry-after"], answer.json["held_by"]) == (503, "30", held)
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({"model": "m", "state": "STOPPED"}, "m is STOPPED"),
+        ({"model": "m", "state": "LOADING", "progress": 0.0}, "m is LOADING, 0 %"),
+        ({"model": "m", "state": "LOADING", "eta_seconds": 0.4}, "m is LOADING, about 0 s left"),
+    ],
+)
+def test_only_what_is_known_is_told(known: dict[str, Any], words: str) -> None:
+    assert how_far(known) == words
