@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from sparkd.checkpoint import read_checkpoint
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.drafting import FLAG, Drafting, config_in, of_config
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, Learned, footprint
@@ -29,6 +30,7 @@ from workers.stream.recipe import Recipe
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
 
+_COUNTED = frozenset({FLAG, "--attention-backend"})
 _KNOWN_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -179,12 +181,15 @@ def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware
 
 
 def _inventory(spec: ModelConfig, env: Mapping[str, str]) -> Inventory | None:
+    """With the draft that its flags ask for; None too where that is not on this machine, or is none of the kinds that are counted."""
     folder = spec.model if spec.model.startswith("/") else str(snapshot_of(spec.model, spec.revision, env) or "")
     if not folder:
         return None
     try:
-        return _read(folder, checkpoint_of(folder))
-    except (CheckpointError, OSError):
+        known = _read(folder, checkpoint_of(folder))
+        drafted = _drafting(spec, known, env)
+        return known if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), known.shape)
+    except (CheckpointError, ConfigError, OSError):
         return None
 
 
@@ -195,12 +200,30 @@ def _read(folder: str, _identity: str) -> Inventory:
     return inventory(checkpoint, shape_of(checkpoint.config))
 
 
+def _drafting(spec: ModelConfig, known: Inventory, env: Mapping[str, str]) -> Drafting | None:
+    """Raises ConfigError, CheckpointError and OSError where its draft cannot be counted."""
+
+    def read(name: str) -> Checkpoint:
+        return read_checkpoint(name if name.startswith("/") else str(snapshot_of(name, None, env) or ""))
+
+    config = config_in(spec.extra_args)
+    return of_config(config, known.shape, read) if config is not None else None
+
+
 def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mapping[str, str]) -> Serving | None:
     kv_dtype = spec.kv_cache_dtype or "auto"
-    if kv_dtype not in _KNOWN_KV_DTYPES or any(flag.startswith("--") for flag in spec.extra_args):
+    # A draft's own flags are counted, any other may change the account.
+    flags = {flag.partition("=")[0] for flag in spec.extra_args if flag.startswith("--")}
+    if kv_dtype not in _KNOWN_KV_DTYPES or not flags <= _COUNTED:
+        return None
+    try:
+        drafted = _drafting(spec, known, env)
+    except (CheckpointError, ConfigError, OSError):
+        return None
+    if drafted is None and flags:
         return None
     length = known.shape.max_len if spec.max_model_len in (None, "auto") else spec.max_model_len
-    return Serving(
+    plain = Serving(
         max_model_len=int(length or known.shape.max_len),
         max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
         max_num_batched_tokens=spec.max_num_batched_tokens or BATCH_TOKENS[hardware.platform],
@@ -208,6 +231,7 @@ def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mappi
         platform=hardware.platform,
         block_outermost=env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B"),
     )
+    return plain if drafted is None else drafted.serving(plain)
 
 
 def _cache(spec: ModelConfig, found: Footprint, serving: Serving) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
+from sparkd.drafting import Drafting
 from sparkd.errors import CheckpointError
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
@@ -31,7 +32,7 @@ class Wish:
     """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
 
     unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
-    FORMATS.
+    FORMATS. drafting: that the inventory and `serving` are counted with.
     """
 
     max_model_len: int | None = None
@@ -41,6 +42,7 @@ class Wish:
     quantize: Any = None
     eager: bool = False
     margin_bytes: int | None = None
+    drafting: Drafting | None = None
     context: int = DEFAULT_CONTEXT
     unlinked: Mapping[int, str] = field(default_factory=dict)
 

@@ -23,6 +23,8 @@ LATENT_HYBRID_TOKENS = 128
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
 # With asynchronous scheduling, vLLM's default, a second batch is in flight (vllm/config/vllm.py, max_concurrent_batches).
+# From so many at a time on nothing is drafted: sparkd says so to vLLM (sparkd.speculation, BATCH_LIMIT).
+DRAFTED_REQUESTS = 32
 BATCHES_IN_FLIGHT = 2
 
 

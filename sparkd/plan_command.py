@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
+from sparkd.drafting import METHODS
 from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.hardware import hardware_of
 from sparkd.hub_headers import checkpoint_of
@@ -44,6 +45,7 @@ def run(
     hardware: str = "spark",
     batch: int | None = None,
     kv_dtype: str = "auto",
+    speculative: str | None = None,
     margin: float | None = None,
     eager: bool = False,
     docker: bool = False,
@@ -58,6 +60,8 @@ def run(
     """
     if kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
+    if speculative is not None and speculative not in METHODS:
+        raise ConfigError(f"--speculative {speculative}: {', '.join(METHODS)} are known.")
     if margin is not None and not math.isfinite(margin):
         raise ConfigError(f"--margin {margin}: a number of GiB is expected.")
     if image is not None and not (docker or compose):
@@ -71,6 +75,7 @@ def run(
         max_num_batched_tokens=batch,
         kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
         margin_gib=margin,
+        speculative=speculative,
         enforce_eager=eager,
     )
     if (too_much := beyond(asked)) is not None:
@@ -98,7 +103,13 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
             checkpoint = checkpoint_of(source, revision, env, progress)
         return source, checkpoint, None if configured in (AUTO, "bf16") else configured
 
-    return answer(question, hardware_of(hardware), find, lambda source, checkpoint: prequantized(source, checkpoint, env))
+    return answer(
+        question,
+        hardware_of(hardware),
+        find,
+        lambda source, checkpoint: prequantized(source, checkpoint, env),
+        read=lambda draft: checkpoint_of(draft, None, env),
+    )
 
 
 def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:

@@ -47,6 +47,7 @@ class QuestionHere(BaseModel):
     max_num_seqs: int | None = Field(default=None, ge=1, le=MOST["max_num_seqs"])
     kv_cache_dtype: KvDtype = "auto"
     margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
+    speculative: Literal["off", "ngram", "suffix", "mtp", "dflash"] | None = None
     enforce_eager: bool = False
     hardware: Literal["node", "spark", "h200"] = "node"
 
@@ -91,6 +92,7 @@ def _answer(
         lambda name: checkpoint_here(name, find, progress),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         unlinked=unlinked,
+        read=lambda draft: checkpoint_of(draft, None, env, progress),
     )
 
 

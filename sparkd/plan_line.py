@@ -36,6 +36,7 @@ VALUES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "--batch": ("batch", _count),
     "--kv-dtype": ("kv_dtype", _word),
     "--margin": ("margin", _matching(_SIZE, float)),
+    "--speculative": ("speculative", _word),
     "--image": ("image", _word),
     "--config": ("config", _matching(_WORD, Path)),
 }

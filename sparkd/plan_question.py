@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.drafting import drafting, kv_dtype
 from sparkd.fit import Wish, choose
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
@@ -34,7 +35,7 @@ Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 class Question:
     """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
-    quantize: a format or a recipe, None for what is configured, else all formats are tried.
+    quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of sparkd.drafting.METHODS.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Question:
     max_num_seqs: int | None = None
     kv_cache_dtype: KvDtype = "auto"
     margin_gib: float | None = None
+    speculative: str | None = None
     enforce_eager: bool = False
 
 
@@ -66,16 +68,20 @@ def answer(
     others: Others | None = None,
     *,
     unlinked: Mapping[int, str] | None = None,
+    read: Callable[[str], Checkpoint] = read_checkpoint,
 ) -> dict[str, Any]:
     """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). others: folder or
     hub id and headers -> the same of what holds that model quantized already; asked where any format would do. unlinked: see
-    sparkd.fit.Wish. Blocks.
+    sparkd.fit.Wish. read: the headers of a draft. Blocks.
 
     Raises ConfigError and CheckpointError.
     """
     source, checkpoint, configured = find(question.model)
-    known = inventory(checkpoint, shape_of(checkpoint.config))
-    platform = hardware.platform
+    shape, platform = shape_of(checkpoint.config), hardware.platform
+    quantize = question.quantize if question.quantize is not None else configured
+    asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": question.kv_cache_dtype}
+    drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
+    known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)
     wish = Wish(
         max_model_len=question.max_model_len,
         requests=question.requests,
@@ -84,19 +90,23 @@ def answer(
             0,
             max_num_seqs=question.max_num_seqs or SEQUENCES[platform],
             max_num_batched_tokens=question.max_num_batched_tokens or BATCH_TOKENS[platform],
-            kv_dtype=question.kv_cache_dtype,
+            kv_dtype=kv_dtype(question.kv_cache_dtype, drafted),
             platform=platform,
         ),
-        quantize=question.quantize if question.quantize is not None else configured,
+        quantize=quantize,
+        drafting=drafted,
         eager=question.enforce_eager,
         margin_bytes=None if question.margin_gib is None else int(question.margin_gib * GIB),
         unlinked=unlinked or {},
     )
+    if drafted is not None:
+        wish = replace(wish, serving=drafted.serving(wish.serving))
     choice = choose(known, hardware, wish)
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
     as_stored = replace(wish, quantize="bf16")
+    of = inventory if drafted is None else drafted.inventory
     offers = [
         Offer(name, each, choose(each, hardware, as_stored))
-        for name, each in ((name, inventory(found, shape_of(found.config))) for name, found in there)
+        for name, each in ((name, of(found, shape_of(found.config))) for name, found in there)
     ]
     return to_json(source, known, hardware, wish, choice, offers)

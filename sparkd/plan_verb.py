@@ -24,6 +24,9 @@ def plan(
     hardware: Annotated[str, option("--hardware", metavar="X", help="spark (the default), h200, or a YAML file.")] = "spark",
     batch: Annotated[int | None, option("--batch", metavar="TOKENS", min=1, help="max_num_batched_tokens; vLLM's default.")] = None,
     kv_dtype: Annotated[str, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = "auto",
+    speculative: Annotated[
+        str | None, option("--speculative", metavar="HOW", help="Count a draft: off, ngram, suffix, mtp or dflash.")
+    ] = None,
     margin: Annotated[float | None, option("--margin", metavar="GIB", min=0, help="To stay free; 1 GiB or 3 %.")] = None,
     eager: Annotated[bool, option("--eager", help="Without CUDA graphs.")] = False,
     docker: Annotated[bool, option("--docker", help="Print `docker run` for the choice instead.")] = False,
@@ -34,8 +37,7 @@ def plan(
 ) -> None:
     """Whether a model fits, how, and vLLM's command for it.
 
-    Reads config.json and the headers of the weights, and needs neither a daemon nor a GPU. A hub id that is not on this machine is looked
-    at on the hub; nothing but headers is fetched.
+    Reads config.json and the headers of the weights, on the hub where they are not here. No daemon and no GPU are needed.
     """
     from sparkd import plan_command
 
@@ -50,6 +52,7 @@ def plan(
         hardware=hardware,
         batch=batch,
         kv_dtype=kv_dtype,
+        speculative=speculative,
         margin=margin,
         eager=eager,
         docker=docker,

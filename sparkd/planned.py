@@ -86,7 +86,13 @@ def to_json(
         "bytes": inventory.stored_bytes,
         "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
         "hardware": asdict(hardware),
-        "asked": {"nodes": wish.nodes, "requests": wish.requests, "max_model_len": wish.max_model_len, "eager": wish.eager},
+        "asked": {
+            "nodes": wish.nodes,
+            "requests": wish.requests,
+            "max_model_len": wish.max_model_len,
+            "eager": wish.eager,
+            "speculative": wish.drafting.method if wish.drafting is not None else None,
+        },
         "options": [{**option_json(one), "model": name, "prequantized": method} for _, name, one, method in ways],
         "choice": None if best is None else {**option_json(best), "model": of, "prequantized": already, **how(of, best, wish, hardware)},
         "floor": [] if best is None else _floor(best, hardware),
@@ -144,8 +150,13 @@ def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str,
         raise ConfigError(f"{shown(model)}: a model's name or path has no control characters; rename it.", param="model")
     entry = entry_of(model, option, wish)
     read = {**entry, "quantize": Recipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
-    spec = _Entry(name_of(model), **{key: value for key, value in read.items() if key != "tensor_parallel"})
-    ranks = [_rank(spec, option, number, hardware) for number in range(option.nodes)]
+    fields = {key: value for key, value in read.items() if key not in ("tensor_parallel", "speculative", "recipe")}
+    if wish.drafting is not None:
+        own = {key: value for key, value in wish.drafting.settings.items() if key in _Entry.__dataclass_fields__}
+        fields = {**own, **fields, "extra_args": wish.drafting.args}
+    spec = _Entry(name_of(model), **fields)
+    env = wish.drafting.env if wish.drafting is not None else {}
+    ranks = [_rank(spec, option, number, hardware, env) for number in range(option.nodes)]
     return {"name": spec.name, "config": None if min(option.tensor, option.pipeline) > 1 else entry, "ranks": ranks}
 
 
@@ -164,12 +175,15 @@ def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
         entry["kv_margin_gib"] = wish.margin_bytes / GIB
     if wish.eager:
         entry["enforce_eager"] = True
-    if option.serving.kv_dtype != "auto":
+    if option.serving.kv_dtype != "auto" and not (wish.drafting is not None and "kv_cache_dtype" in wish.drafting.settings):
         entry["kv_cache_dtype"] = option.serving.kv_dtype
+    if wish.drafting is not None:
+        entry |= {"recipe": wish.drafting.recipe} if wish.drafting.recipe is not None else {}
+        entry["speculative"] = wish.drafting.method
     return entry
 
 
-def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware) -> dict[str, Any]:
+def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Mapping[str, str]) -> dict[str, Any]:
     flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
     flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
     fields: Mapping[str, Any] = {
@@ -195,7 +209,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware) -> dict
         extra_args=tuple(flags_of(spec)),
         **fields,
     )
-    environment = build_environment(rank, {}, None)
+    environment = {**build_environment(rank, {}, None), **env}
     return {
         "node": number,
         "command": build_command(rank),

@@ -66,6 +66,7 @@ def _head(found: Mapping[str, Any], page: Page) -> None:
     )
     requests = f"{asked['requests']} request{'s' if asked['requests'] != 1 else ''} at once"
     length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
+    length += f", drafting by {asked['speculative']}" if asked["speculative"] else ""
     nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
     page.line(f"on {nodes} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n")
 

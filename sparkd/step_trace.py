@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from sparkd.caching_allocator import MIB, Block, CachingAllocator
-from sparkd.kv_cost import Serving
+from sparkd.kv_cost import DRAFTED_REQUESTS, Serving
 from sparkd.model_shape import Attention, State, text_config
 from sparkd.weight_cost import Inventory
 
@@ -39,7 +39,7 @@ def reserved_bytes(inventory: Inventory, serving: Serving, *, eager: bool) -> in
 
     eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it.
     """
-    key = serving.max_num_batched_tokens, serving.max_num_seqs, serving.tensor_parallel, eager
+    key = serving.max_num_batched_tokens, _sampled(serving), serving.tensor_parallel, eager
     if key not in inventory.steps:
         step = Step(inventory, serving, eager=eager)
         for _ in range(STEPS):
@@ -260,7 +260,7 @@ class Step:
 
     def _sample(self) -> None:
         """Logits in the model's precision and in float32, sorted with their indices, and as probabilities."""
-        for rows in (self._serving.max_num_seqs, LOGPROB_ROWS):
+        for rows in (_sampled(self._serving), LOGPROB_ROWS):
             sizes = (self._width, 4, 4, 8, 4) if rows != LOGPROB_ROWS else (self._width, 4, 4)
             self._free(*[self._take(rows * self._shape.vocab * size) for size in sizes])
 
@@ -317,6 +317,11 @@ class Step:
     def _free(self, *blocks: Block) -> None:
         for block in blocks:
             self.allocator.give_back(block)
+
+
+def _sampled(serving: Serving) -> int:
+    """Rows of logits at once: one for each request and one for each token that was proposed to it."""
+    return max(serving.max_num_seqs, min(serving.max_num_seqs, DRAFTED_REQUESTS) * (1 + serving.speculative_tokens))
 
 
 def _latent(text: Mapping[str, Any]) -> tuple[int, int, int]:

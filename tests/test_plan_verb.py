@@ -89,7 +89,7 @@ def test_the_entry_is_one_that_sparkd_takes(
 def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, folder, "--nodes", "2", "--ctx", "2048", "--seqs", "3", "--quantize", "int4-g32")
 
-    assert found["asked"] == {"nodes": 2, "requests": 3, "max_model_len": 2048, "eager": False}
+    assert found["asked"] == {"nodes": 2, "requests": 3, "max_model_len": 2048, "eager": False, "speculative": None}
     assert {(one["tensor_parallel"], one["pipeline_parallel"]) for one in found["options"]} == {(1, 1), (2, 1), (1, 2)}
     for option in found["options"]:
         parts = option["footprint"]

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from sparkd.drafting import Drafting
 from sparkd.fit import Wish, choose
 from sparkd.hardware import Hardware, hardware_of
 from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
@@ -52,6 +53,7 @@ with warnings.catch_warnings():
 MUCH = 1 << 60
 DTYPES = {"float32": torch.float32, None: torch.bfloat16}
 PER_KIND = 40
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 LATENT, INDEXER = Attention(1, 576, 0, latent=True), Attention(1, 132, 0, latent=True, element_bytes=1)
 KINDS = ("full", "window", "windows", "sizes", "wild", "gemma4", "delta_net", "mamba", "latent", "chunks", "indexer", "kimi", "both")
 
@@ -381,6 +383,10 @@ def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) ->
         (
             "h200",
             Wish(quantize={"format": "int4-g32", "keep": ["o_proj"]}, serving=Serving(0, kv_dtype="fp8", max_num_batched_tokens=2048)),
+        ),
+        (
+            "spark",
+            Wish(nodes=2, drafting=Drafting("ngram", 4, args=("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'))),
         ),
         ("cpu", Wish(quantize="mxfp4", serving=Serving(0, platform="cpu"))),
     ],

@@ -1,0 +1,146 @@
+"""Owns what speculative decoding adds to a model's account: tokens ahead, layers with a cache, weights of a draft. Never reads a weight.
+
+Which flags a method has is sparkd.speculation's; here its configuration, as vLLM takes it, is counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkd.checkpoint import Checkpoint
+from sparkd.errors import ConfigError
+from sparkd.kv_cost import Serving
+from sparkd.model_shape import Shape, shape_of
+from sparkd.weight_cost import Inventory, Part, inventory
+
+if TYPE_CHECKING:
+    from sparkd.recipe_file import Method, RecipeFile
+
+METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
+FLAG = "--speculative-config"
+# Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
+_OF_TEXT = ("ngram", "suffix")
+_NATIVE = ("auto", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """tokens: proposed at a time. layers: that keep a cache beside the model's own. ahead: the checkpoint's own layers for it are loaded.
+    draft: a checkpoint of its own. args, env, settings: what a model's entry becomes with it; recipe: that it was found in.
+    """
+
+    method: str
+    tokens: int
+    layers: int = 0
+    ahead: bool = False
+    draft: Checkpoint | None = None
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+
+    def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
+        """Of model and draft together. What is a draft's own is never quantized here."""
+        own = inventory(checkpoint, shape, ahead=self.ahead)
+        if self.draft is None:
+            return own
+        parts = tuple(_beside(inventory(self.draft, shape_of(self.draft.config))))
+        more = sum(part.tensor.nbytes * part.count for part in parts)
+        return replace(own, parts=own.parts + parts, stored_bytes=own.stored_bytes + more)
+
+    def serving(self, plain: Serving) -> Serving:
+        return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers)
+
+
+def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
+    """What `--speculative METHOD` means for a model without an entry of its own; None for `off`. A draft that the checkpoint does not hold
+    is that of the recipe for this model. wish: `max_num_seqs`, `quantize`, `kv_cache_dtype` as asked. read: headers of a draft.
+
+    Raises ConfigError and CheckpointError.
+    """
+    from sparkd.speculation import speculating
+
+    if method == "off":
+        return None
+    recipe, variant = _recipe_of(model) if method not in _OF_TEXT else (None, None)
+    offered = recipe.speculation(variant) if recipe is not None else None
+    if method == "mtp" and offered is not None and offered.mtp is None:
+        offered = None
+    kind: Method = method  # type: ignore[assignment]  # one of METHODS
+    try:
+        found = speculating(kind, offered, model, wish.get("max_num_seqs"), wish.get("quantize") is not None)
+    except ValueError as error:
+        raise ConfigError(f"speculative {error}.", param="speculative") from None
+    dtype = wish.get("kv_cache_dtype") or "auto"
+    allowed = found.fixed.get("kv_cache_dtype")
+    if allowed is not None and dtype != "auto" and dtype not in allowed:
+        needs = " or ".join(map(str, allowed))
+        raise ConfigError(
+            f"speculative {method} needs a KV cache in {needs}, because {found.why}: leave {dtype} out.", param="kv_cache_dtype"
+        )
+    name = None if recipe is None or offered is None else recipe.name if variant is None else f"{recipe.name}@{variant}"
+    counted = of_config(json.loads(found.args[-1]), shape, read)
+    return replace(counted, args=found.args, env=found.env, settings=found.settings, recipe=name)
+
+
+def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Checkpoint]) -> Drafting:
+    """config: vLLM's own (config/speculative.py). Raises ConfigError for what it cannot be for this model, and CheckpointError."""
+    method, tokens = str(config.get("method")), config.get("num_speculative_tokens")
+    if type(tokens) is not int or tokens < 1 or method not in METHODS[1:]:
+        raise ConfigError(f"speculative: a draft by {method} is not counted.", param="speculative")
+    if method in _OF_TEXT:
+        return Drafting(method, tokens)
+    if isinstance(config.get("model"), str):
+        draft = read(config["model"])
+        return Drafting(method, tokens, shape_of(draft.config).layers, draft=draft)
+    if not shape.mtp_layers:
+        told = f"{shape.architecture} has no layers here that predict tokens ahead (num_nextn_predict_layers in its config.json)"
+        raise ConfigError(f"speculative {method}: {told}: choose off, ngram or suffix.", param="speculative")
+    return Drafting(method, tokens, shape.mtp_layers, ahead=True)
+
+
+def config_in(args: Sequence[str]) -> Mapping[str, Any] | None:
+    """vLLM's configuration among the flags of a model; None where there is none, or it is not plain JSON."""
+    for number, word in enumerate(args):
+        name, found, value = word.partition("=")
+        if name == FLAG and (found or number + 1 < len(args)):
+            try:
+                read = json.loads(value if found else args[number + 1])
+            except ValueError:
+                return None
+            return read if isinstance(read, dict) else None
+    return None
+
+
+def kv_dtype(asked: str, drafted: Drafting | None) -> str:
+    """Of the cache, as sparkd.kv_cost has it: a draft that works with one only decides where nobody does."""
+    needed = str(drafted.settings.get("kv_cache_dtype") or "auto") if drafted is not None else "auto"
+    return asked if asked != "auto" or needed in _NATIVE else needed
+
+
+def _beside(draft: Inventory) -> Iterator[Part]:
+    """In the last stage of a pipeline, where the drafter runs; in no layer of the model, and never as its embedding or head."""
+    for part in draft.parts:
+        number = "" if part.layer is None else f"{part.layer}."
+        tensor = part.tensor._replace(name=f"draft.{number}{part.tensor.name}")
+        yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)
+
+
+def _recipe_of(model: str) -> tuple[RecipeFile | None, str | None]:
+    """The recipe for this folder or hub id, and its variant."""
+    import os
+
+    from sparkd.recipe_book import Book
+
+    book = Book(None, os.environ)
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    for each in book.names():
+        file, _ = book.read(each)
+        for variant in (None, *file.recipe.variants) if file is not None else ():
+            known = file.model(variant) if file is not None else ""
+            if model == known or (model.startswith("/") and known.rpartition("/")[2].lower() == name):
+                return file, variant
+    return None, None

@@ -1,0 +1,139 @@
+"""What a draft adds to a plan and to the daemon's account: tokens ahead, layers and weights, and the model's entry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd import admission
+from sparkd.admission import account
+from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.drafting import METHODS, config_in, drafting, of_config
+from sparkd.errors import ConfigError
+from sparkd.fit import Wish, choose
+from sparkd.hardware import SPARK
+from sparkd.kv_cost import DRAFTED_REQUESTS, Serving, kv_cost
+from sparkd.model_config import ModelConfig
+from sparkd.model_shape import shape_of
+from sparkd.plan_question import Question, answer
+from sparkd.recipe_file import Speculation
+from sparkd.speculation import BATCH_LIMIT
+from sparkd.weight_cost import inventory
+from tests.sketches import Tensor, dense, tensors_of, write
+from workers.stream.recipe import Recipe
+
+PREDICTS = dense(num_nextn_predict_layers=1)
+AHEAD: list[Tensor] = [("model.layers.4.eh_proj.weight", (512, 1024), "BF16"), ("model.layers.4.mlp.down_proj.weight", (512, 1024), "BF16")]
+AHEAD_BYTES = sum(2 * sides[0] * sides[1] for _, sides, _ in AHEAD)
+DRAFT = dense(num_hidden_layers=2)
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    write(place / "predicts" / "draft", DRAFT, tensors_of(DRAFT))
+    write(place / "plain", dense(), tensors_of(dense()))
+    (made := place / "both").mkdir()
+    return write(made / "model", PREDICTS, [*tensors_of(PREDICTS), *AHEAD])
+
+
+def planned(model: Path, **asked: Any) -> dict[str, Any]:
+    def find(name: str) -> tuple[str, Checkpoint, None]:
+        return name, read_checkpoint(name), None
+
+    given = {"max_model_len": 4096, "quantize": "bf16", "max_num_seqs": 8, **asked}
+    return json.loads(json.dumps(answer(Question(str(model), **given), SPARK, find)))  # type: ignore[no-any-return]
+
+
+def test_the_methods_are_those_of_the_recipes() -> None:
+    assert set(METHODS) - {"off", "ngram", "suffix"} <= Speculation.model_fields.keys()
+    assert set(METHODS) == set(ModelConfig.model_json_schema()["properties"]["speculative"]["anyOf"][0]["enum"])
+    assert DRAFTED_REQUESTS == BATCH_LIMIT
+
+
+def test_a_draft_from_the_text_costs_its_logits_only(folder: Path) -> None:
+    plain, drafted = planned(folder), planned(folder, speculative="ngram")
+
+    before, after = plain["choice"]["footprint"], drafted["choice"]["footprint"]
+    assert (after["weights"], after["kv"]) == (before["weights"], before["kv"]) and after["peak"] >= before["peak"]
+    assert drafted["asked"]["speculative"] == "ngram" and plain["asked"]["speculative"] is None
+    assert drafted["choice"]["config"]["speculative"] == "ngram" and "speculative" not in plain["choice"]["config"]
+    (rank,) = drafted["choice"]["ranks"]
+    config = json.loads(rank["command"][rank["command"].index("--speculative-config") + 1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("ngram", 4)
+    assert planned(folder, speculative="off")["choice"] == plain["choice"]
+
+
+def test_layers_that_predict_are_loaded_and_keep_a_cache(folder: Path) -> None:
+    before, after = (planned(folder, speculative=how)["choice"]["footprint"] for how in ("off", "mtp"))
+
+    shape = shape_of(PREDICTS)
+    assert after["weights"] == before["weights"] + AHEAD_BYTES
+    plain, drafted = kv_cost(shape, Serving(4096, 8)), kv_cost(shape, Serving(4096, 8, speculative_tokens=1, draft_layers=1))
+    assert after["kv_bytes_per_token"] == drafted.per_token > before["kv_bytes_per_token"] == plain.per_token
+
+
+def test_a_draft_of_its_own_is_counted_whole(folder: Path) -> None:
+    place = str(folder.parent.parent / "predicts" / "draft")
+    counted = of_config({"method": "dflash", "model": place, "num_speculative_tokens": 15}, shape_of(PREDICTS), read_checkpoint)
+
+    checkpoint = read_checkpoint(folder)
+    both = counted.inventory(checkpoint, shape_of(checkpoint.config))
+    own, draft = inventory(checkpoint, shape_of(PREDICTS)), inventory(read_checkpoint(place), shape_of(DRAFT))
+    bf16 = Recipe.parse("bf16")
+    for ranks in (1, 2):
+        # A vocabulary of the draft is not padded.
+        assert 0 <= own.weights(bf16, ranks).bytes + draft.weights(bf16, ranks).bytes - both.weights(bf16, ranks).bytes < 1 << 18
+    assert both.stored_bytes == own.stored_bytes + draft.stored_bytes
+    assert both.weights(Recipe.parse("nvfp4")).bytes > own.weights(Recipe.parse("nvfp4")).bytes
+    assert counted.serving(Serving(4096)).draft_layers == 2 and counted.serving(Serving(4096)).speculative_tokens == 15
+    assert choose(both, SPARK, Wish(serving=counted.serving(Serving(0)), drafting=counted)).best is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "asked", "told"),
+    [
+        ("plain", "mtp", {}, "LlamaForCausalLM has no layers here that predict tokens ahead"),
+        ("plain", "dflash", {}, "nothing is known of a DFlash drafter for this model"),
+        ("z-lab/none", "dflash", {}, "choose off, ngram or suffix"),
+        ("nvidia/Gemma-4-31B-IT-NVFP4", "dflash", {"kv_cache_dtype": "fp8"}, "a DFlash drafter works on a BF16 cache only"),
+    ],
+)
+def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: dict[str, Any], told: str) -> None:
+    source = str(folder.parent.parent / model) if model == "plain" else model
+    with pytest.raises(ConfigError, match=told):
+        drafting(method, source, shape_of(dense()), asked, read_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        ((), None),
+        (("--speculative-config", json.dumps(MTP)), MTP),
+        ((f"--speculative-config={json.dumps(MTP)}",), MTP),
+        (("--speculative-config",), None),
+        (("--speculative-config", "[1]"), None),
+        (("--speculative-config", "{"), None),
+    ],
+)
+def test_its_configuration_is_found_among_the_flags(args: tuple[str, ...], found: Any) -> None:
+    assert config_in(args) == found
+
+
+def test_the_daemon_counts_a_draft_as_the_plan_does(folder: Path, tmp_path: Path) -> None:
+    def least(*args: str) -> int | None:
+        spec = ModelConfig(name="m", model=str(folder), max_model_len=4096, max_num_seqs=8, extra_args=args)
+        found = account(spec, SPARK, {}, None)
+        return None if found is None else found.fixed
+
+    plain, drafted = least(), least("--speculative-config", json.dumps(MTP))
+    assert plain is not None and drafted is not None and drafted >= plain + AHEAD_BYTES
+    assert least("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 4})) is not None
+    assert least("--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 4, "model": "/none"})) is None
+    assert least("--speculative-config", json.dumps(MTP), "--block-size", "32") is None
+    assert least("--attention-backend", "TRITON_ATTN") is None
+    admission._read.cache_clear()
