@@ -26,6 +26,7 @@ from tests.architecture_parts import (
     routed_experts,
     self_attention,
 )
+from tests.architecture_sources import SOURCES, quantized
 from tests.checkpoints import BYTES, ZEROS, Draw, Entry, linear, normal
 
 VOCAB, HIDDEN, EXPERTS = SMALL.vocab, SMALL.hidden, SMALL.experts
@@ -306,6 +307,16 @@ def granitemoehybrid(size: Size = SMALL) -> Model:
     return Model(config, tuple(entries))
 
 
+def _published(make: Callable[..., Model], source: str) -> Callable[..., Model]:
+    """The same model as those who quantize publish it, see architecture_sources.py."""
+
+    def made(size: Size = SMALL) -> Model:
+        plain = make(size=size)
+        return Model(*quantized(source, plain.config, plain.entries))
+
+    return made
+
+
 ARCHITECTURES: Mapping[str, Callable[..., Model]] = {
     "llama": llama,
     "qwen3": qwen3,
@@ -320,4 +331,5 @@ ARCHITECTURES: Mapping[str, Callable[..., Model]] = {
     "gemma3": gemma3,
     "deepseek_v3": deepseek_v3,
     "granitemoehybrid": granitemoehybrid,
+    **{f"{make.__name__}-{source}": _published(make, source) for make in (llama, qwen3_moe) for source in SOURCES},
 }

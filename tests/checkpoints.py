@@ -55,7 +55,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Where values come from. kind: normal (mean `low`, deviation `high`), uniform, integers (`low` to `high`), constant (`low`)."""
+    """Where values come from. kind: normal (mean `low`, deviation `high`), uniform, integers (`low` to `high`), constant (`low`), steps
+    (counted up by one after every `low` elements)."""
 
     kind: str
     low: float = 0.0
@@ -291,6 +292,8 @@ def _drawn(draw: Draw, count: int, dtype: torch.dtype, generator: torch.Generato
         return torch.full((count,), draw.low, device=device).to(dtype)
     if draw.kind == "integers":
         return torch.randint(int(draw.low), int(draw.high) + 1, (count,), generator=generator, device=device, dtype=dtype)
+    if draw.kind == "steps":
+        return torch.arange(count, device=device).div_(int(draw.low), rounding_mode="floor").to(dtype)
     drawn = torch.empty(count, dtype=torch.float32, device=device)
     if draw.kind == "uniform":
         drawn.uniform_(draw.low, draw.high, generator=generator)

@@ -8,7 +8,8 @@ more, or always with three --jobs. All of them see the same random prompt and ge
 distributions are those of the dequantized checkpoint. NAMED: stock vLLM does not serve this model here either, or its class does not
 take the format (workers/stream/served.py); the reason follows.
 FAIL: anything else. Exit status 1: there was a FAIL.
-A checkpoint that is quantized already passes through, so there stock vLLM on the same files is what ours is compared with.
+A checkpoint that is quantized already (published MXFP4, AWQ, GPTQ, ModelOpt's and compressed-tensors' NVFP4) passes through, so there
+stock vLLM on the same files is what ours is compared with.
 --graphs: with torch.compile and CUDA graphs instead of eager engines. --again: what is compared is a second start of ours, which reads
 the quantized cache that the first one has written. In FP8 vLLM's own online FP8 is asked too, where more than two --jobs are allowed.
 """

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from workers import plugin
 
 with warnings.catch_warnings():
@@ -16,16 +18,23 @@ with warnings.catch_warnings():
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
 
-def load(folder: Path, settings: dict[str, Any], change: Callable[[Any], Any] = lambda _model: None) -> Any:
-    """settings: of the loader. change: is given vLLM's model before its weights are loaded."""
+def load(
+    folder: Path,
+    settings: dict[str, Any],
+    change: Callable[[Any], Any] = lambda _model: None,
+    *,
+    load_format: str = plugin.LOAD_FORMAT,
+    process: bool = False,
+) -> Any:
+    """settings: of the loader. change: is given vLLM's model before its weights are loaded. process: into the kernels' layout too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = EngineArgs(
             str(folder),
-            load_format=plugin.LOAD_FORMAT,
+            load_format=load_format,
             model_loader_extra_config=settings,
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -36,4 +45,6 @@ def load(folder: Path, settings: dict[str, Any], change: Callable[[Any], Any] = 
             model = initialize_model(config)
             change(model)
             get_model_loader(config.load_config).load_weights(model, config.model_config)
+            if process:
+                process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     return model

@@ -1,0 +1,113 @@
+"""Checkpoints that are published quantized: what AWQ, GPTQ, ModelOpt and compressed-tensors make of a BF16 one. Never of real values.
+
+Tensors and configurations are those of Qwen/Qwen3-8B-AWQ, Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4, nvidia/Llama-3.1-8B-Instruct-NVFP4 and
+RedHatAI/Llama-3.1-8B-Instruct-NVFP4; every projection is quantized, and values have about the deviation 0.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tests.checkpoints import BYTES, Draw, Entry
+
+GROUP = 128
+NVFP4_GROUP = 16
+_CODES = Draw("integers", -(2**31), 2**31 - 1)
+# Codes of four bits drawn evenly lie 6.5 apart from another such code, 4.6 from the middle; E2M1 ones have a mean square of 8.6.
+_AWQ_SCALES = Draw("uniform", 0.004, 0.012)
+_GPTQ_SCALES = Draw("uniform", 0.005, 0.017)
+_BLOCK_SCALES = Draw("uniform", 64.0, 256.0)
+_TENSOR_SCALE = Draw("uniform", 0.9e-4, 1.2e-4)
+_TENSOR_DIVISOR = Draw("uniform", 8400.0, 11000.0)
+# Activations of up to 10, over 6 times 448.
+_INPUT_SCALE = Draw("uniform", 0.003, 0.004)
+_INPUT_DIVISOR = Draw("uniform", 250.0, 330.0)
+# Eight times the code 7, which stands for the zero point 8.
+_MIDDLE = Draw("constant", 0x77777777)
+
+
+def quantized(source: str, config: Mapping[str, Any], entries: Iterable[Entry]) -> tuple[dict[str, Any], tuple[Entry, ...]]:
+    """config.json and tensors of a BF16 model as one of SOURCES has them."""
+    make, described = SOURCES[source]
+    half = source in ("awq", "gptq")
+    found: list[Entry] = []
+    for entry in entries:
+        if entry.name.endswith("_proj.weight"):
+            found += make(entry.name.removesuffix(".weight"), *entry.shape)
+        else:
+            found.append(replace(entry, dtype="F16") if half and entry.dtype == "BF16" else entry)
+    more = {"quantization_config": described, "torch_dtype": "float16" if half else "bfloat16"}
+    return {**config, **more}, tuple(found)
+
+
+def _awq(module: str, n: int, k: int) -> list[Entry]:
+    return [
+        Entry(f"{module}.qweight", (k, n // 8), "I32", _CODES),
+        Entry(f"{module}.qzeros", (k // GROUP, n // 8), "I32", _CODES),
+        Entry(f"{module}.scales", (k // GROUP, n), "F16", _AWQ_SCALES),
+    ]
+
+
+def _gptq(module: str, n: int, k: int) -> list[Entry]:
+    return [
+        Entry(f"{module}.qweight", (k // 8, n), "I32", _CODES),
+        Entry(f"{module}.qzeros", (k // GROUP, n // 8), "I32", _MIDDLE),
+        Entry(f"{module}.scales", (k // GROUP, n), "F16", _GPTQ_SCALES),
+        Entry(f"{module}.g_idx", (k,), "I32", Draw("steps", GROUP)),
+    ]
+
+
+def _modelopt(module: str, n: int, k: int) -> list[Entry]:
+    return [
+        Entry(f"{module}.weight", (n, k // 2), "U8", BYTES),
+        Entry(f"{module}.weight_scale", (n, k // NVFP4_GROUP), "F8_E4M3", _BLOCK_SCALES),
+        Entry(f"{module}.weight_scale_2", (), "F32", _TENSOR_SCALE),
+        Entry(f"{module}.input_scale", (), "F32", _INPUT_SCALE),
+    ]
+
+
+def _compressed(module: str, n: int, k: int) -> list[Entry]:
+    return [
+        Entry(f"{module}.weight_packed", (n, k // 2), "U8", BYTES),
+        Entry(f"{module}.weight_scale", (n, k // NVFP4_GROUP), "F8_E4M3", _BLOCK_SCALES),
+        Entry(f"{module}.weight_global_scale", (1,), "F32", _TENSOR_DIVISOR),
+        Entry(f"{module}.input_global_scale", (1,), "F32", _INPUT_DIVISOR),
+    ]
+
+
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True, "modules_to_not_convert": None}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "static_groups": False, "lm_head": False}
+_KEPT = ["lm_head", "re:.*mlp.gate$"]
+_FLOAT4 = {"num_bits": 4, "type": "float", "group_size": NVFP4_GROUP}
+_MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**_FLOAT4, "dynamic": False}, "input_activations": dict(_FLOAT4)}},
+    "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    "producer": {"name": "modelopt", "version": "0.37.0"},
+}
+_TENSOR_GROUP = {**_FLOAT4, "strategy": "tensor_group", "symmetric": True}
+_COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_TENSOR_GROUP, "dynamic": False},
+            "input_activations": {**_TENSOR_GROUP, "dynamic": "local"},
+            "output_activations": None,
+        }
+    },
+    "ignore": _KEPT,
+    "kv_cache_scheme": None,
+}
+
+SOURCES: Mapping[str, tuple[Callable[[str, int, int], list[Entry]], Mapping[str, Any]]] = {
+    "awq": (_awq, _AWQ),
+    "gptq": (_gptq, _GPTQ),
+    "modelopt_nvfp4": (_modelopt, _MODELOPT),
+    "ct_nvfp4": (_compressed, _COMPRESSED),
+}
