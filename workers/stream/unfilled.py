@@ -151,9 +151,14 @@ def _parameters(asked: Asked) -> Iterator[str]:
 
 
 def _counts(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> bool:
-    if parameter.is_meta or not parameter.numel():
+    if parameter.is_meta or not parameter.numel() or _is_spare_bias(module, name):
         return False
     return getattr(module, "quant_method", None) is None or _bare(name) in _FILLED or name in _ROUTING
+
+
+def _is_spare_bias(module: torch.nn.Module, name: str) -> bool:
+    """vLLM's GPTQ experts have room for biases, of zeros, that most checkpoints and their models do not have (auto_gptq.py, 0.32)."""
+    return name.startswith(_EXPERTS) and _bare(name) == "bias" and not getattr(getattr(module, "moe_config", None), "has_bias", True)
 
 
 def _shares(parent: torch.nn.Module) -> bool:
