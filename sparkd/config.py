@@ -200,9 +200,9 @@ class Config(Section):
         """The folder of what the KV cache's workers learned."""
         return self.state_dir / "kv-profiles"
 
-    def sizing_of(self, model: ModelConfig, platform: str, entrypoint: str, limit_bytes: int | None) -> dict[str, Any]:
+    def sizing_of(self, model: ModelConfig, platform: str, entrypoint: str, reserved_bytes: int | None) -> dict[str, Any]:
         """See kv_sizing.sizing_of."""
-        return kv_sizing.sizing_of(model, platform, entrypoint, model.environment(self.engine), str(self.profiles_path()), limit_bytes)
+        return kv_sizing.sizing_of(model, platform, entrypoint, model.environment(self.engine), str(self.profiles_path()), reserved_bytes)
 
     def loader_of(self, model: ModelConfig) -> dict[str, Any]:
         """See quantizing.loader_of."""

@@ -84,12 +84,13 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
 
 
 def sizing_of(
-    model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, limit_bytes: int | None
+    model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, reserved_bytes: int | None
 ) -> dict[str, Any]:
     """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
 
-    profiles: the folder of what was learned. limit_bytes: what `auto` may take so that the model stays within its reservation, None where
-    nobody can say. On a CPU, where the machine is somebody's desk as often as not, `auto` takes CPU_KV_CACHE_GIB unless it was asked for.
+    profiles: the folder of what was learned. reserved_bytes: what the whole engine may take on a node, which `auto` stays within by what
+    the engine really holds; None where nobody said. On a CPU, where the machine is somebody's desk as often as not, `auto` takes
+    CPU_KV_CACHE_GIB unless it was asked for.
     """
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
         return {}
@@ -102,9 +103,8 @@ def sizing_of(
     elif space_gib:
         told["bytes"] = space_gib * GIB
     else:
-        own_bytes = CPU_KV_CACHE_GIB * GIB if platform == "cpu" and model.kv_cache is None else None
-        limits = [limit for limit in (own_bytes, limit_bytes) if limit is not None]
-        told |= {"at_most_bytes": min(limits)} if limits else {}
+        told |= {"at_most_bytes": CPU_KV_CACHE_GIB * GIB} if platform == "cpu" and model.kv_cache is None else {}
+        told |= {"reserved_bytes": reserved_bytes} if reserved_bytes is not None else {}
     return {"worker_cls": WORKERS[platform], "kv_cache": told}
 
 

@@ -96,24 +96,6 @@ def needed_gib(
     return math.ceil(weights * LOADING_FACTOR + kv_gib + PROCESSES_GIB)
 
 
-def kv_limit_bytes(spec: ModelConfig, known: Account | None = None) -> int | None:
-    """What the KV cache may take so that the model stays within its memory_gib, by the same account as above.
-
-    None where that cannot be said beforehand: memory_gib is auto, the weights are not on this disk or become smaller while they load, or
-    nothing would be left. The worker then goes by what it sees alone.
-    """
-    if spec.memory_gib == "auto":
-        return None
-    if known is not None:
-        left = int(spec.memory_gib * GIB) - known.fixed
-        return left if left > 0 else None
-    if spec.quantize is not None or spec.quantization is not None:
-        return None
-    weights = weights_gib(spec.model)
-    left_gib = spec.memory_gib - weights * LOADING_FACTOR - PROCESSES_GIB
-    return int(left_gib * GIB) if weights and left_gib > 0 else None
-
-
 def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]], here: str, need_gib: int) -> list[str]:
     """Nodes that can hold need_gib beside what is reserved on them: `here` first, then the one with the most room.
 

@@ -12,8 +12,8 @@ from typing import Any
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ClusterError, RankError
 from sparkd.fabric_nodes import FabricNodes
-from sparkd.needs import account_of, runtime_of, said_to
-from sparkd.placement import Placement, kv_limit_bytes
+from sparkd.needs import runtime_of, said_to
+from sparkd.placement import GIB, Placement
 from sparkd.raylink import RayLink
 from sparkd.state import RankHandle
 from workers.command import parallel_flags
@@ -135,7 +135,7 @@ class Starter:
 
 def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, args: Sequence[str]) -> dict[str, Any]:
     """Of a workers.spec.RankSpec: what every rank of the model has in common. Reads the checkpoint's headers."""
-    limit_bytes = kv_limit_bytes(spec, account_of(spec, config, placement.platform, (placement.tensor, placement.pipeline)))
+    reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
     return {
         "model_name": spec.name,
         "served_names": list(spec.served_names()),
@@ -151,7 +151,7 @@ def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, atte
         "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
         "extra_args": list(args),
         **config.loader_of(spec),
-        **config.sizing_of(spec, placement.platform, placement.entrypoint, limit_bytes),
+        **config.sizing_of(spec, placement.platform, placement.entrypoint, reserved_bytes),
         "log_max_bytes": config.engine.log_max_bytes,
         "log_backups": config.engine.log_backups,
         "stop_timeout_s": float(config.engine.stop_timeout_s),

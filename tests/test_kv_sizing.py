@@ -21,9 +21,9 @@ def model(**keys: Any) -> ModelConfig:
     return parse_model("m", {"model": "/m", **keys}, over_admin=True)
 
 
-def told(keys: dict[str, Any], platform: str = "cuda", entrypoint: str = COMMAND_LINE, limit_bytes: int | None = None) -> dict[str, Any]:
+def told(keys: dict[str, Any], platform: str = "cuda", entrypoint: str = COMMAND_LINE, reserved_bytes: int | None = None) -> dict[str, Any]:
     config = load_config(None, flags={"state_dir": "/s"}, environ={})
-    return config.sizing_of(parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, limit_bytes)
+    return config.sizing_of(parse_model("m", {"model": "/m", **keys}, over_admin=False), platform, entrypoint, reserved_bytes)
 
 
 @pytest.mark.parametrize(
@@ -149,19 +149,18 @@ def test_what_the_worker_is_told(keys: dict[str, Any], platform: str, kv_cache: 
 
 
 @pytest.mark.parametrize(
-    ("keys", "platform", "limit_gib", "at_most_gib"),
+    ("keys", "platform", "expected"),
     [
-        ({}, "cuda", 30, 30),
-        ({}, "cpu", 30, 2),
-        ({}, "cpu", 1, 1),
-        ({"kv_cache": "auto"}, "cpu", 30, 30),
-        ({"kv_cache": {"bytes": "40GiB"}}, "cuda", 30, None),
+        ({}, "cuda", {"reserved_bytes": 30 * GIB}),
+        ({}, "cpu", {"reserved_bytes": 30 * GIB, "at_most_bytes": 2 * GIB}),
+        ({"kv_cache": "auto"}, "cpu", {"reserved_bytes": 30 * GIB}),
+        ({"kv_cache": {"bytes": "40GiB"}}, "cuda", {"bytes": 40 * GIB}),
     ],
 )
-def test_auto_stays_within_the_reservation(keys: dict[str, Any], platform: str, limit_gib: int, at_most_gib: int | None) -> None:
-    found = told(keys, platform, limit_bytes=limit_gib * GIB)["kv_cache"].get("at_most_bytes")
+def test_auto_stays_within_the_reservation(keys: dict[str, Any], platform: str, expected: dict[str, int]) -> None:
+    found = told(keys, platform, reserved_bytes=30 * GIB)["kv_cache"]
 
-    assert found == (None if at_most_gib is None else at_most_gib * GIB)
+    assert {key: value for key, value in found.items() if key.endswith("bytes") and key != "margin_bytes" and value is not None} == expected
 
 
 @pytest.mark.parametrize(

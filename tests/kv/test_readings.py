@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.readings import Reading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes
+from workers.kv.readings import Reading, forget_peak, host, lowest, peak_resident_bytes, resident_bytes, taken_by_session
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "meminfo"
 GIB = 2**30
@@ -95,3 +95,16 @@ def test_the_peak_of_this_process_begins_anew():
         assert peak_resident_bytes() < before
     assert resident_bytes() <= peak_resident_bytes() + (4 << 20)
     assert resident_bytes() > os.sysconf("SC_PAGESIZE")
+
+
+def test_what_a_session_holds(tmp_path):
+    session = os.getsid(0)
+    for pid, of, kib in ((11, session, 300), (12, session, 20), (13, session + 1, 5000)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) S 1 {pid} {of} 0 -1")
+        (tmp_path / str(pid) / "smaps_rollup").write_text(f"00-ff ---p 00 00:00 0 [rollup]\nRss: 9999 kB\nPss: {kib} kB\nPss_Anon: 1 kB\n")
+    (tmp_path / "14").mkdir()
+    (tmp_path / "meminfo").write_text("")
+
+    assert taken_by_session(tmp_path) == 320 * 1024
+    assert taken_by_session() > 10 << 20

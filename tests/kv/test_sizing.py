@@ -51,6 +51,9 @@ class Machine:
     def untouched(self, pool_bytes: int) -> int:
         return 0
 
+    def taken(self) -> int:
+        return self.demand.weights + 3 * GIB
+
     def idle(self) -> int:
         return self.reserve
 
@@ -304,3 +307,32 @@ def test_where_there_is_plenty_nothing_is_rehearsed_and_nothing_learned(tmp_path
     assert told(tmp_path)["source"] == ("rehearsal" if rehearses else "plenty")
     serve(sizing, machine, size, 3 * GIB)
     assert bool(list((tmp_path / "profiles").iterdir())) == rehearses
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # 33 GiB are taken; a GiB of graphs, and 2.5 for a batch of 2.
+        ({"reserved_bytes": 50 * GIB}, 50 * GIB - 33 * GIB - 3 * GIB - GIB // 2),
+        ({"reserved_bytes": 50 * GIB, "at_most_bytes": 4 * GIB}, 4 * GIB),
+        ({"reserved_bytes": 200 * GIB}, 90 * GIB - 3 * GIB - GIB // 2 - GIB),
+        ({"reserved_bytes": 50 * GIB, "bytes": 20 * GIB}, 20 * GIB),
+    ],
+    ids=["exact", "less was allowed", "more than there is", "a size goes before it"],
+)
+def test_a_reservation_is_kept_by_what_the_engine_holds(tmp_path, settings, expected):
+    sizing, size = start(Machine(90 * GIB), tmp_path, **settings)
+
+    assert size == expected
+    assert sizing.within_reservation() == min(settings.get("at_most_bytes", 1 << 60), settings["reserved_bytes"] - 33 * GIB)
+
+
+def test_two_ranks_share_a_reservation(tmp_path):
+    _, size = start(Machine(90 * GIB, sharers=2), tmp_path, reserved_bytes=53 * GIB, margin_bytes=2 * GIB)
+
+    assert size == (53 - 33) * GIB // 2 - 3 * GIB - GIB // 2
+
+
+def test_a_reservation_that_the_weights_fill_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="were allowed for it: allow more"):
+        start(Machine(90 * GIB), tmp_path, reserved_bytes=35 * GIB)

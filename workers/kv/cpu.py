@@ -16,7 +16,7 @@ from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import identity_of
 from workers.kv.minimal import largest_batches, minimal_cache
-from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes
+from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
@@ -52,6 +52,9 @@ class CpuRehearsal:
     def read(self) -> Reading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
         return replace(host(), sharers=max(1, self._worker.parallel_config.local_world_size))
+
+    def taken(self) -> int:
+        return taken_by_session()
 
     def idle(self) -> int:
         """The C allocator's free pages are given back before anybody looks."""
@@ -94,7 +97,7 @@ class SparkCPUWorker(Sized, CPUWorker):
         return self._sizing.determine(self._stock)
 
     def _stock(self) -> int:
-        limit = self._settings.bytes or self._settings.at_most_bytes
+        limit = self._settings.bytes or self._settings.at_most_bytes or self._sizing.within_reservation()
         if limit is not None and self.cache_config.kv_cache_memory_bytes is None:
             self.cache_config.kv_cache_memory_bytes = limit
         # As the constructor would have it with the gate as it was.

@@ -17,12 +17,15 @@ from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
 from workers.kv.identity import identity_of
 from workers.kv.minimal import graphs_of, is_v2, largest_batches, minimal_cache, smaller_batches
-from workers.kv.readings import Reading, host
+from workers.kv.readings import Reading, host, taken_by_session
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
 from workers.kv.sizing import RanOut, Sizing
 from workers.kv.symbols import Missing, need_of
+
+# The driver's part of a process, which no counter of torch's has: 0.35 GiB as vLLM logs it ("non-torch") for one rank.
+CONTEXT_BYTES = 350 << 20
 
 
 class CudaRehearsal:
@@ -54,6 +57,10 @@ class CudaRehearsal:
         left_behind = max(0, before - torch.cuda.mem_get_info()[0])
         weights = int(runner.model_memory_usage)
         return Demand(max(0, graphs - left_behind), int(max(peaks) / scale), self.idle(), weights)
+
+    def taken(self) -> int:
+        processes = taken_by_session() if self.read().is_shared else 0
+        return torch.cuda.memory_reserved() + CONTEXT_BYTES + processes
 
     def idle(self) -> int:
         return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -128,7 +135,7 @@ class SparkWorker(Sized, Worker):
 
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         size = super().determine_available_memory()
-        limit = self._settings.bytes or self._settings.at_most_bytes
+        limit = self._settings.bytes or self._settings.at_most_bytes or self._sizing.within_reservation()
         return size if limit is None else min(size, limit)
 
     def _identity(self) -> dict[str, Any]:

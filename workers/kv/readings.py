@@ -103,6 +103,24 @@ def peak_resident_bytes(proc: Path = PROC) -> int:
     return _status("VmHWM", proc)
 
 
+def taken_by_session(proc: Path = PROC) -> int:
+    """Bytes of all processes of this one's session, which an engine has to itself; what several share counts once (Pss)."""
+    session = os.getsid(0)
+    total = 0
+    for folder in proc.iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            # The name in parentheses may hold anything (proc_pid_stat(5)); the session is the fourth field behind it.
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) != session:
+                continue
+            rollup = (folder / "smaps_rollup").read_text()
+        except (OSError, ValueError, IndexError):
+            continue  # it has ended, or is somebody else's
+        total += next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+    return total
+
+
 def forget_peak(proc: Path = PROC) -> bool:
     """Begins the peak anew (proc_pid_clear_refs(5), value 5). False where the kernel does not allow it."""
     try:

@@ -21,9 +21,10 @@ SIZES = ("bytes", "tokens", "sequences")
 class Settings:
     """One of bytes, tokens and sequences, or none of them: all that is left (`auto`).
 
-    sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes. margin_bytes:
-    left free beside the cache; None: the default of arithmetic.py. profiles: folder of what earlier starts learned; report: file that
-    says what came out; None: neither.
+    sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes.
+    reserved_bytes: what the whole engine may take on this node, its processes and weights included. margin_bytes: left free beside the
+    cache; None: the default of arithmetic.py. profiles: folder of what earlier starts learned; report: file that says what came out;
+    None: neither.
     """
 
     bytes: int | None = None
@@ -34,6 +35,7 @@ class Settings:
     margin_bytes: int | None = None
     profiles: str | None = None
     report: str | None = None
+    reserved_bytes: int | None = None
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Settings:

@@ -44,6 +44,9 @@ class Rehearsal(Protocol):
     def untouched(self, pool_bytes: int) -> int:
         """Of an allocated cache, the bytes that the system still counts as free."""
 
+    def taken(self) -> int:
+        """Bytes that the whole engine holds of the memory that the cache will be in, all its processes on this host together."""
+
     def idle(self) -> int:
         """Bytes that the engine's own allocator keeps and that a batch can have at once, though the system counts them as taken."""
 
@@ -184,7 +187,7 @@ class Sizing:
             self._margin(reading),
             need,
             self._asked(need),
-            self._settings.at_most_bytes,
+            self._at_most(demand, reading),
         )
         self._pool = made
         self._source = source
@@ -209,13 +212,26 @@ class Sizing:
         )
         return made.bytes
 
+    def within_reservation(self) -> int | None:
+        """Bytes that a reservation leaves to a cache whose batches were not rehearsed; None without one."""
+        return self._at_most(Demand(), self._rehearsal.read()) if self._settings.reserved_bytes is not None else None
+
+    def _at_most(self, demand: Demand, reading: Reading) -> int | None:
+        """A limit on what `auto` takes: the one that was given, and what the reservation leaves by what the engine really holds."""
+        given, reserved = self._settings.at_most_bytes, self._settings.reserved_bytes
+        if reserved is None:
+            return given
+        exact = max(0, (reserved - self._rehearsal.taken()) // reading.sharers - demand.ahead)
+        return exact if given is None else min(given, exact)
+
     def _is_plenty(self, need: Need) -> bool:
         """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
         asked = self._asked(need)
-        size = self._settings.at_most_bytes if asked is None else asked
-        if size is None:
-            return False
         reading = self._rehearsal.read()
+        size = self._settings.at_most_bytes if asked is None else asked
+        within = None if asked is not None else self._at_most(Demand(), reading)
+        if size is None or (within is not None and within < size + PLENTY_BYTES and self._settings.reserved_bytes is not None):
+            return False
         left = reading.room - size - self._margin(reading)
         return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
 
