@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, longest, margin_of, pool
+from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, longest, margin_of, pool, smaller_batch
 
 NEED = Need(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
 # Weights are in memory already when room is read; they are here for the sentence.
@@ -49,6 +52,15 @@ def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
     )
 
 
+def test_the_batch_that_is_said_to_fit_fits():
+    need = replace(NEED, batch_tokens=8192)
+    with pytest.raises(DoesNotFit, match=r"a smaller batch \(max_num_batched_tokens (\d,\d{3}) would about fit\)") as raised:
+        pool(10 * GIB, SPARK, GIB, need)
+    tokens = int(re.search(r"tokens (\d,\d{3}) would", str(raised.value))[1].replace(",", ""))
+    assert pool(10 * GIB, replace(SPARK, peak=SPARK.peak * tokens // 8192), GIB, need).bytes >= need.least
+    assert smaller_batch(SPARK, 8 * GIB, need) == 0
+
+
 def test_the_context_that_is_said_to_fit_fits():
     left = 2 * GIB
     tokens = longest(left, NEED)
@@ -62,7 +74,12 @@ def test_the_context_that_is_said_to_fit_fits():
     ("room", "asked", "at_most", "says"),
     [
         (20 * GIB, 13 * GIB, None, "The KV cache that was asked for needs 13.0 GiB and 12.0 GiB are left"),
-        (20 * GIB, 13 * GIB, None, "What helps: a smaller cache (up to 12.0 GiB would fit), or a smaller batch"),
+        (
+            20 * GIB,
+            13 * GIB,
+            None,
+            "helps: a smaller cache (up to 12.0 GiB would fit, which is 2 of 32,768 tokens), or a smaller batch",
+        ),
         (10 * GIB, 13 * GIB, None, "What helps: a shorter context (max_model_len 16,128 would fit), or 4-bit weights"),
         (2 * GIB, None, None, "and 0.00 GiB are left"),
         (

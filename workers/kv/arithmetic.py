@@ -37,11 +37,12 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Need:
     """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
-    one such request."""
+    one such request. batch_tokens: of the largest batch (max_num_batched_tokens), for the message alone; 0 where nobody knows."""
 
     per_request: int
     least: int
     max_model_len: int
+    batch_tokens: int = 0
 
     @property
     def per_token(self) -> float:
@@ -107,6 +108,13 @@ def longest(left: int, need: Need) -> int:
     return max(0, int((left - need.per_block) / need.per_token)) // 256 * 256
 
 
+def smaller_batch(demand: Demand, missing: int, need: Need) -> int:
+    """About how many tokens a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its tokens. 0
+    where no batch is small enough."""
+    peak = demand.peak - missing / PEAK_FACTOR
+    return int(need.batch_tokens * peak / demand.peak) // 256 * 256 if peak > 0 else 0
+
+
 def _limited(what: str, size: int, need: Need) -> str:
     tokens = longest(size, need)
     more = "allow more (kv_cache, memory_gib)"
@@ -129,11 +137,14 @@ def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need
 def _cures(left: int, demand: Demand, need: Need, missing: int, smaller: bool) -> str:
     cures: list[str] = []
     if smaller:
-        cures.append(f"a smaller cache (up to {_gib(left)} would fit)")
+        requests = (left - need.per_block) // need.per_request
+        cures.append(f"a smaller cache (up to {_gib(left)} would fit, which is {requests} of {need.max_model_len:,} tokens)")
     elif tokens := longest(left, need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
     if demand.ahead - demand.graphs > missing:
-        cures.append("a smaller batch (max_num_batched_tokens, max_num_seqs)")
+        tokens = smaller_batch(demand, missing, need)
+        how = f"max_num_batched_tokens {tokens:,} would about fit" if tokens else "max_num_batched_tokens, max_num_seqs"
+        cures.append(f"a smaller batch ({how})")
     if demand.weights * (1 - FOUR_BIT_SHARE) > missing:
         cures.append(f"4-bit weights (quantize: nvfp4 frees up to {_gib(int(demand.weights * (1 - FOUR_BIT_SHARE)))} of 16-bit ones)")
     cures.append("ending what else uses the memory")

@@ -39,7 +39,8 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
     block_bytes = _MUCH // config.num_blocks
     requests = function("get_max_concurrency_for_kv_cache_config")(vllm_config, config)
     per_request = math.ceil(config.num_blocks / requests - 1e-6) * block_bytes
-    return Need(per_request, per_request + block_bytes, vllm_config.model_config.max_model_len)
+    tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    return Need(per_request, per_request + block_bytes, vllm_config.model_config.max_model_len, tokens)
 
 
 def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:
