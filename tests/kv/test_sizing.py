@@ -93,6 +93,8 @@ def test_the_first_start_rehearses_and_the_second_remembers(tmp_path):
     report = told(tmp_path)
     assert (report["phase"], report["slack_bytes"]) == ("ready", int(3.5 * GIB))
     assert report["tokens"] == int((size - BLOCK) / GIB * 8192)
+    kept = Profiles(str(tmp_path / "profiles")).find(key_of({"model": "m"}))
+    assert kept is not None and (kept.demand, kept.slack, kept.error) == (DEMAND, report["slack_bytes"], 0)
 
     second = Machine(50 * GIB)
     _, larger = start(second, tmp_path)
@@ -206,8 +208,8 @@ def test_profiles_that_cannot_be_kept_cost_nothing_else(tmp_path):
     assert Profiles(str(tmp_path / "file" / "x")).keep("k", Learned(DEMAND, 1.0), {}) is False
     assert Profiles(None).keep("k", Learned(DEMAND, 1.0), {}) is False
     kept = Profiles(str(tmp_path / "new"))
-    assert kept.keep("k", Learned(DEMAND, 1.5, 3, -7), {"vllm": "0"})
-    assert kept.find("k") == Learned(DEMAND, 1.5, 3, -7)
+    assert kept.keep("k", Learned(DEMAND, 1.5, 3, -7, 9), {"vllm": "0"})
+    assert kept.find("k") == Learned(DEMAND, 1.5, 3, -7, 9)
 
 
 class Gone(Exception):

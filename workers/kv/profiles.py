@@ -25,12 +25,13 @@ MAX_BYTES = 1 << 16
 @dataclass(frozen=True, slots=True)
 class Learned:
     """demand: as it turned out; seconds: how long the rehearsal took; starts: how many have used it; error: by how much the free memory
-    differed from what was expected, the last time (bytes, positive: more was free)."""
+    differed from what was expected, the last time (bytes, positive: more was free); slack: what was free when the engine was ready."""
 
     demand: Demand
     seconds: float
     starts: int = 0
     error: int = 0
+    slack: int = 0
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
@@ -82,7 +83,7 @@ class Profiles:
             demand = Demand(**{name: int(value) for name, value in raw["demand"].items()})
             if min(asdict(demand).values()) < 0:
                 return None
-            return Learned(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]))
+            return Learned(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]), int(raw.get("slack", 0)))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 

@@ -162,7 +162,7 @@ class Sizing:
             )
         starts = 0 if self._learned is None else self._learned.starts + 1
         if self._source != "plenty" and (wrong or self._learned is None or starts == 1):
-            self._profiles.keep(self._key, Learned(demand, self._seconds, starts, error), self._about)
+            self._profiles.keep(self._key, Learned(demand, self._seconds, starts, error, slack), self._about)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error)
         logger.info("sparkd: %s; %.2f GiB are free, %.2f GiB of them the margin.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
