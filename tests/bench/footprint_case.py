@@ -4,6 +4,7 @@ Standard input: {"model", "arguments", "prompt_tokens", "prompts"}; SPARKD_KV in
 product's, with a look at the memory before and after its weights came.
 Answer, in bytes: {"weights": of all tensors that its modules hold, each storage once; "weights_grown": what process or device grew by;
 "load_peak": the most while the weights came, "total_peak": the most since they are there, both above what was taken before them;
+"rehearsal_peak": of it, before the cache was there;
 "report": what the worker tells of its cache; "allocated_peak": of total_peak, what torch's allocator had handed out at most, on a GPU}.
 With SPARKD_BENCH_WHERE=1 on a GPU the log names the modules in whose calls most was handed out, and the figures above are not to be used.
 """
@@ -133,6 +134,11 @@ def _measured(load: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     return loaded
 
 
+def _rehearsed(worker_method: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    MEASURED["rehearsal_peak"] = _peak() - MEASURED["before"]
+    return worker_method(worker, *args, **kwargs)
+
+
 def __getattr__(name: str) -> Any:
     """The worker classes, only when vLLM asks for one: each imports its own platform's."""
     if name not in ("MeasuredCPUWorker", "MeasuredWorker"):
@@ -145,7 +151,11 @@ def __getattr__(name: str) -> Any:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         return here._measured(base.load_model, self, *args, **kwargs)
 
-    return type(name, (base,), {"load_model": load_model, "__module__": __name__})
+    def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return here._rehearsed(base.initialize_from_config, self, *args, **kwargs)
+
+    methods = {"load_model": load_model, "initialize_from_config": initialize_from_config}
+    return type(name, (base,), {**methods, "__module__": __name__})
 
 
 if __name__ == "__main__":
