@@ -20,6 +20,7 @@ import yaml
 from tests.daemon_process import DaemonProcess, alive, daemon, until
 
 WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
+GIB = 1 << 30
 BACKOFF = {"initial_s": 0.2, "max_s": 1, "jitter": 0}
 
 
@@ -44,7 +45,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     slow = {"SPARKD_STUB_START_DELAY_S": "3"}
     given = settings(
         folder,
-        quick={"aliases": ["gpt-4o"]},
+        quick={"aliases": ["gpt-4o"], "memory_gib": 3},
         slow={"env": slow, "wait_for_load_s": 30},
         chatty={"env": slow},
         abandoned={"env": {"SPARKD_STUB_START_DELAY_S": "30"}},
@@ -173,7 +174,9 @@ def test_how_a_cache_was_sized_reaches_everybody_who_asks_and_the_next_start_rem
     ready = stage.wait_for("rehearsed", "READY", 30)
     kv = ready["progress"]["kv"]
     assert (kv["phase"], kv["source"], kv["rank"], kv["ranks"], kv["why"]) == ("ready", "rehearsal", 0, 1, None)
-    assert kv["tokens"] == ready["progress"]["kv_tokens"] > 10**7, "no cap where somebody asked for auto"
+    assert kv["tokens"] == ready["progress"]["kv_tokens"] == kv["pool_bytes"] // 2048
+    # Of a GiB, what the stub says that it holds, and its largest batch.
+    assert kv["pool_bytes"] == GIB - GIB // 4 - GIB // 16 * 5 // 4
     assert stage.metric("sparkd_model_kv_cache_tokens", 'model="rehearsed"') == kv["tokens"]
     assert stage.metric("sparkd_model_kv_cache_bytes", 'model="rehearsed"') == kv["pool_bytes"]
     assert list((stage.state_dir / "kv-profiles").glob("*.json"))
@@ -294,7 +297,7 @@ def test_the_raylet_dies_and_everything_recovers_around_the_living_engine(stage:
     until(lambda: raylet not in stage.ray_pids() and stage.status()["nodes"][0]["agent"] and _connected(stage), 60, "Ray is back", 0.3)
     assert (stage.pid_of("quick"), stage.model("quick")["failures"]) == (rank, 0)
     until(lambda: [pid for pid in before if alive(pid)] == [], 10, "nothing of the old Ray is left")
-    assert stage.status()["nodes"][0]["reserved_gib"] == 1
+    assert stage.status()["nodes"][0]["reserved_gib"] == 3
     stage.unload("quick")
     stage.wait_for("quick", "STOPPED", 20)
     stage.load("quick")
