@@ -268,8 +268,12 @@ def event_line(event: Mapping[str, Any], console: Console) -> None:
 
 
 def curl(base_url: str, model: str, question: str, needs_key: bool) -> str:
-    """A command for a POSIX shell that puts `question` to `model`. The key is taken from SPARKD_API_KEY."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]}, ensure_ascii=False)
+    """A command for a POSIX shell that puts `question` to `model`. The key is taken from SPARKD_API_KEY.
+
+    Bounded and without chance: a small model that is left to itself may go on to the end of its context, minutes on a CPU.
+    """
+    asked = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 512, "temperature": 0}
+    body = json.dumps(asked, ensure_ascii=False)
     lines = [f"curl {base_url}/v1/chat/completions", "-H 'Content-Type: application/json'", f"-d {shlex.quote(body)}"]
     if needs_key:
         lines.insert(1, '-H "Authorization: Bearer $SPARKD_API_KEY"')

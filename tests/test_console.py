@@ -122,7 +122,7 @@ async def test_from_the_start_to_the_answer(tmp_path: Path, monkeypatch: pytest.
             "",
             f"curl {URL}/v1/chat/completions \\",
             "  -H 'Content-Type: application/json' \\",
-            f"""  -d '{{"model": "m", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'""",
+            f"""  -d '{{"model": "m", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 512, "temperature": 0}}'""",
             "",
             "Ctrl-C ends it, and everything it started.",
         ]
@@ -255,7 +255,12 @@ async def test_the_command_can_be_copied_into_a_shell(
     assert url == f"{URL}/v1/chat/completions"
     assert options[:-2] == [*(["-H", "Authorization: Bearer a key"] if needs_key else []), "-H", "Content-Type: application/json"]
     assert options[-2] == "-d"
-    assert json.loads(options[-1]) == {"model": "m", "messages": [{"role": "user", "content": question}]}
+    assert json.loads(options[-1]) == {
+        "model": "m",
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 512,
+        "temperature": 0,
+    }
     assert err == b""
 
 
