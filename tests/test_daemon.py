@@ -111,7 +111,7 @@ def test_a_hundred_requests_at_once_are_one_start_and_streams_hear_of_it(stage: 
 
     assert {answer.status_code for answer in answers} == {200}
     for answer in answers[::10]:
-        assert answer.text.startswith(": chatty is ")
+        assert answer.text.startswith(": chatty ")
         assert answer.text.endswith("data: [DONE]\n\n")
     events = stage.get("/admin/v1/events?limit=1000")["events"]
     assert [event["model"] for event in events if event["kind"] == "started"].count("chatty") == 1

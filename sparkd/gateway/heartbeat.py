@@ -22,6 +22,16 @@ from sparkd.gateway.routes import Route
 # Words are for people, who look at them: soon, and again when there is news.
 _WORDS_AFTER_S, _WORDS_EVERY_S = 1.0, 2.0
 _CHAT = "/v1/chat/completions"
+# Of a model that is waited for, in words for people.
+_STATES = {
+    "STOPPED": "waits for its turn",
+    "PLANNED": "is given its room",
+    "LOADING": "is loading",
+    "WARMING": "is warming up",
+    "SIZING": "is warming up",
+    "DRAINING": "is being unloaded first",
+    "STOPPING": "is being unloaded first",
+}
 
 
 class Heartbeat:
@@ -118,8 +128,8 @@ class Heartbeat:
 
 
 def how_far(loading: Mapping[str, Any]) -> str:
-    """`qwen3-30b is LOADING, 35 %, about 40 s left`: only what is known."""
-    parts = [f"{loading['model']} is {loading['state']}"]
+    """`qwen3-30b is loading, 35 %, about 40 s left`: only what is known."""
+    parts = [f"{loading['model']} {_STATES.get(loading['state'], 'is on its way')}"]
     if (fraction := loading.get("progress")) is not None:
         parts.append(f"{fraction:.0%}".replace("%", " %"))
     if (eta_s := loading.get("eta_seconds")) is not None:

@@ -31,7 +31,7 @@ from tests.gateway.fakes import (
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 STREAM = b'{"model": "tiny", "stream": true}'
 PROGRESS = Progress(phase="loading", fraction=0.35, bytes_done=35, bytes_total=100, eta_s=40.4)
-BEAT = b": tiny is LOADING, 35 %, about 40 s left\n\n"
+BEAT = b": tiny is loading, 35 %, about 40 s left\n\n"
 LOADING = {"model": "tiny", "state": "LOADING", "progress": 0.35, "bytes_done": 35, "bytes_total": 100, "eta_seconds": 40.4}
 
 
@@ -208,7 +208,7 @@ async def test_words_in_the_reasoning_field_where_they_are_asked_for(loading: Ru
     client.send(post(CHAT, STREAM, "X-Request-Id: mine"))
     assert (await client.answer(head_only=True)).status == 200
     told = event_of(await chunk(client))
-    words = "tiny is LOADING, 35 %, about 40 s left"
+    words = "tiny is loading, 35 %, about 40 s left"
     assert {key: told[key] for key in ("id", "object", "model", "choices")} == {
         "id": "chatcmpl-mine",
         "object": "chat.completion.chunk",
@@ -225,13 +225,13 @@ async def test_words_in_the_reasoning_field_where_they_are_asked_for(loading: Ru
     loading.supervisor.models = {"tiny": view("tiny", state=ModelState.WARMING)}
     while (piece := await chunk(client)) == BEAT:
         pass
-    assert event_of(piece)["choices"][0]["delta"]["reasoning"] == "tiny is WARMING\n"
+    assert event_of(piece)["choices"][0]["delta"]["reasoning"] == "tiny is warming up\n"
     loading.supervisor.gate.set()
-    assert await rest(client, b": tiny is WARMING\n\n") == EVENT + DONE
+    assert await rest(client, b": tiny is warming up\n\n") == EVENT + DONE
 
     loading.supervisor.gate.clear()
     client.send(post(COMPLETIONS, STREAM))
-    await begun(client, b": tiny is WARMING\n\n")
+    await begun(client, b": tiny is warming up\n\n")
     await client.close()
 
 
@@ -247,9 +247,9 @@ async def test_a_refusal_names_who_holds_the_memory(loading: Running) -> None:
 @pytest.mark.parametrize(
     ("known", "words"),
     [
-        ({"model": "m", "state": "STOPPED"}, "m is STOPPED"),
-        ({"model": "m", "state": "LOADING", "progress": 0.0}, "m is LOADING, 0 %"),
-        ({"model": "m", "state": "LOADING", "eta_seconds": 0.4}, "m is LOADING, about 0 s left"),
+        ({"model": "m", "state": "STOPPED"}, "m waits for its turn"),
+        ({"model": "m", "state": "LOADING", "progress": 0.0}, "m is loading, 0 %"),
+        ({"model": "m", "state": "LOADING", "eta_seconds": 0.4}, "m is loading, about 0 s left"),
     ],
 )
 def test_only_what_is_known_is_told(known: dict[str, Any], words: str) -> None:
