@@ -155,8 +155,6 @@ class Cluster:
 
     async def place(self, spec: ModelConfig) -> Placement:
         """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit with the numbers, or another ClusterError."""
-        if spec.executor == "ray":
-            raise RankError("executor: ray is not built yet: leave it out or set it to mp.")
         return await self._siting.place(self._config, spec)
 
     async def hold(self, spec: ModelConfig, nodes: Sequence[str]) -> None:

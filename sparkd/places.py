@@ -47,9 +47,9 @@ class Places:
                 return node
         raise self.no_room(model, gib)
 
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str]) -> None:
-        """So much on each of these nodes. Raises DoesNotFit where Ray has not got it there."""
-        if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S):
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> None:
+        """So much on each of these nodes; devices: see RayLink.reserve. Raises DoesNotFit where Ray has not got it there."""
+        if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
             raise self.no_room(model, gib, len(nodes))
         self._held[model] = tuple((node, gib) for node in nodes)
 
@@ -68,6 +68,8 @@ class Places:
             if fresh.isdisjoint(node for node, _ in places):
                 continue
             named = [node for node, _ in places]
+            if await self._link.holds(model, places[0][1], named):
+                continue
             if not await self._link.reserve(model, places[0][1], named, PLACE_AGAIN_TIMEOUT_S):
                 log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, " and ".join(named), places[0][1])
 

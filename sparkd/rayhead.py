@@ -19,7 +19,7 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
-from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
+from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 
 MARK = "SPARKD_RAY_DIR"
 # Of each node in Ray: sparkd's version there, which a node that wants to join compares.
@@ -152,6 +152,7 @@ class RayHead:
         folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
         links = dict(self._fabric(self.node_ip, clean)) if self._fabric else {}
         told = {NODE_LINKS: ",".join(links)} if links else {}
+        told[NODE_PYTHON] = sys.executable
         return clean | node_environment(self.token_path, self.node_ip) | {MARK: str(self.folder)} | folders | links | told
 
     def command(self) -> list[str]:
@@ -166,7 +167,8 @@ class RayHead:
             f"--object-store-memory={self._object_store_mib << 20}",
             f"--resources={json.dumps(resources)}",
             "--num-cpus=1",
-            "--num-gpus=0",
+            # One of each node, shared by its models in hundredths: only vLLM's Ray executor asks for it (workers.ray_place).
+            "--num-gpus=1",
             "--include-log-monitor=false",
             "--disable-usage-stats",
             "--log-color=false",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from sparkd.errors import AgentLost, ClusterError, RayUnavailable
 from workers.agent import VERSION, Agent
+from workers.ray_place import DEVICE, DEVICE_SHARE
 
 NAMESPACE = "sparkd"
 RESOURCE = "unified_memory_gib"
@@ -126,13 +127,24 @@ class RayLink:
                 raise cause from None
             raise AgentLost(f"The agent of node {node_ip} could not do it: {type(error).__name__}.") from error
 
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float) -> bool:
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         """One placement group of the model, kept beyond the daemon: `gib` on each of these nodes; False where Ray has no room for it there.
 
-        Bound to those nodes: Ray would move it elsewhere when it loses one, and the rank stays where it is.
+        Bound to those nodes: Ray would move it elsewhere when it loses one, and the rank stays where it is. devices: workers of vLLM's Ray
+        executor take their places in it.
         """
         await self.release(model)
-        return await self._answer(self._reserve, model, gib, tuple(nodes), timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
+        return await self._answer(self._reserve, model, gib, tuple(nodes), timeout_s, devices, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
+
+    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
+        """Whether Ray has reserved exactly that for it: a group that is made anew ends the Ray actors in it."""
+        return await self._answer(self._holds, model, gib, tuple(nodes))
+
+    def group_id(self, model: str) -> str:
+        """Ray's name of the model's placement group. Raises RayUnavailable where nothing was reserved."""
+        if model not in self._groups:
+            raise RayUnavailable(f"Ray holds no placement group of {model} any more: it is made again with the next start.")
+        return str(self._groups[model].id.hex())
 
     async def release(self, model: str) -> None:
         if self.connected:
@@ -218,11 +230,24 @@ class RayLink:
         self._ray().kill(agent, no_restart=True)
         return self._start_agent(node_ip, node_id)
 
-    def _reserve(self, model: str, gib: int, nodes: tuple[str, ...], wait_s: float) -> bool:
+    def _holds(self, model: str, gib: int, nodes: tuple[str, ...]) -> bool:
+        from ray.util import get_placement_group, placement_group_table
+
+        try:
+            group = get_placement_group(_group(model))
+        except ValueError:
+            return False
+        kept = [{name: amount for name, amount in one.items() if name != DEVICE} for one in group.bundle_specs]
+        if placement_group_table(group).get("state") != "CREATED" or kept != _bundles(gib, nodes):
+            return False
+        self._groups[model] = group
+        return True
+
+    def _reserve(self, model: str, gib: int, nodes: tuple[str, ...], wait_s: float, devices: bool) -> bool:
         self._ray()
         from ray.util import placement_group
 
-        bundles = [{RESOURCE: gib, f"node:{node_ip}": 0.001} for node_ip in nodes]
+        bundles = [one | ({DEVICE: DEVICE_SHARE} if devices else {}) for one in _bundles(gib, nodes)]
         strategy = "STRICT_SPREAD" if len(nodes) > 1 else "STRICT_PACK"
         self._groups[model] = placement_group(bundles, strategy=strategy, name=_group(model), lifetime="detached")
         if self._groups[model].wait(wait_s):
@@ -298,6 +323,10 @@ def _present(nodes: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         return node
     return nodes[-1]
+
+
+def _bundles(gib: int, nodes: tuple[str, ...]) -> list[dict[str, float]]:
+    return [{RESOURCE: gib, f"node:{node_ip}": 0.001} for node_ip in nodes]
 
 
 def _group(model: str) -> str:

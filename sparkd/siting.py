@@ -87,7 +87,7 @@ class Siting:
             return self._link.call(node, lambda agent: agent.identity.remote(*asked), IDENTITY_TIMEOUT_S)
 
         team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=need.platform == "cuda")
-        await self._places.reserve(spec.name, need.gib, team)
+        await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 
     async def _need(self, config: Config, spec: ModelConfig, ways: Ways) -> Need:

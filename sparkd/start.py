@@ -61,14 +61,14 @@ class Starter:
         await self._clear(placement, tell or log.info)
         port = await self._rendezvous(placement)
         shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, said.args)
+        if placement.peers and spec.executor == "ray":
+            shared["ray"] = {"address": self._link.address, "group": self._link.group_id(spec.name)}
 
         async def spawn(rank: int) -> RankHandle:
             node = placement.nodes[rank]
             peers = [one for one in placement.nodes if one != node]
-            computed = await self._fabric.environment(
-                node, peers, rdma=placement.platform == "cuda", configured=said.env, shared=spec.executor == "ray"
-            )
-            parallel = parallel_flags(placement.tensor, placement.pipeline, rank, placement.node_id, port)
+            computed = await self._fabric.environment(node, peers, rdma=placement.platform == "cuda", configured=said.env)
+            parallel = parallel_flags(placement.tensor, placement.pipeline, rank, placement.node_id, port, spec.executor)
             fields = shared | {
                 "rank_id": attempt.rank_id_of(rank),
                 "node_id": node,

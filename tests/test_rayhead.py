@@ -77,7 +77,7 @@ def test_the_command_of_a_head(folder: Path) -> None:
     assert command[:4] == [sys.executable, "-m", "ray.scripts.scripts", "start"]
     assert set(command[4:]) == {
         *("--head", "--port=6380", "--include-dashboard=false", "--no-monitor", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}/ray"),
-        *("--object-store-memory=83886080", '--resources={"unified_memory_gib": 4}', "--num-cpus=1", "--num-gpus=0"),
+        *("--object-store-memory=83886080", '--resources={"unified_memory_gib": 4}', "--num-cpus=1", "--num-gpus=1"),
         f"--labels=sparkd-version={__version__}",
         *("--include-log-monitor=false", "--disable-usage-stats", "--log-color=false"),
     }
@@ -121,7 +121,7 @@ def test_ray_carries_the_folders_of_its_node(folder: Path) -> None:
     told = {name: value for name, value in environment.items() if name.startswith("SPARKD_RAY_") and name != MARK}
     assert told == {
         "SPARKD_RAY_RUN_DIR": "/r/ranks/10.0.0.2", "SPARKD_RAY_LOG_DIR": "/s/logs", "SPARKD_RAY_CACHE_DIR": "/q",
-        "SPARKD_RAY_KV_DIR": "/s/kv-profiles",
+        "SPARKD_RAY_KV_DIR": "/s/kv-profiles", "SPARKD_RAY_PYTHON": sys.executable,
     }  # fmt: skip
 
 

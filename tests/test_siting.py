@@ -26,7 +26,10 @@ class FakeLink:
         self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.full: set[str] = set()
 
-    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float) -> bool:
+    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
+        return self.groups.get(model) == (gib, tuple(nodes))
+
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         if self.full & set(nodes):
             return False
         self.groups[model] = (gib, tuple(nodes))

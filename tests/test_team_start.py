@@ -32,6 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         "pair": shared_model(folder / "model", **SLOW),
         "stuck": shared_model(folder / "model", SPARKD_STUB_HANG_AT="request"),
         "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
+        "rayed": vllm | {"kv_cache": {"tokens": 1_500_000}, "executor": "ray"},
         "whole": vllm | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
     }
     with two_sparks(folder, models) as made:

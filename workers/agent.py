@@ -27,7 +27,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "11"
+VERSION = "12"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -35,6 +35,8 @@ NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
 NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
 NODE_CACHE_DIR = "SPARKD_RAY_CACHE_DIR"
 NODE_KV_DIR = "SPARKD_RAY_KV_DIR"
+# The interpreter of that Ray, with which its workers start.
+NODE_PYTHON = "SPARKD_RAY_PYTHON"
 # Names of the variables that sparkd computed for that Ray's own children.
 NODE_LINKS = "SPARKD_RAY_LINKS"
 # What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
@@ -43,7 +45,8 @@ _SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__fi
 _PLUGIN = "sparkd_plugin-0.dist-info"
 _PLUGIN_FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
-    "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n",
+    "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n\n"
+    "[vllm.platform_plugins]\nsparkd = workers.ray_engine:platform\n",
 }
 
 

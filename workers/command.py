@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from workers import ray_place
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
@@ -49,22 +50,27 @@ NOT_INHERITED = (
 
 def build_command(spec: RankSpec) -> list[str]:
     """argv of the engine. The operator's arguments stand unchanged; names and listener come last, where argparse lets them win."""
+    if spec.ray and spec.rank:
+        return [spec.runtime, "-m", ray_place.KEEPER]
     entrypoint = HEADLESS if spec.rank and spec.entrypoint == API_SERVER else spec.entrypoint
     model = ["serve", spec.model] if entrypoint == COMMAND_LINE else ["--model", spec.model]
     names = ["--served-model-name", *spec.served_names] if spec.served_names else []
     return [spec.runtime, "-m", entrypoint, *model, *_platform_flags(spec), *spec.flags, *spec.extra_args, *names, *_listener(spec)]
 
 
-def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int) -> list[str]:
+def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, executor: str = "mp") -> list[str]:
     """How the ranks of a model meet, one on each node; none of a model on one node. head, port: rank 0's node, and where they meet there.
 
-    vLLM's own executor over nodes (vllm/v1/executor/multiproc_executor.py); a rank other than 0 serves no HTTP.
+    executor `ray`: rank 0 alone has a command line of vLLM, and its workers meet through Ray.
+    `mp`: vLLM's own executor over nodes (vllm/v1/executor/multiproc_executor.py); a rank other than 0 serves no HTTP.
     """
     nodes = tensor * pipeline
     if nodes == 1:
         return []
     flags = ["--tensor-parallel-size", str(tensor)] if tensor > 1 else []
     flags += ["--pipeline-parallel-size", str(pipeline)] if pipeline > 1 else []
+    if executor == "ray":
+        return [*flags, "--distributed-executor-backend", "ray"]
     flags += ["--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", head, "--master-port", str(port)]
     return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if rank else [])]
 
@@ -94,6 +100,9 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str
         environment["VLLM_HOST_IP"] = spec.node_id
     if folder := ipc_dir(spec.run_dir, spec.rank_id):
         environment["VLLM_RPC_BASE_PATH"] = folder
+    if spec.ray is not None:
+        environment |= ray_place.environment(spec, inherited)
+        environment[ray_place.OWN] = ",".join(sorted(environment))
     return environment
 
 

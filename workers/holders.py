@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from workers import processes
 from workers.child import ask, stuck
 from workers.processes import Identity
-from workers.status import identity_of, rank_ids, read_status, status_path
+from workers.status import identity_of, rank_ids, read_status, status_path, worker_of
 
 DEVICE_COMMAND = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature.gpu", "--format=csv,noheader,nounits")
@@ -74,7 +74,8 @@ class Holders:
         for rank_id in ids:
             status = read_status(status_path(self._run_dir, rank_id))
             shim, engine = identity_of(status.get("handle"), "pid", "start_ticks"), identity_of(status, "engine_pid", "engine_start_ticks")
-            pids = processes.belonging(stats, boot, (), shim=shim, engine=engine)
+            worker = processes.living(worker_of(self._run_dir, rank_id), stats, boot)
+            pids = processes.belonging(stats, boot, worker, shim=shim, engine=engine)
             members = [Identity(pid, stats[pid].start_ticks, boot) for pid in sorted(pids)]
             if not members:
                 continue

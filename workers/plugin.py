@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 from sparkd.errors import MissingSymbol
+from workers import ray_engine
 from workers.stream.symbols import lacking
 
 LOAD_FORMAT = "spark_stream"
@@ -28,6 +29,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    ray_engine.settle(os.environ)
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.layers.quantization import register_quantization_config

@@ -124,6 +124,12 @@ def belonging(stats: Mapping[int, Stat], boot: str, marked: Collection[int], *, 
     return (roots | descendants(roots, stats)) - ({shim.pid} if shim and shim in known else set())
 
 
+def living(who: Identity | None, stats: Mapping[int, Stat], boot: str) -> set[int]:
+    """Its pid, where it is among these and was not used again."""
+    here = who is not None and who.boot_id == boot and who.pid in stats and stats[who.pid].start_ticks == who.start_ticks
+    return {who.pid} if who and here else set()
+
+
 def descendants(roots: Collection[int], stats: Mapping[int, Stat]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, stat in stats.items():

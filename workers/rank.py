@@ -27,7 +27,7 @@ from workers.logfile import STARTED, lines_since, read_log
 from workers.processes import Identity
 from workers.progress import Parser
 from workers.spec import RankSpec, checked_rank_id
-from workers.status import identity_of, rank_ids, read_status, remove_sockets, status_path, write_status
+from workers.status import identity_of, rank_ids, read_status, remove_sockets, status_path, worker_of, worker_path, write_status
 
 __all__ = [
     "PACKAGE_DIR", "RankSpec", "build_command", "build_environment", "forget", "nccl_lines", "read_log", "scan", "spawn", "stop", "strays",
@@ -87,7 +87,8 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
     facts = []
     for rank_id, status in statuses.items():
         engine = identity_of(status, "engine_pid", "engine_start_ticks")
-        pids = processes.belonging(stats, boot, marks.get(rank_id, ()), shim=shims[rank_id], engine=engine)
+        marked = {*marks.get(rank_id, ()), *processes.living(worker_of(run_dir, rank_id), stats, boot)}
+        pids = processes.belonging(stats, boot, marked, shim=shims[rank_id], engine=engine)
         log = status.get("progress") or Parser().progress
         load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
         fact = _fact(rank_id, status, with_kv(together(log, load), kv), shims[rank_id], engine, len(pids))
@@ -155,7 +156,7 @@ def forget(rank_id: str, run_dir: str) -> None:
     remove_sockets(run_dir, rank_id, None)
     remove_load(run_dir, rank_id)
     remove_kv(run_dir, rank_id)
-    for path in (status_path(run_dir, rank_id), *Path(run_dir).glob(f".{rank_id}.json.*")):
+    for path in (worker_path(run_dir, rank_id), status_path(run_dir, rank_id), *Path(run_dir).glob(f".{rank_id}.json.*")):
         path.unlink(missing_ok=True)
 
 

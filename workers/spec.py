@@ -27,7 +27,8 @@ class RankSpec:
     rank_id is new for every start. model is a folder or a hub id, runtime and the paths are absolute. It listens on socket_path, or
     on host and port with the key in api_key_path (mode 0600), or, as a headless rank, on nothing. stop_timeout_s is what an engine
     gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings). world: the ranks of the
-    model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags).
+    model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags). ray: under
+    vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the ranks.
     """
 
     rank_id: str
@@ -60,6 +61,7 @@ class RankSpec:
     stop_timeout_s: float = 20.0
     world: int = 1
     attempt: str = ""
+    ray: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(json.loads(json.dumps(asdict(self))))

@@ -52,6 +52,19 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
+def worker_path(run_dir: str, rank_id: str) -> Path:
+    """Where the Ray worker of a rank says which process it is: it is no child of the rank's shim (workers.ray_worker)."""
+    return Path(run_dir, f"{rank_id}.worker")
+
+
+def worker_of(run_dir: str, rank_id: str) -> Identity | None:
+    """A rank's Ray worker, as it named itself, dead or alive; None where there is none."""
+    try:
+        return identity_of(json.loads(worker_path(run_dir, rank_id).read_text(encoding="utf-8")), "pid", "start_ticks")
+    except (OSError, ValueError):
+        return None
+
+
 def identity_of(raw: object, pid: str, start_ticks: str) -> Identity | None:
     """From a handle or a status that may be of another boot, incomplete or damaged."""
     if not isinstance(raw, Mapping):

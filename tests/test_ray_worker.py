@@ -1,0 +1,112 @@
+"""A rank under vLLM's Ray executor on its node: the keeper below the shim, and the worker that Ray starts in the rank's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.ranks import Place, a_place, stop, until
+from workers import command, rank, ray_place
+from workers.holders import Holders
+from workers.ray_engine import platform
+from workers.ray_worker import rank_of
+
+place = pytest.fixture(a_place)
+PLACED = {"address": "192.168.100.10:6379", "group": "c0ffee"}
+WORKER = """
+import json, os, signal, sys, time
+print("worker", json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "RAY_JOB_ID", "SPARKD_RANK_ID",
+      "RAY_LOG_TO_STDERR", "LEAKED")}]), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def worker(place: Place) -> Iterator[subprocess.Popen[bytes]]:
+    """Rank 1 of a model with its keeper, and the process that Ray would start."""
+    env, plugin = {"GLOO_SOCKET_IFNAME": "enp1"}, (rank.PACKAGE_DIR,)
+    rank.spawn(place.spec(rank=1, world=2, attempt="r0", ray=PLACED, socket_path=None, pythonpath=plugin, env=env))
+    script = place.root / "default_worker.py"
+    script.write_text(WORKER, encoding="utf-8")
+    environ = {"PATH": os.defpath, "PYTHONPATH": rank.PACKAGE_DIR, "SPARKD_RAY_RUN_DIR": place.run_dir, "RAY_JOB_ID": "7", "LEAKED": "x"}
+    process = subprocess.Popen([sys.executable, "-m", "workers.ray_worker", "r0", str(script), "--node"], env=environ)
+    until(lambda: any(line.startswith("worker ") for line in place.lines()))
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+def test_the_worker_has_the_environment_and_the_log_of_its_nodes_rank(place: Place, worker: subprocess.Popen[bytes]) -> None:
+    line = next(line for line in place.lines() if line.startswith("worker "))
+    arguments, environ = json.loads(line.removeprefix("worker "))
+
+    assert arguments == ["--node"]
+    assert environ == {
+        "GLOO_SOCKET_IFNAME": "enp1", "RAY_JOB_ID": "7", "SPARKD_RANK_ID": "r1", "RAY_LOG_TO_STDERR": "1", "LEAKED": None,
+    }  # fmt: skip
+
+
+def test_the_worker_counts_as_a_process_of_the_rank_and_ends_with_it(place: Place, worker: subprocess.Popen[bytes]) -> None:
+    assert (place.fact()["alive"], place.fact()["processes"]) == (True, 2)
+    holders = Holders(place.run_dir, unified=False)
+    holders.refresh(0.0)
+    assert worker.pid in holders.ranks[0].pids
+    os.kill(worker.pid, signal.SIGSTOP)
+    until(lambda: place.fact()["halted"])
+
+    assert stop(place, {"rank_id": "r1"})["gone"]
+    assert worker.wait(10) == -signal.SIGKILL
+    rank.forget("r1", place.run_dir)
+    assert list((place.root / "run").glob("r1*")) == []
+
+
+def test_a_worker_that_ends_by_itself_ends_the_rank(place: Place, worker: subprocess.Popen[bytes]) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: place.fact()["state"] == "exited")
+
+    assert (place.fact()["exit_code"], place.fact()["stop_ordered"]) == (1, False)
+    assert f"process {worker.pid}, has ended" in place.log.read_text()
+
+
+def test_a_worker_of_a_start_that_was_given_up_ends_with_a_sentence(place: Place) -> None:
+    os.makedirs(place.run_dir)
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.ray_worker", "r0", "worker.py"], capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": rank.PACKAGE_DIR, "SPARKD_RAY_RUN_DIR": place.run_dir},
+    )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr == f"No rank of r0 lives in {place.run_dir}: its start was given up.\n"
+    assert rank_of("r0", "") is None
+
+
+def test_rank_0_leads_vllm_into_our_ray_and_the_others_wait_for_their_worker(place: Place) -> None:
+    flags = tuple(command.parallel_flags(2, 1, 0, "192.168.100.10", 29500, "ray"))
+    first = place.spec(flags=flags, ray=PLACED, world=2, attempt="r1", env={"NCCL_IB_HCA": "rocep1s0f0"})
+    second = replace(first, rank=1, rank_id="r1-r1", socket_path=None)
+    starts = {"runtime_env": {"py_executable": "${SPARKD_RAY_PYTHON} -m workers.ray_worker r1"}, "metadata": {}}
+    environ = command.build_environment(first, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_JOB_ID": "01"}, None)
+
+    assert flags == ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
+    assert command.build_command(second) == [sys.executable, "-m", "workers.ray_keeper"]
+    assert {name: environ[name] for name in environ if name.startswith(("RAY_", "SPARKD_RAY_G", "VLLM_RAY_"))} == {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_ADDRESS": PLACED["address"], "RAY_BACKEND_LOG_LEVEL": "error",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(starts),
+        "RAY_USAGE_STATS_ENABLED": "0", "SPARKD_RAY_GROUP": "c0ffee", "VLLM_RAY_BUNDLE_INDICES": "0,1", "VLLM_RAY_PER_WORKER_GPUS": "0.01",
+    }  # fmt: skip
+    assert {"NCCL_IB_HCA", "SPARKD_RUN_DIR", "PATH"} <= set(environ[ray_place.OWN].split(","))
+    assert ray_place.GROUP not in command.build_environment(replace(first, ray=None), {}, None)
+
+
+def test_the_platform_is_vllms_own_unless_an_engine_on_cpus_is_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ray_place.ON_CPU, raising=False)
+    assert platform() is None
+    monkeypatch.setenv(ray_place.ON_CPU, "1")
+    assert platform() == "workers.ray_cpu.CpuPlatform"

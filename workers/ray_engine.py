@@ -1,0 +1,29 @@
+"""What an engine on vLLM's Ray executor does in its own processes: it takes sparkd's placement group for its own. Never starts a worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from workers.ray_place import GROUP, ON_CPU, OWN
+
+
+def settle(environ: Mapping[str, str]) -> None:
+    """In an engine that is to be placed: the group of GROUP is the current one, and nothing of OWN goes to the workers."""
+    if not environ.get(GROUP):
+        return
+    import ray
+    from ray.util.placement_group import PlacementGroup
+    from vllm.ray.ray_env import RAY_NON_CARRY_OVER_ENV_VARS
+
+    RAY_NON_CARRY_OVER_ENV_VARS.update(environ.get(OWN, "").split(","))
+    placed = PlacementGroup(ray.PlacementGroupID.from_hex(environ[GROUP]))
+    ray.util.get_current_placement_group = lambda: placed
+
+
+def platform() -> str | None:
+    """The entry point in group `vllm.platform_plugins`: vLLM's CPU platform, where it shall run in Ray, with a device that Ray can count.
+
+    Without one the executor refuses the platform; it is read before any general plugin is loaded.
+    """
+    return "workers.ray_cpu.CpuPlatform" if os.environ.get(ON_CPU) else None
