@@ -103,7 +103,7 @@ class Actions:
 
     async def _hold(self, record: Record) -> None:
         if record.spec:
-            await self._cluster.hold(record.spec, record.nodes)
+            await self._cluster.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
 
     async def ask(self, record: Record) -> None:
         handle = record.handle

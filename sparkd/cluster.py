@@ -130,6 +130,7 @@ class Cluster:
             nodes=(*(look.node for look in looks), *missing),
             unseen=frozenset(node.node_id for node in missing),
             dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
+            no_raylet=self._sight.no_raylet,
             trouble=self._trouble or told_of(missing) or told_of_strangers(self._link.unmet, self._clocks()),
             cluster=about,
         )
@@ -157,9 +158,12 @@ class Cluster:
         """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit with the numbers, or another ClusterError."""
         return await self._siting.place(self._config, spec)
 
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str]) -> None:
-        """Reserve again what adopted ranks use already; while Ray is away, with the next connection."""
-        gib = await asyncio.to_thread(self._siting.held_gib, self._config, spec, len(nodes))
+    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
+        """Reserve again what adopted ranks use already, so much on each node; while Ray is away, with the next connection.
+
+        0: an earlier release started them and did not write it down, so it is worked out again.
+        """
+        gib = gib or await asyncio.to_thread(self._siting.held_gib, self._config, spec, len(nodes))
         self._places.hold(spec.name, gib, nodes)
         if self._link.connected:
             await self._places.again(nodes)
@@ -325,10 +329,11 @@ class Cluster:
                 _, writer = await asyncio.open_connection(node_ip, self._link.port_of[node_ip])
             writer.close()
         except ConnectionRefusedError:
-            pass
+            self._sight.heard(node_ip, time.monotonic(), refused=True)
         except (OSError, TimeoutError):
             return
-        self._sight.heard(node_ip, time.monotonic())
+        else:
+            self._sight.heard(node_ip, time.monotonic(), refused=False)
 
     def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> Look:
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)

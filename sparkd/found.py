@@ -46,6 +46,7 @@ class Found:
             world=record.world,
             unseen=bool(unseen),
             dark_s=max((self.observation.dark_s.get(node, 0.0) for node in unseen), default=0.0),
+            no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
             halted_s=now_s - record.halted_since_s if record.halted_since_s is not None else 0.0,
             still_s=now_s - record.moved_at_s,
             frozen=frozen(record),

@@ -45,7 +45,8 @@ class ModelFacts:
     its rank 0; `world` is how many ranks that has. `busy` names the action in flight, if any: then only a stop may overtake it.
 
     `ranks` is None where nobody could look. Of a model on several nodes it may lack those of a node that is out of sight: then `unseen`
-    is true, and dark_s says for how long that node has given no sign of life. halted_s: for how long a signal has held a rank. frozen: the
+    is true, and dark_s says for how long that node has given no sign of life; no_raylet names one whose Ray has ended, where the model's
+    workers are Ray's (executor: ray). halted_s: for how long a signal has held a rank. frozen: the
     sentence of an engine that has stopped to compute (sparkd.pulse). still_s: for how long no rank has read, written or computed.
     """
 
@@ -60,6 +61,7 @@ class ModelFacts:
     world: int = 1
     unseen: bool = False
     dark_s: float = 0.0
+    no_raylet: str | None = None
     halted_s: float = 0.0
     still_s: float = float("inf")
     frozen: str | None = None
@@ -315,6 +317,9 @@ def _broken(facts: ModelFacts) -> Fail | None:
     if facts.dark_s >= DARK_S:
         told_s = f"a node of it has given no sign of life for {facts.dark_s:.0f} s"
         return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {told_s}; they are started again once that is clear.")
+    if facts.no_raylet:
+        ended = f"Ray of {facts.no_raylet} has ended, and the workers of an engine with `executor: ray` end with it"
+        return Fail(facts.name, "NodeLost", f"{ended}; they are started again once it is back.")
     if facts.halted_s >= HALTED_S:
         held = next((fact for fact in present if fact.halted), present[0]).handle
         return Fail(facts.name, "RankHangs", f"Rank {held.rank} on {held.node_id} is stopped by a signal (SIGSTOP); all are started again.")

@@ -24,7 +24,8 @@ class Observation:
     """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
 
     `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
-    `dark_s` says for how long such a node has given no sign of life at all, not even a refused connection.
+    `dark_s` says for how long such a node has given no sign of life at all, not even a refused connection; `no_raylet` are those that
+    refuse one: the node is there, its raylet is not.
     """
 
     ranks: tuple[RankFact, ...] | None
@@ -33,6 +34,7 @@ class Observation:
     nodes: tuple[NodeView, ...] = ()
     unseen: frozenset[str] = frozenset()
     dark_s: Mapping[str, float] = field(default_factory=dict)
+    no_raylet: frozenset[str] = frozenset()
     trouble: str | None = None
     cluster: Mapping[str, Any] = field(default_factory=dict)
 
@@ -58,10 +60,12 @@ class Sight:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[NodeView, float]] = {}
         self._heard_s: dict[str, float] = {}
+        self.no_raylet: frozenset[str] = frozenset()
 
-    def heard(self, address: str, now_s: float) -> None:
-        """It gave a sign of life, although nobody there could tell what runs."""
+    def heard(self, address: str, now_s: float, *, refused: bool) -> None:
+        """It gave a sign of life, although nobody there could tell what runs. refused: where its raylet listened nobody does."""
         self._heard_s[address] = now_s
+        self.no_raylet = self.no_raylet | {address} if refused else self.no_raylet - {address}
 
     def awaits(self, address: str) -> bool:
         """Whether it was in sight a moment ago."""
@@ -80,6 +84,7 @@ class Sight:
         """The nodes that are missing among `seen`, as they were seen last and without a reading."""
         fresh = {node.node_id: (node, now_s) for node in seen}
         self._heard_s |= dict.fromkeys(fresh, now_s)
+        self.no_raylet -= fresh.keys()
         kept = {node_id: (node, at_s if could_look else now_s) for node_id, (node, at_s) in self._seen.items()}
         self._seen = {node_id: last for node_id, last in (kept | fresh).items() if now_s - last[1] <= NODE_GRACE_S}
         return tuple(replace(node, agent=False, reading=None) for node_id, (node, _) in sorted(self._seen.items()) if node_id not in fresh)

@@ -62,8 +62,8 @@ class Siting:
                 try:
                     return await self._team(config, spec, ways)
                 except DoesNotFit as error:
-                    called = "as a pipeline over" if ways[1] > 1 else "Over"
-                    why = f"{why} {called.capitalize()} {nodes} nodes: {error.message}"
+                    called = f"As a pipeline of {ways[1]} stages over" if ways[1] > 1 else "Over"
+                    why = f"{why} {called} {nodes} nodes: {error.message}"
         raise DoesNotFit(why)
 
     async def _team(self, config: Config, spec: ModelConfig, ways: Ways) -> Placement:
@@ -105,8 +105,8 @@ class Siting:
 
 
 def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Sequence[Ways]:
-    """Those that vLLM accepts, tensor parallelism first: it is faster than a pipeline of as many nodes."""
-    split: Sequence[Ways] = ((nodes, 1), (1, nodes))
+    """Those that vLLM accepts, the most tensor parallelism first: it is faster than a pipeline of as many nodes."""
+    split: Sequence[Ways] = [(nodes // stages, stages) for stages in range(1, nodes + 1) if nodes % stages == 0]
     return [ways for ways in split if why_illegal(spec, config, node, ways) is None] or split[:1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +97,10 @@ class Starter:
     async def _clear(self, placement: Placement, tell: Tell) -> None:
         """Before the ranks meet, on every node: memory that the page cache holds is not there for CUDA, on any of them."""
         nodes = placement.nodes
+        on_gpu = placement.platform == "cuda"
+        for node, others in zip(nodes, await self._each(placement, lambda agent: agent.foreign.remote(on_gpu)), strict=True):
+            for one in others:
+                tell(_foreign(node, one))
         if placement.platform == "cuda":
             dropped = await self._each(placement, lambda agent: agent.drop_page_cache.remote())
             for node, answer in zip(nodes, dropped, strict=True):
@@ -133,6 +137,14 @@ class Starter:
             raise RankError(f"Processes {pids} of rank {rank_id} on {node} do not end even after SIGKILL: reboot that node.")
 
 
+def _foreign(node: str, one: Mapping[str, Any]) -> str:
+    what = "a vLLM" if one["vllm"] else "on the GPU"
+    return (
+        f"Process {one['pid']} on {node} ({one['name']}) is {what}, was not started by sparkd and holds {one['bytes'] / GIB:.1f} GiB: it "
+        "stays. If this model does not fit beside it, end it there, or have sparkd serve its model too."
+    )
+
+
 def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, args: Sequence[str]) -> dict[str, Any]:
     """Of a workers.spec.RankSpec: what every rank of the model has in common. Reads the checkpoint's headers."""
     reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
@@ -143,6 +155,7 @@ def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, atte
         "generation": attempt.generation,
         "world": len(placement.nodes),
         "attempt": attempt.rank_id if placement.peers else "",
+        "memory_gib": placement.memory_gib,
         "runtime": runtime_of(spec, config),
         "entrypoint": placement.entrypoint,
         "config_hash": attempt.config_hash,

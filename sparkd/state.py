@@ -84,6 +84,7 @@ class RankHandle:
     pid is the rank's shim, start_ticks its start time in clock ticks since boot (field 22 of /proc/PID/stat), boot_id the
     kernel's: together they name one process for ever. socket_path is set where the rank listens on a Unix socket, else host and port.
     world: how many ranks its model has. attempt: the start that they belong to, which is rank 0's rank_id; empty of a rank alone.
+    memory_gib: what was reserved for it on its node; 0 where an earlier release started it.
     """
 
     rank_id: str
@@ -103,6 +104,7 @@ class RankHandle:
     started_at_s: float
     world: int = 1
     attempt: str = ""
+    memory_gib: int = 0
 
     @property
     def start(self) -> str:

@@ -83,7 +83,7 @@ class FakeCluster:
                 self.ranks[rank_id] = RankFact(handle, True, 3, None, False, Progress(phase="loading"))
         return tuple(handles)
 
-    async def hold(self, spec: ModelConfig, nodes: Sequence[str]) -> None:
+    async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
         self.log.append(f"hold {spec.name}")
 
     async def destroy(self, fact: RankFact) -> None:

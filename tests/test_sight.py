@@ -78,3 +78,15 @@ def test_nodes_that_cannot_be_used_as_they_are(unmet: dict[str, str], ahead_s: d
     found = told_of_strangers(unmet, ahead_s)
 
     assert found == told or (told is not None and found is not None and found.startswith(told))
+
+
+def test_a_node_that_refuses_where_its_raylet_listened_has_none_until_it_listens_again_or_is_seen() -> None:
+    sight = Sight()
+    sight.look(nodes("a", "b"), could_look=True, now_s=0)
+    told = []
+    for refused in (True, False, True):
+        sight.heard("b", 1, refused=refused)
+        told.append(set(sight.no_raylet))
+    sight.look(nodes("a", "b"), could_look=True, now_s=2)
+
+    assert [*told, set(sight.no_raylet)] == [{"b"}, set(), {"b"}, set()]

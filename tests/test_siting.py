@@ -15,7 +15,7 @@ from sparkd.places import Places
 from sparkd.siting import Siting
 from tests.shards import layered, write_sparse
 
-A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+A, B, C, D = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"
 HEADS, LAYERS, HIDDEN, INNER, VOCAB = 32, 8, 4096, 14_336, 32_000
 
 
@@ -25,6 +25,7 @@ class FakeLink:
     def __init__(self) -> None:
         self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.full: set[str] = set()
+        self.devices: set[str] = set()
 
     async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
         return self.groups.get(model) == (gib, tuple(nodes))
@@ -32,6 +33,8 @@ class FakeLink:
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         if self.full & set(nodes):
             return False
+        if devices:
+            self.devices.add(model)
         self.groups[model] = (gib, tuple(nodes))
         return True
 
@@ -145,6 +148,25 @@ async def test_where_tensor_parallelism_is_not_legal_the_layers_are_split(tmp_pa
     found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0)).place(odd)
 
     assert (found.tensor, found.pipeline, len(found.nodes)) == (1, 3, 3)
+
+
+async def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_legal(tmp_path: Path) -> None:
+    odd = model_of(tmp_path / "odd", heads=24)
+    alone = (await Scene(tmp_path, {A: 30.0}).place(odd)).memory_gib
+    found = await Scene(tmp_path, dict.fromkeys((A, B, C, D), alone / 4 + 1.5), linked=(A, B, C, D)).place(odd)
+
+    assert (found.tensor, found.pipeline, found.nodes) == (2, 2, (A, B, C, D))
+
+
+async def test_workers_of_rays_executor_get_places_and_a_group_that_stands_is_not_made_anew(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    await scene.place(model, tensor_parallel=2, executor="ray")
+
+    assert scene.link.devices == {"m"}
+    scene.link.full = {A, B}
+    before = dict(scene.link.groups)
+    await scene.places.again([B])
+    assert scene.link.groups == before
 
 
 async def test_nodes_without_a_cable_share_nothing(model: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class FakeAgents:
         self.spawned: list[dict[str, Any]] = []
         self.dropped: dict[str, Any] = {"dropped": True, "how": "helper", "freed_bytes": 0}
         self.strays: dict[str, list[int]] = {}
+        self.foreign: list[dict[str, Any]] = []
         self.fails: str | None = None
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
@@ -46,6 +47,9 @@ class FakeAgent:
         self._agents.log.append(f"drop {self._node}")
         return self._agents.dropped
 
+    async def ask_foreign(self, device: bool) -> list[dict[str, Any]]:
+        return self._agents.foreign if self._node == B else []
+
     async def ask_strays(self) -> dict[str, list[int]]:
         return self._agents.strays if self._node == B else {}
 
@@ -62,7 +66,7 @@ class FakeAgent:
         if self._agents.fails == self._node:
             raise AgentLost("it is gone.")
         self._agents.spawned.append(fields | {"private": private})
-        names = ("rank_id", "generation", "node_id", "rank", "config_hash", "log_path", "world", "attempt")
+        names = ("rank_id", "generation", "node_id", "rank", "config_hash", "log_path", "world", "attempt", "memory_gib")
         blank = dict.fromkeys(("socket_path", "host", "port", "api_key_path"))
         own = {"model": fields["model_name"], "pid": 1, "start_ticks": 1, "boot_id": "b", "started_at_s": 0.0}
         return {name: fields[name] for name in names} | blank | own
@@ -114,6 +118,16 @@ async def test_a_page_cache_that_may_not_be_dropped_is_told(tmp_path: Path) -> N
     assert len(told) == 2
     _, told = await started(agents, tmp_path, platform="cpu")
     assert told == []
+
+
+async def test_somebody_elses_engine_is_told_and_stays(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    agents.foreign = [{"pid": 77, "name": "python vllm.entrypoints.cli.main", "vllm": True, "bytes": 3 << 29}]
+
+    handles, told = await started(agents, tmp_path, platform="cpu")
+    assert len(handles) == 2
+    assert [one.startswith(f"Process 77 on {B} (python vllm.entrypoints.cli.main) is a vLLM, was not") for one in told] == [True]
+    assert "holds 1.5 GiB: it stays. If this model does not fit beside it, end it there" in told[0]
 
 
 async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_path: Path) -> None:

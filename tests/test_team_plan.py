@@ -89,6 +89,10 @@ def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> N
         "Rank 1 on o is stopped by a signal (SIGSTOP); all are started again.",
     )
     assert failed(UP, state=state, unseen=True, dark_s=6.0)[0] == "NodeLost"
+    assert failed(UP, state=state, unseen=True, no_raylet="o") == (
+        "NodeLost",
+        "Ray of o has ended, and the workers of an engine with `executor: ray` end with it; they are started again once it is back.",
+    )
     assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
 
 

@@ -15,6 +15,7 @@ from sparkd import errors
 from sparkd.errors import RankError
 from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
 from workers.fabric_knock import knock
+from workers.foreign import foreign
 from workers.hub_cache import cache_places
 from workers.identity import identity
 from workers.kvfile import kv_path
@@ -128,6 +129,10 @@ class Agent:
     def strays(self) -> dict[str, list[int]]:
         """rank_id -> processes of engines that have no status file. Reads the environment of every process: not for every look."""
         return rank.strays(self.run_dir)
+
+    def foreign(self, device: bool) -> list[dict[str, Any]]:
+        """Engines that sparkd did not start: see workers.foreign."""
+        return foreign(self._proc, ask_device=device)
 
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         """Start one rank; returns its handle once that is on disk. Raises RankError. Its log is of that name in this node's log folder.

@@ -277,6 +277,7 @@ class Shim:
             "started_at_s": self._started_at_s,
             "world": spec.world,
             "attempt": spec.attempt,
+            "memory_gib": spec.memory_gib,
         }
 
 

@@ -29,6 +29,7 @@ class RankSpec:
     gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings). world: the ranks of the
     model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags). ray: under
     vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the ranks.
+    memory_gib: what is reserved for it on its node.
     """
 
     rank_id: str
@@ -62,6 +63,7 @@ class RankSpec:
     world: int = 1
     attempt: str = ""
     ray: Mapping[str, str] | None = None
+    memory_gib: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dict(json.loads(json.dumps(asdict(self))))

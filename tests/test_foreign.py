@@ -1,0 +1,77 @@
+"""Engines that sparkd did not start: which processes of a node are such, and which are sparkd's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.ranks import until
+from workers.foreign import foreign
+
+CHILDREN = """
+import subprocess, sys, time
+held = bytearray(8 << 20)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; held = bytearray(8 << 20); print(1, flush=True); time.sleep(600)"],
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+print("up", flush=True)
+child.wait()
+"""
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A process with a child that names itself on its command line as vLLM's front end does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def one(module: str = "vllm.entrypoints.cli.main", **environ: str) -> int:
+        command = [sys.executable, "-S", "-c", CHILDREN, "-m", module, "serve", "--api-key", "swordfish"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env={"PATH": os.defpath, **environ}, start_new_session=True)
+        started.append(process)
+        if process.stdout is not None:
+            process.stdout.readline()
+        return process.pid
+
+    yield one
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def of(pid: int) -> dict[str, Any] | None:
+    return next((one for one in foreign(ask_device=False) if one["pid"] == pid), None)
+
+
+def test_a_vllm_that_somebody_else_started_is_found_with_all_that_it_holds_and_without_its_arguments(start: Start) -> None:
+    found = of(start())
+
+    assert found is not None
+    assert found["vllm"]
+    assert found["bytes"] >= 16 << 20
+    assert "swordfish" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "environ"),
+    [("vllm.entrypoints.cli.main", {"SPARKD_RANK_ID": "m-1-abc", "SPARKD_RUN_DIR": "/elsewhere"}), ("http.server", {})],
+    ids=["a rank of some sparkd", "no engine"],
+)
+def test_what_is_sparkds_or_no_engine_is_not(start: Start, module: str, environ: dict[str, str]) -> None:
+    assert of(start(module, **environ)) is None
+
+
+def test_gpu_memory_tells_of_engines_with_other_names(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid, small = start("sglang.launch_server"), start("http.server")
+    monkeypatch.setattr("workers.foreign._device", lambda: {pid: 40 << 30, small: 100 << 20})
+    found = {one["pid"]: one for one in foreign()}
+
+    assert (found[pid]["vllm"], found[pid]["bytes"] >= 40 << 30, small in found) == (False, True, False)
+    until(lambda: of(pid) is None)

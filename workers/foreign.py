@@ -1,0 +1,90 @@
+"""Engines on this node that sparkd did not start: other vLLMs, and whatever else holds GPU memory. Never ends one, never reads a prompt.
+
+A rank of sparkd's carries its mark in its environment (workers.processes), whichever daemon started it; so does what descends from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workers import processes
+from workers.child import ask, stuck
+from workers.holders import DEVICE_COMMAND, DEVICE_TIMEOUT_S, MIB, device_bytes
+from workers.processes import RANK_ID_VARIABLE
+
+# Command lines of vLLM's front ends, titles of its engine cores and workers (vllm/utils/system_utils.py, set_process_title), of Ray's.
+_ENGINE = re.compile(
+    rb"vllm\.entrypoints\.(openai\.api_server|cli\.main|grpc_server)|(^|/)vllm\0serve\b|^VLLM::|^ray::RayWorker(Proc|Wrapper)"
+)
+# A desktop and a browser hold less; a model that matters holds more.
+DEVICE_LEAST_BYTES = 512 * MIB
+
+
+def foreign(proc: Path = Path("/proc"), *, ask_device: bool = True) -> list[dict[str, Any]]:
+    """{"pid", "name", "vllm", "bytes"} of each, the largest first; processes of one engine are one. bytes: anonymous and GPU memory of all.
+
+    Takes at most DEVICE_TIMEOUT_S longer than /proc does, for nvidia-smi.
+    """
+    stats = processes.table()
+    device = _device() if ask_device else {}
+    commands = {pid: _read(proc, pid, "cmdline") for pid in stats}
+    engines = {pid for pid, command in commands.items() if _ENGINE.search(command)}
+    suspects = engines | {pid for pid in stats if device.get(pid, 0) >= DEVICE_LEAST_BYTES}
+    ours = {pid for pid in stats if pid in _with_parents(suspects, stats) and _is_ours(proc, pid)}
+    suspects -= ours | processes.descendants(ours, stats)
+    roots = [pid for pid in suspects if not _parents(pid, stats) & suspects]
+    found = []
+    for pid in roots:
+        family = {pid} | processes.descendants({pid}, stats)
+        held = sum(_anonymous_bytes(proc, one) + device.get(one, 0) for one in family)
+        found.append({"pid": pid, "name": _name(commands[pid]), "vllm": bool(family & engines), "bytes": held})
+    return sorted(found, key=lambda one: (-one["bytes"], one["pid"]))
+
+
+def _device() -> dict[int, int]:
+    if stuck():
+        return {}
+    answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S)
+    return device_bytes(answer.text.splitlines()) if answer.trouble is None else {}
+
+
+def _parents(pid: int, stats: Mapping[int, processes.Stat]) -> set[int]:
+    found: set[int] = set()
+    while (above := stats.get(pid)) is not None and above.parent not in found and above.parent > 1:
+        pid = above.parent
+        found.add(pid)
+    return found
+
+
+def _with_parents(pids: set[int], stats: Mapping[int, processes.Stat]) -> set[int]:
+    return pids.union(*(_parents(pid, stats) for pid in pids))
+
+
+def _is_ours(proc: Path, pid: int) -> bool:
+    return f"\0{RANK_ID_VARIABLE}=".encode() in b"\0" + _read(proc, pid, "environ")
+
+
+def _name(command: bytes) -> str:
+    """Its program, and what it runs: no argument, which might be a key."""
+    words = [os.fsdecode(word) for word in command.split(b"\0") if word]
+    if not words:
+        return "?"
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    return f"{os.path.basename(words[0].split(' ')[0])} {module}".strip()[:80]
+
+
+def _anonymous_bytes(proc: Path, pid: int) -> int:
+    lines = _read(proc, pid, "status").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(b"RssAnon:")), 0)
+
+
+def _read(proc: Path, pid: int, name: str) -> bytes:
+    """Empty of a process that has ended, or that is another user's."""
+    try:
+        return (proc / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
