@@ -14,6 +14,8 @@ from pathlib import Path
 
 # Both ends have one name, as on two Sparks: what is copied from one node to the other (GLOO_SOCKET_IFNAME) must be right there too.
 INTERFACE = "enp1s0f0np0"
+NETEM = ("netem", "loss", "25%", "delay", "150ms", "100ms")
+BUCKET = ("tbf", "rate", "128kbit", "burst", "3000", "latency", "300ms")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET, linux/sched.h
 COMMAND_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 10.0
@@ -54,6 +56,22 @@ class Namespace:
     def plug(self, *, up: bool) -> None:
         """This end of the cable: pulled out, or in again."""
         _ip("-n", self.name, "link", "set", INTERFACE, "up" if up else "down")
+
+    def impair(self) -> str:
+        """From now on this end of the cable loses and delays packets, without a word to anybody; what does it. Until `mend`.
+
+        netem where the kernel has it (sch_netem), else a token bucket so small that it queues and drops (sch_tbf).
+        """
+        for how in (NETEM, BUCKET):
+            try:
+                _run("ip", "netns", "exec", self.name, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *how)
+            except AssertionError:
+                continue
+            return how[0]
+        raise AssertionError("This kernel has neither sch_netem nor sch_tbf: load one of them (modprobe sch_netem).")
+
+    def mend(self) -> None:
+        _run("ip", "netns", "exec", self.name, "tc", "qdisc", "del", "dev", INTERFACE, "root")
 
     def set_mtu(self, mtu: int) -> None:
         """Of this end of the cable alone."""

@@ -29,7 +29,7 @@ READY_S = 180.0
 CLIENT_S = 30.0
 NOTICED_S = 45.0
 # Long enough for each state to be met.
-START_S = "8"
+START_S = "4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def main() -> int:
 
 def _one(pair: Pair, fault: Fault, state: str, rng: random.Random) -> Outcome:
     streams = _bring_to(pair, state)
-    time.sleep(rng.random())
+    time.sleep(rng.random() / 2)
     before, at_s = [int(rank["pid"]) for rank in pair.daemon.model("pair")["ranks"]], time.time()
     fault.break_it(pair, rng)
     if not fault.survives:
@@ -176,14 +176,21 @@ def _kill_node(pair: Pair, rng: random.Random) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    time.sleep(5 + rng.random() * 10)
+    time.sleep(5 + rng.random() * 5)
     pair.there.plug(up=True)
 
 
 def _unplug(pair: Pair, rng: random.Random) -> None:
     pair.there.plug(up=False)
-    time.sleep(12 + rng.random() * 10)
+    time.sleep(10 + rng.random() * 5)
     pair.there.plug(up=True)
+
+
+def _impair(pair: Pair, rng: random.Random) -> None:
+    """It may hold out, or be given up: then it has to come back."""
+    pair.there.impair()
+    time.sleep(8 + rng.random() * 4)
+    pair.there.mend()
 
 
 FAULTS = (
@@ -195,7 +202,8 @@ FAULTS = (
     Fault("the second raylet killed", _kill_of_ray("raylet"), survives=True),
     Fault("the second agent killed", _kill_of_ray("ray::Agent"), survives=True),
     Fault("the daemon killed", _kill_daemon, survives=True, clients=False),
-    Fault("the cable out for 12 to 22 s", _unplug),
+    Fault("the cable out for 10 to 15 s", _unplug),
+    Fault("the cable loses and delays for 8 to 12 s", _impair, survives=True),
     Fault("the second node without power", _kill_node),
 )
 
