@@ -246,6 +246,7 @@ class Cluster:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
         try:
             met = await self._link.refresh()
+            await self._link.tell_time()
             for ip in self._silent & set(self._link.nodes()):
                 await self._look(ip)
             # What Ray reserved on a node went with its raylet.

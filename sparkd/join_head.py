@@ -18,6 +18,7 @@ from sparkd import __version__
 from sparkd.config_fields import split_address
 from sparkd.errors import ConfigError, RayUnavailable
 from sparkd.rayhead import VERSION_LABEL, is_here, node_environment
+from sparkd.sight import CLOCK_S
 
 PORT = 6379
 REACH_TIMEOUT_S = 5.0
@@ -38,9 +39,15 @@ class Head:
 def find_head(text: str) -> Head:
     """`host` or `host:port`, looked up and reached. Raises ConfigError for what is no head's address, RayUnavailable where none answers."""
     try:
-        host, port = split_address(text if ":" in text else f"{text}:{PORT}")
+        bare = ":" not in text or text.endswith("]")
+        host, port = split_address(f"{text}:{PORT}" if bare else text)
     except ValueError:
         raise ConfigError(f"{text!r} is no address of a head: give host or host:port, such as 192.168.100.10 or spark-1:{PORT}.") from None
+    if ":" in host:
+        raise ConfigError(
+            f"{host} is an IPv6 address: the nodes of a cluster talk to each other by IPv4, as RoCE does here; give the head's IPv4 "
+            "address on the cable (`sparkd fabric` there shows it)."
+        )
     try:
         (*_, found), *_ = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
@@ -56,9 +63,12 @@ def find_head(text: str) -> Head:
     return Head(f"{ip}:{port}", ip, routed)
 
 
-def ask_head(head: Head, token_path: Path, node_ip: str) -> str:
-    """The session of the head's Ray. Raises RayUnavailable for a wrong token, another release of Ray, Python or sparkd, and silence."""
-    told = probe_head(head.address, token_path, node_ip)
+def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
+    """Seconds by which this node's clock is ahead of the head's, None where nobody there tells.
+
+    Raises RayUnavailable for a wrong token, another release of Ray, Python or sparkd, and silence.
+    """
+    told = probe_head(head.address, token_path, node_ip, "--clock")
     if told.get("refused") == "token":
         raise RayUnavailable(
             f"The head at {head.address} does not take this token: `sparkd token` on the head prints its own, "
@@ -74,15 +84,24 @@ def ask_head(head: Head, token_path: Path, node_ip: str) -> str:
     version = nodes.get(head.host, {}).get(VERSION_LABEL)
     if version is not None and version != __version__:
         raise RayUnavailable(f"The head runs sparkd {version} and this node {__version__}: {_SAME}, then restart their Ray.")
-    return str(told["session"])
+    ahead = told.get("ahead_s")
+    return ahead if isinstance(ahead, float) else None
 
 
-def probe_head(address: str, token_path: Path, node_ip: str) -> dict[str, object]:
+def clock_doubt(ahead_s: float | None) -> str | None:
+    """What is wrong with the clocks, and the cure; None where they agree."""
+    if ahead_s is None or abs(ahead_s) <= CLOCK_S:
+        return None
+    how = "ahead of" if ahead_s > 0 else "behind"
+    return f"the clock of this node is {abs(ahead_s):.0f} s {how} the head's: `timedatectl set-ntp true` on both."
+
+
+def probe_head(address: str, token_path: Path, node_ip: str, *more: str) -> dict[str, object]:
     """What workers.ray_probe says, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most PROBE_TIMEOUT_S."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "workers.ray_probe", address],
+            [sys.executable, "-m", "workers.ray_probe", address, *more],
             env=clean | node_environment(token_path, node_ip) | {"RAY_BACKEND_LOG_LEVEL": "fatal"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

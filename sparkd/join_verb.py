@@ -61,7 +61,7 @@ def join(
     node had joined that head before.
     """
     from sparkd import joined
-    from sparkd.join_head import ask_head, find_head
+    from sparkd.join_head import ask_head, clock_doubt, find_head
     from sparkd.join_way import way_to
 
     loaded, err = _loaded(config, state_dir), show.terminal(stderr=True)
@@ -84,9 +84,9 @@ def join(
         trial = Path(folder) / "token"
         trial.touch(mode=0o600)
         trial.write_text(secret)
-        ask_head(found, trial, way.node_ip)
+        clocks = clock_doubt(ask_head(found, trial, way.node_ip))
     err.print(way.why, markup=False)
-    for doubt in way.doubts:
+    for doubt in (*way.doubts, *filter(None, [clocks])):
         err.print(f"warn: {doubt}", style="yellow", markup=False)
     joined.keep_token(loaded, secret)
     if units:

@@ -25,6 +25,8 @@ def way_to(head: str, routed: str, fabric: Fabric | None, given: str | None = No
     """head: the head's IPv4 address. routed: the address that the kernel would talk to it from. fabric: this node, None where its network
     cannot be read. given: the operator's choice. Raises ConfigError for a choice that this node does not have.
     """
+    if given is not None:
+        _checked(given)
     if fabric is None:
         return Way(given or routed, f"{given or routed} is " + ("what was asked for." if given else "what the kernel's route says."), ())
     own = fabric.holding(IPv4Address(given or routed))
@@ -37,6 +39,13 @@ def way_to(head: str, routed: str, fabric: Fabric | None, given: str | None = No
     via = f"in {near} with the head" if near else "by a route, not in one subnet with the head"
     why = f"{given or routed} is {_named(own, fabric)}, {via}{', as asked for' if given else ''}."
     return Way(given or routed, why, tuple(_doubts(head, own, fabric)))
+
+
+def _checked(given: str) -> None:
+    try:
+        IPv4Address(given)
+    except ValueError:
+        raise ConfigError(f"--node-ip {given} is no IPv4 address: the nodes of a cluster talk to each other by IPv4.") from None
 
 
 def _named(own: Interface, fabric: Fabric) -> str:

@@ -11,12 +11,14 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkd.errors import AgentLost, ClusterError, RayUnavailable
 from workers.agent import VERSION, Agent
 from workers.ray_place import DEVICE, DEVICE_SHARE
+from workers.ray_probe import CLOCK_KEY, CLOCK_NAMESPACE
 
 NAMESPACE = "sparkd"
 RESOURCE = "unified_memory_gib"
@@ -73,6 +75,10 @@ class RayLink:
         await self._meet(node_ip, alive[node_ip])
         await self.refresh()
         self.connected = True
+
+    async def tell_time(self) -> None:
+        """For a node that wants to join, and compares its clock (workers.ray_probe). Raises RayUnavailable."""
+        await self._answer(self._tell_time)
 
     async def refresh(self) -> set[str]:
         """Meet the agents of nodes that have come, forget those of nodes that have gone; the addresses of those that were met now.
@@ -199,6 +205,12 @@ class RayLink:
         atexit.unregister(ray.shutdown)
         logging.getLogger("ray").setLevel(logging.ERROR)
         return ray
+
+    def _tell_time(self) -> None:
+        self._ray()
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(CLOCK_KEY, repr(time.time()).encode(), overwrite=True, namespace=CLOCK_NAMESPACE)
 
     def _alive_nodes(self) -> dict[str, str]:
         """Address -> Ray's id, of the living nodes that lend unified memory."""

@@ -22,7 +22,7 @@ from sparkd.config import Config, load_config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
 from sparkd.fabric import Fabric, fabric_of
 from sparkd.fabric_peers import peers
-from sparkd.join_head import Head, ask_head, find_head
+from sparkd.join_head import Head, ask_head, clock_doubt, find_head
 from sparkd.join_way import way_to
 from sparkd.offers import KEPT_S, Offers
 from sparkd.rayhead import RayHead
@@ -82,6 +82,9 @@ def test_the_operators_choice_counts_where_this_node_has_it() -> None:
         ConfigError, match=r"--node-ip 10\.9\.9\.9: this node has no such address; it has .*192\.168\.100\.11 \(enp1s0f1np1\)"
     ):
         way_to("192.168.100.12", "192.168.100.11", node, "10.9.9.9")
+    for wrong in ("fe80::1", "spark-b"):
+        with pytest.raises(ConfigError, match=f"--node-ip {wrong} is no IPv4 address"):
+            way_to("192.168.100.12", "192.168.100.11", node, wrong)
     assert way_to("10.0.0.1", "10.0.0.2", None).node_ip == "10.0.0.2"
     assert way_to("10.0.0.1", "10.0.0.2", None, "10.0.0.3").why == "10.0.0.3 is what was asked for."
 
@@ -96,6 +99,8 @@ def test_the_operators_choice_counts_where_this_node_has_it() -> None:
         ("a b", "is no address of a head"),
         ("host:99999", "is no address of a head"),
         ("no-such-host.invalid", "no IPv4 address here"),
+        ("[fe80::1]", "is an IPv6 address"),
+        ("[fe80::1]:6379", "talk to each other by IPv4, as RoCE does here; give the head's IPv4 address"),
         ("127.0.0.1", "is this node itself"),
         ("localhost:6379", "is this node itself"),
     ],
@@ -148,11 +153,23 @@ def test_a_head_that_does_not_fit_names_both_values(
         ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")
 
 
-@pytest.mark.parametrize("told", [answer(), answer(nodes={}), answer(ray=None, python=None)])
-def test_a_head_that_fits_tells_its_session(told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("told", "doubt"),
+    [
+        (answer(), None),
+        (answer(nodes={}), None),
+        (answer(ray=None, python=None, ahead_s=None), None),
+        (answer(ahead_s=4.0), None),
+        (answer(ahead_s=61.4), "the clock of this node is 61 s ahead of the head's: `timedatectl set-ntp true` on both."),
+        (answer(ahead_s=-90.0), "the clock of this node is 90 s behind the head's: `timedatectl set-ntp true` on both."),
+    ],
+)
+def test_a_head_that_fits_tells_by_how_much_the_clocks_differ(
+    told: dict[str, Any], doubt: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(join_head, "probe_head", lambda *_: told)
 
-    assert ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11") == "session_1"
+    assert clock_doubt(ask_head(Head(HEAD, "192.168.100.10", "192.168.100.11"), tmp_path, "192.168.100.11")) == doubt
 
 
 # What is kept
@@ -313,7 +330,7 @@ class Units:
 def head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is reached, takes the token and fits; this node's network is that of a fixture."""
     monkeypatch.setattr(join_head, "find_head", lambda text: Head(HEAD, "192.168.100.12", "192.168.100.11"))
-    monkeypatch.setattr(join_head, "ask_head", lambda head, path, node_ip: path.read_text())
+    monkeypatch.setattr(join_head, "ask_head", lambda head, path, node_ip: 61.0)
     monkeypatch.setattr(join_verb, "_fabric", lambda: nodes_of("pair-different-ports")[0])
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{TOKEN}\n"))
 

@@ -1,7 +1,8 @@
 """Asks a Ray head what it is, before a node joins it: versions, session, living nodes. Never joins, never starts a process of Ray.
 
 A program of its own, `python -m workers.ray_probe HOST:PORT`, since Ray's import stays in the memory of whoever asks. The token comes by
-RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}}, or {"refused": "token"},
+RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}}, with `--clock` also "ahead_s",
+by which this clock is ahead of the head's, null where no daemon of its tells the time; or {"refused": "token"},
 {"refused": "silent", "why"}.
 """
 
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 ANSWER_TIMEOUT_S = 10
+# Where the head's daemon writes its time, every two seconds; a value that has just changed is of this moment.
+CLOCK_KEY, CLOCK_NAMESPACE = b"clock", b"sparkd"
+CLOCK_WAIT_S, CLOCK_LOOK_S = 5.0, 0.1
 
 
-def probe(address: str) -> dict[str, Any]:
+def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
     """See above; blocks for some ANSWER_TIMEOUT_S at most. Keys and namespaces of the head's store are those of Ray 2.60.
 
     (ray/_common/usage/usage_lib.py, put_cluster_metadata; ray/_private/node.py, session_name.)
@@ -27,6 +32,7 @@ def probe(address: str) -> dict[str, Any]:
         nodes = head.get_all_node_info(timeout=ANSWER_TIMEOUT_S)
         versions = json.loads(head.internal_kv_get(b"CLUSTER_METADATA", b"cluster", ANSWER_TIMEOUT_S) or b"{}")
         session = head.internal_kv_get(b"session_name", b"session", ANSWER_TIMEOUT_S) or b""
+        ahead = {"ahead_s": _ahead_s(head)} if clock else {}
     except AuthenticationError:
         return {"refused": "token"}
     except (RpcError, RaySystemError, ConnectionError, RuntimeError, ValueError) as error:
@@ -37,8 +43,18 @@ def probe(address: str) -> dict[str, Any]:
         "session": session.decode(),
         # 0 is ALIVE of GcsNodeInfo.GcsNodeState (src/ray/protobuf/gcs.proto).
         "nodes": {node.node_manager_address: dict(node.labels) for node in nodes.values() if node.state == 0},
-    }
+    } | ahead
+
+
+def _ahead_s(head: Any) -> float | None:
+    first, until_s = head.internal_kv_get(CLOCK_KEY, CLOCK_NAMESPACE, ANSWER_TIMEOUT_S), time.monotonic() + CLOCK_WAIT_S
+    while first is not None and time.monotonic() < until_s:
+        told = head.internal_kv_get(CLOCK_KEY, CLOCK_NAMESPACE, ANSWER_TIMEOUT_S)
+        if told != first:
+            return time.time() - float(told)
+        time.sleep(CLOCK_LOOK_S)
+    return None
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(probe(sys.argv[1])) + "\n")
+    sys.stdout.write(json.dumps(probe(sys.argv[1], clock="--clock" in sys.argv)) + "\n")
