@@ -92,12 +92,12 @@ class Pair:
         assert self.answers()
         return after
 
-    def failure(self, since_s: float) -> tuple[str, float]:
+    def failure(self, since_s: float, model: str = "pair") -> tuple[str, float]:
         """Why it failed first since then, and how many seconds later that was noticed."""
 
         def look() -> tuple[str, float] | None:
             events = (self.daemon.get("/admin/v1/events?limit=1000") or {"events": []})["events"]
-            found = [one for one in events if one["kind"] == "failed" and one["model"] == "pair" and one["at_s"] >= since_s]
+            found = [one for one in events if one["kind"] == "failed" and one["model"] == model and one["at_s"] >= since_s]
             return (found[0]["data"]["reason"], found[0]["at_s"] - since_s) if found else None
 
         found = until(look, 30, "the failure", 0.2)

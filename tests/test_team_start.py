@@ -8,12 +8,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import qwen3_moe
 from tests.daemon_process import until
 from tests.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
+from workers.status import worker_of
 
 DETECTED_S = 10.0
 OUT_S = 20.0
@@ -57,23 +59,29 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
     # What an earlier test left running holds the memory of both nodes.
     pair.daemon.unload("pair")
     pair.daemon.wait_for("pair", "STOPPED", 60)
-    for name in ("split", "whole"):
+    for name in ("split", "rayed", "whole"):
         pair.both()
         pair.daemon.load(name)
         ready = pair.daemon.wait_for(name, "READY", START_S)
-        assert len(ready["ranks"]) == (2 if name == "split" else 1)
+        assert len(ready["ranks"]) == (1 if name == "whole" else 2)
         assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
         said[name] = _log_probabilities(pair, name)
         if name == "split":
             assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
+        if name == "rayed":
+            _adopted_and_lost(pair, ready["ranks"])
         pair.daemon.unload(name)
         pair.daemon.wait_for(name, "STOPPED", 60)
 
-    shared = [{token: (one[token], other[token]) for token in one.keys() & other.keys()} for one, other in zip(*said.values(), strict=True)]
-    assert len(shared) == POSITIONS
-    assert all(len(tokens) >= TOP_TOKENS for tokens in shared)
-    assert max(abs(one - other) for tokens in shared for one, other in tokens.values()) < AGREED
-    assert [pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid)] == []
+    for name in ("split", "rayed"):
+        both = zip(said[name], said["whole"], strict=True)
+        shared = [{token: (one[token], other[token]) for token in one.keys() & other.keys()} for one, other in both]
+        assert len(shared) == POSITIONS
+        assert all(len(tokens) >= TOP_TOKENS for tokens in shared)
+        assert max(abs(one - other) for tokens in shared for one, other in tokens.values()) < AGREED
+    assert [
+        pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid) or b"RayWorkerProc" in command_of(pid)
+    ] == []
 
 
 def test_only_rank_0_serves_and_no_key_is_in_a_command_line(pair: Pair) -> None:
@@ -179,6 +187,24 @@ def test_an_engine_that_takes_requests_and_computes_nothing_is_noticed(pair: Pai
 
     assert failed["reason"] == "EngineFrozen"
     assert pair.engines() == []
+
+
+def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:
+    """vLLM's Ray executor: its workers are Ray's children, and ranks like others to a daemon that comes back, and when one is lost."""
+    pair.daemon.kill()
+    pair.daemon.start()
+    pair.daemon.settled()
+    pair.both()
+    assert [rank["pid"] for rank in pair.daemon.wait_for("rayed", "READY", 60)["ranks"]] == [rank["pid"] for rank in ranks]
+    assert pair.daemon.chat("rayed", "hello", max_tokens=4).status_code == 200
+
+    # Whose parent is the second node's raylet.
+    (folder,) = {path.parent for path in pair.ray_node.runtime_dir.rglob(f"{ranks[1]['rank_id']}.worker")}
+    worker, at_s = worker_of(str(folder), ranks[1]["rank_id"]), time.time()
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    reason, after_s = pair.failure(at_s, "rayed")
+    assert (reason, after_s < DETECTED_S) == ("EngineExited", True)
 
 
 def _log_probabilities(pair: Pair, model: str) -> list[dict[str, float]]:
