@@ -26,6 +26,8 @@ from sparkd.config_fields import (
     Count,
     Environment,
     Gib,
+    NodeAddress,
+    NodeIp,
     PositiveCount,
     PositiveSeconds,
     Seconds,
@@ -80,8 +82,8 @@ class Limits(Section):
 class Cluster(Section):
     """Ray: join the head at `address`, or start one where it is None."""
 
-    address: Address | None = None
-    node_ip: Word | None = None
+    address: NodeAddress | None = None
+    node_ip: NodeIp | None = None
     port: Annotated[Count, Field(le=65535)] = 0
     object_store_memory_mib: Annotated[PositiveCount, Field(ge=75)] = 80
     token_file: AbsolutePath | None = None

@@ -89,6 +89,13 @@ def check_address(value: str) -> str:
     return value
 
 
+def check_ipv4(value: str) -> str:
+    """An address of a node: not an IPv6 one. With or without a port."""
+    if value.count(":") > 1:
+        raise ValueError("the nodes of a cluster talk to each other by IPv4: give that address of the node")
+    return value
+
+
 def check_name(name: str) -> str:
     if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
         raise ValueError("up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
@@ -150,6 +157,8 @@ AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 Name = Annotated[str, AfterValidator(check_name)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many)]
 Word = Annotated[str, AfterValidator(check_word)]
+NodeAddress = Annotated[Address, AfterValidator(check_ipv4)]
+NodeIp = Annotated[Word, AfterValidator(check_ipv4)]
 Arguments = Annotated[tuple[str, ...], BeforeValidator(arguments)]
 Metadata = Annotated[dict[str, Any], BeforeValidator(plain)]
 Environment = Annotated[dict[str, SecretStr], BeforeValidator(environment)]

@@ -70,9 +70,6 @@ def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:
     if cluster.address is not None:
         host, _, number = cluster.address.rpartition(":")
         host = host.strip("[]")
-        for name, value in (("cluster.address", host), ("cluster.node_ip", cluster.node_ip or "")):
-            if ":" in value:
-                raise ConfigError(f"{name} is {value}: the nodes of a cluster talk to each other by IPv4; give it that address.")
         if is_here(host):
             node_ip, port = cluster.node_ip or host, int(number)
         elif cluster.node_ip is None:

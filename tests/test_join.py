@@ -447,3 +447,9 @@ def test_who_has_no_port_of_a_card_asks_nobody(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "wlP9s9")])
 
     assert knock(0.0) == []
+
+
+@pytest.mark.parametrize("key", [{"cluster.node_ip": "fe80::1"}, {"cluster.address": "[fe80::1]:6379"}])
+def test_a_cluster_over_ipv6_is_refused_by_the_key_that_asks_for_it(key: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{next(iter(key))}: the nodes of a cluster talk to each other by IPv4"):
+        load_config(None, flags={"state_dir": tmp_path, **key}, environ={})

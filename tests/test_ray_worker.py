@@ -15,7 +15,7 @@ import pytest
 from tests.ranks import Place, a_place, stop, until
 from workers import command, rank, ray_place
 from workers.holders import Holders
-from workers.ray_engine import platform
+from workers.ray_engine import platform, settle
 from workers.ray_worker import rank_of
 
 place = pytest.fixture(a_place)
@@ -103,6 +103,13 @@ def test_rank_0_leads_vllm_into_our_ray_and_the_others_wait_for_their_worker(pla
     }  # fmt: skip
     assert {"NCCL_IB_HCA", "SPARKD_RUN_DIR", "PATH"} <= set(environ[ray_place.OWN].split(","))
     assert ray_place.GROUP not in command.build_environment(replace(first, ray=None), {}, None)
+
+
+def test_a_runtime_without_ray_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle({})
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RuntimeError, match=r"cannot work in this runtime: .*Install Ray there"):
+        settle({ray_place.GROUP: "c0ffee"})
 
 
 def test_the_platform_is_vllms_own_unless_an_engine_on_cpus_is_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,20 @@ from workers.ray_place import GROUP, ON_CPU, OWN
 
 
 def settle(environ: Mapping[str, str]) -> None:
-    """In an engine that is to be placed: the group of GROUP is the current one, and nothing of OWN goes to the workers."""
+    """In an engine that is to be placed: the group of GROUP is the current one, and nothing of OWN goes to the workers.
+
+    Raises RuntimeError where the runtime has no Ray, or its vLLM no list of such variables.
+    """
     if not environ.get(GROUP):
         return
-    import ray
-    from ray.util.placement_group import PlacementGroup
-    from vllm.ray.ray_env import RAY_NON_CARRY_OVER_ENV_VARS
+    try:
+        import ray
+        from ray.util.placement_group import PlacementGroup
+        from vllm.ray.ray_env import RAY_NON_CARRY_OVER_ENV_VARS
+    except ImportError as error:
+        raise RuntimeError(
+            f"executor: ray cannot work in this runtime: {error}. Install Ray there, of the version that sparkd has, or leave executor out."
+        ) from error
 
     RAY_NON_CARRY_OVER_ENV_VARS.update(environ.get(OWN, "").split(","))
     placed = PlacementGroup(ray.PlacementGroupID.from_hex(environ[GROUP]))
