@@ -71,8 +71,8 @@ class CpuRehearsal:
 
 
 def _receive(runner: Any, stages: int) -> None:
-    """Where a later stage of a pipeline takes what the one before it sends: vLLM makes it with the first dummy run, of which its CPU backend
-    has none where nothing is compiled, and the first request ends the engine (0.32: gpu_model_runner.py, _dummy_run)."""
+    """Where a later stage of a pipeline takes what the one before it sends: vLLM makes it with the first dummy run, of which its CPU
+    backend has none where nothing is compiled, and the first request ends the engine (0.32: gpu_model_runner.py, _dummy_run)."""
     if stages > 1 and runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
