@@ -3,9 +3,10 @@ decides what is read."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,14 @@ class _Lane:
     waiting: deque[tuple[torch.cuda.Event, list[Chunk]]] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
+class _Stage:
+    """One of two buffers that take turns. used: passed when the device has done what was asked for with its last contents."""
+
+    memory: torch.Tensor | None = None
+    used: torch.cuda.Event | None = None
+
+
 class Feed:
     """Takes inputs in exactly the order in which their pieces were given to `reader`.
 
@@ -41,6 +50,7 @@ class Feed:
         self._lent: list[Chunk] = []
         self._lane, self._other = _Lane(), _Lane()
         self._aside: torch.cuda.Stream | None = None
+        self._stages = (_Stage(), _Stage())
         # The rest of the ring stays with the disk while the device works off what was copied.
         self._most_held = max(1, reader.blocks // 2)
 
@@ -62,22 +72,52 @@ class Feed:
         self._copy(self._of(source), into)
 
     def place(self, source: Input, memory: torch.Tensor) -> None:
-        """The same, into memory that was there before the pass and that nothing else writes to.
+        """The same, into memory that was there before the pass and that nothing else writes to."""
+        with self._beside():
+            self.fill(source, memory)
 
-        On a GPU on a stream of its own: where kernels are still to run it does not queue behind them, and the ring's blocks come back at
-        the speed of the bus. What is asked of the current stream afterwards waits for it.
+    @contextlib.contextmanager
+    def staged(self, fills: Sequence[tuple[Input, int]], nbytes: int) -> Iterator[torch.Tensor]:
+        """uint8 [nbytes] on the device with each input at its offset, valid within the block; the block after the next one overwrites it.
+
+        So while the device works on one batch the next comes over the bus.
+        """
+        stage = self._stages[0]
+        self._stages = self._stages[::-1]
+        if stage.memory is None or stage.memory.numel() < nbytes:
+            stage.memory, stage.used = torch.empty(nbytes, dtype=torch.uint8, device=self._device), None
+        memory = stage.memory
+        with self._beside(stage.used, fresh=stage.used is None):
+            for source, at in fills:
+                self.fill(source, memory[at : at + source.nbytes])
+        yield memory[:nbytes]
+        if self._cuda:
+            stage.used = torch.cuda.Event()
+            stage.used.record()
+
+    @contextlib.contextmanager
+    def _beside(self, after: torch.cuda.Event | None = None, *, fresh: bool = False) -> Iterator[None]:
+        """What is copied meanwhile is copied on a GPU's other stream: where kernels are still to run it does not queue behind them, and
+        the ring's blocks come back at the speed of the bus. What is asked of the current stream afterwards waits for it.
+
+        after: what the copies wait for; fresh: their memory was allocated just now, and the current stream may still work on what was
+        there before.
         """
         if not self._cuda:
-            self.fill(source, memory)
+            yield
             return
         current = torch.cuda.current_stream(self._device)
         if self._aside is None:
             self._aside = torch.cuda.Stream(self._device)
-            self._aside.wait_stream(current)  # whatever the parameters were made with
+            fresh = True  # whatever the parameters were made with
+        if fresh:
+            self._aside.wait_stream(current)
+        if after is not None:
+            self._aside.wait_event(after)
         self._mark(self._lane)
         self._lane, self._other = self._other, self._lane
         with torch.cuda.stream(self._aside):
-            self.fill(source, memory)
+            yield
             self._mark(self._lane)
         self._lane, self._other = self._other, self._lane
         current.wait_stream(self._aside)

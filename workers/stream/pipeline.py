@@ -41,6 +41,7 @@ from workers.stream.virtual import (
 logger = logging.getLogger("vllm.sparkd.stream")
 
 STREAMED_BYTES = 32 * 2**20  # what passes through and is larger goes into its parameter chunk by chunk instead of being built first
+STAGE_ALIGNMENT = 256  # of matrices in a buffer on the device: what CUDA's own allocations have at least (CUDA C++ Programming Guide)
 SHAPE = "weight_shape"  # a checkpoint's note that no kernel reads: for the cache only, because copying it to a GPU would wait for the GPU
 
 
@@ -264,19 +265,20 @@ class Pipeline:
 
     def _batch(self, batch: Batch, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         joined = {id(plan): inputs for plan, inputs in zip(batch.plans, batch.inputs, strict=True)}
-        raw: dict[object, list[torch.Tensor]] = {}
-        into: dict[int, torch.Tensor] = {}
+        raw: dict[object, list[tuple[int, int]]] = {}
+        into: dict[int, int] = {}
+        end = 0
         for kind, plans in batch.alike.items():
             raw[kind] = []
             for inputs in zip(*(joined[id(plan)] for plan in plans), strict=True):
-                memory = torch.empty(sum(one.nbytes for one in inputs), dtype=torch.uint8, device=self._device)
-                raw[kind].append(memory)
-                into |= {id(one): memory[at : at + one.nbytes] for one, at in _one_behind_the_other(inputs)}
-        for source in (one for inputs in batch.inputs for one in inputs):
-            feed.fill(source, into[id(source)])
-        into.clear()
-        for kind, plans in batch.alike.items():
-            yield from self._alike(plans, matrices_of(plans[0], raw.pop(kind), self._dtype))
+                begin = -(-end // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
+                end = begin + sum(one.nbytes for one in inputs)
+                raw[kind].append((begin, end))
+                into |= {id(one): begin + at for one, at in _one_behind_the_other(inputs)}
+        fills = [(one, into[id(one)]) for inputs in batch.inputs for one in inputs]
+        with feed.staged(fills, end) as memory:
+            for kind, plans in batch.alike.items():
+                yield from self._alike(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
 
     def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Units of one shape and format: matrices [units * weights of one unit, N, K]."""

@@ -17,7 +17,7 @@ from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
 from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_piece, stored_pieces
 
-BATCH_BYTES = 32 * 2**20  # of a checkpoint's bytes that a GPU quantizes at once; they are on the device beside what is made of them
+BATCH_BYTES = 16 * 2**20  # of a checkpoint's bytes that a GPU quantizes at once; twice that is on the device beside what is made of them
 RUN_BYTES = 64 * 2**20  # copied as one: the load tells how far it is, and can be cancelled, after so many
 
 
