@@ -15,7 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import identity_of
-from workers.kv.minimal import largest_batches, minimal_cache
+from workers.kv.minimal import largest_batches, minimal_cache, receive
 from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
@@ -70,15 +70,6 @@ class CpuRehearsal:
         self._resident = resident_bytes()
 
 
-def _receive(runner: Any, stages: int) -> None:
-    """Where a later stage of a pipeline takes what the one before it sends: vLLM makes it with the first dummy run, of which its CPU
-    backend has none where nothing is compiled, and the first request ends the engine (0.32: gpu_model_runner.py, _dummy_run)."""
-    if stages > 1 and runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
-
-
 class SparkCPUWorker(Sized, CPUWorker):
     """vLLM's CPU worker, with a KV cache of what is left after a rehearsal (SPARKD_KV: workers/kv/settings.py)."""
 
@@ -103,7 +94,7 @@ class SparkCPUWorker(Sized, CPUWorker):
         self._rehearsal.weights = max(0, resident_bytes() - before)
 
     def compile_or_warm_up_model(self) -> Any:
-        _receive(self.model_runner, self.parallel_config.pipeline_parallel_size)
+        receive(self.model_runner, self.parallel_config.pipeline_parallel_size)
         return super().compile_or_warm_up_model()
 
     def determine_available_memory(self) -> int:

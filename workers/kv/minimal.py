@@ -84,6 +84,18 @@ def graphs_of(runner: Any) -> int:
     return found if found or not is_v2(runner) else _sampled(runner)
 
 
+def receive(runner: Any, stages: int) -> None:
+    """Where a later stage of a pipeline takes what the one before it sends.
+
+    vLLM makes it with the first dummy run, of which its CPU backend has none where nothing is compiled: the first request would end the
+    engine (0.32: gpu_model_runner.py, _dummy_run and sync_and_gather_intermediate_tensors).
+    """
+    if stages > 1 and runner.intermediate_tensors is None and hasattr(runner.model, "make_empty_intermediate_tensors"):
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 def _v1(runner: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     start, end = method(runner, "_init_minimal_kv_cache_for_profiling"), method(runner, "_cleanup_profiling_kv_cache")
     compilation = runner.compilation_config
