@@ -16,6 +16,7 @@ SECTION = (ROOT / "README.md").read_text().partition("### What is replaced in vL
 # Functions and methods of vLLM's, and what it remembers: (file, how it is assigned) -> the names that the README has for it.
 REPLACED = {
     ("workers/plugin.py", "EngineArgs.create_model_config"): ("EngineArgs.create_model_config",),
+    ("workers/ray_engine.py", "ray.util.get_current_placement_group"): ("get_current_placement_group",),
     ("workers/stream/repack.py", "setattr(module, name, ours)"): tuple(name for _, name, *_ in _BY_EXPERT),
     ("workers/stream/early.py", "method.process_weights_after_loading"): ("process_weights_after_loading",),
     ("workers/kv/prompt_logprobs.py", "runner._get_prompt_logprobs_dict"): ("_get_prompt_logprobs_dict",),
@@ -34,6 +35,7 @@ REPLACED = {
     ("workers/kv/minimal.py", "wrapper.graph_pool"): ("graph_pool",),
     ("workers/kv/minimal.py", "runner.cache_config.num_gpu_blocks"): ("num_gpu_blocks",),
     ("workers/kv/minimal.py", "runner.cudagraph_manager"): ("cudagraph_manager",),
+    ("workers/kv/minimal.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
     ("workers/kv/minimal.py", "runner.max_num_tokens"): ("max_num_tokens",),
     ("workers/kv/minimal.py", "setattr(runner.model_state, name, empty)"): ("model_state",),
     ("workers/stream/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
@@ -57,7 +59,7 @@ OWN = {
     ("workers/stream/repack.py", "setattr(self._layer, name, value)"),
     ("workers/stream/target.py", "libc.fallocate.argtypes"),
 }
-INSIDE = [ROOT / "workers" / "plugin.py", ROOT / "workers" / "headless.py"]
+INSIDE = [ROOT / "workers" / name for name in ("plugin.py", "headless.py", "ray_engine.py", "ray_cpu.py")]
 INSIDE += [path for folder in ("stream", "kv") for path in sorted((ROOT / "workers" / folder).rglob("*.py"))]
 
 
