@@ -8,6 +8,7 @@ bytes on disk.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,8 +96,8 @@ class Weight:
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Suffix -> (dtype, shape) of what is emitted. The note of an int4's shape has no place beside a parameter of vLLM's own name."""
-        made = quantizer(self.format).parts(*self.stored.shape)
-        return {suffix: (dtype, tuple(shape)) for suffix, (dtype, shape) in made.items() if self.joint == "." or suffix != "weight_shape"}
+        made = _parts(self.format, *self.stored.shape)
+        return {suffix: what for suffix, what in made.items() if self.joint == "." or suffix != "weight_shape"}
 
 
 class Unit(NamedTuple):
@@ -122,6 +123,12 @@ class Emitted(NamedTuple):
     unit: int
     weight: int | None = None
     suffix: str = ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(form: Format, n: int, k: int) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Experts by the thousand have one shape."""
+    return quantizer(form).parts(n, k)
 
 
 @dataclass(slots=True)
@@ -191,7 +198,7 @@ def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Nee
     regions: (suffix, region of that part); a part without rows and columns of its own (a global scale) asks for nothing.
     """
     n, k = weight.stored.shape
-    parts = quantizer(weight.format).parts(n, k)
+    parts = _parts(weight.format, n, k)
     boxes: list[tuple[int, int, int, int]] = []
     for suffix, region in regions:
         shape = parts[suffix][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from workers.stream.formats.base import Quantizer, amax, amax_each, nonfinite
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["Quantizer", "amax", "amax_each", "global_scale", "nonfinite", "quantizer"]
 
 
+@functools.cache
 def quantizer(format: Format) -> Quantizer:
-    """The quantizer of a format. int4 takes its group size from it, 128 where none is said; that of bf16 leaves a weight as it is."""
+    """The quantizer of a format, which remembers nothing: one serves all weights.
+
+    int4 takes its group size from the format, 128 where none is said; that of bf16 leaves a weight as it is.
+    """
     match format.name:
         case "nvfp4":
             return Nvfp4Quantizer()
