@@ -169,6 +169,20 @@ def test_two_exports_into_one_folder_and_one_that_was_killed(source: Checkpoint,
     assert files(out) == {"config.json": b"{}"}
 
 
+def test_what_a_killed_export_into_a_new_folder_left_is_not_in_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".out.writing"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+
+    with appearing(str(tmp_path / "out")) as writing:
+        (Path(writing) / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=r"out: another export writes into it"), appearing(str(tmp_path / "out")):
+            pass
+
+    assert files(tmp_path / "out") == {"config.json": b"{}"}
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("fails_at", range(4))
 def test_a_folder_looks_whole_only_when_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     out, seen, real = tmp_path / "out", [], os.rename
@@ -272,7 +286,7 @@ def test_a_program_that_is_ended_or_not_listened_to_leaves_nothing(source: Check
         child.stdin.close()
         if how is not None:
             assert json.loads(child.stdout.readline())["event"] == "progress"
-            assert list(tmp_path.glob(".out.writing-*"))
+            assert (tmp_path / ".out.writing").is_dir()
             child.send_signal(how)
         assert child.wait(120) == (1 if how is None else program.INTERRUPTED)
 

@@ -73,6 +73,8 @@ def test_what_cannot_hold_one_and_what_may() -> None:
     assert not refused(torch.tensor(INF), bound)
     assert refused(torch.tensor([1.0, INF]), bound)
     assert refused(torch.tensor(INF), REF._replace(name="model.layers.0.mlp.up_proj.weight_scale"))
+    for name in ("input_scale", "input_global_scale"):  # of an expert that calibration never reached
+        assert not refused(torch.tensor([INF]), REF._replace(name=f"model.layers.0.mlp.experts.7.down_proj.{name}"))
 
 
 EMBEDDING, NORM, ROUTER = "model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.gate.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,6 +141,16 @@ def test_a_scale_of_a_wrong_shape_is_named_before_anything_is_read(tmp_path, nam
         f"{checkpoint.tensors[wrong].path}: {wrong}: an FP8 weight {rows}x{HIDDEN} has a scale of shape {list(shape)}, which is neither "
         f"one value, nor [{rows}, 1], nor {list(right)}. Fetch the checkpoint again, or take its original precision."
     )
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_fp8_that_keeps_its_precision_and_has_no_scale_is_not_handed_over_as_it_is(tmp_path, name):
+    stored, _, config = fp8_source(with_more(), "fp8_block", lambda one: one.endswith("_proj.weight") or one in KEPT)
+    del stored[name.replace(".weight", ".weight_scale_inv")]
+    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
+    formats = Recipe.parse("nvfp4").assign(checkpoint)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: an FP8 weight has no scale beside it"):
+        VirtualCheckpoint(checkpoint, formats)
 
 
 def test_fp8_of_another_form_is_refused_by_a_cure_that_helps(tmp_path):

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import CheckpointError
 from tests.architectures import llama
 from tests.checkpoints import MIB, write_checkpoint
 from tests.stream.loading import load
 from workers import plugin
-from workers.stream.cache import Entry, entries
+from workers.stream import loader
+from workers.stream.cache import Entry, entries, remove
+from workers.stream.pipeline import Pipeline
 
 LAYER = "model.layers.1."
 
@@ -105,3 +108,34 @@ def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path) -> None:
         assert loaded(folder, tmp_path, part)[0] == "checkpoint"
     recipes = [one.manifest.recipe["without"] for one in entries(str(tmp_path / "cache"))]
     assert len(set(recipes)) == 2
+
+
+def test_a_rank_that_leaves_something_out_does_not_stand_in_the_way_either(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ranks take parts of tensors; what is a part is not the point here."""
+    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
+    monkeypatch.setattr(loader, "ranks", lambda: {"tp": 2, "pp": 1, "ep": False})
+    monkeypatch.setattr(Pipeline, "handed_whole", lambda _self: None)
+
+    assert loaded(folder, tmp_path, stage)[0] == "checkpoint"
+    assert [loaded(folder, tmp_path)[0] for _ in range(2)] == ["checkpoint", "cache"]
+    assert loaded(folder, tmp_path, stage)[0] == "cache"
+
+
+def test_an_entry_that_does_not_suit_the_model_costs_the_time_only(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first = loaded(folder, tmp_path)
+    ask, asked = loader.ask, []
+
+    def refused_once(virtual: Any, *args: Any, **more: Any) -> Any:
+        asked.append(virtual.checkpoint.folder)
+        if len(asked) == 1:
+            raise CheckpointError("it has nothing for model.norm.weight", file=asked[0])
+        return ask(virtual, *args, **more)
+
+    monkeypatch.setattr(loader, "ask", refused_once)
+    _, again = loaded(folder, tmp_path)
+    assert asked[1] == str(folder)
+    assert same(again, first)
+    (entry,) = entries(str(tmp_path / "cache"))
+    assert remove(entry.folder), "nobody holds it any more"

@@ -31,44 +31,57 @@ def appearing(target: str) -> Iterator[str]:
     place = os.path.realpath(target)
     if os.path.lexists(place) and not os.path.isdir(place):
         raise _is_there(target)
-    with _into_empty(place, target) if os.path.isdir(place) else _into_new(place) as writing:
+    with _into_empty(place, target) if os.path.isdir(place) else _into_new(place, target) as writing:
         yield writing
 
 
 @contextlib.contextmanager
-def _into_new(place: str) -> Iterator[str]:
+def _into_new(place: str, target: str) -> Iterator[str]:
     parent, name = os.path.split(place)
-    os.makedirs(parent, exist_ok=True)
-    writing = os.path.join(parent, f".{name}{WRITING}{os.getpid()}")
-    os.mkdir(writing)
-    try:
-        yield writing
-        sync_folder(writing)
-        os.rename(writing, place)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
+    writing = os.path.join(parent, f".{name}{WRITING.rstrip('-')}")
+    os.makedirs(writing, exist_ok=True)
+    with _alone(writing, target):
+        for left in os.listdir(writing):  # by one that was killed
+            _remove(os.path.join(writing, left))
+        try:
+            yield writing
+            sync_folder(writing)
+            os.rename(writing, place)
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
     sync_folder(parent)
 
 
 @contextlib.contextmanager
 def _into_empty(place: str, target: str) -> Iterator[str]:
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError("another export writes into it", file=target, cure="Wait for it, or give another folder") from None
-        except OSError:
-            pass  # a network file system that locks no folders
-        else:
-            for name in os.listdir(place):
-                if name.startswith(WRITING):  # of one that was killed: it would hold the lock
-                    shutil.rmtree(os.path.join(place, name))
+    with _alone(place, target) as locked:
+        for name in os.listdir(place) if locked else ():
+            if name.startswith(WRITING):  # of one that was killed: it would hold the lock
+                shutil.rmtree(os.path.join(place, name))
         if set(os.listdir(place)) - {_NOTHING}:
             raise _is_there(target)
         with _moving_up(place) as writing:
             yield writing
+
+
+@contextlib.contextmanager
+def _alone(folder: str, target: str) -> Iterator[bool]:
+    """Holds the folder's lock; False on a network file system that locks none. Raises CheckpointError where another export holds it."""
+    taken = CheckpointError("another export writes into it", file=target, cure="Wait for it, or give another folder")
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except BlockingIOError:
+            raise taken from None
+        except OSError:
+            locked = False
+        # Another that has just ended may have given it its name.
+        if not os.path.isdir(folder) or not os.path.samestat(os.fstat(fd), os.stat(folder)):
+            raise taken
+        yield locked
     finally:
         os.close(fd)
 

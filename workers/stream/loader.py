@@ -241,9 +241,34 @@ class SparkStreamLoader(DefaultModelLoader):
         device = next(model.parameters()).device
         if device.type == "cuda":
             repack_in_place()
-        entry = self._whole_entry(checkpoint) if model_config.quantization == NAME else None
-        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME and entry is None else {}
-        virtual = self._virtual = VirtualCheckpoint(checkpoint, formats) if entry is None else virtual_of(entry)
+        if model_config.quantization == NAME and (entry := self._whole_entry(checkpoint)) is not None:
+            try:
+                return self._source_of(virtual_of(entry), {}, model_config, model, device, checkpoint, progress, entry)
+            except CheckpointError as error:
+                # Whether it is the checkpoint's fault, the checkpoint tells.
+                logger.info(
+                    "sparkd: the quantized cache %s does not suit this model: %s The checkpoint is read.", entry.folder, error.message
+                )
+                entry.close()
+            except BaseException:
+                entry.close()
+                raise
+        formats = self._settings.recipe.assign(checkpoint) if model_config.quantization == NAME else {}
+        return self._source_of(VirtualCheckpoint(checkpoint, formats), formats, model_config, model, device, checkpoint, progress)
+
+    def _source_of(
+        self,
+        virtual: VirtualCheckpoint,
+        formats: Mapping[str, Any],
+        model_config: Any,
+        model: torch.nn.Module,
+        device: torch.device,
+        checkpoint: Checkpoint,
+        progress: ProgressFile,
+        entry: CachedCheckpoint | None = None,
+    ) -> Source:
+        """Of `virtual`, which is the checkpoint's, or the entry's that holds all of it."""
+        self._virtual = virtual
         check = self._settings.enable_weights_track
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
         reader = partial(
@@ -283,15 +308,14 @@ class SparkStreamLoader(DefaultModelLoader):
         cache_dir = str(self._settings.cache_dir)
         recipe, tp_slice = self._settings.recipe.canonical(), None
         candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
-        wanted = source.pipeline.handed_whole()
-        if wanted is not None and self._virtual is not None:
-            # A stage of a pipeline, a draft in the same folder, a model without its towers: not the whole model's entry.
-            left_out = sorted(one.name for one in self._virtual.emitted() if one.name not in wanted)
-            if left_out:
-                recipe = {**recipe, "without": hashlib.sha256("\0".join(left_out).encode()).hexdigest()[:16]}
-                candidates.append((recipe, None))
-        if wanted is None:
-            wanted = source.pipeline.handed()
+        in_parts = (wanted := source.pipeline.handed_whole()) is None
+        wanted = source.pipeline.handed() if wanted is None else wanted
+        # A stage of a pipeline, a draft in the same folder, a model without its towers: not the whole model's entry.
+        left_out = sorted(one.name for one in self._virtual.emitted() if one.name not in wanted) if self._virtual is not None else []
+        if left_out:
+            recipe = {**recipe, "without": hashlib.sha256("\0".join(left_out).encode()).hexdigest()[:16]}
+            candidates.append((recipe, None))
+        if in_parts:
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
             candidates = [(recipe, tp_slice), (self._settings.recipe.canonical(), None), *candidates]
         for known, part in candidates:

@@ -1,7 +1,7 @@
 """One pass over a virtual checkpoint: bytes come off the disk, go to the device, are quantized there and handed on unit by unit. Never
 knows vLLM.
 
-Reading runs ahead in the reader's threads; on a GPU the copy to the device and the quantizing are queued on one stream, so that disk, bus
+Reading runs ahead in the reader's threads; on a GPU the copy to the device and the quantizing are queued on two streams, so that disk, bus
 and kernels overlap while memory holds the ring and one unit, or one batch of like units. A ring block is given back when the event behind
 its copy has passed, never by waiting for the device.
 """

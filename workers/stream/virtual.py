@@ -304,7 +304,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
     form = formats.get(module)
     if form is None or form.name == "bf16":
         # Beside quantized layers nothing says what its FP8 is: it is handed over as the values that it stands for.
-        if not formats or ref.dtype != "F8_E4M3" or not checkpoint_dequantizes(checkpoint) or _scale(checkpoint, module) is None:
+        if not formats or ref.dtype != "F8_E4M3" or not checkpoint_dequantizes(checkpoint):
             return []
         form = DEQUANTIZED
     if len(ref.shape) != 2 or ref.dtype not in ("BF16", "F16", "F32", "F8_E4M3"):
