@@ -88,10 +88,33 @@ def test_the_context_that_is_said_to_fit_fits():
             GIB,
             "at most 1.00 GiB were allowed for it: allow more (kv_cache, memory_gib), or less context (max_model_len 7,936)",
         ),
-        (40 * GIB, GIB, None, "One request of 32,768 tokens needs a KV cache of 4.02 GiB"),
     ],
 )
 def test_other_sentences(room, asked, at_most, says):
     with pytest.raises(DoesNotFit, match=r".") as raised:
         pool(room, SPARK, GIB, NEED, asked, at_most)
     assert says in str(raised.value)
+
+
+ASKED = "The KV cache that was asked for is 1.00 GiB, and one request of 32,768 tokens needs 4.02 GiB. What helps: "
+
+
+@pytest.mark.parametrize("demand", [Demand(), SPARK], ids=["not rehearsed", "rehearsed"])
+@pytest.mark.parametrize(
+    ("left", "asked", "says"),
+    [
+        (30 * GIB, GIB, f"{ASKED}a larger cache (kv_cache), or a shorter context (max_model_len 7,936 would fit)."),
+        (30 * GIB, GIB // 64, "needs 4.02 GiB. What helps: a larger cache (kv_cache)."),
+        (2 * GIB, GIB, f"{ASKED}a shorter context (max_model_len 7,936 would fit)."),
+        (GIB // 2, GIB, f"{ASKED}a shorter context (max_model_len 3,840 would fit)."),
+        (0, GIB, "The KV cache that was asked for needs 1.00 GiB and 0.00 GiB are left: "),
+    ],
+)
+def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
+    with pytest.raises(DoesNotFit) as raised:
+        pool(left + demand.ahead + GIB, demand, GIB, NEED, asked)
+    assert says in str(raised.value)
+
+
+def test_no_batch_is_advised_where_none_was_rehearsed():
+    assert smaller_batch(Demand(), -GIB, NEED) == 0

@@ -157,6 +157,15 @@ def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings):
     assert told(tmp_path)["why"] == str(raised.value)
 
 
+@pytest.mark.parametrize("settings", [{"tokens": 4096}, {"bytes": GIB // 2}, {"sequences": 1, "at": 4096}])
+def test_a_size_below_one_request_is_refused_where_there_is_plenty(tmp_path, settings):
+    machine = Machine(40 * GIB)
+    with pytest.raises(ValueError, match=r"is 0\.50 GiB, and one request of 8,192 tokens needs 1\.00 GiB\. .* a larger cache") as raised:
+        start(machine, tmp_path, **settings)
+    assert machine.did == ["warm"]
+    assert told(tmp_path)["why"] == str(raised.value)
+
+
 def test_a_profile_that_would_refuse_is_not_believed(tmp_path):
     Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(Demand(graphs=90 * GIB), 1.0), {})
     machine = Machine(40 * GIB)

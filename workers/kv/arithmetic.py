@@ -90,6 +90,9 @@ def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None =
     """
     left = room - demand.ahead - margin
     if asked is not None:
+        if asked < need.least and (cures := _of_too_little(asked, left, need)):
+            one = f"one request of {need.max_model_len:,} tokens needs {_gib(need.least)}"
+            raise DoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
         if asked > left:
             what = f"The KV cache that was asked for needs {_gib(asked)}"
             raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=left >= need.least))
@@ -110,9 +113,19 @@ def longest(left: int, need: Need) -> int:
 
 def smaller_batch(demand: Demand, missing: int, need: Need) -> int:
     """About how many tokens a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its tokens. 0
-    where no batch is small enough."""
+    where no batch is small enough, or nobody knows what one needs."""
+    if not demand.peak:
+        return 0
     peak = demand.peak - missing / PEAK_FACTOR
     return int(need.batch_tokens * peak / demand.peak) // 256 * 256 if peak > 0 else 0
+
+
+def _of_too_little(asked: int, left: int, need: Need) -> list[str]:
+    """What helps a cache whose given size is less than one request, where `left` bytes are there for it."""
+    cures = ["a larger cache (kv_cache)"] if left >= need.least else []
+    if tokens := longest(min(asked, left), need):
+        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
+    return cures
 
 
 def _limited(what: str, size: int, need: Need) -> str:
