@@ -88,6 +88,8 @@ def test_the_context_that_is_said_to_fit_fits():
             GIB,
             "at most 1.00 GiB were allowed for it: allow more (kv_cache, memory_gib), or less context (max_model_len 7,936)",
         ),
+        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it: allow more (kv_cache, memory_gib)."),
+        (40 * GIB, None, GIB // 64, "at most 0.02 GiB were allowed for it: allow more (kv_cache, memory_gib)."),
     ],
 )
 def test_other_sentences(room, asked, at_most, says):

@@ -129,9 +129,10 @@ def _of_too_little(asked: int, left: int, need: Need) -> list[str]:
 
 
 def _limited(what: str, size: int, need: Need) -> str:
-    tokens = longest(size, need)
-    more = "allow more (kv_cache, memory_gib)"
-    return f"{what}, and at most {_gib(size)} were allowed for it: {more}, or less context (max_model_len {tokens:,})."
+    cures = "allow more (kv_cache, memory_gib)"
+    if tokens := longest(size, need):
+        cures += f", or less context (max_model_len {tokens:,})"
+    return f"{what}, and at most {_gib(size)} were allowed for it: {cures}."
 
 
 def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need: Need, missing: int, *, smaller: bool = False) -> str:
