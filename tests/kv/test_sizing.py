@@ -204,6 +204,19 @@ def test_another_rank_decides(tmp_path):
     assert told(tmp_path)["pool_bytes"] == size - 5 * GIB
 
 
+def test_what_another_rank_decides_is_no_error_of_this_ones_profile(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+    for source in ("rehearsal", "profile"):
+        machine = Machine(40 * GIB)
+        sizing, size = start(machine, tmp_path)
+        assert (size, told(tmp_path)["source"]) == (int(35.5 * GIB), source)
+        serve(sizing, machine, size - 5 * GIB, GIB)
+        assert abs(told(tmp_path)["error_bytes"]) <= BLOCK
+        kept = Profiles(str(tmp_path / "profiles")).find(key_of({"model": "m"}))
+        assert kept is not None and kept.demand == DEMAND
+    assert "were expected" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"v": 2}', '{"v": 1, "demand": {"graphs": -1}, "seconds": 1, "starts": 0, "error": 0}', "\x00"]
 )

@@ -130,6 +130,9 @@ class Sizing:
         given = round(requests * self._need.per_request)
         # More than a block: another rank had less.
         other = self._pool.bytes - given > 2 * self._need.per_block and self._pool.bytes > given
+        if other:
+            # What is left over for the other's sake is no error of this rank's profile.
+            self._pool = replace(self._pool, bytes=given)
         self._sentence = (
             f"{given / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
             f"({self._need.per_token / 1024:.1f} KiB a token)"
