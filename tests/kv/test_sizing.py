@@ -36,6 +36,8 @@ class Machine:
 
     def warm(self) -> None:
         self.did.append("warm")
+        if self.ran_out:
+            raise RanOut(self.ran_out)
 
     def rehearse(self, scale: float) -> Demand:
         self.did.append(f"rehearse {scale}")
@@ -239,12 +241,15 @@ class Gone(Exception):
 
 
 class Greedy(Machine):
-    """Its rehearsal takes memory until there is none, unless its batch is small."""
+    """Its rehearsal, or its compile run, takes memory until there is none, unless its batch is small."""
 
     def __init__(self, enough: float) -> None:
         super().__init__(40 * GIB)
         self.enough = enough
         self.left = threading.Event()
+
+    def warm(self) -> None:
+        self.rehearse(1.0)
 
     def rehearse(self, scale: float) -> Demand:
         found = super().rehearse(scale)
@@ -285,6 +290,39 @@ def test_a_device_that_refuses_memory_in_a_rehearsal_is_said_so_and_the_next_is_
     following = Machine(40 * GIB)
     assert start(following, tmp_path)[1] == int(35.5 * GIB)
     assert following.did == ["rehearse 0.5"]
+
+
+WITHOUT_REHEARSAL = pytest.mark.parametrize(("learned", "settings"), [(True, {}), (False, {"sequences": 4})], ids=["profile", "plenty"])
+
+
+@WITHOUT_REHEARSAL
+def test_a_device_that_refuses_memory_without_a_rehearsal_has_a_smaller_one_next(tmp_path, learned, settings):
+    if learned:
+        Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(DEMAND, 1.0), {})
+    machine = Machine(40 * GIB, ran_out="CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(ValueError, match=r"\(CUDA out of memory\. .*the next start tries a smaller batch"):
+        start(machine, tmp_path, **settings)
+    assert (machine.did, told(tmp_path)["phase"]) == (["warm"], "refused")
+    following = Machine(40 * GIB)
+    start(following, tmp_path, **settings)
+    assert following.did == ["rehearse 0.5"]
+    assert Profiles(str(tmp_path / "profiles")).setbacks(key_of({"model": "m"})) == 0
+
+
+@WITHOUT_REHEARSAL
+def test_memory_is_watched_without_a_rehearsal_too(tmp_path, learned, settings):
+    if learned:
+        Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(DEMAND, 1.0), {})
+    machine, codes = Greedy(enough=0.25), list[int]()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        machine.left.set()
+
+    with pytest.raises(Gone):
+        start(machine, tmp_path, leave, **settings)
+    assert codes == [75]
+    assert Profiles(str(tmp_path / "profiles")).setbacks(key_of({"model": "m"})) == 1
 
 
 def test_what_the_allocator_keeps_is_not_missing(tmp_path):

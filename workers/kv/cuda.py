@@ -5,8 +5,9 @@ Importing this module imports vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +36,13 @@ class CudaRehearsal:
         self._worker = worker
 
     def warm(self) -> None:
-        self._worker.model_runner.profile_run()
-        self._settle()
+        with _refusals():
+            self._worker.model_runner.profile_run()
+            self._settle()
 
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
-        try:
+        with _refusals():
             # The first run compiles; what the compiler takes for a moment is not the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
@@ -51,8 +53,6 @@ class CudaRehearsal:
             before, _ = torch.cuda.mem_get_info()
             graphs = graphs_of(runner)
             self._settle()
-        except torch.OutOfMemoryError as error:
-            raise RanOut(str(error).partition(". ")[0]) from None
         # What a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken again.
         left_behind = max(0, before - torch.cuda.mem_get_info()[0])
         weights = int(runner.model_memory_usage)
@@ -102,6 +102,15 @@ class CudaRehearsal:
         forget_files(self._worker.model_config.model)
         give_back()
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises RanOut where the device refuses memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RanOut(str(error).partition(". ")[0]) from None
 
 
 class SparkWorker(Sized, Worker):

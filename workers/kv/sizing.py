@@ -34,7 +34,7 @@ class Rehearsal(Protocol):
     """The platform's part."""
 
     def warm(self) -> None:
-        """What every start does before its cache is there: the model is compiled."""
+        """What every start does before its cache is there: the model is compiled. Raises RanOut."""
 
     def rehearse(self, scale: float) -> Demand:
         """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
@@ -94,7 +94,9 @@ class Sizing:
             self._need = need
             self._about = self._identity()
             self._key = key_of(self._about)
-            self._learned = self._profiles.find(self._key)
+            # The compile run of a start that does not rehearse has the whole batch: after a setback a smaller one is rehearsed.
+            setbacks = self._profiles.setbacks(self._key)
+            self._learned = None if setbacks else self._profiles.find(self._key)
             try:
                 return self._sized(need)
             except DoesNotFit as sentence:
@@ -172,16 +174,18 @@ class Sizing:
     def _sized(self, need: Need) -> int:
         self._report.tell("rehearsing")
         began = time.monotonic()
-        if self._learned is not None:
-            self._rehearsal.warm()
-            source, demand = "profile", self._learned.demand
-            self._seconds = self._learned.seconds
-        elif self._is_plenty(need):
-            self._rehearsal.warm()
-            source, demand = "plenty", Demand()
-        else:
-            source, demand = "rehearsal", self._rehearsed()
-            self._seconds = time.monotonic() - began
+        setbacks = self._profiles.setbacks(self._key)
+        with self._watched():
+            if self._learned is not None:
+                self._rehearsal.warm()
+                source, demand = "profile", self._learned.demand
+                self._seconds = self._learned.seconds
+            elif not setbacks and self._is_plenty(need):
+                self._rehearsal.warm()
+                source, demand = "plenty", Demand()
+            else:
+                source, demand = "rehearsal", self._rehearsed(setbacks)
+                self._seconds = time.monotonic() - began
         long = source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         made = pool(
@@ -238,10 +242,9 @@ class Sizing:
         left = reading.room - size - self._margin(reading)
         return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
 
-    def _rehearsed(self) -> Demand:
-        """Raises DoesNotFit where there is no room to begin, Missing. Where memory runs out meanwhile, the process ends."""
-        setbacks = self._profiles.setbacks(self._key)
-        scale = 0.5 ** min(setbacks, MOST_SETBACKS)
+    def _watched(self) -> Floor:
+        """To be entered around what takes memory for a moment: where it runs out meanwhile, the process ends. Raises DoesNotFit where there
+        is no room to begin."""
         before = self._rehearsal.read()
         floor = floor_of(self._margin(before))
         if before.room < floor:
@@ -249,10 +252,14 @@ class Sizing:
                 f"{before.room / GIB:.2f} GiB are left with the weights in memory; under {floor / GIB:.2f} GiB nothing is tried. "
                 "What helps: 4-bit weights (quantize: nvfp4), or ending what else uses the memory."
             )
+        return Floor(self._rehearsal.read, floor, self._ended)
+
+    def _rehearsed(self, setbacks: int) -> Demand:
+        """Raises Missing, RanOut."""
+        scale = 0.5 ** min(setbacks, MOST_SETBACKS)
         if setbacks:
             logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", setbacks, scale)
-        with Floor(self._rehearsal.read, floor, self._ended):
-            demand = self._rehearsal.rehearse(scale)
+        demand = self._rehearsal.rehearse(scale)
         self._profiles.forgive(self._key)
         return demand
 
