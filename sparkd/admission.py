@@ -12,7 +12,7 @@ from math import ceil
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.drafting import FLAG, Drafting, config_in, of_config
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError, ConfigError, RankError
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import SPARK, Hardware
@@ -23,6 +23,8 @@ from sparkd.model_shape import shape_of
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import snapshot_of
+from sparkd.uncounted import switched, uncounted
+from sparkd.vllm_flags import flag_name
 from sparkd.weight_cost import Inventory, inventory
 from workers.kv.profiles import checkpoint_of, profiles_of
 from workers.stream.recipe import Recipe
@@ -30,8 +32,7 @@ from workers.stream.recipe import Recipe
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
 
-_COUNTED = frozenset({FLAG, "--attention-backend"})
-_KNOWN_KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+_KNOWN_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,16 @@ def account(
 def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_bytes: int, ways: Ways = (1, 1)) -> ModelConfig:
     """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes,
     and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what refuses it says so.
+    Raises RankError for `quantize: auto` beside a kind of cache that is not counted.
     """
     if AUTO not in (spec.quantize, spec.max_model_len):
         return spec
     known = _inventory(spec, env)
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
     serving = _serving(plain, known, hardware, env) if known is not None else None
+    if known is not None and spec.quantize == AUTO and (spec.kv_cache_dtype or "auto") not in _KNOWN_KV_DTYPES:
+        why = f"what a KV cache of kv_cache_dtype: {spec.kv_cache_dtype} costs is not counted"
+        raise RankError(f"{spec.name}: quantize: auto cannot be decided, because {why}: name a format, or leave kv_cache_dtype out.")
     if known is None or serving is None:
         return plain
     recipe = None if spec.quantize == AUTO else spec.quantize if spec.quantize is not None else "bf16"
@@ -212,21 +217,24 @@ def _drafting(spec: ModelConfig, known: Inventory, env: Mapping[str, str]) -> Dr
 
 def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mapping[str, str]) -> Serving | None:
     kv_dtype = spec.kv_cache_dtype or "auto"
-    # A draft's own flags are counted, any other may change the account.
-    flags = {flag.partition("=")[0] for flag in spec.extra_args if flag.startswith("--")}
-    if kv_dtype not in _KNOWN_KV_DTYPES or not flags <= _COUNTED:
+    if kv_dtype not in _KNOWN_KV_DTYPES or any(True for _ in uncounted(spec.extra_args)):
         return None
     try:
         drafted = _drafting(spec, known, env)
     except (CheckpointError, ConfigError, OSError):
         return None
-    if drafted is None and flags:
+    if drafted is None and any(flag_name(arg) == FLAG[2:] for arg in spec.extra_args):
         return None
     length = known.shape.max_len if spec.max_model_len in (None, "auto") else spec.max_model_len
+    length = int(length or known.shape.max_len)
+    batch = BATCH_TOKENS[hardware.platform]
+    if switched(spec.extra_args, "enable-chunked-prefill") is False:
+        batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
     plain = Serving(
-        max_model_len=int(length or known.shape.max_len),
+        max_model_len=length,
         max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
-        max_num_batched_tokens=spec.max_num_batched_tokens or BATCH_TOKENS[hardware.platform],
+        max_num_batched_tokens=spec.max_num_batched_tokens or batch,
+        prefix_caching=switched(spec.extra_args, "enable-prefix-caching") is not False,
         kv_dtype=kv_dtype,
         platform=hardware.platform,
         block_outermost=env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B"),

@@ -106,7 +106,7 @@ def config_in(args: Sequence[str]) -> Mapping[str, Any] | None:
     """vLLM's configuration among the flags of a model; None where there is none, or it is not plain JSON."""
     for number, word in enumerate(args):
         name, found, value = word.partition("=")
-        if name == FLAG and (found or number + 1 < len(args)):
+        if name.replace("_", "-") == FLAG and (found or number + 1 < len(args)):
             try:
                 read = json.loads(value if found else args[number + 1])
             except ValueError:

@@ -9,12 +9,17 @@ import pytest
 
 from sparkd.admission import Account, account, advice, free_on, machine, no_room, resolved
 from sparkd.config import Config, parse_model
-from sparkd.errors import RankError
+from sparkd.errors import ConfigError, RankError
 from sparkd.hardware import GIB
 from sparkd.model_config import ModelConfig
 from sparkd.needs import Need, need_of, too_large
+from sparkd.recipe_book import AsWritten, Book
+from sparkd.recipe_check import checked
+from sparkd.uncounted import uncounted
+from sparkd.vllm_flags import without
 from tests.shards import layered, write_sparse
 
+BOOK = Book(None, AsWritten())
 SPARK = machine("cuda", 121 * GIB, 0)
 LAYERS, HIDDEN, INNER, VOCAB = 32, 4096, 14_336, 32_000
 # K and V of 8 heads of 128 in bfloat16, for each layer.
@@ -88,6 +93,43 @@ def test_four_bits_need_less(folder: Path) -> None:
 @pytest.mark.parametrize("keys", [{"extra_args": ["--block-size", "32"]}, {"quantization": "fp8"}, {"kv_cache_dtype": "turboquant_4bit"}])
 def test_nothing_is_said_of_what_is_not_known(folder: Path, keys: dict[str, Any]) -> None:
     assert account(spec_of(folder, **keys), SPARK, {}) is None
+
+
+def test_flags_of_kernels_and_chats_are_counted_past(folder: Path) -> None:
+    plain = of(folder, max_model_len=8192)
+    free = [
+        "--moe-backend",
+        "marlin",
+        "--linear-backend=marlin",
+        "--enable_prefix_caching",
+        "--attention-backend",
+        "flashinfer",
+        "-ac",
+        "{}",
+    ]
+    assert of(folder, max_model_len=8192, extra_args=free) == plain
+    whole = of(folder, max_model_len=32_768, extra_args=["--no-enable-chunked-prefill"])
+    assert whole == of(folder, max_model_len=32_768, max_num_batched_tokens=32_768)
+
+
+@pytest.mark.parametrize("name", sorted(BOOK.names()))
+def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str) -> None:
+    """Drafts aside: a draft is counted by its own headers."""
+    for each in checked(BOOK.find(name), BOOK).resolved:
+        args = without(each.model.extra_args, "speculative-config")
+        keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
+        found = account(each.model.model_copy(update=keys), SPARK, {})
+        assert (found is None) == any(uncounted(args)), each.choice
+
+
+@pytest.mark.parametrize("args", [["--block-size", "32"], ["--hf_overrides={}"], ["--max-num-b", "1"]])
+def test_auto_beside_a_flag_that_is_not_counted_is_refused(folder: Path, args: list[str]) -> None:
+    flag = args[0].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{flag} and quantize: auto exclude each other"):
+        spec_of(folder, quantize="auto", extra_args=args)
+    assert resolved(spec_of(folder, quantize="auto", extra_args=["--moe-backend", "marlin"]), SPARK, {}, 15 * GIB).quantize
+    with pytest.raises(RankError, match="kv_cache_dtype: turboquant_4bit"):
+        resolved(spec_of(folder, quantize="auto", kv_cache_dtype="turboquant_4bit"), SPARK, {}, 15 * GIB)
 
 
 def test_nothing_is_said_of_files_that_are_not_here(tmp_path: Path) -> None:

@@ -135,5 +135,5 @@ def test_the_daemon_counts_a_draft_as_the_plan_does(folder: Path, tmp_path: Path
     assert least("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 4})) is not None
     assert least("--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 4, "model": "/none"})) is None
     assert least("--speculative-config", json.dumps(MTP), "--block-size", "32") is None
-    assert least("--attention-backend", "TRITON_ATTN") is None
+    assert least("--attention-backend", "TRITON_ATTN") == plain
     admission._read.cache_clear()
