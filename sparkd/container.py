@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.source import name_of
+from sparkd.vllm_flags import SPECULATIVE, values_of
 
 # Of the cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
 CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
@@ -86,7 +88,8 @@ def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
         )
     if any(sign in image for sign in " \t\n'\"$`;&|<>") or image.startswith("-"):
         raise ConfigError(f"--image {image!r} is no image's name.", param="image")
-    return [_container(plan, rank, image, len(choice["ranks"])) for rank in choice["ranks"]]
+    # A neighbour that is quantized already may have won over the model that was asked about.
+    return [_container(str(choice["model"]), rank, image, len(choice["ranks"])) for rank in choice["ranks"]]
 
 
 def shell(container: Container) -> str:
@@ -102,8 +105,7 @@ def shell(container: Container) -> str:
     return " \\\n  ".join(lines)
 
 
-def _container(plan: Mapping[str, Any], rank: Mapping[str, Any], image: str, nodes: int) -> Container:
-    model = str(plan["model"])
+def _container(model: str, rank: Mapping[str, Any], image: str, nodes: int) -> Container:
     folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **JIT_CACHES}.items()}
     environment = dict(rank["environment"])
     words = _served(rank["command"], model, folders)
@@ -129,10 +131,27 @@ def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list
         while flag in words:
             at = words.index(flag)
             del words[at : at + 2]
-    if model.startswith("/"):
-        folders[model] = f"/models/{os.path.basename(model.rstrip('/'))}"
-        model = folders[model]
+    model = _mounted(model, folders)
+    for first, last, text in list(values_of(words, SPECULATIVE[2:])):
+        config = json.loads(text)
+        if isinstance(config.get("model"), str):
+            config["model"] = _mounted(config["model"], folders)
+            written = json.dumps(config)
+            words[last] = written if first != last else f"{SPECULATIVE}={written}"
     return [model, *words]
+
+
+def _mounted(model: str, folders: dict[str, str]) -> str:
+    """A local folder as it is called inside, by a name of its own there; a hub id as it is."""
+    if not model.startswith("/"):
+        return model
+    if model not in folders:
+        inside = f"/models/{os.path.basename(model.rstrip('/'))}"
+        taken = set(folders.values())
+        while inside in taken:
+            inside = f"{inside}-draft"
+        folders[model] = inside
+    return folders[model]
 
 
 def _serves(image: str) -> bool:

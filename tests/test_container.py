@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from sparkd import container
 from sparkd.container import Container, containers, shell
 from sparkd.errors import ConfigError
+from sparkd.vllm_flags import values_of
 
 OURS = [
     "python",
@@ -30,7 +32,7 @@ OURS = [
 
 def plan(model: str = "owner/Name", command: list[str] | None = None, nodes: int = 1, **environment: str) -> dict[str, Any]:
     rank = {"command": command or [*OURS[:4], model, *OURS[5:]], "environment": environment}
-    return {"model": model, "choice": {"ranks": [{"node": number, **rank} for number in range(nodes)]}}
+    return {"model": model, "choice": {"model": model, "ranks": [{"node": number, **rank} for number in range(nodes)]}}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,26 @@ def test_a_folder_is_mounted_and_called_by_its_place_inside() -> None:
     assert made.folders["/data/my models/X"] == "/models/X"
     assert "'/data/my models/X:/models/X:ro'" in shell(made)
     assert shlex.split(shell(made).replace("\\\n", "")) == made.docker()
+
+
+def test_what_was_chosen_is_served_and_not_what_was_asked_about() -> None:
+    found = plan("/data/X-NVFP4")
+    made = one({**found, "model": "/data/X", "choice": {**found["choice"], "prequantized": "modelopt"}})
+    assert (made.name, made.command[0]) == ("x-nvfp4", "/models/X-NVFP4")
+    assert made.folders["/data/X-NVFP4"] == "/models/X-NVFP4" and "/data/X" not in made.folders
+
+
+@pytest.mark.parametrize(
+    ("draft", "inside"), [("/drafts/D", "/models/D"), ("/drafts/X", "/models/X-draft"), ("/data/X", "/models/X"), ("owner/D", "owner/D")]
+)
+def test_a_draft_in_a_folder_is_mounted_too(draft: str, inside: str) -> None:
+    config = {"method": "dflash", "num_speculative_tokens": 4, "model": draft}
+    for flags in (["--speculative-config", json.dumps(config)], [f"--speculative-config={json.dumps(config)}"]):
+        made = one(plan("/data/X", ["python", "-m", "api", "--model", "/data/X", *flags]))
+        ((_, _, text),) = values_of(made.command, "speculative-config")
+        assert json.loads(text) == {**config, "model": inside}
+        assert made.folders.get(draft, draft) == inside
+        assert draft.startswith("owner") or f"{draft}:{inside}:ro" in made.docker()
 
 
 def test_the_plugin_comes_along_only_where_it_is_used() -> None:
