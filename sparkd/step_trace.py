@@ -39,7 +39,7 @@ def reserved_bytes(inventory: Inventory, serving: Serving, *, eager: bool) -> in
 
     eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it.
     """
-    key = serving.max_num_batched_tokens, _sampled(serving), serving.tensor_parallel, eager
+    key = serving.max_num_batched_tokens, serving.max_num_seqs, _sampled(serving), serving.tensor_parallel, eager
     if key not in inventory.steps:
         step = Step(inventory, serving, eager=eager)
         for _ in range(STEPS):

@@ -114,8 +114,8 @@ class Inventory:
     stored_bytes: int
     unloaded_bytes: int
     _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]]] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # What torch reserves for steps that were reckoned before, by tokens, rows of logits, ranks, and whether a compiler runs.
-    steps: dict[tuple[int, int, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # What torch reserves for steps that were reckoned before, by tokens, requests, rows of logits, ranks, and whether a compiler runs.
+    steps: dict[tuple[int, int, int, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparkd.caching_allocator import MIB, CachingAllocator
@@ -90,3 +92,11 @@ def test_the_total_peak_of_an_h200(name: str, form: str, measured_mib: int) -> N
 def test_a_compiler_keeps_nothing_in_float32() -> None:
     inventory = of("gemma3")
     assert reserved_bytes(inventory, SERVING, eager=False) < reserved_bytes(inventory, SERVING, eager=True) - 256 * MIB
+
+
+def test_a_step_of_more_requests_is_reckoned_anew() -> None:
+    """With states, so many are gathered; the rows of logits are the same, 16 that each have a token proposed, and 32 without one."""
+    few, many = replace(SERVING, speculative_tokens=1), replace(SERVING, max_num_seqs=32)
+    inventory, fresh = of("nemotron_h"), of("nemotron_h")
+    assert reserved_bytes(inventory, few, eager=True) != reserved_bytes(inventory, many, eager=True)
+    assert reserved_bytes(inventory, many, eager=True) == reserved_bytes(fresh, many, eager=True)
