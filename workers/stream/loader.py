@@ -325,7 +325,7 @@ class SparkStreamLoader(DefaultModelLoader):
             if served := source.from_cache(cached, wanted):
                 return served
             cached.close()
-        handed = source.pipeline.handed()
+        handed = wanted if in_parts else source.pipeline.handed()
         source.writer = CacheWriter(
             cache_dir,
             checkpoint,
