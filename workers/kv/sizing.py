@@ -78,6 +78,7 @@ class Sizing:
         self._key = ""
         self._about: Mapping[str, Any] = {}
         self._learned: Learned | None = None
+        self._setbacks = 0
         self._pool: Pool | None = None
         self._need: Need | None = None
         self._seconds = 0.0
@@ -95,8 +96,8 @@ class Sizing:
             self._about = self._identity()
             self._key = key_of(self._about)
             # The compile run of a start that does not rehearse has the whole batch: after a setback a smaller one is rehearsed.
-            setbacks = self._profiles.setbacks(self._key)
-            self._learned = None if setbacks else self._profiles.find(self._key)
+            self._setbacks = self._profiles.setbacks(self._key)
+            self._learned = None if self._setbacks else self._profiles.find(self._key)
             try:
                 return self._sized(need)
             except DoesNotFit as sentence:
@@ -174,17 +175,16 @@ class Sizing:
     def _sized(self, need: Need) -> int:
         self._report.tell("rehearsing")
         began = time.monotonic()
-        setbacks = self._profiles.setbacks(self._key)
         with self._watched():
             if self._learned is not None:
                 self._rehearsal.warm()
                 source, demand = "profile", self._learned.demand
                 self._seconds = self._learned.seconds
-            elif not setbacks and self._is_plenty(need):
+            elif not self._setbacks and self._is_plenty(need):
                 self._rehearsal.warm()
                 source, demand = "plenty", Demand()
             else:
-                source, demand = "rehearsal", self._rehearsed(setbacks)
+                source, demand = "rehearsal", self._rehearsed()
                 self._seconds = time.monotonic() - began
         long = source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
@@ -254,11 +254,11 @@ class Sizing:
             )
         return Floor(self._rehearsal.read, floor, self._ended)
 
-    def _rehearsed(self, setbacks: int) -> Demand:
+    def _rehearsed(self) -> Demand:
         """Raises Missing, RanOut."""
-        scale = 0.5 ** min(setbacks, MOST_SETBACKS)
-        if setbacks:
-            logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", setbacks, scale)
+        scale = 0.5 ** min(self._setbacks, MOST_SETBACKS)
+        if self._setbacks:
+            logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", self._setbacks, scale)
         demand = self._rehearsal.rehearse(scale)
         self._profiles.forgive(self._key)
         return demand
