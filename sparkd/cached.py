@@ -63,11 +63,10 @@ def remove(model: str, config: Config) -> tuple[list[dict[str, Any]], int]:
         swept_bytes = cache.swept(str(config.quantized_path()))
     except OSError as error:
         raise ConfigError(f"{error.filename or config.quantized_path()}: {error.strerror}. {_AS_ITS_USER}") from None
-    if not found and swept_bytes:
-        return [], swept_bytes
     if not found:
         hint = "" if config.lookup(model) else "; a configured name needs its sparkd.yaml as --config"
-        raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there{hint}.")
+        freed = f" What loads that were killed had left there is removed all the same: {swept_bytes:,} bytes." if swept_bytes else ""
+        raise ConfigError(f"Nothing of {model} is in {config.quantized_path()}. `sparkd ls --cached` lists what is there{hint}.{freed}")
     removed: list[dict[str, Any]] = []
     in_use: list[dict[str, Any]] = []
     for entry in found:

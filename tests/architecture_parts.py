@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.checkpoints import Draw, Entry, linear, normal, special_tokens
+from tests.checkpoints import FP8_STD, Draw, Entry, linear, normal, special_tokens
 
 HEAD_DIM = 64
 # A norm that multiplies by one plus its weight is stored around zero.
@@ -103,12 +103,21 @@ def routed_experts(size: Size, mlp: str, source: str = "bf16") -> list[Entry]:
     return gate + [entry for expert in range(size.experts) for entry in gated_mlp(size, f"{mlp}.experts.{expert}", size.inner, source)]
 
 
-def packed_experts(size: Size, mlp: str, inner: int) -> list[Entry]:
-    return [
-        *linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05),
-        Entry(f"{mlp}.experts.gate_up_proj", (size.experts, 2 * inner, size.hidden), "BF16", normal(0.05)),
-        Entry(f"{mlp}.experts.down_proj", (size.experts, size.hidden, inner), "BF16", normal(0.05)),
-    ]
+def packed_experts(size: Size, mlp: str, inner: int, source: str = "bf16") -> list[Entry]:
+    """source: FP8 as transformers saves it (fp8_block), as Mistral-Small-4 has it (fp8_tensor), or with a scale for each row."""
+    entries = linear(f"{mlp}.gate", size.experts, size.hidden, std=0.05)
+    for which, n, k in (("gate_up_proj", 2 * inner, size.hidden), ("down_proj", size.hidden, inner)):
+        weight = f"{mlp}.experts.{which}"
+        if source == "bf16":
+            entries.append(Entry(weight, (size.experts, n, k), "BF16", normal(0.05)))
+            continue
+        shapes = {"fp8_block": (-(-n // 128), -(-k // 128)), "fp8_tensor": (1, 1), "fp8_channel": (n, 1)}
+        scales = Draw("uniform", 0.75 * 0.05 / FP8_STD, 1.25 * 0.05 / FP8_STD)
+        entries += [
+            Entry(weight, (size.experts, n, k), "F8_E4M3", normal(FP8_STD)),
+            Entry(f"{weight}_scale{'' if source == 'fp8_channel' else '_inv'}", (size.experts, *shapes[source]), "F32", scales),
+        ]
+    return entries
 
 
 def dense(size: Size, *, qk_norm: bool = False, tied: bool = False) -> list[Entry]:

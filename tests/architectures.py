@@ -61,7 +61,8 @@ def qwen3(size: Size = SMALL) -> Model:
 
 
 def qwen3_moe(source: str = "bf16", packed: bool = False, size: Size = SMALL) -> Model:
-    """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts. `packed`: as fine-tuned copies of it are saved by newer transformers."""
+    """Qwen/Qwen3-30B-A3B: every layer's MLP is routed experts. `packed`: as fine-tuned copies of it are saved by newer transformers, in
+    FP8 too."""
     # Packed, no block may be square: its shape says which way round it stands.
     inner = size.inner + 128 if packed else size.inner
     parts = {**attention_config(size), **qwen_moe_config(size, inner), "intermediate_size": size.wide, "attention_bias": False}
@@ -74,12 +75,15 @@ def qwen3_moe(source: str = "bf16", packed: bool = False, size: Size = SMALL) ->
     for layer in range(2 * size.times):
         base = f"model.layers.{layer}"
         entries += [*norms(size, base), *self_attention(size, base, source=source), *head_norms(base)]
-        entries += packed_experts(size, f"{base}.mlp", inner) if packed else routed_experts(size, f"{base}.mlp", source=source)
+        entries += packed_experts(size, f"{base}.mlp", inner, source) if packed else routed_experts(size, f"{base}.mlp", source=source)
     return Model(config, tuple(entries))
 
 
-def qwen3_next(size: Size = SMALL) -> Model:
-    """Qwen/Qwen3-Next-80B-A3B: gated delta nets, every fourth layer full attention with an output gate, routed and shared experts."""
+def qwen3_next(size: Size = SMALL, ahead: bool = False) -> Model:
+    """Qwen/Qwen3-Next-80B-A3B: gated delta nets, every fourth layer full attention with an output gate, routed and shared experts.
+
+    `ahead`: with its layer that predicts a token ahead (MTP), which vLLM leaves out where nothing speculates.
+    """
     key_heads, value_heads, head, conv = 2, 4, 128, 4
     mixers: dict[str, Any] = {
         "full_attention_interval": 4,
@@ -110,10 +114,19 @@ def qwen3_next(size: Size = SMALL) -> Model:
                 Entry(f"{mixer}.norm.weight", (head,)),
                 *linear(f"{mixer}.out_proj", size.hidden, values, std=0.05),
             ]
-        entries += routed_experts(size, f"{base}.mlp")
-        entries += gated_mlp(size, f"{base}.mlp.shared_expert", size.inner)
-        entries += linear(f"{base}.mlp.shared_expert_gate", 1, size.hidden, std=0.05)
+        entries += _shared_and_routed(size, base)
+    if ahead:
+        names = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+        entries += [Entry(f"mtp.{name}.weight", (size.hidden,), "BF16", ZERO_NORM) for name in names]
+        entries += linear("mtp.fc", size.hidden, 2 * size.hidden, std=0.05)
+        base = "mtp.layers.0"
+        entries += [*self_attention(size, base, gated=True), *head_norms(base, draw=ZERO_NORM), *_shared_and_routed(size, base)]
     return Model(config, tuple(entries))
+
+
+def _shared_and_routed(size: Size, base: str) -> list[Entry]:
+    shared = gated_mlp(size, f"{base}.mlp.shared_expert", size.inner)
+    return [*routed_experts(size, f"{base}.mlp"), *shared, *linear(f"{base}.mlp.shared_expert_gate", 1, size.hidden, std=0.05)]
 
 
 def gpt_oss(source: str = "mxfp4", size: Size = SMALL) -> Model:
@@ -324,7 +337,11 @@ ARCHITECTURES: Mapping[str, Callable[..., Model]] = {
     "qwen3_moe-packed": lambda size=SMALL: qwen3_moe(packed=True, size=size),
     "qwen3_moe-fp8_block": lambda size=SMALL: qwen3_moe("fp8_block", size=size),
     "qwen3_moe-fp8_channel": lambda size=SMALL: qwen3_moe("fp8_channel", size=size),
+    "qwen3_moe-packed-fp8_block": lambda size=SMALL: qwen3_moe("fp8_block", True, size),
+    "qwen3_moe-packed-fp8_channel": lambda size=SMALL: qwen3_moe("fp8_channel", True, size),
+    "qwen3_moe-packed-fp8_tensor": lambda size=SMALL: qwen3_moe("fp8_tensor", True, size),
     "qwen3_next": qwen3_next,
+    "qwen3_next-mtp": lambda size=SMALL: qwen3_next(size, ahead=True),
     "gpt_oss": lambda size=SMALL: gpt_oss(size=size),
     "gpt_oss-bf16": lambda size=SMALL: gpt_oss("bf16", size),
     "nemotron_h": nemotron_h,

@@ -222,15 +222,28 @@ def killed(tmp_path: Path, name: str = ".writing-tiny-a-nvfp4-0123456789abcdef")
     return folder
 
 
-@pytest.mark.parametrize("argv", [["ls", "--cached"], ["rm", "--cached", "tiny-a"]], ids=["ls", "rm"])
-def test_what_a_killed_load_left_is_removed_and_said(here: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_killed_load_left_is_removed_and_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed(here)
 
-    assert exit_code(argv) == 0
+    assert exit_code(["ls", "--cached"]) == 0
 
     assert "What loads that were killed had left is removed, 3.0 MiB freed.\n" in capsys.readouterr().out
     assert [name for name in os.listdir(here / "state" / "quantized") if name != ".lock"] == []
-    assert exit_code([*argv, "--json"]) == (0 if argv[0] == "ls" else 2)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_name_that_is_not_there_is_an_error_whatever_was_swept(here: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = kept(here, checkpoint(here / "Tiny-A"))
+    killed(here)
+
+    assert exit_code(["rm", "--cached", "tiny-b", *more]) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"error: Nothing of tiny-b is in {here}/state/quantized. ")
+    assert shown.err.endswith(f"What loads that were killed had left there is removed all the same: {3 << 20:,} bytes.\n")
+    assert there(here) == [name]
+    assert [name for name in os.listdir(here / "state" / "quantized") if name.startswith(".writing")] == []
 
 
 def test_both_verbs_tell_what_was_swept_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

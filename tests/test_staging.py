@@ -344,7 +344,7 @@ def test_the_programs_copy_and_end_with_who_started_them(tmp_path: Path) -> None
 
     assert jobs.state(fetching["job"])["ended"]
     assert {name: (tmp_path / "b" / name).read_bytes() for name in FILES} == FILES
-    pid = jobs._jobs[serving["job"]]._process.pid
+    pid = jobs._jobs[serving["job"]]._program.process.pid
     assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
     for job in (serving, fetching):
         jobs.end(job["job"])

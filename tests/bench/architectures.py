@@ -152,7 +152,7 @@ def main() -> int:
                 continue
             more = {"graphs": given.graphs, "again": given.again, "jobs": given.jobs}
             status, told = examine(name, given.quantize, cuda=torch.cuda.is_available(), folder=folder, logs=logs, plugins=plugins, **more)
-            print(f"{status:<5}  {name:<22}  {given.quantize}: {told}", flush=True)
+            print(f"{status:<5}  {name:<28}  {given.quantize}: {told}", flush=True)
             failed += status == "FAIL"
     return 1 if failed else 0
 

@@ -19,6 +19,7 @@ from sparkd.checkpoint import Checkpoint, TensorRef, read_checkpoint
 from tests.checkpoints import DTYPES
 from workers.stream.formats import global_scale, quantizer
 from workers.stream.fusion import FUSED
+from workers.stream.packed_scale import packed_module_of
 from workers.stream.recipe import Format, Recipe
 
 _GRANITE = (".input_linear", ".output_linear")
@@ -46,7 +47,7 @@ def _weights(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> Iterator[
     """Every tensor in 16 bits or as it is: FP8 weights multiplied by their scales, packed experts that are quantized one by one."""
     for name, ref in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
-        if name.endswith(("weight_scale", "weight_scale_inv")):
+        if name.endswith(("weight_scale", "weight_scale_inv")) or packed_module_of(name):
             continue
         tensor = read(ref)
         if ref.dtype == "F8_E4M3":
@@ -73,10 +74,10 @@ def read(ref: TensorRef) -> torch.Tensor:
 
 
 def _unscaled(weight: torch.Tensor, checkpoint: Checkpoint, module: str) -> torch.Tensor:
-    found = next(ref for name in ("weight_scale_inv", "weight_scale") if (ref := checkpoint.tensors.get(f"{module}.{name}")))
-    scale = read(found).float()
-    if scale.ndim == 2 and scale.shape[-1] != 1:  # DeepSeek's blocks of 128x128
-        scale = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    names = (".weight_scale_inv", ".weight_scale", "_scale_inv", "_scale")
+    scale = read(next(ref for name in names if (ref := checkpoint.tensors.get(f"{module}{name}")))).float()
+    if scale.ndim >= 2 and scale.shape[-1] != 1:  # DeepSeek's blocks of 128x128
+        scale = scale.repeat_interleave(128, -2)[..., : weight.shape[-2], :].repeat_interleave(128, -1)[..., : weight.shape[-1]]
     return (weight.float() * scale).bfloat16()
 
 

@@ -26,7 +26,7 @@ from workers.stream.formats import Quantizer, amax, quantizer
 from workers.stream.recipe import Format
 
 FORMATS = ("nvfp4", "mxfp4", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-block")
-# Issue 3's bars: Gaussian, Student t with 5 degrees of freedom.
+# The bars: Gaussian, Student t with 5 degrees of freedom.
 BARS = {"mxfp4": (0.112, 0.123), "nvfp4": (0.082, 0.083), "int4-g32": (0.083, 0.105), "int4-g128": (0.098, 0.142)}
 BARRED = ("gauss", "t5")
 GPU_BAR = 200e9  # bytes of BF16 a second

@@ -1,6 +1,7 @@
 """What loading costs: one table for stock vLLM and for the load format `spark_stream`, same model, same run. Never asserts; it prints.
 
     python -m tests.bench.loader [--preset cpu|h200] [--quantize nvfp4,mxfp4,..] [--only REGEX] [--dir FOLDER] [--keep] [--json FILE]
+                                 [--compare]
     python -m tests.bench.loader --quality --model FOLDER [--quantize ..] [--dequantized]
 
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.loader; torch and vLLM are all it needs.
@@ -9,7 +10,9 @@ Every row is an engine in a process of its own, which starts with the checkpoint
 (tests/bench/loader_case.py). "Above final" is the peak during load_model less the value after it. GB/s are bytes from storage over the
 time of load_weights; the disk's rate is O_DIRECT on the same files, before and after all rows, the better of the two. "Second start"
 reads the quantized cache that the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/checkpoints.py), shards in
-layer order or all tensors shuffled over them; with --dir and --keep they are used again. Exit status 1: a bar was missed.
+layer order or all tensors shuffled over them; with --dir and --keep they are used again. --compare: digests every parameter and buffer of
+each load, once it was measured, and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first
+name that differs (tests/bench/digest.py). Exit status 1: a bar was missed, or loads differ.
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ from typing import Any
 from tests import checkpoints
 from tests.bench import child, sampling
 from tests.bench.child import ChildFailed
+from tests.bench.digest import difference
 
 MIB, GIB = 2**20, 2**30
 LIMIT_S = 900.0
 _STOCK = {"cpu": ("bf16", "int8_per_channel_weight_only"), "h200": ("bf16", "fp8_per_tensor", "int8_per_channel_weight_only")}
 _OURS = {"cpu": ("mxfp4", "int4"), "h200": ("nvfp4", "mxfp4", "int4", "fp8", "bf16")}
-# Issue 3's bars. Peaks above final are MiB: on the CPU the sum of anonymous and mapped memory, on a GPU the device's.
+# The bars. Peaks above final are MiB: on the CPU the sum of anonymous and mapped memory, on a GPU the device's.
 _PEAK_BAR_MIB = {"cpu": 96.0, "h200": 0.15 * 1024}
 _PAGE_CACHE_BAR_BYTES = 0.1e9
 _RATE_BAR = 0.90
@@ -96,11 +100,12 @@ class Row:
 class Bench:
     """Runs cases on the checkpoints under `folder`; `rows` are the results so far."""
 
-    def __init__(self, folder: Path, preset: str, device: str, logs: Path) -> None:
+    def __init__(self, folder: Path, preset: str, device: str, logs: Path, *, compare: bool = False) -> None:
         self.rows: list[Row] = []
         self._folder = folder
         self._preset = preset
         self._cuda = device == "cuda"
+        self._compare = compare
         self._logs = logs
         self._plugins = child.plugin_folder(logs)
 
@@ -144,7 +149,7 @@ class Bench:
         self.rows.append(row)
         files = _files(folder)
         sampling.forget([*files, *_files(cache)])
-        more = {"SPARKD_BENCH_LOADS": str(loads)}
+        more = {"SPARKD_BENCH_LOADS": str(loads), **({"SPARKD_BENCH_DIGESTS": "1"} if self._compare else {})}
         if case.ranks > 1 and not self._cuda:
             # vLLM binds each rank to a NUMA node of its own unless it is told not to; ranks that share the cores must not spin on them.
             more |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // case.ranks))}
@@ -217,7 +222,7 @@ def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *
 
 
 def bars(rows: Sequence[Row], preset: str, disk_bytes_per_s: float, checkpoint_bytes: int) -> Iterator[tuple[str, float, float, bool]]:
-    """(what, value, limit, met) for every figure of issue 3 that these rows hold."""
+    """(what, value, limit, met) for every figure with a bar that these rows hold."""
     found = {row.case: row for row in rows if row.loads}
     for case, row in found.items():
         if not case.ours:
@@ -246,6 +251,24 @@ def bars(rows: Sequence[Row], preset: str, disk_bytes_per_s: float, checkpoint_b
         if preset == "h200" and case.ranks == 1 and not case.cache:
             rate = (row.bytes_per_s or 0) / disk_bytes_per_s if disk_bytes_per_s else 0.0
             yield f"{case.name}: throughput, of the disk's", rate, _RATE_BAR, rate >= _RATE_BAR
+
+
+def comparisons(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
+    """(a sentence, equal) for every load of a format but the first, which the others are compared with rank by rank."""
+    first: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        if not row.loads or "digests" not in row.loads[0]:
+            continue
+        known = first.setdefault((row.case.form, row.case.ranks), row)
+        if known is row:
+            continue
+        differs = None
+        count = 0
+        for one, other in zip(*(sorted(each.loads, key=lambda load: load["rank"]) for each in (known, row)), strict=True):
+            count += len(one["digests"])
+            found = difference(one["digests"], other["digests"])
+            differs = differs or (found and f"rank {one['rank']}: {found}")
+        yield f"{row.case.name}, against {known.case.name}: {differs or f'all {count} parameters and buffers'}", differs is None
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
@@ -300,6 +323,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave checkpoints and caches in --dir")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs; a temporary one without")
+    parser.add_argument("--compare", action="store_true", help="say whether all loads of one format hold the same, bit for bit")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="no row begins later")
     parser.add_argument("--quality", action="store_true", help="answers, perplexity and divergence of each format on --model")
     parser.add_argument("--model")
@@ -319,7 +343,7 @@ def main() -> int:
         logs = given.logs or Path(temporary) / "logs"
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir(parents=True)
-        bench = Bench(folder, given.preset, "cuda" if gpus else "cpu", logs)
+        bench = Bench(folder, given.preset, "cuda" if gpus else "cpu", logs, compare=given.compare)
         rates = [bench.disk_rate()]
         size = sum(os.path.getsize(path) for path in _files(bench.checkpoint(False)))
         wanted = [case for case in cases(given.preset, formats, given.ranks) if re.search(given.only, case.name)]
@@ -336,6 +360,9 @@ def main() -> int:
         for what, value, limit, met in bars(bench.rows, given.preset, max(rates), size):
             print(f"{'met   ' if met else 'MISSED'}  {what}: {value:.2f}, bar {limit:.2f}")
             missed += not met
+        for told, same in comparisons(bench.rows):
+            print(f"{'equal ' if same else 'DIFFERS'}  {told}")
+            missed += not same
         if given.json:
             records = [{"case": row.case.name, "loads": row.loads, "answer": row.answer, "failed": row.failed} for row in bench.rows]
             given.json.write_text(json.dumps({"disk": rates, "bytes": size, "rows": records}, indent=1), encoding="utf-8")

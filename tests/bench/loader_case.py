@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import child, sampling
+from tests.bench.digest import digests
 
 FOLDER = "SPARKD_BENCH_LOADS"
+DIGESTS = "SPARKD_BENCH_DIGESTS"  # set: what each rank holds is digested too, once everything is measured
 CACHE_LIMIT_S = 300.0
 _TIMED_TOKENS = 32
 
@@ -89,7 +91,10 @@ class Load:
             "device_reserved_peak_above_final": device_after.get("reserved_peak", 0) - device_after.get("reserved", 0),
             "device_used": device_after.get("used", 0) - device_before.get("used", 0),
             "parameter_bytes": _parameter_bytes(model),
+            "rank": _rank(),
         }
+        if os.environ.get(DIGESTS):
+            self.found["digests"] = digests(model)
         return model
 
     def write(self, folder: Path) -> None:
@@ -111,6 +116,12 @@ class Load:
             "reserved_peak": self._cuda.max_memory_reserved(),
             "used": total - free,
         }
+
+
+def _rank() -> int:
+    from torch import distributed
+
+    return int(distributed.get_rank()) if distributed.is_initialized() else 0
 
 
 def _parameter_bytes(model: Any) -> int:

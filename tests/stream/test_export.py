@@ -17,7 +17,7 @@ import torch
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.architectures import gpt_oss
-from tests.checkpoints import Entry, normal, write_checkpoint
+from tests.checkpoints import Draw, Entry, normal, write_checkpoint
 from workers.stream import export as program
 from workers.stream.appearing import appearing
 from workers.stream.cache_writer import CacheWriter, layout_of
@@ -117,6 +117,17 @@ def test_a_cache_that_lacks_what_the_engine_does_not_take_is_not_copied(source: 
 
     assert done[0] == "checkpoint"
     assert "model.norm.weight" in read_checkpoint(tmp_path / "out").tensors
+
+
+def test_a_causal_mask_among_the_weights_is_handed_out_as_it_is(tmp_path: Path) -> None:
+    entries = [Entry(f"{module}.weight", (64, 64), draw=normal(0.1)) for module in MODULES]
+    entries.append(Entry("model.layers.0.self_attn.mask", (8, 8), draw=Draw("constant", float("-inf"))))
+    source = write_checkpoint(tmp_path / "old", CONFIG, entries)
+
+    export(Request(str(source), RECIPE, str(tmp_path / "out"), device="cpu"), unheard)
+
+    found = read_checkpoint(tmp_path / "out")
+    assert tensor_of(found, "model.layers.0.self_attn.mask").eq(float("-inf")).all()
 
 
 def test_an_empty_folder_is_taken_and_any_other_is_left_alone(source: Checkpoint, tmp_path: Path) -> None:

@@ -134,6 +134,44 @@ def test_of_a_run_of_neighbours_the_bad_ones_are_named(tmp_path: Path, monkeypat
     )
 
 
+MASK = "model.layers.0.self_attn.mask"
+
+
+def test_a_buffer_that_nobody_said_a_model_takes(tmp_path: Path) -> None:
+    """As an export has it, or a model that cannot be asked; one that takes the buffer is another matter."""
+    weights = {**random_weights(), MASK: torch.full((8, 8), -INF, dtype=torch.bfloat16).triu(1)}
+    checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse("mxfp4").assign(checkpoint))
+    assert MASK in {name for name, _ in Pipeline(virtual, CPU, READER).tensors()}
+    regions = {one.name: tuple((0, size) for size in one.shape) for one in virtual.emitted()}
+    with pytest.raises(CheckpointError, match=rf": {MASK}: it holds NaN"):
+        list(Pipeline(virtual, CPU, READER, regions=regions).tensors())
+    assert list(Pipeline(virtual, CPU, READER, regions={**regions, MASK: None}).tensors())
+
+
+@pytest.mark.parametrize("leaf", ["linear_attn.A_log", "linear_attn.dt_bias", "mixer.D", "gate.e_score_correction_bias", "self_attn.sinks"])
+def test_what_may_be_a_mask_is_never_nan(leaf: str) -> None:
+    ref = REF._replace(name=f"model.layers.0.{leaf}")
+    seen = Finite(CPU, weights_only=True)
+    for bounds in ([-INF, 1.0], [-INF, INF]):
+        seen.look([ref], torch.tensor(bounds))
+    seen.refuse()
+    seen.look([ref], torch.tensor([-INF, NAN]))
+    with pytest.raises(CheckpointError, match=rf"{leaf}: it holds NaN"):
+        seen.refuse()
+
+
+@pytest.mark.parametrize(
+    "leaf", ["weight", "bias", "weight_scale", "weight_scale_inv", "scale", "experts.gate_up_proj", "gate_up_proj_bias"]
+)
+def test_a_weight_is_one_whoever_takes_it(leaf: str) -> None:
+    for weights_only in (False, True):
+        seen = Finite(CPU, weights_only=weights_only)
+        seen.look([REF._replace(name=f"model.layers.0.mlp.{leaf}")], torch.tensor([NAN, 1.0]))
+        with pytest.raises(CheckpointError, match=rf"{leaf}: it holds NaN"):
+            seen.refuse()
+
+
 def test_our_own_cache_was_looked_at_when_it_was_made(tmp_path: Path) -> None:
     weights = random_weights()
     weights[NORM][3] = NAN

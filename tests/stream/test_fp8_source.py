@@ -143,6 +143,17 @@ def test_a_scale_of_a_wrong_shape_is_named_before_anything_is_read(tmp_path, nam
     )
 
 
+@pytest.mark.parametrize("name", [INDEXER, "model.layers.0.self_attn.q_proj.weight"], ids=["kept", "quantized"])
+def test_a_scale_of_codes_is_no_number(tmp_path, name):
+    """E8M0 stored as bytes: 120 would stand for 2^-7."""
+    stored, _, config = fp8_source(with_more(), "fp8_block", lambda one: one.endswith("_proj.weight") or one in KEPT)
+    wrong = name.replace(".weight", ".weight_scale_inv")
+    stored[wrong] = torch.full(stored[wrong].shape, 120, dtype=torch.uint8)
+    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
+    with pytest.raises(CheckpointError, match=rf"{wrong}: an FP8 weight's scale holds U8, and F32, BF16, F16, F8_E8M0 are known"):
+        VirtualCheckpoint(checkpoint, Recipe.parse("nvfp4").assign(checkpoint))
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_fp8_that_keeps_its_precision_and_has_no_scale_is_not_handed_over_as_it_is(tmp_path, name):
     stored, _, config = fp8_source(with_more(), "fp8_block", lambda one: one.endswith("_proj.weight") or one in KEPT)

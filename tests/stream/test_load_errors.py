@@ -28,6 +28,7 @@ from workers.stream.trace import PhantomTensor
 INDEX = "model.safetensors.index.json"
 DAMAGED = "model.layers.1.mlp.up_proj"
 W = f"{DAMAGED}.weight"
+ALONE = "model.layers.1.self_attn.o_proj.weight"
 NORM = "model.layers.1.post_attention_layernorm.weight"
 
 
@@ -52,9 +53,9 @@ def weight_map(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def header(folder: Path, change: Callable[[dict[str, Any], bytearray], Any]) -> None:
-    """Changes the header and the data of the shard that holds W."""
-    path = folder / json.loads((folder / INDEX).read_text())["weight_map"][W]
+def header(folder: Path, change: Callable[[dict[str, Any], bytearray], Any], name: str = W) -> None:
+    """Changes the header and the data of the shard that holds this tensor."""
+    path = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
     raw = path.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     entries, data = json.loads(raw[8:end]), bytearray(raw[end:])
@@ -77,8 +78,13 @@ def reshaped(folder: Path) -> None:
     header(folder, lambda entries, _: entries[W].update(shape=[1024, 128]))
 
 
+def reshaped_alone(folder: Path) -> None:
+    """One that nothing else in the checkpoint has to be like."""
+    header(folder, lambda entries, _: entries[ALONE].update(shape=[128, 512]), ALONE)
+
+
 def narrow(folder: Path) -> None:
-    header(folder, lambda entries, _: entries[W].update(shape=[2048, 64]))
+    header(folder, lambda entries, _: entries[ALONE].update(shape=[1024, 64]), ALONE)
 
 
 def longer(folder: Path) -> None:
@@ -131,9 +137,11 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
         r"model\.extra\.weight: model\.safetensors\.index\.json says.*and it is not",
     ),
     ("unknown dtype", of_unknown_dtype, "nvfp4", rf"{W}: its dtype BF17 is not known"),
-    ("integers", of_integers, "nvfp4", rf"{W}: it holds I16, and the model has"),
+    ("integers", of_integers, "nvfp4", rf"{W}: it holds I16, and a weight of fractions is expected there\."),
+    ("integers, plain", of_integers, "bf16", rf"{W}: it holds I16, and the model has"),
     ("more than its bytes", longer, "nvfp4", rf"{W}: its offsets hold 262144 bytes"),
-    ("another shape", reshaped, "nvfp4", rf"{W}: vLLM's LlamaForCausalLM does not take it as BF16 of shape \[1024, 128\]"),
+    ("another shape", reshaped_alone, "nvfp4", rf"{ALONE}: vLLM's LlamaForCausalLM does not take it as BF16 of shape \[128, 512\]"),
+    ("other columns than its sibling", reshaped, "nvfp4", rf"{W}: its 128 columns are not those of \S+gate_proj\.weight, 256, which vLLM"),
     ("another shape, int4", reshaped, "int4-g32", rf"{DAMAGED}.*"),
     ("another shape, fp8", reshaped, "fp8", rf"{DAMAGED}.*"),
     ("another shape, plain", reshaped, "bf16", rf"{DAMAGED}.*"),
@@ -148,8 +156,8 @@ CASES: list[tuple[str, Callable[[Path], Any], Any, str]] = [
     (
         "a group that does not divide",
         narrow,
-        {"format": "nvfp4", "layers": {"up_proj": "int4-g128"}},
-        rf"model-\d+-of-\d+\.safetensors: {W}: K=64 is not divisible by the group size 128.*Use int4-g64",
+        {"format": "nvfp4", "layers": {"o_proj": "int4-g128"}},
+        rf"model-\d+-of-\d+\.safetensors: {ALONE}: K=64 is not divisible by the group size 128.*Use int4-g64",
     ),
     (
         "a group that is not built",

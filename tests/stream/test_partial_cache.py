@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +14,20 @@ import torch
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.architectures import llama
+from tests.architectures import llama, qwen3_next
 from tests.checkpoints import MIB, write_checkpoint
 from tests.stream.loading import load
 from workers import plugin
 from workers.stream import loader
 from workers.stream.cache import Entry, entries, remove
+from workers.stream.export import Request, export
+from workers.stream.left_out import can_be_completed, left_out
 from workers.stream.pipeline import Pipeline
+from workers.stream.recipe import Recipe
+from workers.stream.virtual import Emitted
 
 LAYER = "model.layers.1."
+AHEAD = "mtp."
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +54,21 @@ def headless(model: Any) -> None:
     model.lm_head = PPMissingLayer()
 
 
-def loaded(folder: Path, tmp_path: Path, part: Any = lambda _model: None) -> tuple[str, dict[str, torch.Tensor]]:
+def last(model: Any) -> None:
+    """Most is another's, as it is to a draft."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    model.model.layers[0] = model.model.embed_tokens = PPMissingLayer()
+    headless(model)
+
+
+def loaded(
+    folder: Path, tmp_path: Path, part: Any = lambda _model: None, quantize: str = "int4-g32"
+) -> tuple[str, dict[str, torch.Tensor]]:
     """(where it was read from, the model's parameters), once its cache is whole."""
     tmp_path.mkdir(exist_ok=True)
     progress = tmp_path / "progress"
-    model = load(folder, {"quantize": "int4-g32", "cache_dir": str(tmp_path / "cache"), "progress": str(progress)}, part)
+    model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cache"), "progress": str(progress)}, part)
     for thread in threading.enumerate():
         if thread.name == "quantized-cache":
             thread.join()
@@ -70,7 +87,84 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def same_files(one: Path, other: Path) -> bool:
+    """Tensors, whatever their order in the files."""
+    checkpoints = [read_checkpoint(folder) for folder in (one, other)]
+    first, second = (
+        {name: Path(ref.path).read_bytes()[ref.offset : ref.offset + ref.nbytes] for name, ref in found.tensors.items()}
+        for found in checkpoints
+    )
+    return first == second and checkpoints[0].config == checkpoints[1].config
+
+
+@pytest.mark.parametrize("quantize", ["int4-g32", "nvfp4"])
+def test_layers_that_predict_ahead_are_kept_though_the_model_leaves_them_out(
+    tmp_path: Path, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the second start asks about the quantized cache alone, and an export copies it."""
+    made = qwen3_next(ahead=True)
+    source = write_checkpoint(tmp_path / "ahead", made.config, made.entries, shard_bytes=MIB)
+    asked: list[str] = []
+    ask = loader.ask
+    monkeypatch.setattr(
+        loader, "ask", lambda virtual, *args, **more: asked.append(virtual.checkpoint.folder) or ask(virtual, *args, **more)
+    )
+
+    where, first = loaded(source, tmp_path, quantize=quantize)
+    (entry,) = entries(str(tmp_path / "cache"))
+    again, second = loaded(source, tmp_path, quantize=quantize)
+
+    assert (where, again) == ("checkpoint", "cache")
+    assert "without" not in entry.manifest.recipe
+    assert asked == [str(source), entry.folder]
+    assert same(first, second)
+    recipe = Recipe.parse(quantize).canonical()
+    cached = export(Request(str(source), recipe, str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu"), lambda *_: None)
+    straight = export(Request(str(source), recipe, str(tmp_path / "made"), None, "cpu"), lambda *_: None)
+    assert (cached[0], straight[0]) == ("cache", "checkpoint")
+    assert any(name.startswith(AHEAD) for name in read_checkpoint(tmp_path / "copied").tensors)
+    assert same_files(tmp_path / "copied", tmp_path / "made")
+
+
 @pytest.mark.parametrize("part", [stage, headless])
+def test_what_leaves_out_less_than_it_takes_has_the_wholes_entry(folder: Path, tmp_path: Path, part: Any) -> None:
+    assert loaded(folder, tmp_path, part)[0] == "checkpoint"
+    (entry,) = entries(str(tmp_path / "cache"))
+    assert "without" not in entry.manifest.recipe
+    assert names(entry)
+
+    source, whole = loaded(folder, tmp_path)
+
+    assert source == "cache"
+    assert same(whole, loaded(folder, tmp_path / "apart")[1])
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp.down_proj"], ids=["as it is", "quantized"])
+def test_what_is_left_out_and_is_damaged_is_in_no_cache(folder: Path, tmp_path: Path, part: str) -> None:
+    """Nobody has looked at it, and what is read from a cache is not looked at again."""
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    ref = read_checkpoint(damaged).tensors[f"{LAYER}{part}.weight"]
+    with open(ref.path, "r+b") as file:
+        file.seek(ref.offset)
+        file.write(b"\xc0\x7f")  # NaN of bfloat16
+    assert loaded(damaged, tmp_path, stage)[0] == "checkpoint"
+    assert not entries(str(tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
+        loaded(damaged, tmp_path)
+
+
+def test_a_unit_that_is_taken_in_part_is_not_completed() -> None:
+    """q alone: the scale that it shares with k and v was made without them."""
+    one = Emitted("q.weight_packed", (64, 64), torch.uint8, 0, 0, "weight_packed")
+    two, other = one._replace(name="k.weight_packed", weight=1), one._replace(name="o.weight_packed", unit=1, shape=(512, 64))
+    virtual: Any = SimpleNamespace(emitted=lambda: [one, two, other], emitted_bytes=64 * 64 * 10)
+
+    assert can_be_completed(virtual, left_out(virtual, {other.name}))
+    assert not can_be_completed(virtual, left_out(virtual, {one.name, other.name}))
+    assert not can_be_completed(virtual, left_out(virtual, {one.name, two.name}))
+
+
+@pytest.mark.parametrize("part", [last])
 def test_a_part_neither_takes_the_wholes_name_nor_stands_in_its_way(folder: Path, tmp_path: Path, part: Any) -> None:
     cache = str(tmp_path / "cache")
     source, first = loaded(folder, tmp_path, part)
@@ -103,7 +197,8 @@ def test_a_part_is_read_from_the_wholes_entry_where_it_has_none(folder: Path, tm
     assert same(part, loaded(folder, tmp_path / "apart", stage)[1])
 
 
-def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path) -> None:
+def test_two_parts_do_not_share_an_entry(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))  # where no stage makes what the others take
     for part in (stage, headless):
         assert loaded(folder, tmp_path, part)[0] == "checkpoint"
     recipes = [one.manifest.recipe["without"] for one in entries(str(tmp_path / "cache"))]

@@ -711,10 +711,56 @@ def test_an_fp8_weight_that_is_kept_stays_fp8(method: str, own: str) -> None:
     assert of(formats, "indexer|visual|lm_head") == set()
 
 
-def test_packed_experts_in_fp8_are_refused() -> None:
-    tensors = {"model.layers.0.mlp.experts.gate_up_proj": ("F8_E4M3", (4, *W))}
-    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj: packed experts in FP8 cannot be dequantized"):
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({"self_attn.q_proj": W, "self_attn.k_proj": (64, 256)}, r"k_proj\.weight: its 256 columns are not those of .*q_proj\.weight, 128"),
+        ({"mlp.gate_proj": W, "mlp.up_proj": (128, 64)}, r"up_proj\.weight: its 64 columns are not those of"),
+        ({"mlp.experts.0.w1": W, "mlp.experts.1.w1": (64, 128)}, r"experts\.1\.w1\.weight: its shape \[64, 128\] is not that of .*0\.w1"),
+        ({"mlp.experts.0.gate_proj": W, "mlp.experts.0.up_proj": (128, 64)}, r"up_proj\.weight: its 64 columns"),
+        ({"mlp.experts.0.down_proj": (256, 64), "mlp.experts.0.up_proj": W}, None),
+        ({"self_attn.q_proj": W, "self_attn.k_proj": (64, 128)}, None),
+        ({"cross_attn.q_proj": W, "cross_attn.k_proj": (128, 256)}, None),
+        ({"mlp.gate": W, "mlp.shared_expert_gate": (1, 256)}, None),
+        ({f"mlp.experts.{number}.w1": W if number < 2 else (64, 128) for number in range(4)}, None),
+        ({f"mlp.experts.{number}.w1": W if number else (64, 128) for number in range(3)}, r"0\.w1\.weight: its shape \[64, 128\] is not"),
+    ],
+)
+def test_what_vllm_runs_as_one_is_alike(tensors: dict[str, tuple[int, int]], told: str | None) -> None:
+    checkpoint = checkpoint_of({f"model.layers.0.{name}.weight": ("BF16", shape) for name, shape in tensors.items()})
+    if told is None:
+        Recipe.parse("nvfp4").assign(checkpoint)
+        return
+    with pytest.raises(CheckpointError, match=rf"{told}.*of one model, and download them again\."):
+        Recipe.parse("nvfp4").assign(checkpoint)
+
+
+def test_whole_numbers_are_no_weights() -> None:
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight: it holds I16, and a weight of fractions is expected there"):
+        Recipe.parse("nvfp4").assign(checkpoint_of({"model.layers.0.self_attn.o_proj.weight": ("I16", W)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "told"),
+    [
+        ("mlp.experts.gate_up_proj", (4, *W), "packed experts in FP8 have no scale beside them: "),
+        ("mlp.experts.gate_up_proj", (4, 32, 128), r"packed experts in FP8 of shape \[4, 32, 128\] are in a layout that is not known"),
+        ("mlp.input_linear.weight", (4, *W), "are in a layout that is not known here"),
+    ],
+)
+def test_packed_experts_in_fp8_that_nobody_can_undo_are_refused(name: str, shape: tuple[int, ...], told: str) -> None:
+    tensors = {f"model.layers.0.{name}": ("F8_E4M3", shape)}
+    with pytest.raises(CheckpointError, match=rf"layers\.0\.{name}: .*{told}"):
         Recipe.parse("nvfp4").assign(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")))
+
+
+def test_packed_experts_in_fp8_are_weights_like_others() -> None:
+    tensors = {"model.layers.0.self_attn.o_proj.weight": ("BF16", W)}
+    for which in ("gate_up_proj", "down_proj"):
+        tensors |= {f"model.layers.0.mlp.experts.{which}": ("F8_E4M3", (4, *W)), f"model.layers.0.mlp.experts.{which}_scale": ("F32", (4,))}
+    for value, own in (("nvfp4", "nvfp4"), ({"format": "nvfp4", "keep": ["experts"]}, "fp8")):
+        formats = chosen(value, tensors, quantization=SourceQuantization("fp8_tensor"))
+        assert of(formats, "experts") == {own} and len(formats) == 3
 
 
 def test_packed_experts_in_an_unknown_layout_are_kept_and_told() -> None:
@@ -744,6 +790,8 @@ def test_the_variables_are_rules_with_their_priority() -> None:
     assert {form.name for module, form in made.items() if module.endswith("o_proj") or module == "lm_head"} == {"fp8"}
     assert {form.name for module, form in made.items() if "q_proj" in module or "mlp" in module} == {"mxfp4"}
     assert Recipe.parse(read.canonical()) == read
+    assert made.adjustments == ("VLLM_NF4_GROUP_SIZE=64: not used, because it is of nf4 alone, which is not built yet.",)
+    assert Recipe.parse(None, {"VLLM_NF4_GROUP_SIZE": ""}).notes == ()
     assert Recipe.parse(None, {"VLLM_FP8_LAYERS": "all", "VLLM_MXFP4_LAYERS": "q_proj"}).assign(checkpoint_of(LLAMA)) == Recipe.parse(
         "fp8"
     ).assign(checkpoint_of(LLAMA))

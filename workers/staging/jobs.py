@@ -1,27 +1,20 @@
-"""The copying programs of one node: started, asked, ended. Never reads a model's file itself: a copy must not take the agent along.
-
-Each gets its order on stdin, so that its key is in no command line, and ends when that closes: with the agent that started it.
-"""
+"""The copying programs of one node: started, asked, ended. Never reads a model's file itself: a copy must not take the agent along."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
+from workers.spoken import Spoken
 
 PROGRAMS = ("source", "sink")
 START_TIMEOUT_S = 20.0
-END_TIMEOUT_S = 5.0
 _ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
@@ -74,52 +67,20 @@ class Jobs:
 class _Job:
     def __init__(self, program: str, order: Mapping[str, Any]) -> None:
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"workers.staging.{program}"],
-            cwd="/",
-            env=environ | {"PYTHONPATH": _ROOT},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        if self._process.stdin is None:
-            raise RankError("The program that copies was started without a pipe.")
-        self._order = self._process.stdin
+        command = [sys.executable, "-m", f"workers.staging.{program}"]
+        self._program = Spoken(command, environ | {"PYTHONPATH": _ROOT}, order, "copies")
         self.fetches = str(order["manifest"]["model"]) if program == "sink" else None
-        self._said = threading.Event()
-        self._last: dict[str, Any] = {}
-        threading.Thread(target=self._read, name=f"staging {program}", daemon=True).start()
-        with suppress(OSError):
-            self._order.write(json.dumps(order) + "\n")
-            self._order.flush()
 
     def first(self, timeout_s: float) -> dict[str, Any]:
-        if not self._said.wait(timeout_s):
+        if not self._program.wait_for_a_word(timeout_s):
             return {"error": f"The program that copies said nothing within {timeout_s:.0f} s."}
-        return self._last or {"error": "The program that copies ended without a word."}
+        return self._program.last or {"error": "The program that copies ended without a word."}
 
     def state(self) -> dict[str, Any]:
-        running = self._process.poll() is None
-        ended = "ended" in self._last or "error" in self._last
-        if not running and not ended:
+        running, is_over = self._program.running, self._program.is_over
+        if not running and not is_over:
             return {"running": False, "error": "The program that copies ended without a word; run the same again to go on."}
-        return {"running": running and not ended} | self._last
+        return {"running": running and not is_over} | self._program.last
 
     def end(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        with suppress(OSError):
-            self._order.close()
-
-    def _read(self) -> None:
-        if self._process.stdout is not None:
-            with self._process.stdout as lines:
-                for line in lines:
-                    with suppress(ValueError):
-                        self._last = dict(json.loads(line))
-                        self._said.set()
-        self._said.set()
+        self._program.end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,13 +40,17 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """model: a hub id, or a folder's path; commit: the hub's, None of a folder; root: the folder of the files on the node that has them."""
+    """model: a hub id, or a folder's path; commit: the hub's, None of a folder; root: the folder of the files on the node that has them.
+
+    partial: a copy to this node was interrupted, and the rest of a file is still to come.
+    """
 
     model: str
     revision: str | None
     commit: str | None
     root: str
     files: tuple[File, ...]
+    partial: bool = False
 
     @property
     def size(self) -> int:
@@ -90,7 +94,9 @@ def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) ->
         files = tuple(_files(folder))
     except OSError as error:
         raise RankError(f"{error.filename or folder} cannot be read: {error.strerror or error}. Check its owner and mode.") from error
-    return Manifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
+    made = Manifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
+    top = place_of(made, environ).top if made.commit is not None else folder
+    return replace(made, partial=next(top.rglob(f"*{PART}"), None) is not None)
 
 
 def place_of(manifest: Manifest, environ: Mapping[str, str]) -> Place:

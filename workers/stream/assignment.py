@@ -11,7 +11,9 @@ from sparkd.errors import CheckpointError
 from workers.stream.block_rows import misfit
 from workers.stream.format import Format
 from workers.stream.fusion import group_of
+from workers.stream.likeness import Likeness
 from workers.stream.packed import packed_of
+from workers.stream.packed_scale import scale_of
 
 BF16 = Format("bf16")
 FP8 = Format("fp8")
@@ -69,12 +71,14 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     """choose: (module path, tensor_class) -> Choice. It is asked once for all experts of a layer, with number 0.
 
     A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. What vLLM cannot load in blocks of
-    128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts, and for a weight that cannot have the blocks
-    that a rule names it for.
+    128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts in a layout that is not known or without
+    scales, for a weight that is unlike those that vLLM runs with it (likeness.py), and for one that cannot have the blocks that a rule
+    names it for.
     """
     groups: dict[str, _Group] = {}
     known: dict[str, tuple[str, Choice, str]] = {}
     strange: dict[str, None] = {}
+    likeness = Likeness()
     for name, tensor in checkpoint.tensors.items():
         module = _module(name, tensor)
         if module is None:
@@ -86,9 +90,11 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
             kind = tensor_class(name, tensor.shape)
             known[key] = group_of(key, kind), choose(key, kind), kind
         group_name, choice, kind = known[key]
+        likeness.see(key, module, kind, tensor)
+        if tensor.dtype == "F8_E4M3" and kind == "expert" and len(tensor.shape) == 3:
+            _refuse_unknown_fp8(module, tensor, checkpoint)
         if not _can_be_quantized(module, tensor):
             if kind == "expert" and len(tensor.shape) == 3:
-                _refuse_fp8(tensor)
                 strange.setdefault(_NUMBERS.sub("*", module))
             choice = BARRED
         group = groups.get(group_name)
@@ -99,6 +105,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
             group.choices[choice] = module
         if tensor.dtype == "F8_E4M3" and kind in _SERVED_AS_FP8 and ".indexer." not in module:
             group.stored_fp8 = True
+    likeness.done()
     source = _SOURCE_FORMATS.get(checkpoint.quantization.method) if checkpoint.quantization else None
     formats: dict[str, Format] = {}
     split: dict[str, list[_Group]] = {}
@@ -132,13 +139,15 @@ def _module(name: str, tensor: TensorRef) -> str | None:
 def _can_be_quantized(module: str, tensor: TensorRef) -> bool:
     if min(tensor.shape[-2:]) < MIN_DIMENSION or tensor.dtype not in _DTYPES:
         return False
-    return len(tensor.shape) == 2 or (packed_of(module) is not None and tensor.dtype != "F8_E4M3")
+    return len(tensor.shape) == 2 or packed_of(module) is not None
 
 
-def _refuse_fp8(tensor: TensorRef) -> None:
-    if tensor.dtype == "F8_E4M3":
-        reason = "packed experts in FP8 cannot be dequantized here"
+def _refuse_unknown_fp8(module: str, tensor: TensorRef, checkpoint: Checkpoint) -> None:
+    """Nobody takes it as it is beside layers that are quantized anew."""
+    if packed_of(module) is None or min(tensor.shape[-2:]) < MIN_DIMENSION:
+        reason = f"packed experts in FP8 of shape {list(tensor.shape)} are in a layout that is not known here"
         raise CheckpointError(reason, file=tensor.path, tensor=tensor.name, cure="Leave out `quantize`, and vLLM serves them as they are")
+    scale_of(tensor, module, checkpoint.tensors)
 
 
 def _without_blocks(group: _Group, checkpoint: Checkpoint) -> str | None:

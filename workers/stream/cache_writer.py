@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
 from workers.stream.cache import GIB, WRITING, find, locked, make_room, remove, turn
 from workers.stream.companions import companions_bytes, write_companions
+from workers.stream.finite import holds_nan
 from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
 from workers.stream.manifest import MANIFEST, USED, Manifest, OwnFile, Source, TpSlice, entry_name, format_name
 from workers.stream.reader import Piece, Reader
-from workers.stream.virtual import DTYPES, VirtualCheckpoint
+from workers.stream.virtual import DTYPES, VirtualCheckpoint, dtype_of
 from workers.stream.writer import MIB, ShardWriter
 
 # CPU: the ring counts against the load's peak. CUDA: room for what a GPU makes while one write is under way; host memory.
@@ -225,7 +226,8 @@ class CacheWriter:
         self._copy(writer, [gap for gap in gaps if gap[0].name in self._plain])
         missing = {slot.name: slot for slot, _, _ in gaps if slot.name not in self._plain}
         if missing and refill is not None:
-            logger.info("sparkd: %d tensors are quantized once more for the cache: the disk was slower than the load.", len(missing))
+            why = "the model leaves them out, or the disk was slower than the load"
+            logger.info("sparkd: %d tensors are quantized for the cache after the load: %s.", len(missing), why)
         for name, tensor in refill(missing.keys()) if missing and refill is not None else ():
             slot = missing[name]
             if (slot.dtype, slot.nbytes) != (CODES.get(tensor.dtype), tensor.numel() * tensor.element_size()):
@@ -238,7 +240,8 @@ class CacheWriter:
             raise CheckpointError("it was never handed over", tensor=left[0].name)
 
     def _copy(self, writer: ShardWriter, gaps: list[tuple[Slot, int, int]]) -> None:
-        """From the source's files to ours. Raises CheckpointError."""
+        """From the source's files to ours. Raises CheckpointError, also for a NaN: the next start trusts what the cache holds, and nobody
+        has looked at what the model leaves out."""
         pieces = []
         for slot, start, stop in gaps:
             ref = self._checkpoint.tensors[slot.name]
@@ -248,6 +251,7 @@ class CacheWriter:
         with Reader(pieces, block_bytes=MIB, blocks=4, threads=1, pin=False) as reader:
             for chunk in reader:
                 slot, start = chunk.piece.key
+                _refuse_nan(self._checkpoint.tensors[slot.name], start + chunk.start, chunk.view)
                 writer.put(slot, start + chunk.start, chunk.view, wait=True)
                 chunk.release()
 
@@ -335,3 +339,13 @@ def sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _refuse_nan(ref: TensorRef, start: int, data: torch.Tensor) -> None:
+    """data: uint8 [bytes] of the tensor from `start` on, as they lie in the file."""
+    size = dtype_of(ref).itemsize
+    if (ref.offset + start) % size or start % size or data.numel() % size:
+        data = data[-start % size :].clone()  # a file that aligns nothing: the elements at the seams are passed over
+        data = data[: data.numel() // size * size]
+    if holds_nan(data.view(dtype_of(ref))):
+        raise CheckpointError("it holds NaN", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again")

@@ -59,6 +59,7 @@ class Early:
         found: dict[int, _Waiting] = {}
         filled: dict[int, int] = {}
         doubtful = False
+        places: dict[int, tuple[int, int]] = {}  # of a place's `like`: its storage and its elements
         for name, taken in trace.taken.items():
             if taken.region is None or name.endswith(tuple(unread)):
                 continue
@@ -67,7 +68,9 @@ class Early:
             if target is None:
                 doubtful = True
                 continue
-            storage = target.memory.untyped_storage().data_ptr()
+            if (place := places.get(id(target.like))) is None:
+                place = places[id(target.like)] = (target.like.untyped_storage().data_ptr(), target.like.numel())
+            storage, numel = place
             module = owners.get(storage)
             if module is None:
                 continue
@@ -75,7 +78,7 @@ class Early:
             waiting.left += 1
             waiting.names.append(name)
             self._of[name] = waiting
-            filled[storage] = filled.get(storage, 0) + target.memory.numel()
+            filled[storage] = filled.get(storage, 0) + numel
         for waiting in found.values():
             if not _is_whole(waiting.module, filled, unread, all_of_them=doubtful):
                 for name in waiting.names:

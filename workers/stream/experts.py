@@ -61,12 +61,11 @@ def answered(found: Sequence[Family], taken: dict[str, Taken]) -> dict[str, Targ
         first = next(iter(asked.values()))
         line = _line({number: one.target for number, one in asked.items() if one.once})
         alike = Taken(family.shape, first.region, first.copies)
-        for number, name in family.names.items():
-            if number in asked:
-                continue
-            taken[name] = alike
-            if line is not None and first.target is not None:
-                straight[name] = _on(line, first.target, number)
+        others = {number: name for number, name in family.names.items() if number not in asked}
+        taken.update(dict.fromkeys(others.values(), alike))
+        if line is not None and (like := first.target) is not None:
+            origin, step = line
+            straight.update((name, Target(like.like, like.region, like.dims, origin + number * step)) for number, name in others.items())
     return straight
 
 
@@ -94,10 +93,9 @@ def place_stacked(targets: Sequence[Target], stacked: torch.Tensor) -> None:
     dims = [dim + 1 for dim in first.dims if dim is not None]
     if dims != sorted(dims):
         part = part.permute([0, *dims, *(dim for dim in range(1, part.dim()) if dim not in dims)])
-    memory = first.memory.unsqueeze(0)
-    if len(targets) > 1:
-        step = targets[1].memory.storage_offset() - first.memory.storage_offset()
-        memory = first.memory.as_strided((len(targets), *first.memory.shape), (step, *first.memory.stride()))
+    like, start = first.like, first.start
+    step = targets[1].start - start if len(targets) > 1 else 1
+    memory = like.as_strided((len(targets), *like.shape), (step, *like.stride()), start)
     memory.copy_(part if part.shape == memory.shape else part.reshape(memory.shape), non_blocking=True)
 
 
@@ -108,7 +106,7 @@ def followers(targets: Sequence[Target | None]) -> Iterator[tuple[int, int]]:
     for at in range(1, len(targets) + 1):
         before, target = targets[at - 1], targets[at] if at < len(targets) else None
         if before is not None and target is not None and _alike(before, target):
-            ahead = target.memory.storage_offset() - before.memory.storage_offset()
+            ahead = target.start - before.start
             if ahead > 0 and step in (None, ahead):
                 step = ahead
                 continue
@@ -122,7 +120,7 @@ def straightened(target: Target, origin: tuple[int, ...], shape: Sequence[int]) 
         return None
     region = tuple((start - at, stop - at) for (start, stop), at in zip(target.region, origin, strict=True))
     inside = all(start >= 0 and stop <= size for (start, stop), size in zip(region, shape, strict=True))
-    return Target(target.memory, region, target.dims) if inside else None
+    return target._replace(region=region) if inside else None
 
 
 def _cuts(region: Region, tensor: torch.Tensor) -> bool:
@@ -135,23 +133,18 @@ def _line(targets: Mapping[int, Target | None]) -> tuple[int, int] | None:
     if len(known) < 3:
         return None
     (a, first), (b, second), *_ = known
-    step, rest = divmod(second.memory.storage_offset() - first.memory.storage_offset(), b - a)
-    origin = first.memory.storage_offset() - a * step
-    if rest or not all(_alike(first, other) and other.memory.storage_offset() == origin + number * step for number, other in known):
+    step, rest = divmod(second.start - first.start, b - a)
+    origin = first.start - a * step
+    if rest or not all(_alike(first, other) and other.start == origin + number * step for number, other in known):
         return None
     return origin, step
 
 
 def _alike(one: Target, other: Target) -> bool:
-    a, b = one.memory, other.memory
-    return (
-        (one.region, one.dims) == (other.region, other.dims)
-        and (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+    a, b = one.like, other.like
+    if (one.region, one.dims) != (other.region, other.dims):
+        return False
+    return a is b or (
+        (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     )
-
-
-def _on(line: tuple[int, int], like: Target, number: int) -> Target:
-    origin, step = line
-    memory = like.memory
-    return Target(memory.as_strided(memory.shape, memory.stride(), origin + number * step), like.region, like.dims)

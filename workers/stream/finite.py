@@ -7,6 +7,7 @@ and no wait. Which of several tensors that share a flag it was is only looked up
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 
 import torch
@@ -24,13 +25,17 @@ _NAN_OF_E8M0 = 0xFF
 # of activations of an expert that calibration never reached (14 of 92,400 in a published Qwen3.5-397B-A17B NVFP4; vllm-project/
 # compressed-tensors pull request 595), which no kernel for 16-bit activations reads.
 _MAY_BE_INFINITE = ("_min", "_max", ".input_scale", ".input_global_scale")
+# What is a weight by the last part of its name: packed experts, their biases and every scale of a weight included. Anything else may be a
+# buffer that its model fills itself, such as a causal mask of -inf, which older checkpoints hold and no model of vLLM's takes.
+_WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?)$")
 
 
 class Finite:
-    """The flags of one load on one device."""
+    """The flags of one load on one device. weights_only: nobody said which tensors a model takes, so of others `look` sees a NaN only."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, weights_only: bool = False) -> None:
         self._device = device
+        self._weights_only = weights_only
         self._seen: list[tuple[Sequence[tuple[TensorRef, ...]], torch.Tensor]] = []
         self._count = 0
 
@@ -43,8 +48,9 @@ class Finite:
         """The same for the elements of `refs` in one tensor of any shape; one that holds no fractions is nothing."""
         if tensor.numel() == 0 or (tensor.numel() == len(refs) and all(ref.name.endswith(_MAY_BE_INFINITE) for ref in refs)):
             return
+        may_mask = self._weights_only and not any(_WEIGHT.search(ref.name) for ref in refs)
         group = (tuple(refs),)
-        for value in _flags(tensor):
+        for value in _flags(tensor, may_mask=may_mask):
             self.note(group, value.reshape(1))
 
     def look_now_and_then(self) -> None:
@@ -67,14 +73,22 @@ class Finite:
         raise CheckpointError(f"it holds NaN or Inf{others}", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again")
 
 
-def _flags(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Values that are all finite if every element is."""
+def holds_nan(tensor: torch.Tensor) -> bool:
+    """Of a tensor of fractions that no load has looked at; what else it holds may be a mask."""
+    return tensor.numel() > 0 and any(not flag.isfinite() for flag in _flags(tensor, may_mask=True))
+
+
+def _flags(tensor: torch.Tensor, *, may_mask: bool = False) -> Sequence[torch.Tensor]:
+    """Values that are all finite if every element is; with may_mask, if none is NaN."""
     if tensor.dtype is torch.float8_e8m0fnu:
         return (_flag(tensor.view(torch.uint8), _NAN_OF_E8M0),)
     if (code := _CODES.get(tensor.dtype)) is not None:
         # Signed, positive magnitudes are the largest; unsigned, negative ones are.
         return _flag(tensor.view(torch.int8), code), _flag(tensor.view(torch.uint8), code | 0x80)
-    return tuple(torch.aminmax(tensor)) if tensor.is_floating_point() else ()
+    if not tensor.is_floating_point():
+        return ()
+    found = torch.aminmax(tensor)
+    return tuple(torch.where(value.isinf(), 0.0, value) for value in found) if may_mask else tuple(found)
 
 
 def _flag(codes: torch.Tensor, least: int) -> torch.Tensor:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
@@ -27,10 +25,12 @@ from sparkd.errors import CheckpointError, SparkdError
 from workers.stream.asking import ask
 from workers.stream.cache import SPELLINGS, CachedCheckpoint, entry_name, find, has_entry
 from workers.stream.cache_writer import CODES, CacheWriter
+from workers.stream.compiling import compile_kernels, make_ready
 from workers.stream.cpu_linear import register_cpu_linear_kernels
 from workers.stream.ct_config import in_our_formats, linear_modules, quantization_config
 from workers.stream.early import Early
-from workers.stream.formats import amax_each, global_scale, quantizer
+from workers.stream.layout import Tensors
+from workers.stream.left_out import can_be_completed, completed, left_out, recipe_without
 from workers.stream.method import NAME, formats_of, is_ours
 from workers.stream.mismatch import ended, is_out_of_memory, mismatch
 from workers.stream.pipeline import SHAPE
@@ -80,6 +80,8 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
         raise ValueError(
             f"--quantization {engine_args.quantization} and the loader's `quantize` contradict each other: leave one of them out."
         )
+    if formats and current_platform.is_cuda() and not _may_be_cached(settings, engine_args.model):
+        make_ready(os.environ)
     described["quant_method"] = NAME
     given = engine_args.hf_overrides
     if callable(given):
@@ -98,6 +100,10 @@ def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the checkpoint says of itself, where our CPU kernels serve it and vLLM's may not (no AMX, no AVX-512); else {}."""
     said = checkpoint.quantization.details if checkpoint.quantization is not None else {}
     return dict(said) if in_our_formats(said) else {}
+
+
+def _may_be_cached(settings: Settings, model: str) -> bool:
+    return settings.cache_dir is not None and has_entry(settings.cache_dir, model, settings.recipe.canonical())
 
 
 def local_folder(model: str, revision: str | None, download_dir: str | None) -> str:
@@ -122,20 +128,6 @@ def local_folder(model: str, revision: str | None, download_dir: str | None) -> 
             f"{model!r} is neither a folder nor a model that can be fetched ({type(error).__name__})",
             cure="Check the name, the network and HF_HUB_OFFLINE",
         ) from error
-
-
-def compile_kernels(described: Mapping[str, Any], device: torch.device) -> None:
-    """Runs each format's quantizer of a `quantization_config` once, in a thread of its own. A failure shows again at the first unit."""
-
-    def run() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), contextlib.suppress(RuntimeError):
-            weight = torch.zeros(2, 128, 2048, dtype=torch.bfloat16, device=device)
-            largest = amax_each(weight)
-            for form in formats_of(described):
-                shared = {"global_scale": global_scale(largest)} if form.name == "nvfp4" else {}
-                quantizer(form).quantize(weight, **shared)
-
-    threading.Thread(target=run, name="stream-compile", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -180,14 +172,10 @@ class SparkStreamLoader(DefaultModelLoader):
 
         Not where a cache will probably be read: Triton's first step is to hash 400 MB of its own files, and nothing would be quantized.
         """
-        if model_config.quantization == NAME and torch.cuda.is_available() and not self._may_be_cached(model_config):
+        if model_config.quantization == NAME and torch.cuda.is_available() and not _may_be_cached(self._settings, model_config.model):
             described = getattr(model_config.hf_config, "quantization_config", None) or {}
-            compile_kernels(described, torch.device("cuda", torch.cuda.current_device()))
+            compile_kernels(formats_of(described), torch.device("cuda", torch.cuda.current_device()))
         return super().load_model(vllm_config, model_config, *args, **kwargs)
-
-    def _may_be_cached(self, model_config: Any) -> bool:
-        cache_dir = self._settings.cache_dir
-        return cache_dir is not None and has_entry(cache_dir, model_config.model, self._settings.recipe.canonical())
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """As the base class does. Raises CheckpointError, with file and tensor, where vLLM's class does not take what it is given."""
@@ -310,10 +298,11 @@ class SparkStreamLoader(DefaultModelLoader):
         candidates: list[tuple[Mapping[str, Any], tuple[int, int] | None]] = []
         in_parts = (wanted := source.pipeline.handed_whole()) is None
         wanted = source.pipeline.handed() if wanted is None else wanted
-        # A stage of a pipeline, a draft in the same folder, a model without its towers: not the whole model's entry.
-        left_out = sorted(one.name for one in self._virtual.emitted() if one.name not in wanted) if self._virtual is not None else []
-        if left_out:
-            recipe = {**recipe, "without": hashlib.sha256("\0".join(left_out).encode()).hexdigest()[:16]}
+        virtual = source.pipeline.virtual
+        left = left_out(virtual, wanted)
+        completes = bool(left) and not in_parts and rank_of_world()[1] == 1 and can_be_completed(virtual, left)
+        if left and not completes:
+            recipe = recipe_without(recipe, left)
             candidates.append((recipe, None))
         if in_parts:
             recipe, tp_slice = {**recipe, "ranks": ranks()}, rank_of_world()
@@ -326,15 +315,19 @@ class SparkStreamLoader(DefaultModelLoader):
                 return served
             cached.close()
         handed = wanted if in_parts else source.pipeline.handed()
+        layout: Tensors = {name: (CODES[one.dtype], one.shape) for name, one in handed.items()}
+        plain = frozenset(name for name, one in handed.items() if one.plain and one.is_whole)
+        if completes:
+            layout, plain = completed(virtual, layout)
         source.writer = CacheWriter(
             cache_dir,
             checkpoint,
             recipe,
             tp_slice,
             quantization_config(formats, linear_modules(checkpoint)),
-            {name: (CODES[one.dtype], one.shape) for name, one in handed.items()},
+            layout,
             self._settings.cache_limit_bytes,
-            plain={name for name, one in handed.items() if one.plain and one.is_whole},
+            plain=plain,
             notes={SPELLINGS: sorted({form.spelling for form in formats.values()})},
             device=device,
             told=source.progress.cache,

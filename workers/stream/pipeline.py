@@ -28,15 +28,7 @@ from workers.stream.passing import Passing
 from workers.stream.plan import BATCH_BYTES, Batch, Input, Plan, Run, matrices_of, plan_of, steps
 from workers.stream.reader import Reader
 from workers.stream.trace import Region, Taken, Target, streamed
-from workers.stream.virtual import (
-    DTYPES,
-    Emitted,
-    Need,
-    VirtualCheckpoint,
-    Weight,
-    cut,
-    dtype_of,
-)
+from workers.stream.virtual import DTYPES, Emitted, Need, VirtualCheckpoint, Weight, cut, dtype_of
 
 logger = logging.getLogger("vllm.sparkd.stream")
 
@@ -105,7 +97,7 @@ class Pipeline:
         batch_bytes: int | None = None,
         trusted: bool = False,
     ) -> None:
-        self._virtual = virtual
+        self.virtual = virtual
         self._device = device
         self._make_reader = reader
         self._dtype = dtype
@@ -126,14 +118,14 @@ class Pipeline:
         self.fallback_reason: str | None = None
         self.unpinned_reason: str | None = None
         self._trusted = trusted
-        self._finite = Finite(device)
+        self._finite = Finite(device, weights_only=regions is None)
 
     @cached_property
     def _plans(self) -> list[Plan]:
         """When it is asked for: a pass that gives way to a quantized cache needs none."""
         return [
             plan
-            for index, unit in enumerate(self._virtual.units)
+            for index, unit in enumerate(self.virtual.units)
             if (self._only is None or index in self._only)
             and (plan := plan_of(index, unit, self._regions, self._emitted[index])) is not None
         ]
@@ -199,7 +191,7 @@ class Pipeline:
         """The same, at once, where every tensor that is needed is needed whole; else None."""
         found: dict[str, Handed] = {}
         for index, emitted in self._emitted.items():
-            plain = self._virtual.units[index].plain is not None
+            plain = self.virtual.units[index].plain is not None
             for one in emitted:
                 if self._regions is not None:
                     region = self._regions.get(one.name)
@@ -211,7 +203,8 @@ class Pipeline:
         return found
 
     def again(self, names: Collection[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a sink gets of the units that emit `names`, made once more on `device` in one pass; from any thread, without the model."""
+        """What a sink gets of the units that emit `names`, made on `device` in one pass; from any thread, without the model. What it does
+        not take is made too, where it takes everything else whole."""
         wanted = {index for index, emitted in self._emitted.items() if any(one.name in names for one in emitted)}
         made: list[tuple[str, torch.Tensor]] = []
 
@@ -226,7 +219,8 @@ class Pipeline:
                 raise RuntimeError(f"{name} is not streamed here")
 
         reader = partial(self._make_reader, pin=device.type == "cuda")
-        alone = Pipeline(self._virtual, device, reader, regions=self._regions, dtype=self._dtype, sink=Keep(), only=wanted)
+        regions = self._regions if self.handed_whole() is None else None
+        alone = Pipeline(self.virtual, device, reader, regions=regions, dtype=self._dtype, sink=Keep(), only=wanted)
         for _ in alone.tensors():
             yield from ((name, tensor) for name, tensor in made if name in names)
             made.clear()
@@ -334,7 +328,8 @@ class Pipeline:
             part = cut(matrix, weight.stored, box, need)
             if weight.scale is not None and planned.scale_slot is not None:
                 scales = raw[planned.scale_slot].view(dtype_of(weight.scale)).view(weight.scale.shape)
-                part = dequantize_fp8(part, scales, weight.stored.shape, (need.row_start, need.col_start), dtype=self._dtype)
+                scales = scales.t() if weight.stored.transposed else scales
+                part = dequantize_fp8(part, scales, weight.scale_shape, weight.scale_origin(need), dtype=self._dtype)
             needed.append((weight, planned.number, need, part))
         largest = [amax(part) for *_, part in needed]
         shared = None

@@ -150,7 +150,7 @@ def kind_of(plan: Plan) -> object | None:
         as_needed = (box.rows, box.cols) == (need.row_stop - need.row_start, need.col_stop - need.col_start)
         if one.slot != number * each or stored.transposed or not as_needed:
             return None
-        scaled = None if scale is None else (scale.dtype, scale.shape, stored.shape, need.row_start, need.col_start)
+        scaled = None if scale is None else (scale.dtype, scale.shape, weight.scale_shape, weight.scale_origin(need))
         kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype, scaled))
     return (len(plan.weights), *kinds) if len(kinds) == 1 else None
 
@@ -254,4 +254,4 @@ def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> 
     if weight.scale is None:
         return made
     scales = raw[1].view(dtype_of(weight.scale)).view(-1, *weight.scale.shape)
-    return dequantize_fp8(made, scales, weight.stored.shape, (need.row_start, need.col_start), dtype=dtype)
+    return dequantize_fp8(made, scales, weight.scale_shape, weight.scale_origin(need), dtype=dtype)

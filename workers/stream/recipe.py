@@ -56,7 +56,7 @@ class Recipe:
         """
         given = environ or {}
         if value is None or value == "" or value == {}:
-            return Recipe(BF16, variables.rules_of(given))
+            return Recipe(BF16, variables.rules_of(given), variables.notes_of(given))
         unused = variables.set_in(given)
         notes = (f"{', '.join(unused)}: not used, because `quantize` says what is quantized.",) if unused else ()
         if not isinstance(value, Mapping):
@@ -77,7 +77,8 @@ class Recipe:
         """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
 
         A checkpoint that is quantized in a way that cannot be undone here (four bits, or an unknown method) passes through unchanged.
-        Raises CheckpointError for packed experts in FP8, and for a weight that a rule spells out for fp8-block and vLLM cannot load so.
+        Raises CheckpointError for packed experts in FP8 that are in no layout known here or have no scales, and for a weight that a rule
+        spells out for fp8-block and vLLM cannot load so.
         """
         if not self.quantizes:
             return Assignment((), self.notes)

@@ -25,11 +25,25 @@ _aten = torch.ops.aten
 
 
 class Target(NamedTuple):
-    """Where a copy went: the parameter's own memory, and the part of the tensor that went there with its dimensions in this order."""
+    """Where a copy goes: a parameter's own memory, and the part of the tensor that goes there with its dimensions in this order.
 
-    memory: torch.Tensor
+    like: a view of that memory; where `offset` is given the place is of the same shape and strides, but begins at that element of the
+    storage (of 9,000 experts' places no tensor is made until something is copied there).
+    """
+
+    like: torch.Tensor
     region: Region
     dims: tuple[int | None, ...]
+    offset: int | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.like if self.offset is None else self.like.as_strided(self.like.shape, self.like.stride(), self.offset)
+
+    @property
+    def start(self) -> int:
+        """The storage's element with which it begins."""
+        return self.like.storage_offset() if self.offset is None else self.offset
 
 
 @dataclass(slots=True)

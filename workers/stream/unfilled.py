@@ -205,14 +205,19 @@ def _rows(parameter: torch.Tensor, writes: list[_Write]) -> list[bool]:
 
 def _lone(asked: Asked) -> Iterator[str]:
     """Matrices that an expert lacks and its neighbours have, where the model takes that kind at all, and halves that all of them lack."""
-    layers: dict[str, dict[str, set[int]]] = {}
+    found: dict[tuple[str, str], set[int]] = {}
     wanted: set[tuple[str, str]] = set()
     for name, taken in asked.trace.taken.items():
         if (expert := EXPERT.search(name)) is not None:
-            prefix, suffix = name[: expert.start(1)], name[expert.end(1) :]
-            layers.setdefault(prefix, {}).setdefault(suffix, set()).add(int(expert[1]))
+            kind = name[: expert.start(1)], name[expert.end(1) :]
+            if (numbers := found.get(kind)) is None:
+                numbers = found[kind] = set()
+            numbers.add(int(expert[1]))
             if taken.region is not None:
-                wanted.add((prefix, suffix))
+                wanted.add(kind)
+    layers: dict[str, dict[str, set[int]]] = {}
+    for (prefix, suffix), numbers in found.items():
+        layers.setdefault(prefix, {})[suffix] = numbers
     gated = _are_gated(asked.model)
     for prefix, kinds in layers.items():
         every = set().union(*(numbers for suffix, numbers in kinds.items() if (prefix, suffix) in wanted))

@@ -26,6 +26,12 @@ def rules_of(environ: Mapping[str, str]) -> tuple[Rule, ...]:
     return tuple(found)
 
 
+def notes_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What of it is no rule, one sentence each."""
+    idle = environ.get(NF4_GROUP_SIZE, "").strip()
+    return (f"{NF4_GROUP_SIZE}={idle}: not used, because it is of nf4 alone, which is not built yet.",) if idle else ()
+
+
 def set_in(environ: Mapping[str, str]) -> list[str]:
     """The variables that say something."""
     return [name for name in NAMES if environ.get(name, "").strip()]

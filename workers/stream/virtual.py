@@ -21,7 +21,8 @@ from sparkd.errors import CheckpointError
 from workers.stream.formats import quantizer
 from workers.stream.formats.source import refuse_scale
 from workers.stream.fusion import FUSED
-from workers.stream.packed import Packed, blocks, packed_of
+from workers.stream.packed import Block, Packed, blocks, packed_of
+from workers.stream.packed_scale import BlockScale, block_scale, refuse_codes, scale_of, scales_beside
 from workers.stream.reader import Piece
 from workers.stream.recipe import Format
 from workers.stream.trace import Region
@@ -84,15 +85,24 @@ class Stored:
 class Weight:
     """One weight to quantize: emitted under `module`, made from `stored` (and from `scale` where the source is FP8).
 
-    joint: what stands between `module` and a part's suffix.
+    scaled: what `scale` is the scale of, where that is not the weight itself. joint: what stands between `module` and a part's suffix.
     """
 
     module: str
     format: Format
     stored: Stored
     scale: TensorRef | None = None
-    scale_offset: int | None = None
+    scaled: BlockScale | None = None
     joint: str = "."
+
+    @property
+    def scale_shape(self) -> tuple[int, int]:
+        """[N, K] of what `scale` is the scale of."""
+        return self.stored.shape if self.scaled is None else self.scaled.shape
+
+    def scale_origin(self, need: Need) -> tuple[int, int]:
+        """Row and column of that at which what is needed begins."""
+        return need.row_start + (0 if self.scaled is None else self.scaled.first), need.col_start
 
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Suffix -> (dtype, shape) of what is emitted. The note of an int4's shape has no place beside a parameter of vLLM's own name."""
@@ -197,8 +207,13 @@ def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Nee
 
     regions: (suffix, region of that part); a part without rows and columns of its own (a global scale) asks for nothing.
     """
-    n, k = weight.stored.shape
-    parts = _parts(weight.format, n, k)
+    return _need(weight.format, *weight.stored.shape, tuple(regions))
+
+
+@functools.lru_cache(maxsize=4096)
+def _need(form: Format, n: int, k: int, regions: tuple[tuple[str, Region | None], ...]) -> Need | None:
+    """Experts by the thousand are asked for alike."""
+    parts = _parts(form, n, k)
     boxes: list[tuple[int, int, int, int]] = []
     for suffix, region in regions:
         shape = parts[suffix][1]
@@ -209,7 +224,7 @@ def need_of(weight: Weight, regions: Iterable[tuple[str, Region | None]]) -> Nee
         boxes.append((r0 * down, min(n, r1 * down), c0 * across, min(k, c1 * across)))
     if not boxes:
         return None
-    row_step, col_step = granularity(weight.format)
+    row_step, col_step = granularity(form)
     r0, r1 = min(box[0] for box in boxes), max(box[1] for box in boxes)
     c0, c1 = min(box[2] for box in boxes), max(box[3] for box in boxes)
     return Need(
@@ -297,7 +312,7 @@ def _group(weight: Weight) -> str:
 
 def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Format], used: set[str]) -> list[Weight]:
     if len(ref.shape) == 3 and (packed := packed_of(ref.name)):
-        return _packed(ref, packed, formats, checkpoint)
+        return _packed(ref, packed, formats, checkpoint, used)
     if not ref.name.endswith(".weight"):
         return []
     module = ref.name.removesuffix(".weight")
@@ -317,6 +332,7 @@ def _weights(checkpoint: Checkpoint, ref: TensorRef, formats: Mapping[str, Forma
     quantizer(form).check(ref.name, *ref.shape, file=ref.path)
     scale = _scale(checkpoint, module) if ref.dtype == "F8_E4M3" else None
     if scale is not None:
+        refuse_codes(scale)
         refuse_scale(scale.shape, *ref.shape, file=scale.path, tensor=scale.name)
         used.add(scale.name)
         used.update(name for name in (f"{module}.input_scale",) if name in checkpoint.tensors)
@@ -343,22 +359,26 @@ def _scale(checkpoint: Checkpoint, module: str) -> TensorRef | None:
     return next((checkpoint.tensors[name] for suffix in SCALE_SUFFIXES if (name := f"{module}.{suffix}") in checkpoint.tensors), None)
 
 
-def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint) -> list[Weight]:
-    """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py."""
+def _packed(ref: TensorRef, found: Packed, formats: Mapping[str, Format], checkpoint: Checkpoint, used: set[str]) -> list[Weight]:
+    """Experts stored as one tensor [experts, ., .]: one weight for each expert and projection, see packed.py and packed_scale.py."""
     form = formats.get(found.module) or formats.get(found.experts)
     if form is None or form.name == "bf16":
         return []
     _, rows, cols = ref.shape
     size = rows * cols * DTYPES[ref.dtype].itemsize
-    made = [
-        Weight(
-            one.module,
-            form,
-            Stored(ref, ref.offset + one.expert * size, rows, cols, one.transposed, one.row_start, row_count=one.row_count),
-            joint=one.joint,
-        )
-        for one in blocks(ref, found, checkpoint)
-    ]
+    scale = None
+    if ref.dtype == "F8_E4M3":
+        scale = scale_of(ref, found.module, checkpoint.tensors)
+        used.update(scales_beside(found.module, checkpoint.tensors))
+
+    def weight_of(block: Block) -> Weight:
+        stored = Stored(ref, ref.offset + block.expert * size, rows, cols, block.transposed, block.row_start, row_count=block.row_count)
+        if scale is None:
+            return Weight(block.module, form, stored, joint=block.joint)
+        scaled = block_scale(ref, block, scale)
+        return Weight(block.module, form, stored, scaled.ref, scaled, block.joint)
+
+    made = [weight_of(block) for block in blocks(ref, found, checkpoint)]
     for weight in made[:2]:
         quantizer(form).check(weight.module, *weight.stored.shape, file=ref.path)
     return made

@@ -1,0 +1,48 @@
+"""What a model leaves out of its checkpoint, and whether its quantized cache holds that all the same. Never reads a weight, never knows
+vLLM.
+
+A model leaves out layers that predict tokens ahead (MTP) where nothing speculates, a vision tower that `limit_mm_per_prompt` or
+`language_model_only` takes away, a head that pools. An entry without them would have a name of its own, because another start may want
+them: which it is could only be told once the model has been asked about the whole checkpoint, and neither that start nor an export could
+use it. So they are made after the load, on the CPU and from the source, as what the disk was too slow for is, and the entry is the whole
+model's. Not where they are more than what the model takes: a draft in the folder of its target, or a stage of a pipeline, would quantize
+a model that it has nothing to do with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from workers.stream.cache_writer import layout_of
+from workers.stream.layout import Tensors
+from workers.stream.pipeline import SHAPE
+from workers.stream.virtual import Emitted, VirtualCheckpoint
+
+
+def left_out(virtual: VirtualCheckpoint, taken: Container[str]) -> list[Emitted]:
+    return [one for one in virtual.emitted() if one.name not in taken]
+
+
+def can_be_completed(virtual: VirtualCheckpoint, left: Sequence[Emitted]) -> bool:
+    """Whether it is less than what is taken, in bytes, and no unit is taken in part: its weights share a scale, which the load makes of
+    those that are taken alone."""
+    units: dict[int, set[str]] = {}
+    for one in left:
+        units.setdefault(one.unit, set()).add(one.name)
+    torn = any(one.unit in units and one.name not in units[one.unit] and one.suffix != SHAPE for one in virtual.emitted())
+    return not torn and 2 * sum(math.prod(one.shape) * one.dtype.itemsize for one in left) < virtual.emitted_bytes
+
+
+def completed(virtual: VirtualCheckpoint, taken: Tensors) -> tuple[Tensors, frozenset[str]]:
+    """As `layout_of`, what is taken first: what comes later is apart from it, so that only one block of a file has to wait for both."""
+    whole, plain = layout_of(virtual)
+    return {**taken, **{name: one for name, one in whole.items() if name not in taken}}, plain
+
+
+def recipe_without(recipe: Mapping[str, Any], left: Sequence[Emitted]) -> dict[str, Any]:
+    """The key of an entry that lacks them."""
+    names = "\0".join(sorted(one.name for one in left))
+    return {**recipe, "without": hashlib.sha256(names.encode()).hexdigest()[:16]}

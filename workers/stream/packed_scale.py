@@ -1,0 +1,106 @@
+"""Which part of a scale belongs to which block of a packed FP8 tensor. Never reads a weight, never imports torch or vLLM.
+
+Beside `experts.gate_up_proj` [experts, ., .] three kinds are stored:
+
+* one value for all experts, or one for each: `_weight_scale` [] (ModelOpt's FP8 of Llama 4; vllm/model_executor/models/mllama4.py,
+  `_rename_weight_for_modelopt_checkpoint`), `_scale_inv` [experts, 1, 1] (Mistral-Small-4-119B-2603);
+* one for each row of the result: `_scale` [experts, 1, N] beside blocks [K, N] (transformers/integrations/fbgemm_fp8.py,
+  FbgemmFp8Llama4TextExperts);
+* one for each 128x128: `_scale_inv` [experts, rows/128, columns/128], rows and columns as the file has them
+  (transformers/integrations/finegrained_fp8.py, FP8Experts).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from sparkd.checkpoint import TensorRef
+from sparkd.errors import CheckpointError
+from workers.stream.packed import Block, packed_of
+
+BLOCK = 128
+_WEIGHTS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", ".weight_scale_inv", ".weight_scale", ".scale")
+_ACTIVATIONS = ("_activation_scale", "_input_scale", ".activation_scale", ".input_scale")
+_SCALE = re.compile(r"(.+?)[._](?:weight_|input_|activation_)?scale(?:_inv)?")
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+_CURE = "Leave out `quantize`, and vLLM serves them as they are"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScale:
+    """The scale of one block, or of the rows that are one weight: the bytes at `ref`, of two dimensions and standing as the block does.
+
+    shape: [N, K] of what it is the scale of; first: the row of that at which the weight begins.
+    """
+
+    ref: TensorRef
+    shape: tuple[int, int]
+    first: int = 0
+
+
+def scale_of(packed: TensorRef, module: str, tensors: Mapping[str, TensorRef]) -> TensorRef:
+    """The scale beside a packed FP8 tensor. Raises CheckpointError where there is none."""
+    found = next((tensors[name] for suffix in _WEIGHTS if (name := f"{module}{suffix}") in tensors), None)
+    if found is None:
+        raise CheckpointError(
+            f"packed experts in FP8 have no scale beside them: {module}_scale_inv, _weight_scale or _scale is expected",
+            file=packed.path,
+            tensor=packed.name,
+            cure=_CURE,
+        )
+    refuse_codes(found)
+    return found
+
+
+def refuse_codes(scale: TensorRef) -> None:
+    """Raises CheckpointError for an FP8 weight's scale that is no fraction: codes of E8M0 as bytes would be taken as numbers."""
+    if scale.dtype not in _SCALES:
+        told = f"an FP8 weight's scale holds {scale.dtype}, and {', '.join(_SCALES)} are known"
+        raise CheckpointError(told, file=scale.path, tensor=scale.name, cure=_CURE)
+
+
+def scales_beside(module: str, tensors: Container[str]) -> list[str]:
+    """The names of all that serves a packed FP8 tensor alone, scales of activations included."""
+    return [name for suffix in (*_WEIGHTS, *_ACTIVATIONS) if (name := f"{module}{suffix}") in tensors]
+
+
+def packed_module_of(name: str) -> str | None:
+    """The module of packed experts that a tensor of this name would be a scale of; None for any other name."""
+    found = _SCALE.fullmatch(name)
+    return found[1] if found is not None and packed_of(found[1]) is not None else None
+
+
+def block_scale(packed: TensorRef, block: Block, scale: TensorRef) -> BlockScale:
+    """Raises CheckpointError for a scale of another shape than the three kinds have."""
+    experts, rows, cols = packed.shape
+    n, k = (cols, rows) if block.transposed else (rows, cols)
+    count = math.prod(scale.shape)
+    each = scale.shape[1:] if scale.shape[:1] == (experts,) else None
+    across = -(-cols // BLOCK)
+    weight = (n if block.row_count is None else block.row_count, k)
+    if count == 1 or (each is not None and math.prod(each) == 1):
+        return BlockScale(_part(scale, block.expert if count > 1 else 0, (1, 1)), weight)
+    if each in ((n,), (n, 1), (1, n)):
+        shape = (1, weight[0]) if block.transposed else (weight[0], 1)
+        return BlockScale(_part(scale, block.expert * n + block.row_start, shape), weight)
+    if each == (-(-rows // BLOCK), across):
+        first = block.expert * math.prod(each)
+        if not block.transposed and block.row_start % BLOCK == 0 and (weight[0] % BLOCK == 0 or block.row_start + weight[0] == n):
+            return BlockScale(_part(scale, first + block.row_start // BLOCK * across, (-(-weight[0] // BLOCK), across)), weight)
+        return BlockScale(_part(scale, first, each), (n, k), block.row_start)
+    raise CheckpointError(
+        f"packed experts in FP8 of shape {list(packed.shape)} have a scale of shape {list(scale.shape)}, which is neither one value, nor "
+        "one for each expert, row or 128x128 block",
+        file=scale.path,
+        tensor=scale.name,
+        cure=_CURE,
+    )
+
+
+def _part(scale: TensorRef, first: int, shape: tuple[int, int]) -> TensorRef:
+    """The elements from `first` on, as a tensor of this shape."""
+    size = scale.nbytes // math.prod(scale.shape)
+    return scale._replace(shape=shape, offset=scale.offset + first * size, nbytes=math.prod(shape) * size)
