@@ -1,10 +1,11 @@
 """Engines of several kinds of attention, one after the other, sized by the worker class under test: JSON on stdin, a JSON line for each.
 
-    {"folder": FOLDER, "kinds": [NAME], "pool_bytes": N}  ->  {"kind": NAME, "finished": N, "preempted": N, "tokens": N, "report": {...}}
+    {"folder": FOLDER, "kinds": [NAME], "pool_bytes": N}  ->  {"kind": NAME, "finished": N, "preempted": N, "tokens": N, "report": {...},
+                                                               "told": {...}}
                                                               {"kind": REFUSED, "refused": SENTENCE, "report": {...}}
 
-tokens: what vLLM itself says the cache holds. REFUSED: an engine that must leave all of the machine free. One process, because importing
-vLLM takes longer than each of them.
+tokens: what vLLM itself says the cache holds. told: what the ranks' reports say together. REFUSED: an engine that must leave all of the
+machine free. One process, because importing vLLM takes longer than each of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from tests.architectures import ARCHITECTURES
 from tests.checkpoints import write_checkpoint
 from workers.kv.readings import host
 from workers.kv.settings import VARIABLE
+from workers.kvfile import read_kv
 
 GIB = 2**30
 MAX_MODEL_LEN, MAX_NUM_SEQS = 512, 3
 REFUSED = "refused"
+TWO_RANKS = "two ranks"
 _N_GRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 # name -> (architecture, engine arguments)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,6 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear, prefix caching": ("qwen3_next", {"enable_prefix_caching": True}),
     "no chunks": ("llama", {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_LEN}),
     "draft model": ("llama", {"speculative_config": {"model": "llama", "num_speculative_tokens": 2}}),
+    TWO_RANKS: ("llama", {"tensor_parallel_size": 2, "worker_cls": "tests.kv_unequal.UnequalWorker"}),
     # The last: it imports numba, whose functions vLLM 0.32 stumbles over when another engine starts in the process.
     "n-gram": ("llama", {"speculative_config": _N_GRAM}),
 }
@@ -71,16 +75,19 @@ def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:
         more = {**more, "speculative_config": {**more["speculative_config"], "model": str(written(architecture, folder))}}
     report = folder / "report"
     # So much margin that a rehearsal is needed, and the pool small all the same.
-    known = {"margin_bytes": max(0, host().room - 4 * GIB), "at_most_bytes": pool_bytes, "report": str(report)}
+    left = 4 * GIB * more.get("tensor_parallel_size", 1)
+    known = {"margin_bytes": max(0, host().room - left), "at_most_bytes": pool_bytes, "report": str(report)}
+    if kind == TWO_RANKS:
+        known |= {"profiles": str(folder / "profiles")}
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     os.environ[VARIABLE] = json.dumps(known)
     llm = LLM(
         str(written(architecture, folder)),
-        worker_cls="workers.kv.SparkCPUWorker",
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
         disable_log_stats=False,
-        **{"max_num_batched_tokens": MAX_MODEL_LEN // 4, "enable_prefix_caching": False, **more},
+        **{"worker_cls": "workers.kv.SparkCPUWorker", "max_num_batched_tokens": MAX_MODEL_LEN // 4, "enable_prefix_caching": False, **more},
     )
     longest = [TokensPrompt(prompt_token_ids=[5 + number] * (MAX_MODEL_LEN - 2)) for number in range(2 * MAX_NUM_SEQS)]
     done = llm.generate(longest, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
@@ -90,7 +97,13 @@ def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()
-    return {"finished": finished, "preempted": preempted, "tokens": tokens, "report": json.loads(report.read_text())}
+    return {
+        "finished": finished,
+        "preempted": preempted,
+        "tokens": tokens,
+        "report": json.loads(report.read_text()),
+        "told": read_kv(report),
+    }
 
 
 def written(architecture: str, folder: Path) -> Path:

@@ -122,6 +122,31 @@ def test_one_failure_in_any_start_is_a_failure(more: dict[str, Any], load: bool,
     assert told(starts, "preemptions").met is storm
 
 
+@pytest.mark.parametrize(
+    ("more", "met"),
+    [({}, True), ({"free_lowest": 60 * GIB - GIB}, True), ({"free_lowest": 50 * GIB}, False), ({"failed": "OutOfMemoryError: x"}, False)],
+)
+def test_a_reservation_is_kept_under_the_load(more: dict[str, Any], met: bool) -> None:
+    one = start("reserved", **{"free_before": 100 * GIB, "free_lowest": 60 * GIB, "reserved": 40 * GIB, **more})
+    row = told([start("first"), one], "held under the load")
+    assert row.met is met
+    assert row.measured.startswith(f"{(100 * GIB - one.free_lowest) / GIB:.2f} of 40.00 GiB")
+    assert told([start("first", tokens=1010), one, start("tuned", utilization=1.0)], "KV tokens").met, "its cache is a smaller one"
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "met"), [("rehearsal", {}, True), ("profile", {}, False), ("rehearsal", {"failed": "OutOfMemoryError: x"}, False)]
+)
+def test_after_a_setback_it_rehearses_and_serves(source: str, more: dict[str, Any], met: bool) -> None:
+    one = start("setback", report={"phase": "ready", "source": source, "peak_bytes": GIB}, **more)
+    assert told([start("first"), one], "after a setback").met is met
+
+
+def test_a_start_in_a_pinch_has_a_profile_to_lose() -> None:
+    assert kv.planned(["reserved", "setback"], 10, 3) == 3
+    assert kv.planned(["starts", "reserved"], 1, 1) == kv.planned(["starts"], 1, 1) + 1
+
+
 def test_times_are_ratios_of_neighbours_and_of_those_the_median() -> None:
     starts = []
     for rep, (stock, first, second) in enumerate([(20, 24, 20.2), (40, 60, 40.4), (20, 22, 30)]):

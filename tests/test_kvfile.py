@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparkd.state import Progress
 from workers import kvfile
 from workers.kv.report import Report
-from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
+from workers.kvfile import kv_path, over_nodes, read_kv, remove_kv, with_kv
 from workers.progress import Parser
 
 GIB = 1 << 30
@@ -22,10 +22,15 @@ TOLD: dict[str, Any] = {
     "v": 1, "rank": 0, "phase": "ready", "at": 5000.0, "source": "rehearsal", "pool_bytes": 8 * GIB, "room_bytes": 12 * GIB,
     "margin_bytes": GIB, "graphs_bytes": GIB, "peak_bytes": GIB, "weights_bytes": 4 * GIB, "spare_bytes": 0, "tokens": 65536,
     "sequences": 8.5, "bytes_per_token": 131072.0, "limited_by_other_rank": False, "slack_bytes": 3 * GIB, "error_bytes": -5,
+    "load_peak_bytes": GIB // 2,
 }  # fmt: skip
+OF_RANK: dict[str, Any] = {name: TOLD[name] for name in kvfile.BY_RANK}
 READ: dict[str, Any] = {name: value for name, value in TOLD.items() if name not in ("v", "at", "limited_by_other_rank")} | {
     "why": None,
+    "source_why": None,
+    "peak_why": None,
     "ranks": 1,
+    "by_rank": [OF_RANK],
 }
 REHEARSING = {"v": 1, "rank": 0, "phase": "rehearsing", "at": 4990.0}
 
@@ -51,12 +56,17 @@ def test_what_the_worker_writes_is_read(path: Path) -> None:
         report.tell("sized", **{name: value for name, value in TOLD.items() if name not in ("v", "rank", "phase", "at")})
         report.tell("ready", slack_bytes=3 * GIB, error_bytes=-5)
 
-    assert read_kv(path) == READ | {"ranks": 2, "why": "rank 0 has the least left (12.00 GiB, the others 12.00 GiB or more)"}
+    assert read_kv(path) == READ | {
+        "ranks": 2,
+        "why": "rank 0 has the least left (12.00 GiB, the others 12.00 GiB or more)",
+        "by_rank": [OF_RANK, OF_RANK | {"rank": 1}],
+    }
 
 
 def test_before_there_is_a_size(path: Path) -> None:
     path.write_text(json.dumps(REHEARSING))
-    assert read_kv(path) == dict.fromkeys(READ) | {"phase": "rehearsing", "rank": 0, "ranks": 1}
+    alone = dict.fromkeys(OF_RANK) | {"phase": "rehearsing", "rank": 0, "limited_by_other_rank": False}
+    assert read_kv(path) == dict.fromkeys(READ) | {"phase": "rehearsing", "rank": 0, "ranks": 1, "by_rank": [alone]}
 
 
 def test_the_smallest_rank_decides_and_the_report_says_why(path: Path) -> None:
@@ -79,6 +89,30 @@ def test_once_they_are_equal_it_is_the_one_that_no_other_limits(path: Path) -> N
 
     assert found["rank"] == 1
     assert found["why"] == "rank 1 has 12.00 GiB left and needs the most beside its cache"
+
+
+def test_over_nodes_the_smallest_rank_decides_and_every_rank_is_told(tmp_path: Path) -> None:
+    nodes = []
+    for rank, changes in enumerate(({}, {"room_bytes": 10 * GIB, "slack_bytes": 2 * GIB}, {"limited_by_other_rank": True})):
+        path = kv_path(str(tmp_path), f"m-1-0{rank}")
+        write(path, rank, pool_bytes=6 * GIB if rank else 8 * GIB, source_why="rank 1 has no profile of this engine", **changes)
+        nodes.append(read_kv(path))
+    found = over_nodes(nodes)
+
+    assert (found["rank"], found["pool_bytes"], found["slack_bytes"], found["ranks"]) == (1, 6 * GIB, 2 * GIB, 3)
+    assert found["why"] == "rank 1 has the least left (10.00 GiB, the others 12.00 GiB or more)"
+    assert found["source_why"] == "rank 1 has no profile of this engine"
+    assert [(one["rank"], one["room_bytes"]) for one in found["by_rank"]] == [(0, 12 * GIB), (1, 10 * GIB), (2, 12 * GIB)]
+    assert (over_nodes([]), over_nodes(nodes[:1])) == ({}, nodes[0])
+
+
+def test_a_refusal_on_another_node_is_the_models(tmp_path: Path) -> None:
+    ready, refused = kv_path(str(tmp_path), "m-1-00"), kv_path(str(tmp_path), "m-1-01")
+    write(ready, phase="sized")
+    write(refused, 1, phase="refused", why="One request needs 3 GiB and 1 GiB is left.")
+    found = over_nodes([read_kv(ready), read_kv(refused)])
+
+    assert (found["phase"], found["rank"], found["why"]) == ("refused", 1, "One request needs 3 GiB and 1 GiB is left.")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +170,7 @@ def test_what_is_no_report_says_nothing(path: Path, text: str) -> None:
 )
 def test_a_field_that_cannot_be_so_costs_that_field(path: Path, changes: dict[str, Any], read: dict[str, Any]) -> None:
     path.write_text(json.dumps(TOLD | changes))
-    assert read_kv(path) == READ | read
+    assert read_kv(path) == READ | read | {"by_rank": [OF_RANK | {name: value for name, value in read.items() if name in OF_RANK}]}
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "nothing"])

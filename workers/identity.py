@@ -1,4 +1,5 @@
-"""What a node would serve a model with: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine, reads no weight."""
+"""What a node would serve a model with: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine, never reads a whole
+weight."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ WEIGHTS = (".safetensors", ".bin", ".gguf")
 # What decides shapes and names besides the weights. Rank 0 alone uses the tokenizer.
 CONFIG = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 DIGITS = 12
+# Of each file of weights; what differs in a twentieth of a file is seen in 32 of 33 cases, and in one of a hundred such files for certain.
+SAMPLES, SAMPLE_BYTES = 64, 4096
 _PREFIX_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE)
 _OURS = Path(__file__).resolve().parent
@@ -25,8 +28,9 @@ _OURS = Path(__file__).resolve().parent
 def identity(runtime: str, model: str, revision: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
     """{"vllm", "platform", "plugin", "files"}: plain JSON that is equal on two nodes where ranks of one model may be on both.
 
-    files: name -> [bytes, digest], the digest of a safetensors file over its header alone, "" where only the size is looked at; None
-    where the model is not on this node. Times and folders are left out, since a copy has others. Blocks. Raises RankError.
+    files: name -> [bytes, digest]; that of weights is over the header and SAMPLES blocks spread over the file, because two fine-tunes of
+    a model differ in nothing else. None where the model is not on this node. Times and folders are left out, since a copy has others.
+    Blocks. Raises RankError.
     """
     folder = Path(model) if model.startswith("/") else snapshot_of(model, revision, environ)
     try:
@@ -57,10 +61,15 @@ def _files(folder: Path) -> dict[str, list[Any]]:
 def _digest(path: Path) -> str:
     if path.name in CONFIG:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
-    if path.suffix != ".safetensors":
-        return ""
     with open(path, "rb") as file:
-        prefix = file.read(_PREFIX_BYTES)
-        # No more than the file holds is read, whatever the number says; a file that lies about it the engine refuses.
-        header = file.read(min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES))
-    return hashlib.sha256(prefix + header).hexdigest()[:DIGITS]
+        digest = hashlib.sha256()
+        if path.suffix == ".safetensors":
+            prefix = file.read(_PREFIX_BYTES)
+            # No more than the file holds is read, whatever the number says; a file that lies about it the engine refuses.
+            digest.update(prefix + file.read(min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES)))
+        # Reading ahead would put half of a checkpoint into the page cache.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        last = max(0, os.fstat(file.fileno()).st_size - SAMPLE_BYTES)
+        for at in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, at))
+    return digest.hexdigest()[:DIGITS]

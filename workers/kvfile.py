@@ -19,9 +19,12 @@ MAX_RANK = 9999
 # The arithmetic in words, with its cures.
 WHY_CHARS = 1000
 GIB = 1 << 30
-_SIZES = ("pool_bytes", "tokens", "room_bytes", "margin_bytes", "graphs_bytes", "peak_bytes", "weights_bytes")
+_SIZES = ("pool_bytes", "tokens", "room_bytes", "margin_bytes", "graphs_bytes", "peak_bytes", "weights_bytes", "load_peak_bytes")
 _SHARES = ("sequences", "bytes_per_token")
 _DIFFERENCES = ("spare_bytes", "slack_bytes", "error_bytes")
+LIMITED = "limited_by_other_rank"
+# What is told of each rank; of its arithmetic, all that may differ.
+BY_RANK = ("rank", "phase", "source", *_SIZES, *_DIFFERENCES, LIMITED)
 
 
 def kv_path(run_dir: str, rank_id: str) -> Path:
@@ -33,20 +36,43 @@ def read_kv(path: Path) -> dict[str, Any]:
     """What the workers of a rank's engine say together; empty where none says anything that can be read.
 
     vLLM gives every rank the cache of the one that has the least, so the numbers are that one's (`rank`); slack_bytes is the least of
-    all. why: what was refused, why vLLM sized it itself, or which rank decides among several. Keys are always the same, None is unknown.
+    all. why: what was refused, why vLLM sized it itself, or which rank decides among several; source_why: which rank had all of them
+    rehearse; peak_why: that a batch under load took more than was learned. by_rank: the numbers of each (BY_RANK). Keys are always the
+    same, None is unknown.
     """
     files = [told for told in map(_read, paths_of(path)) if told is not None]
     if not files:
         return {}
     phase = min((told["phase"] for told in files), key=PHASES.index)
     deciding = _deciding(files, phase)
-    slack = [told["slack_bytes"] for told in files if told["slack_bytes"] is not None]
+    by_rank = [{name: told[name] for name in BY_RANK} for told in sorted(files, key=lambda told: told["rank"])]
     return {
-        **{name: value for name, value in deciding.items() if name not in ("at", "limited")},
+        **{name: value for name, value in deciding.items() if name not in ("at", LIMITED)},
         "phase": phase,
-        "slack_bytes": min(slack) if slack else None,
+        "slack_bytes": _least([told["slack_bytes"] for told in files]),
         "ranks": len(files),
-        "why": deciding["why"] or _comparison(files, deciding),
+        "why": deciding["why"] or _comparison(by_rank, deciding),
+        "by_rank": by_rank,
+    }
+
+
+def over_nodes(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What read_kv says on several nodes, as one: the smallest rank of all decides, and `why` says which it is. Empty for nobody."""
+    if len(told) < 2:
+        return dict(told[0]) if told else {}
+    by_rank = sorted((one for node in told for one in node.get("by_rank") or ()), key=lambda one: one["rank"])
+    phase = min((_phase(node) for node in told), key=PHASES.index)
+    those = [node for node in told if _phase(node) == phase] if phase in ("refused", "stock") else list(told)
+    limited = {one["rank"] for one in by_rank if one[LIMITED]}
+    sized = [node for node in those if node.get("pool_bytes") is not None] or those
+    deciding = min(sized, key=lambda node: (node.get("pool_bytes") or 0, node.get("rank") in limited, node.get("rank") or 0))
+    return {
+        **deciding,
+        "phase": phase,
+        "slack_bytes": _least([node.get("slack_bytes") for node in told]),
+        "ranks": sum(node.get("ranks") or 1 for node in told),
+        "why": deciding.get("why") if phase in ("refused", "stock") else _comparison(by_rank, deciding),
+        "by_rank": by_rank,
     }
 
 
@@ -70,13 +96,22 @@ def _deciding(files: Sequence[dict[str, Any]], phase: str) -> dict[str, Any]:
     if phase in ("refused", "stock"):
         return min((told for told in files if told["phase"] == phase), key=lambda told: told["at"])
     sized = [told for told in files if told["pool_bytes"] is not None]
-    return min(sized or files, key=lambda told: (told["pool_bytes"] or 0, told["limited"], told["rank"]))
+    return min(sized or files, key=lambda told: (told["pool_bytes"] or 0, told[LIMITED], told["rank"]))
 
 
-def _comparison(files: Sequence[dict[str, Any]], deciding: Mapping[str, Any]) -> str | None:
+def _phase(node: Mapping[str, Any]) -> str:
+    """What an agent of another release says may have another name: then nothing is ready yet."""
+    return node["phase"] if node.get("phase") in PHASES else "rehearsing"
+
+
+def _least(values: Sequence[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _comparison(ranks: Sequence[Mapping[str, Any]], deciding: Mapping[str, Any]) -> str | None:
     """`rank 1 has the least left (20.10 GiB, the others 22.30 GiB or more)`."""
-    others = [told["room_bytes"] for told in files if told is not deciding and told["room_bytes"] is not None]
-    if not others or deciding["room_bytes"] is None or deciding["pool_bytes"] is None:
+    others = [told["room_bytes"] for told in ranks if told["rank"] != deciding.get("rank") and told["room_bytes"] is not None]
+    if not others or deciding.get("room_bytes") is None or deciding.get("pool_bytes") is None:
         return None
     name, room, least = deciding["rank"], deciding["room_bytes"] / GIB, min(others) / GIB
     if least < room:
@@ -95,11 +130,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         "phase": raw["phase"],
         "at": number(raw.get("at")) or 0.0,
         "rank": int(rank) if rank <= MAX_RANK else 0,
-        "limited": raw.get("limited_by_other_rank") is True,
+        LIMITED: raw.get("limited_by_other_rank") is True,
         "source": raw["source"] if raw.get("source") in SOURCES else None,
         **{name: _whole(number(raw.get(name))) for name in _SIZES},
         **{name: number(raw.get(name)) for name in _SHARES},
         **{name: _whole(signed(raw.get(name))) for name in _DIFFERENCES},
+        "source_why": text(raw.get("source_why"), WHY_CHARS),
+        "peak_why": text(raw.get("peak_why"), WHY_CHARS),
         "why": text(raw.get("why"), WHY_CHARS) or refused,
     }
 

@@ -35,6 +35,7 @@ def register() -> None:
         from vllm.model_executor.layers.quantization import register_quantization_config
         from vllm.model_executor.model_loader import register_model_loader
 
+        from workers.stream.compiling import make_ready_if_told
         from workers.stream.loader import SparkStreamLoader
         from workers.stream.method import NAME, SparkConfig
 
@@ -48,6 +49,7 @@ def register() -> None:
     register_quantization_config(NAME)(SparkConfig)
     register_model_loader(LOAD_FORMAT)(SparkStreamLoader)
     EngineArgs.create_model_config = described
+    make_ready_if_told(os.environ)
 
 
 def _refuse(sentence: str) -> None:

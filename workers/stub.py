@@ -13,6 +13,7 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
     SPARKD_STUB_EXIT_CODE         the exit status of that, 0 included (a dead vLLM engine exits 0: vllm#48966)
     SPARKD_STUB_IGNORE_SIGTERM    1: only SIGKILL ends it
     SPARKD_STUB_CHILDREN          sleeping children in its process group; the first ignores SIGTERM
+    SPARKD_STUB_CORE              1: the last of them stands for the engine core, whose end is the engine's, exit code 1
     SPARKD_STUB_RECORD            a file for {"argv", "environ", "pid", "children"}, written at the start, mode 0600
 """
 
@@ -95,6 +96,7 @@ class Life:
     exit_code: int = 1
     ignore_sigterm: bool = False
     children: int = 0
+    core: bool = False
     record: str | None = None
 
     @classmethod
@@ -175,6 +177,8 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     for number in (signal.SIGINT,) if life.ignore_sigterm else (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     # vLLM binds before it loads and listens after: until then the socket's file is there and refuses connections.
+    if life.core and children:
+        loop.add_reader(os.pidfd_open(children[-1].pid), _core_died, stop)
     listener = None if line.headless else _bind(line.uds, line.host, line.port)
     load, kv = StubLoad(line.flags, life.load_bytes), StubKv(line.flags, os.environ, life.room_bytes)
     team = StubTeam.of(line.flags)
@@ -198,6 +202,12 @@ async def _live(line: CommandLine, life: Life, engine: StubEngine, children: lis
     for child in children:
         child.terminate()
     return status or 0
+
+
+def _core_died(stop: asyncio.Event) -> None:
+    if not stop.is_set():
+        _log("APIServer", "core_client.py:623", "Engine core proc EngineCore died unexpectedly, shutting down client.", level="ERROR")
+        os._exit(1)
 
 
 async def _load(life: Life, engine: StubEngine, load: StubLoad, kv: StubKv, stop: asyncio.Event) -> int | None:

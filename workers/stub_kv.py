@@ -67,7 +67,7 @@ class StubKv:
         self._machine.seconds = seconds
         # A pretended machine does not breathe.
         sizing.WINDOW_S = sizing.KNOWN_WINDOW_S = 0.0
-        working = asyncio.create_task(asyncio.to_thread(self._sizing.determine, lambda: GIB))
+        working = asyncio.create_task(asyncio.to_thread(self._sizing.determine, lambda _limit: GIB))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         self._machine.ended.set()
@@ -93,8 +93,8 @@ class _Machine:
         self.seconds = 0.0
         self.ended = threading.Event()
 
-    def warm(self) -> None:
-        return
+    def warm(self) -> int:
+        return 0
 
     def rehearse(self, scale: float) -> Demand:
         self.ended.wait(self.seconds)
@@ -110,4 +110,10 @@ class _Machine:
         return GIB // 4
 
     def idle(self) -> int:
+        return 0
+
+    def mark(self) -> None:
+        return
+
+    def taken_by_batch(self) -> int:
         return 0

@@ -10,6 +10,8 @@ Steps of each case (a model, eager or with CUDA graphs), which --only chooses by
     best     stock vLLM at the largest gpu_memory_utilization, in steps of 0.005, that starts and survives the load
     starts   --starts starts of ours under the load; the first --reps of them come in threes, which are timed: without a profile, from
              the profile, and stock vLLM at the best utilization without a load
+    reserved one start of ours that may take --reserve-gib in all, under the load
+    setback  one start of ours after a rehearsal that is said to have run out of memory, under the load
 The load is --rounds times max_num_seqs prompts of the longest length (kv_case.py). Each start is a process of its own, and before each
 one the ballast process (kv_ballast.py) makes what is left the same again. --plan says how many starts there would be.
 
@@ -48,6 +50,7 @@ NOISE_BYTES, TRIES = GIB // 4, 2
 # About as many as the search needs from a guess that is a step away.
 SEARCH_STARTS = 4
 FLOOR_BYTES = 3 * GIB
+STEPS = ("stock", "best", "starts", kv_figures.RESERVED, kv_figures.SETBACK)
 WARM_UP, OWN_WARM_UP = "warm-up", "own warm-up"
 LAST_PHASES = ("ready", "refused", "stock")
 WORKERS = {True: "workers.kv.SparkWorker", False: "workers.kv.SparkCPUWorker"}
@@ -88,6 +91,11 @@ class Bench:
             kv_figures.largest(lambda step: self._start(case, "tuned", round(step * STEP, 3)).survived, self._guess(), 1, int(1 / STEP))
         if "starts" in steps:
             self._ours(case)
+        for kind in (kv_figures.RESERVED, kv_figures.SETBACK):
+            if kind in steps:
+                if not any(self._profiles(case).glob("*.json")):
+                    self._start(case, OWN_WARM_UP)
+                self._start(case, kind)
 
     def _ours(self, case: str) -> None:
         tuned = kv_figures.best(one for one in self.starts if one.case == case)
@@ -119,7 +127,7 @@ class Bench:
             told = start.failed or f"{start.tokens:,} KV tokens, ready after {start.process_s:.1f} s"
             _say(f"{case}: {kind} {'' if utilization is None else utilization} {told}")
             # Stock reads the machine only to refuse; what its process may have is a fixed share.
-            unmoved = abs(start.others_bytes) <= NOISE_BYTES or (kind not in kv_figures.OURS and not start.ended_for_others)
+            unmoved = abs(start.others_bytes) <= NOISE_BYTES or (kind not in kv_figures.BY_WORKER and not start.ended_for_others)
             if unmoved or number == TRIES - 1:
                 break
             _say(f"again: other processes took {start.others_bytes / GIB:+.2f} GiB meanwhile")
@@ -139,10 +147,12 @@ class Bench:
         arguments = kv_models.arguments(given.preset, cuda=self._cuda, eager=eager, dummy=dummy, attention=given.attention_backend)
         self._count += 1
         report = self._logs / f"{self._count:03d}-{case.replace(' ', '-')}-{kind}.report"
-        ours = kind in kv_figures.OURS or kind == OWN_WARM_UP
+        ours = kind in kv_figures.BY_WORKER or kind == OWN_WARM_UP
+        reserved = int(given.reserve_gib * GIB) if kind == kv_figures.RESERVED else 0
         if ours:
             arguments["worker_cls"] = WORKERS[self._cuda]
             known = {"margin_bytes": self._margin, "profiles": str(self._profiles(case)), "report": str(report)}
+            known |= {"reserved_bytes": reserved} if reserved else {}
             more["SPARKD_KV"] = json.dumps(known)
         else:
             arguments["gpu_memory_utilization"] = utilization
@@ -152,6 +162,9 @@ class Bench:
         question = {"model": str(model), "arguments": arguments, "rounds": rounds, "load": given.load, "new_tokens": NEW_TOKENS}
         if kind == "first":
             shutil.rmtree(self._profiles(case), ignore_errors=True)
+        if kind == kv_figures.SETBACK:
+            for learned in self._profiles(case).glob("*.json"):
+                learned.rename(learned.with_suffix(".setback")).write_bytes(b".")  # one byte for each
         level = self._level()
         free = question["free"] = level["free"]
         watch = None
@@ -159,7 +172,7 @@ class Bench:
             least = self._margin - NOISE_BYTES
             watch = Watch(self._ballast, free, level["held"], least, FLOOR_BYTES, lambda: _told(report).get("phase") in LAST_PHASES)
         began = time.monotonic()
-        start = Start(case, kind, utilization, rep, free)
+        start = Start(case, kind, utilization, rep, free, reserved=reserved)
         try:
             answer = child.ask(
                 "tests.bench.kv_case", question, env, limit_s=given.start_limit_s, log=report.with_suffix(".log"), watch=watch
@@ -201,7 +214,7 @@ def _judged(start: Start, watch: Watch, margin: int) -> Start:
     start = replace(start, others_bytes=watch.others_bytes)
     if watch.over:
         return replace(start, failed=watch.over, ended_for_others=watch.for_others)
-    if start.kind not in kv_figures.OURS and start.failed is None and start.free_lowest is not None and start.free_lowest < margin:
+    if start.kind not in kv_figures.BY_WORKER and start.failed is None and start.free_lowest is not None and start.free_lowest < margin:
         return replace(start, failed=f"over-commits: {start.free_lowest / GIB:.2f} GiB were left of {margin / GIB:.2f}")
     return start
 
@@ -209,7 +222,9 @@ def _judged(start: Start, watch: Watch, margin: int) -> Start:
 def planned(steps: Sequence[str], starts: int, reps: int) -> int:
     """About how many starts a case takes."""
     ours = len(kv_figures.schedule(starts, reps)) + ("best" not in steps) if "starts" in steps else 0
-    return ("stock" in steps) + (SEARCH_STARTS if "best" in steps else 0) + ours
+    pinched = sum(step in (kv_figures.RESERVED, kv_figures.SETBACK) for step in steps)
+    pinched += bool(pinched) and "starts" not in steps
+    return pinched + ("stock" in steps) + (SEARCH_STARTS if "best" in steps else 0) + ours
 
 
 def _case(name: str, eager: bool) -> str:
@@ -243,13 +258,16 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.kv", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--preset", choices=sorted(kv_models.PRESETS))
     parser.add_argument("--model", type=Path, help="a checkpoint's folder instead of the preset's models")
-    parser.add_argument("--only", default="", help="a regular expression for the steps' names: MODEL eager|graphs stock|best|starts")
+    parser.add_argument(
+        "--only", default="", help="a regular expression for the steps' names: MODEL eager|graphs stock|best|starts|reserved|setback"
+    )
     parser.add_argument("--starts", type=int, default=10, help="of ours, under the load")
     parser.add_argument("--reps", type=int, default=3, help="how often the times are taken")
     parser.add_argument("--rounds", type=int, default=20, help="of the load")
     parser.add_argument("--load", choices=("longest", "prompt-logprobs"), default="longest")
     parser.add_argument("--utilization", type=float, default=0.9, help="of stock vLLM in the step `stock`")
     parser.add_argument("--margin-gib", type=float, help="what ours is to leave free")
+    parser.add_argument("--reserve-gib", type=float, help="what the whole engine may take in the step `reserved`")
     parser.add_argument("--ballast-gib", default="auto", help="held by another process; auto: all but --leave-gib")
     parser.add_argument("--leave-gib", type=float, help="what an automatic ballast leaves")
     parser.add_argument("--attention-backend", default="TRITON_ATTN", help="on a GPU; auto: vLLM's choice")
@@ -273,10 +291,11 @@ def main() -> int:
     preset = kv_models.PRESETS[given.preset]
     given.margin_gib = preset.margin_gib if given.margin_gib is None else given.margin_gib
     given.leave_gib = preset.leave_gib if given.leave_gib is None else given.leave_gib
+    given.reserve_gib = preset.reserve_gib if given.reserve_gib is None else given.reserve_gib
     todo: dict[tuple[str, bool], list[str]] = {}
     for name in [given.model.name] if given.model else preset.models:
         for eager in (True, False) if cuda else (True,):
-            steps = [step for step in ("stock", "best", "starts") if re.search(given.only, f"{_case(name, eager)} {step}")]
+            steps = [step for step in STEPS if re.search(given.only, f"{_case(name, eager)} {step}")]
             if steps:
                 todo[name, eager] = steps
     count = sum(planned(steps, given.starts, given.reps) for steps in todo.values())

@@ -20,16 +20,21 @@ STORM = 1.0
 _REMARK = 110  # characters; the records have the rest
 SOURCES = {"first": "rehearsal", "profile": "profile"}
 OURS = tuple(SOURCES)
+# Ours too, and told on lines of their own: within a reservation; after a rehearsal that ran out of memory.
+RESERVED, SETBACK = "reserved", "setback"
+BY_WORKER = (*OURS, RESERVED, SETBACK)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """One engine, from its process's start to the end of its load. kind: `first` and `profile` are ours, `stock` the fixed utilization,
-    `tuned` a try of the search, `timed` stock beside ours for its time alone. Bytes and seconds; None: it did not get so far.
+    `tuned` a try of the search, `timed` stock beside ours for its time alone, `reserved` and `setback` ours in a pinch. Bytes and
+    seconds; None: it did not get so far.
 
-    process_s: from the process's start to READY; engine_s: of it, the engine's constructor. free_*: of the device; on a CPU what was free
-    before, less what the engine holds. idle_ready: reserved by torch's allocator and in no use, so free to a batch. report: what the
-    worker class told. failed: why it did not start, or not survive. others_bytes: what other processes took meanwhile.
+    process_s: from the process's start to READY; engine_s: of it, the engine's constructor. free_*: of the device; on a CPU what was
+    free before, less what the engine holds. idle_ready: reserved by torch's allocator and in no use, so free to a batch. report: what
+    the worker class told. failed: why it did not start, or not survive. others_bytes: what other processes took meanwhile. reserved:
+    what the whole engine was to stay within, 0 for nothing.
     """
 
     case: str
@@ -52,6 +57,12 @@ class Start:
     failed: str | None = None
     others_bytes: int = 0
     ended_for_others: bool = False
+    reserved: int = 0
+
+    @property
+    def held(self) -> int | None:
+        """Of the memory, the most that the whole engine had under the load."""
+        return None if self.free_lowest is None else self.free_before - self.free_lowest
 
     @property
     def survived(self) -> bool:
@@ -197,10 +208,27 @@ def _of_case(case: str, starts: Sequence[Start], machine: Machine) -> Iterator[F
         yield from _left(case, sized, machine)
         yield from _load(case, ours)
         yield from _times(case, starts)
+    yield from _pinched(case, starts, machine)
     for one in starts:
         if one.kind == "stock":
             told = f"fails: {one.failed}" if one.failed else f"serves {one.tokens or 0:,} tokens, {_gib(one.free_lowest)} GiB were left"
             yield Figure(case, f"stock at {one.utilization}", "fails or over-commits", told, one.failed is not None)
+
+
+def _pinched(case: str, starts: Sequence[Start], machine: Machine) -> Iterator[Figure]:
+    usual = max((one.report.get("peak_bytes") or 0 for one in starts if one.kind in OURS), default=0)
+    for one in starts:
+        served = "" if one.survived else f"; {one.failed}"
+        if one.kind == RESERVED:
+            told = f"{_gib(one.held)} of {_gib(one.reserved)} GiB, {one.tokens or 0:,} tokens{served}"
+            within = one.held is not None and one.held <= one.reserved + machine.tolerance
+            what = f"held under the load, of a reservation (within {machine.tolerance / GIB:.2f} GiB)"
+            yield Figure(case, what, "no more", told, within and one.survived)
+        elif one.kind == SETBACK:
+            sized = (one.report.get("phase"), one.report.get("source")) == ("ready", "rehearsal")
+            peak = _gib(one.report.get("peak_bytes"))
+            told = f"{'rehearsed' if sized else _otherwise(one)}, peak {peak} GiB reckoned (in full {_gib(usual or None)}){served}"
+            yield Figure(case, "after a setback: half the batch rehearsed, all of it served", "served", told, sized and one.survived)
 
 
 def _tokens(case: str, sized: Sequence[Start], tuned: Start | None) -> Iterator[Figure]:

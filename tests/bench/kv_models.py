@@ -17,12 +17,14 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class Preset:
     """models: changes to the configurations of tests/architectures.py. engine: what limits the largest batch. leave_gib: what the ballast
-    leaves to the engine, weights included; margin_gib: what ours is asked to leave of it."""
+    leaves to the engine, weights included; margin_gib: what ours is asked to leave of it; reserve_gib: what it may take
+    in the step `reserved`."""
 
     models: Mapping[str, tuple[str, Mapping[str, Any]]]
     engine: Mapping[str, Any]
     leave_gib: float
     margin_gib: float
+    reserve_gib: float
 
 
 _CPU = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 1024, "vocab_size": 32768}
@@ -38,6 +40,7 @@ PRESETS: Mapping[str, Preset] = {
         {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "dtype": "float32", "block_size": 32},
         leave_gib=12.0,
         margin_gib=3.5,
+        reserve_gib=5.0,
     ),
     # Eight layers of Llama-3.1-8B (5.6 GB, 32 KiB a token) and of Qwen3-30B-A3B (11 GB, 16 KiB a token), vocabularies whole.
     "h200": Preset(
@@ -75,6 +78,7 @@ PRESETS: Mapping[str, Preset] = {
         {"max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
         leave_gib=100.0,  # about what a Spark has for an engine
         margin_gib=0.5,
+        reserve_gib=40.0,
     ),
 }
 

@@ -15,12 +15,14 @@ import pytest
 
 from sparkd.embedded import FOLDER_NAME, is_prepared, prepare
 from tests.daemon_process import ROOT, DaemonProcess, daemon
-from tests.kv_kinds_case import REFUSED
+from tests.kv_kinds_case import REFUSED, TWO_RANKS
 
 NAME = "smollm2-135m-instruct"
 START_S = 240.0
 # Of the case's kinds, those that differ in how a request takes blocks; the others are the first of them with other flags.
 KINDS = ("sliding", "latent", "linear", "draft model", "n-gram")
+# In this order: n-gram is the last (kv_kinds_case.py).
+ORDER = [REFUSED, *KINDS[:-1], TWO_RANKS, KINDS[-1]]
 POOL = 64 << 20
 
 
@@ -29,8 +31,7 @@ class Kinds:
 
     def __init__(self, folder: Path) -> None:
         case, self._output = folder / "case.json", folder / "output"
-        # n-gram is the last (kv_kinds_case.py).
-        case.write_text(json.dumps({"folder": str(folder), "kinds": [REFUSED, *KINDS], "pool_bytes": POOL}))
+        case.write_text(json.dumps({"folder": str(folder), "kinds": ORDER, "pool_bytes": POOL}))
         env = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
@@ -46,7 +47,7 @@ class Kinds:
         self.process.wait(500)
         lines = [line.removeprefix("kv_kind ") for line in self.log().splitlines() if line.startswith("kv_kind ")]
         found = {one["kind"]: one for one in map(json.loads, lines)}
-        assert list(found) == [REFUSED, *KINDS], self.log()[-4000:]
+        assert list(found) == ORDER, self.log()[-4000:]
         return found
 
     def log(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import KINDS, POOL, Kinds
-from tests.kv_kinds_case import MAX_MODEL_LEN, MAX_NUM_SEQS, REFUSED
+from tests.kv_kinds_case import MAX_MODEL_LEN, MAX_NUM_SEQS, REFUSED, TWO_RANKS
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,19 @@ def test_every_kind_of_attention_is_sized_and_serves_its_worst_load(said: dict[s
     per_token = {kind: said[kind]["report"]["bytes_per_token"] for kind in KINDS}
     # Two llamas of one size cost twice what one does.
     assert per_token["draft model"] == 2 * per_token["n-gram"]
+
+
+@pytest.mark.timeout(600)
+def test_unequal_ranks_agree_and_the_smallest_decides(said: dict[str, dict[str, Any]]) -> None:
+    """One of the two has a profile, the other has not and less memory: a rehearsal by one alone would wait for ever."""
+    one, told = said[TWO_RANKS], said[TWO_RANKS]["told"]
+    assert (one["finished"], one["preempted"]) == (2 * MAX_NUM_SEQS, 0)
+    assert (told["phase"], told["ranks"], told["rank"], told["tokens"]) == ("ready", 2, 1, one["tokens"])
+    assert told["source_why"] == "rank 1 has no profile of this engine"
+    assert [(rank["source"], rank["limited_by_other_rank"]) for rank in told["by_rank"]] == [("rehearsal", True), ("rehearsal", False)]
+    assert told["why"].startswith("rank 1 has the least left (")
+    assert 0 < told["pool_bytes"] < POOL
+    assert {rank["pool_bytes"] for rank in told["by_rank"]} == {told["pool_bytes"]}
 
 
 @pytest.mark.timeout(600)

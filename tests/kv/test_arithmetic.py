@@ -2,14 +2,29 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, longest, margin_of, pool, smaller_batch
+from workers.kv.readings import Reading, host
 
 NEED = Need(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
 # Weights are in memory already when room is read; they are here for the sentence.
 SPARK = Demand(graphs=2 * GIB, peak=6 * GIB, reusable=2 * GIB, weights=60 * GIB)
+
+
+# A GiB of graphs and four for the largest batch.
+DEMAND = Demand(graphs=GIB, peak=4 * GIB, reusable=GIB * 4 // 5)
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "meminfo"
+
+
+def spark(folder: Path, capture: str) -> Reading:
+    """As the worker reads it: on a GB10 the driver's free memory is MemFree."""
+    (folder / "self").mkdir()
+    (folder / "meminfo").write_text((FIXTURES / f"{capture}.txt").read_text())
+    alone = host(folder, folder)
+    return replace(alone, device_free=alone.free, device_total=alone.total, integrated=True)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +85,16 @@ def test_the_context_that_is_said_to_fit_fits():
         pool(left, Demand(), 0, Need(NEED.per_request, NEED.least, NEED.max_model_len))
 
 
+def test_a_context_that_is_said_to_fit_fits_beside_a_state():
+    """A quarter of the request is a state, of whatever length it is."""
+    need = replace(NEED, of=lambda tokens: GIB + 3 * GIB * tokens // 32768)
+    assert longest(2 * GIB + need.per_block, need) == 10_752
+    assert longest(GIB, need) == 0
+    with pytest.raises(DoesNotFit) as raised:
+        pool(GIB, Demand(), 0, need)
+    assert "What helps: ending what else uses the memory." in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("room", "asked", "at_most", "says"),
     [
@@ -120,3 +145,21 @@ def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
 
 def test_no_batch_is_advised_where_none_was_rehearsed():
     assert smaller_batch(Demand(), -GIB, NEED) == 0
+
+
+@pytest.mark.parametrize(
+    ("capture", "gib"),
+    [("idle", 101.6), ("page-cache-flood", 77.93), ("one-model-swap-off", 60.75), ("three-models-resident", 11.26), ("tight-pool", None)],
+)
+def test_the_cache_on_a_real_spark(tmp_path, capture, gib):
+    """Its readings, less what the demand needs and 3 %; weights are what the captures already hold."""
+    reading = spark(tmp_path, capture)
+    margin = margin_of(reading.size, None)
+    assert margin == int(0.03 * reading.total)
+    if gib is None:
+        with pytest.raises(DoesNotFit, match=r"7\.13 GiB are there, less 1\.00 GiB for CUDA graphs, 4\.00 GiB for the largest"):
+            pool(reading.room, DEMAND, margin, NEED)
+        return
+    made = pool(reading.room, DEMAND, margin, NEED)
+    assert made.bytes / GIB == pytest.approx(gib, abs=0.01)
+    assert made.bytes == reading.room - 5 * GIB - margin

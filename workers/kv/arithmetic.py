@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 GIB = 2**30
 # A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
@@ -13,6 +15,8 @@ MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 PEAK_FACTOR = 1.25
 # Weights in 4 bits with a scale for every 16 or 32, of 16-bit ones.
 FOUR_BIT_SHARE = 0.28
+# Lengths and batches that are advised are whole ones of these.
+STEP_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,25 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Need:
     """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
-    one such request. batch_tokens: of the largest batch (max_num_batched_tokens), for the message alone; 0 where nobody knows."""
+    one such request. batch_tokens: of the largest batch (max_num_batched_tokens), for the message alone; 0 where nobody knows. of: bytes of
+    a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one.
+    """
 
     per_request: int
     least: int
     max_model_len: int
     batch_tokens: int = 0
+    of: Callable[[int], int] | None = field(default=None, compare=False)
 
     @property
     def per_token(self) -> float:
         return self.per_request / self.max_model_len
+
+    def request(self, tokens: int) -> int:
+        """Bytes of one request of so many tokens, at most max_model_len."""
+        if tokens >= self.max_model_len:
+            return self.per_request
+        return self.of(tokens) if self.of is not None else -int(-self.per_token * tokens // 1)
 
     @property
     def per_block(self) -> int:
@@ -107,8 +120,9 @@ def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None =
 
 
 def longest(left: int, need: Need) -> int:
-    """About how many tokens one request may have where `left` bytes are there for it."""
-    return max(0, int((left - need.per_block) / need.per_token)) // 256 * 256
+    """How many tokens one request may have where `left` bytes are there for it, in steps."""
+    steps = range(1, need.max_model_len // STEP_TOKENS + 1)
+    return STEP_TOKENS * bisect_right(steps, left - need.per_block, key=lambda step: need.request(step * STEP_TOKENS))
 
 
 def smaller_batch(demand: Demand, missing: int, need: Need) -> int:
@@ -117,7 +131,7 @@ def smaller_batch(demand: Demand, missing: int, need: Need) -> int:
     if not demand.peak:
         return 0
     peak = demand.peak - missing / PEAK_FACTOR
-    return int(need.batch_tokens * peak / demand.peak) // 256 * 256 if peak > 0 else 0
+    return int(need.batch_tokens * peak / demand.peak) // STEP_TOKENS * STEP_TOKENS if peak > 0 else 0
 
 
 def _of_too_little(asked: int, left: int, need: Need) -> list[str]:

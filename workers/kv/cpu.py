@@ -12,12 +12,13 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
-from workers.kv.identity import identity_of
+from workers.kv.identity import folders_of, identity_of
 from workers.kv.minimal import largest_batches, minimal_cache, receive
 from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
-from workers.kv.release import forget_files, give_back
+from workers.kv.release import forget_files, give_back, trim
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
 from workers.kv.sizing import Sizing
@@ -32,10 +33,12 @@ class CpuRehearsal:
         self._worker = worker
         self._resident = 0
 
-    def warm(self) -> None:
+    def warm(self) -> int:
+        """Its batch is a small one, which says nothing of the largest."""
         if method(self._worker, "_should_warm_up_model")():
             self._worker.model_runner.warming_up_model()
         self._settle()
+        return 0
 
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
@@ -60,12 +63,21 @@ class CpuRehearsal:
         """The C allocator's free pages are given back before anybody looks."""
         return 0
 
+    def mark(self) -> None:
+        forget_peak()
+
+    def taken_by_batch(self) -> int:
+        """Less what stays, which are the pages of the cache that it wrote first."""
+        peak = peak_resident_bytes()
+        trim()
+        return max(0, peak - resident_bytes())
+
     def untouched(self, pool_bytes: int) -> int:
         """The cache's pages are zero pages until a request writes them."""
         return pool_bytes - min(pool_bytes, max(0, resident_bytes() - self._resident))
 
     def _settle(self) -> None:
-        forget_files(self._worker.model_config.model)
+        forget_files(folders_of(self._worker.vllm_config))
         give_back()
         self._resident = resident_bytes()
 
@@ -76,14 +88,14 @@ class SparkCPUWorker(Sized, CPUWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with open_gate(vllm_config.cache_config):
             super().__init__(vllm_config, *args, **kwargs)
-        self._settings = Settings.parse(os.environ)
         self._rehearsal = CpuRehearsal(self)
         self._sizing = Sizing(
             self._rehearsal,
-            self._settings,
+            Settings.parse(os.environ),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             lambda: identity_of(self.vllm_config, "cpu", self.rank),
             self.rank,
+            gather=over_world,
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -100,8 +112,7 @@ class SparkCPUWorker(Sized, CPUWorker):
     def determine_available_memory(self) -> int:
         return self._sizing.determine(self._stock)
 
-    def _stock(self) -> int:
-        limit = self._settings.bytes or self._settings.at_most_bytes or self._sizing.within_reservation()
+    def _stock(self, limit: int | None) -> int:
         if limit is not None and self.cache_config.kv_cache_memory_bytes is None:
             self.cache_config.kv_cache_memory_bytes = limit
         # As the constructor would have it with the gate as it was.

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
-from workers.kv.identity import identity_of
+from workers.kv.identity import folders_of, identity_of
 from workers.kv.minimal import graphs_of, is_v2, largest_batches, minimal_cache, smaller_batches
 from workers.kv.readings import Reading, host, taken_by_session
 from workers.kv.release import forget_files, give_back
@@ -34,11 +35,13 @@ class CudaRehearsal:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._idle_allocated: int | None = None
 
-    def warm(self) -> None:
+    def warm(self) -> int:
         with _refusals():
-            self._worker.model_runner.profile_run()
+            peak = self._peak(self._worker.model_runner.profile_run)
             self._settle()
+        return peak
 
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
@@ -50,38 +53,54 @@ class CudaRehearsal:
             with minimal_cache(runner):
                 peaks.append(self._peak(lambda: self._largest(runner, scale)))
             self._settle()
-            before, _ = torch.cuda.mem_get_info()
+            before = self._free()
             graphs = graphs_of(runner)
             self._settle()
         # What a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken again.
-        left_behind = max(0, before - torch.cuda.mem_get_info()[0])
+        left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
         return Demand(max(0, graphs - left_behind), int(max(peaks) / scale), self.idle(), weights)
 
     def taken(self) -> int:
         processes = taken_by_session() if self.read().is_shared else 0
-        return torch.cuda.memory_reserved() + CONTEXT_BYTES + processes
+        return torch.cuda.memory_reserved(self._worker.device) + CONTEXT_BYTES + processes
 
     def idle(self) -> int:
-        return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        device = self._worker.device
+        return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def read(self) -> Reading:
-        free, total = torch.cuda.mem_get_info()
-        integrated = bool(torch.cuda.get_device_properties(torch.cuda.current_device()).is_integrated)
+        """From any thread: which device is the current one is a thread's own affair, and device 0 where it has not said."""
+        device = self._worker.device
+        free, total = torch.cuda.mem_get_info(device)
+        integrated = bool(torch.cuda.get_device_properties(device).is_integrated)
         return replace(host(), device_free=free, device_total=total, integrated=integrated)
+
+    def mark(self) -> None:
+        """Only once: the sampler's part of a batch comes after the model's."""
+        if self._idle_allocated is None:
+            self._idle_allocated = torch.cuda.memory_allocated(self._worker.device)
+            torch.cuda.reset_peak_memory_stats(self._worker.device)
+
+    def taken_by_batch(self) -> int:
+        return max(0, torch.cuda.max_memory_allocated(self._worker.device) - (self._idle_allocated or 0))
 
     def untouched(self, pool_bytes: int) -> int:
         """Device memory is taken when it is allocated."""
         return 0
 
+    def _free(self) -> int:
+        return torch.cuda.mem_get_info(self._worker.device)[0]
+
     def _peak(self, run: Callable[[], Any]) -> int:
         """Bytes that torch's allocator hands out at most meanwhile, beyond what it has handed out before."""
-        torch.cuda.synchronize()
-        base = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        device = self._worker.device
+        torch.cuda.synchronize(device)
+        base = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         run()
-        torch.cuda.synchronize()
-        return max(0, torch.cuda.max_memory_allocated() - base)
+        torch.cuda.synchronize(device)
+        return max(0, torch.cuda.max_memory_allocated(device) - base)
 
     def _largest(self, runner: Any, scale: float) -> None:
         """JIT compilers and autotuners run now, and not after the cache has taken what they need for a moment."""
@@ -89,7 +108,8 @@ class CudaRehearsal:
             from vllm.model_executor.warmup.kernel_warmup import kernel_warmup
         except ImportError:
             raise Missing("vllm.model_executor.warmup.kernel_warmup") from None
-        kernel_warmup(self._worker)
+        with smaller_batches(runner, scale):
+            kernel_warmup(self._worker)
         largest_batches(runner, scale)
         if is_v2(runner):
             # Its profile run samples without any wish; this asks for every one that a request can have.
@@ -99,7 +119,7 @@ class CudaRehearsal:
 
     def _settle(self) -> None:
         torch.cuda.synchronize()
-        forget_files(self._worker.model_config.model)
+        forget_files(folders_of(self._worker.vllm_config))
         give_back()
         torch.cuda.empty_cache()
 
@@ -118,13 +138,13 @@ class SparkWorker(Sized, Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._settings = Settings.parse(os.environ)
         self._sizing = Sizing(
             CudaRehearsal(self),
-            self._settings,
+            Settings.parse(os.environ),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             self._identity,
             self.rank,
+            gather=over_world,
         )
 
     def init_device(self) -> None:
@@ -139,14 +159,13 @@ class SparkWorker(Sized, Worker):
         reserve = getattr(self, "_reserve_mm_ipc_gpu_memory", None)
         return size if reserve is None else reserve(size)
 
-    def _stock(self) -> int:
+    def _stock(self, limit: int | None) -> int:
         from vllm.v1.worker.utils import request_memory
 
         self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         size = super().determine_available_memory()
-        limit = self._settings.bytes or self._settings.at_most_bytes or self._sizing.within_reservation()
         return size if limit is None else min(size, limit)
 
     def _identity(self) -> dict[str, Any]:
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = torch.cuda.get_device_properties(self.device)
         return identity_of(self.vllm_config, f"{device.name} {device.total_memory}", self.rank)

@@ -6,15 +6,50 @@ Importing this module imports vLLM.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import vllm
 
-from workers.kv.profiles import checkpoint_of
+from workers.hub_cache import snapshot_of
+from workers.kv.profiles import checkpoint_of, key_of
 
 # Of the loader's settings, those that change what is in memory; the rest are paths and limits.
 _RECIPE = "quantize"
+# Of other libraries, what sizes buffers, pools and workspaces: torch's allocator (torch/docs, "CUDA environment variables"), cuBLAS's and
+# NCCL's own (their documentation, "Environment variables"), the C allocators', threads that each have scratch memory.
+VARIABLES = (
+    *(
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        "CUDA_MODULE_LOADING",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TRITON_CACHE_AUTOTUNING"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
+    *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"),
+    *("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_CONF", "LD_PRELOAD"),
+    *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "ONEDNN_MAX_CPU_ISA"),
+    # vLLM's own that its compiled graphs do not depend on (vllm/envs.py, compile_factors), and memory does.
+    *("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_MAX_IMAGE_PIXELS"),
+    *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),
+)
+# Of vLLM's configuration, what its compiled graphs do not depend on and memory does: (part, field). A field that a release lacks is None.
+FIELDS = (
+    *(("model_config", name) for name in ("max_logprobs", "logprobs_mode", "logits_processors", "disable_cascade_attn", "runner_type")),
+    *(("cache_config", name) for name in ("enable_prefix_caching", "mamba_cache_mode", "block_size")),
+    *(("scheduler_config", name) for name in ("async_scheduling", "enable_chunked_prefill", "max_num_encoder_input_tokens")),
+    *(("parallel_config", name) for name in ("disable_custom_all_reduce", "distributed_executor_backend")),
+)
+# What a request may bring besides text; the encoder is profiled with as many and as large items as these allow (vllm/config/multimodal.py).
+MULTIMODAL = (
+    *("limit_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "skip_mm_profiling", "enable_mm_embeds", "language_model_only"),
+    *("mm_encoder_only", "mm_encoder_tp_mode", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "video_pruning_rate"),
+    *("mm_processor_cache_type", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb"),
+)
 
 
 def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
@@ -25,7 +60,7 @@ def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "config": vllm_config.compute_hash(),
-        "checkpoint": checkpoint_of(str(model.model), str(model.revision)),
+        "checkpoint": _checkpoint(model, loader),
         "draft": _draft(vllm_config),
         "load_format": str(loader.load_format),
         "quantize": json.dumps((loader.model_loader_extra_config or {}).get(_RECIPE), sort_keys=True, default=str),
@@ -35,13 +70,63 @@ def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "eager": model.enforce_eager,
+        "flags": {name: _plain(getattr(getattr(vllm_config, part), name, None)) for part, name in FIELDS},
+        "multimodal": multimodal_of(getattr(model, "multimodal_config", None)),
+        "environment": environment_of(os.environ),
         "world": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank],
         "device": device,
     }
+
+
+def multimodal_of(config: Any) -> dict[str, Any] | None:
+    """None for a model of text alone."""
+    return None if config is None else {name: _plain(getattr(config, name, None)) for name in MULTIMODAL}
+
+
+def environment_of(environ: Mapping[str, str]) -> str:
+    """A key of the variables that change what is in memory: a file of profiles is no place for their values."""
+    named = {name: environ[name] for name in VARIABLES if name in environ}
+    factors = getattr(vllm.envs, "compile_factors", None)
+    own = factors() if factors is not None else {name: value for name, value in environ.items() if name.startswith("VLLM_")}
+    return key_of({"named": named, "vllm": own})
+
+
+def folders_of(vllm_config: Any) -> list[str]:
+    """Where the weights of the model, and of a draft, are on this machine."""
+    speculative = vllm_config.speculative_config
+    models = [vllm_config.model_config, None if speculative is None else getattr(speculative, "draft_model_config", None)]
+    found = [_folder(one, vllm_config.load_config) for one in models if one is not None]
+    return list(dict.fromkeys(one for one in found if os.path.isdir(one)))
+
+
+def _folder(model: Any, loader: Any) -> str:
+    """Of a hub id its snapshot in the local cache, whose revision `main` is another one tomorrow; the name where it is not there."""
+    name = str(model.model)
+    if os.path.isdir(name):
+        return name
+    place = {"HF_HUB_CACHE": str(loader.download_dir)} if getattr(loader, "download_dir", None) else os.environ
+    return str(snapshot_of(name, model.revision, place) or name)
+
+
+def _checkpoint(model: Any, loader: Any) -> str:
+    return checkpoint_of(_folder(model, loader), str(model.revision))
 
 
 def _draft(vllm_config: Any) -> Any:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
-    return [str(speculative.method), speculative.num_speculative_tokens, str(speculative.model)]
+    draft = getattr(speculative, "draft_model_config", None)
+    held = None if draft is None else _checkpoint(draft, vllm_config.load_config)
+    return [str(speculative.method), speculative.num_speculative_tokens, str(speculative.model), held]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: numbers and words as they are, everything else by its text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in sorted(value.items(), key=str)}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value)

@@ -66,13 +66,15 @@ def largest_batches(runner: Any, scale: float = 1.0) -> None:
 
 @contextlib.contextmanager
 def smaller_batches(runner: Any, scale: float) -> Iterator[None]:
-    """While the runner profiles itself, of its own accord, with max_num_batched_tokens."""
-    given = runner.max_num_tokens
-    runner.max_num_tokens = max(min(given, runner.max_num_reqs), int(given * scale))
+    """While the runner profiles itself, or tunes kernels, of its own accord with max_num_batched_tokens: it has a copy of the number, and
+    vllm/model_executor/warmup asks the scheduler's configuration."""
+    scheduler = runner.scheduler_config
+    given, configured = runner.max_num_tokens, scheduler.max_num_batched_tokens
+    runner.max_num_tokens = scheduler.max_num_batched_tokens = max(min(given, runner.max_num_reqs), int(given * scale))
     try:
         yield
     finally:
-        runner.max_num_tokens = given
+        runner.max_num_tokens, scheduler.max_num_batched_tokens = given, configured
 
 
 def graphs_of(runner: Any) -> int:

@@ -25,13 +25,15 @@ MAX_BYTES = 1 << 16
 @dataclass(frozen=True, slots=True)
 class Learned:
     """demand: as it turned out; seconds: how long the rehearsal took; starts: how many have used it; error: by how much the free memory
-    differed from what was expected, the last time (bytes, positive: more was free); slack: what was free when the engine was ready."""
+    differed from what was expected, the last time (bytes, positive: more was free); slack: what was free when the engine was ready;
+    warm: what the batch of a compile run took for a moment in a start from the profile, 0 before there was one."""
 
     demand: Demand
     seconds: float
     starts: int = 0
     error: int = 0
     slack: int = 0
+    warm: int = 0
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
@@ -52,15 +54,18 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
     return digest.hexdigest()[:24]
 
 
-def profiles_of(folder: str, about: Mapping[str, Any]) -> list[Learned]:
-    """What engines learned whose description has all of `about`, the newest first; a file that cannot be read is passed over."""
+def profiles_of(folder: str, about: Mapping[str, Any], engine: str, device: str = "") -> list[Learned]:
+    """What engines of this name learned whose description has all of `about`, the newest first; a file that cannot be read is passed over.
+    engine: as whoever starts one names it (settings.engine). device: a word of the device's name."""
     kept = Profiles(folder)
     found: list[tuple[float, Learned]] = []
     with contextlib.suppress(OSError):
         for path in Path(folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raw = json.loads(path.read_bytes()[:MAX_BYTES])
-                known = kept.find(path.stem) if all(raw["about"].get(name) == value for name, value in about.items()) else None
+                told = raw["about"]
+                same = raw["engine"] == engine and all(told.get(name) == value for name, value in about.items())
+                known = kept.find(path.stem) if same and device in told.get("device", "") else None
                 if known is not None:
                     found.append((float(raw["at"]), known))
     return [known for _, known in sorted(found, key=lambda one: -one[0])]
@@ -69,8 +74,10 @@ def profiles_of(folder: str, about: Mapping[str, Any]) -> list[Learned]:
 class Profiles:
     """A folder of profiles; None: nothing is kept. A file that cannot be read or written costs the next start a rehearsal, nothing else."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, engine: str | None = None) -> None:
+        """engine: what is written beside whatever is kept, for whoever looks for a profile before an engine runs."""
         self._folder = folder
+        self._engine = engine
 
     def find(self, key: str) -> Learned | None:
         if self._folder is None:
@@ -83,7 +90,8 @@ class Profiles:
             demand = Demand(**{name: int(value) for name, value in raw["demand"].items()})
             if min(asdict(demand).values()) < 0:
                 return None
-            return Learned(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]), int(raw.get("slack", 0)))
+            slack, warm = int(raw.get("slack", 0)), int(raw.get("warm", 0))
+            return Learned(demand, float(raw["seconds"]), int(raw["starts"]), int(raw["error"]), slack, warm)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
@@ -91,7 +99,7 @@ class Profiles:
         """about: for whoever reads the file. False where it could not be written."""
         if self._folder is None:
             return False
-        raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about)}
+        raw = {"v": VERSION, "at": time.time(), **asdict(learned), "about": dict(about), "engine": self._engine}
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             replace_json(os.path.join(self._folder, f"{key}.json"), raw)

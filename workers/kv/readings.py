@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.meminfo import parse_meminfo
+from workers.processes import read_stat
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -110,12 +111,12 @@ def taken_by_session(proc: Path = PROC) -> int:
     for folder in proc.iterdir():
         if not folder.name.isdecimal():
             continue
+        stat = read_stat(int(folder.name), str(proc))
+        if stat is None or stat.session != session:
+            continue
         try:
-            # The name in parentheses may hold anything (proc_pid_stat(5)); the session is the fourth field behind it.
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) != session:
-                continue
             rollup = (folder / "smaps_rollup").read_text()
-        except (OSError, ValueError, IndexError):
+        except OSError:
             continue  # it has ended, or is somebody else's
         total += next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
     return total

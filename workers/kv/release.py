@@ -6,12 +6,18 @@ import contextlib
 import ctypes
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 
 def give_back() -> None:
-    """Python's garbage and the C allocator's free pages (malloc_trim(3); tcmalloc, which vLLM's CPU image preloads, has its own name)."""
+    """Python's garbage and the C allocator's free pages."""
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """malloc_trim(3); tcmalloc, which vLLM's CPU image preloads, has its own name."""
     libc = ctypes.CDLL(None)
     for name in ("malloc_trim", "MallocExtension_ReleaseFreeMemory"):
         with contextlib.suppress(AttributeError):
@@ -19,12 +25,12 @@ def give_back() -> None:
             release(0) if name == "malloc_trim" else release()
 
 
-def forget_files(folder: str) -> None:
-    """The page cache of a checkpoint that a loader has read through it; on unified memory it is what the driver cannot take.
+def forget_files(folders: Sequence[str]) -> None:
+    """The page cache of checkpoints that a loader has read through it; on unified memory it is what the driver cannot take.
 
     Pages that are mapped into a process stay (posix_fadvise(2)).
     """
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(one for folder in folders for one in Path(folder).glob("*.safetensors")):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:

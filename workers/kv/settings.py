@@ -24,7 +24,7 @@ class Settings:
     sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes.
     reserved_bytes: what the whole engine may take on this node, its processes and weights included. margin_bytes: left free beside the
     cache; None: the default of arithmetic.py. profiles: folder of what earlier starts learned; report: file that says what came out;
-    None: neither.
+    None: neither. engine: by what name whoever starts this engine looks for its profile.
     """
 
     bytes: int | None = None
@@ -36,6 +36,7 @@ class Settings:
     profiles: str | None = None
     report: str | None = None
     reserved_bytes: int | None = None
+    engine: str | None = None
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Settings:
@@ -69,9 +70,9 @@ class Settings:
 def _check(name: str, value: Any) -> None:
     if value is None:
         return
-    if name in ("profiles", "report"):
+    if name in ("profiles", "report", "engine"):
         if not isinstance(value, str) or not value:
-            raise ValueError(f"{VARIABLE}: {name} must be a path.")
+            raise ValueError(f"{VARIABLE}: {name} must be {'a name' if name == 'engine' else 'a path'}.")
         return
     least = 0 if name == "margin_bytes" else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -25,6 +25,14 @@ class Sized:
         if kv_cache_config.kv_cache_groups:
             self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        load = self._sizing.under_load
+        if load is None or not load.looks_at(scheduler_output.total_num_scheduled_tokens):
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        made = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        load.look()
+        return made
+
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self._sizing.ready()

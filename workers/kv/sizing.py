@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, Pool, margin_of, pool
+from workers.kv.agreement import Course, Gather, Vote, alone, course_of
+from workers.kv.arithmetic import GIB, PEAK_FACTOR, Demand, DoesNotFit, Need, Pool, pool
 from workers.kv.floor import Floor, floor_of
 from workers.kv.profiles import Learned, Profiles, key_of
 from workers.kv.readings import Reading, lowest
 from workers.kv.report import Report
 from workers.kv.settings import Settings
 from workers.kv.symbols import Missing
+from workers.kv.under_load import Batches, UnderLoad
+from workers.kv.wish import Wish
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
@@ -23,18 +26,21 @@ logger = logging.getLogger("vllm.sparkd.kv")
 WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
 # So far may free memory be from what was expected before a profile counts as wrong.
 ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
-# The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.
-PLENTY_BYTES, PLENTY_SHARE = 8 * GIB, 0.5
 # A batch is not made smaller than an eighth: its peak is then taken times eight.
 MOST_SETBACKS = 3
+# What one compile run takes more or less than another of the same batch: Triton's autotuner alone holds 256 MiB while it measures.
+WARM_BYTES, WARM_SHARE = GIB // 2, 0.1
+# Of an engine's identity, what its ranks have in common on any two nodes; the rest names folders and devices.
+OF_ALL_RANKS = ("vllm", "torch", "dtype", "kv_dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eager")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may do
 
 
-class Rehearsal(Protocol):
+class Rehearsal(Batches, Protocol):
     """The platform's part."""
 
-    def warm(self) -> None:
-        """What every start does before its cache is there: the model is compiled. Raises RanOut."""
+    def warm(self) -> int:
+        """What every start does before its cache is there: the model is compiled. Bytes that its batch took for a moment, 0 where nobody
+        knows. Raises RanOut."""
 
     def rehearse(self, scale: float) -> Demand:
         """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
@@ -55,9 +61,17 @@ class RanOut(Exception):
     """The device has refused memory in a rehearsal; the message is the allocator's own."""
 
 
+class _Stock(Exception):
+    """Nothing can be rehearsed; why."""
+
+
+class _Wrong(Exception):
+    """A profile that is not to be believed; why."""
+
+
 class Sizing:
     """need: asks what the model's cache costs; None for a model without a cache. identity: everything that the demand depends on. leave:
-    ends the process, with an exit code.
+    ends the process, with an exit code. gather: over the ranks of the engine, which agree whether they rehearse.
     """
 
     def __init__(
@@ -68,62 +82,55 @@ class Sizing:
         identity: Callable[[], Mapping[str, Any]],
         rank: int = 0,
         leave: Callable[[int], Any] = os._exit,
+        gather: Gather[Any] = alone,
     ) -> None:
         self._rehearsal = rehearsal
         self._settings = settings
+        self._wish = Wish(settings, rehearsal.taken)
         self._need_of = need
         self._identity = identity
-        self._profiles = Profiles(settings.profiles)
+        self._rank = rank
+        self._gather = gather
+        self._profiles = Profiles(settings.profiles, settings.engine)
         self._report = Report(settings.report, rank)
         self._key = ""
         self._about: Mapping[str, Any] = {}
         self._learned: Learned | None = None
-        self._setbacks = 0
+        self._warm_bytes = 0
+        self._ranks = 1
         self._pool: Pool | None = None
         self._need: Need | None = None
         self._seconds = 0.0
         self._sentence = ""
         self._source = ""
         self._leave = leave
+        self.under_load: UnderLoad | None = None
 
-    def determine(self, stock: Callable[[], int]) -> int:
-        """Bytes for vLLM. stock: its own way, for what cannot be rehearsed. Raises ValueError with the arithmetic where it does not fit."""
+    def determine(self, stock: Callable[[int | None], int]) -> int:
+        """Bytes for vLLM. stock: its own way, for what cannot be rehearsed, within so many bytes (None: it is free). Raises ValueError with
+        the arithmetic where it does not fit."""
         try:
-            need = self._need_of()
-            if need is None:
-                return stock()
-            self._need = need
-            self._about = self._identity()
-            self._key = key_of(self._about)
-            # The compile run of a start that does not rehearse has the whole batch: after a setback a smaller one is rehearsed.
-            self._setbacks = self._profiles.setbacks(self._key)
-            self._learned = None if self._setbacks else self._profiles.find(self._key)
-            try:
-                return self._sized(need)
-            except DoesNotFit as sentence:
-                if self._learned is None:
-                    raise
-                logger.info("sparkd: with what was learned before it does not fit (%s) The rehearsal is done again.", sentence)
-                self._learned = None
-                return self._sized(need)
+            course = self._course()
+            if self._need is None:
+                size = stock(None)
+                if course.source == "profile":
+                    self._gather("")
+                return size
+            return self._together(self._need, course)
         except DoesNotFit as sentence:
             self._report.tell("refused", why=str(sentence))
             raise ValueError(str(sentence)) from None
         except RanOut as refusal:
-            self._profiles.set_back(self._key)
-            why = f"memory ran out in the rehearsal of the KV cache ({refusal}); the next start tries a smaller batch"
-            self._report.tell("refused", why=why)
-            raise ValueError(f"{why}. What helps at once: a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights.") from None
+            raise self._set_back(refusal) from None
         except Missing as symbol:
             why = f"this vLLM has no {symbol}"
+        except _Stock as found:
+            why = str(found)
         except (AttributeError, TypeError, ImportError, AssertionError) as error:
             # A private function that is there and is another one.
             logger.debug("sparkd: the rehearsal", exc_info=True)
-            why = f"this vLLM's rehearsal is another one ({type(error).__name__}: {error})"
-        logger.warning("sparkd: %s; it sizes its KV cache itself.", why)
-        self._report.tell("stock", why=why)
-        self._pool = None
-        return stock()
+            why = _another(error)
+        return self._by_vllm(stock, why)
 
     def allocated(self, requests: float) -> None:
         """The cache is there. requests: of max_model_len tokens that it holds."""
@@ -167,40 +174,104 @@ class Sizing:
                 "the profile is corrected" if self._learned is not None else "the next start knows",
             )
         starts = 0 if self._learned is None else self._learned.starts + 1
-        if self._source != "plenty" and (wrong or self._learned is None or starts == 1):
-            self._profiles.keep(self._key, Learned(demand, self._seconds, starts, error, slack), self._about)
+        warm = self._warm_bytes or (self._learned.warm if self._learned is not None else 0)
+        known = Learned(demand, self._seconds, starts, error, slack, warm)
+        if self._source != "plenty":
+            if wrong or self._learned is None or starts == 1:
+                self._profiles.keep(self._key, known, self._about)
+            self._watch_load(known)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error)
         logger.info("sparkd: %s; %.2f GiB are free, %.2f GiB of them the margin.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
-    def _sized(self, need: Need) -> int:
+    def _watch_load(self, known: Learned) -> None:
+        def beyond(taken: int) -> None:
+            why = f"a batch took {taken / GIB:.2f} GiB for a moment where {known.demand.peak / GIB:.2f} GiB were learned"
+            self._profiles.keep(self._key, replace(known, demand=replace(known.demand, peak=taken)), self._about)
+            self._report.tell("ready", peak_why=why)
+            logger.warning("sparkd: %s; the profile is corrected, and the next start leaves room for it.", why)
+
+        planned = int(known.demand.peak * PEAK_FACTOR)
+        self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
+
+    def _course(self) -> Course:
+        """What all ranks do, once each has said what it found. Raises DoesNotFit, Missing, _Stock."""
+        votes = self._gather(self._vote())
+        self._ranks = len(votes)
+        course = course_of(votes, self._rank)
+        if course.refusal:
+            raise DoesNotFit(course.refusal)
+        if course.missing:
+            raise _Stock(course.missing)
+        if course.source != "profile":
+            self._learned = None
+        return course
+
+    def _vote(self) -> Vote:
+        try:
+            self._need = need = self._need_of()
+            if need is None:
+                return Vote(self._rank)
+            self._about = self._identity()
+        except Missing as symbol:
+            return Vote(self._rank, missing=f"this vLLM has no {symbol}")
+        except (AttributeError, TypeError, ImportError, AssertionError) as error:
+            return Vote(self._rank, missing=_another(error))
+        self._key = key_of(self._about)
+        before = self._rehearsal.read()
+        floor = floor_of(self._wish.margin(before))
+        if before.room < floor:
+            why = (
+                f"{before.room / GIB:.2f} GiB are left with the weights in memory; under {floor / GIB:.2f} GiB nothing is tried. "
+                f"The engine holds {self._rehearsal.taken() / GIB:.2f} GiB by now. What helps: 4-bit weights (quantize: nvfp4), or ending "
+                "what else uses the memory."
+            )
+            return Vote(self._rank, refusal=why)
+        self._learned = self._profiles.find(self._key)
+        engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
+        setbacks = self._profiles.setbacks(self._key)
+        return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
+
+    def _together(self, need: Need, course: Course) -> int:
+        """As all ranks do; where one does not believe its profile, or has no room by it, all rehearse."""
+        if course.source != "profile":
+            return self._sized(need, course)
+        size, doubt = 0, ""
+        try:
+            size = self._sized(need, course)
+        except (DoesNotFit, _Wrong) as sentence:
+            doubt = str(sentence)
+        doubts = [(rank, one) for rank, one in enumerate(self._gather(doubt)) if one]
+        if not doubts:
+            return size
+        rank, why = doubts[0]
+        who = "" if self._ranks == 1 else f"rank {rank}: "
+        logger.info("sparkd: what was learned before is not believed (%s%s) The rehearsal is done again.", who, why)
+        self._learned = None
+        return self._sized(need, Course("rehearsal", why=f"{who}{why}"))
+
+    def _sized(self, need: Need, course: Course) -> int:
+        """Raises DoesNotFit, Missing, RanOut; _Wrong where a profile is not to be believed."""
         self._report.tell("rehearsing")
         began = time.monotonic()
-        with self._watched():
-            if self._learned is not None:
-                self._rehearsal.warm()
-                source, demand = "profile", self._learned.demand
-                self._seconds = self._learned.seconds
-            elif not self._setbacks and self._is_plenty(need):
-                self._rehearsal.warm()
-                source, demand = "plenty", Demand()
-            else:
-                source, demand = "rehearsal", self._rehearsed()
+        demand = Demand()
+        with Floor(self._rehearsal.read, floor_of(self._wish.margin(self._rehearsal.read())), self._ended):
+            if course.source == "rehearsal":
+                demand = self._rehearsed(course.setbacks)
                 self._seconds = time.monotonic() - began
-        long = source == "rehearsal" and self._rehearsal.read().is_shared
+            else:
+                self._warm_bytes = self._rehearsal.warm()
+        if self._learned is not None:
+            self._believe(self._learned)
+            demand, self._seconds = self._learned.demand, self._learned.seconds
+        long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
-        made = pool(
-            reading.room,
-            demand,
-            self._margin(reading),
-            need,
-            self._asked(need),
-            self._at_most(demand, reading),
-        )
+        made = pool(reading.room, demand, self._wish.margin(reading), need, self._wish.asked(need), self._wish.at_most(demand, reading))
         self._pool = made
-        self._source = source
+        self._source = course.source
         self._report.tell(
             "sized",
-            source=source,
+            source=course.source,
+            source_why=course.why,
             pool_bytes=made.bytes,
             room_bytes=made.room,
             margin_bytes=made.margin,
@@ -210,58 +281,60 @@ class Sizing:
             spare_bytes=made.spare,
         )
         logger.info(
-            "sparkd: %.2f GiB for the KV cache by %s: of %.2f GiB, less %.2f GiB for graphs and the largest batch and %.2f GiB margin.",
+            "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %.2f GiB for graphs and the largest batch and %.2f GiB margin.",
             made.bytes / GIB,
-            source,
+            course.source,
+            f" ({course.why})" if course.why else "",
             made.room / GIB,
             demand.ahead / GIB,
             made.margin / GIB,
         )
         return made.bytes
 
-    def within_reservation(self) -> int | None:
-        """Bytes that a reservation leaves to a cache whose batches were not rehearsed; None without one."""
-        return self._at_most(Demand(), self._rehearsal.read()) if self._settings.reserved_bytes is not None else None
+    def _believe(self, learned: Learned) -> None:
+        """A compile run has the whole batch, so a peak that was learned wrong, or of another kernel, shows in its own. Raises _Wrong."""
+        now, before = self._warm_bytes, learned.warm
+        most = before or int(learned.demand.peak * PEAK_FACTOR)
+        off = now - most if not before else abs(now - before)
+        if now and off > max(WARM_BYTES, int(most * WARM_SHARE)):
+            raise _Wrong(f"a batch took {now / GIB:.2f} GiB for a moment where {most / GIB:.2f} GiB were learned.")
 
-    def _at_most(self, demand: Demand, reading: Reading) -> int | None:
-        """A limit on what `auto` takes: the one that was given, and what the reservation leaves by what the engine really holds."""
-        given, reserved = self._settings.at_most_bytes, self._settings.reserved_bytes
-        if reserved is None:
-            return given
-        exact = max(0, (reserved - self._rehearsal.taken()) // reading.sharers - demand.ahead)
-        return exact if given is None else min(given, exact)
+    def _by_vllm(self, stock: Callable[[int | None], int], why: str) -> int:
+        """vLLM's own sizing, within what was asked as far as that can be kept; the rest is said."""
+        reading, need = self._rehearsal.read(), self._need
+        asked = self._settings.bytes if need is None else self._wish.asked(need)
+        limit = asked if asked is not None else self._wish.at_most(Demand(), reading)
+        settings = self._settings
+        lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None]
+        told = "" if limit is None else f", at most {limit / GIB:.2f} GiB"
+        told += f"; {lost[0]} of kv_cache cannot be kept" if lost else ""
+        logger.warning("sparkd: %s; it sizes its KV cache itself%s. The margin stays free of it, though no batch was rehearsed.", why, told)
+        self._report.tell("stock", why=f"{why}{told}")
+        self._pool = None
+        size = stock(limit)
+        after = self._rehearsal.read()
+        return min(size, max(0, after.room - self._wish.margin(after)))
 
-    def _is_plenty(self, need: Need) -> bool:
-        """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
-        asked = self._asked(need)
-        reading = self._rehearsal.read()
-        size = self._settings.at_most_bytes if asked is None else asked
-        within = None if asked is not None else self._at_most(Demand(), reading)
-        if size is None or (within is not None and within < size + PLENTY_BYTES and self._settings.reserved_bytes is not None):
-            return False
-        left = reading.room - size - self._margin(reading)
-        return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
-
-    def _watched(self) -> Floor:
-        """To be entered around what takes memory for a moment: where it runs out meanwhile, the process ends. Raises DoesNotFit where there
-        is no room to begin."""
-        before = self._rehearsal.read()
-        floor = floor_of(self._margin(before))
-        if before.room < floor:
-            raise DoesNotFit(
-                f"{before.room / GIB:.2f} GiB are left with the weights in memory; under {floor / GIB:.2f} GiB nothing is tried. "
-                "What helps: 4-bit weights (quantize: nvfp4), or ending what else uses the memory."
-            )
-        return Floor(self._rehearsal.read, floor, self._ended)
-
-    def _rehearsed(self) -> Demand:
+    def _rehearsed(self, setbacks: int) -> Demand:
         """Raises Missing, RanOut."""
-        scale = 0.5 ** min(self._setbacks, MOST_SETBACKS)
-        if self._setbacks:
-            logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", self._setbacks, scale)
+        scale = 0.5 ** min(setbacks, MOST_SETBACKS)
+        if setbacks:
+            logger.warning("sparkd: memory ran out in %d rehearsals before; this one has %.3g of the batch.", setbacks, scale)
         demand = self._rehearsal.rehearse(scale)
         self._profiles.forgive(self._key)
         return demand
+
+    def _set_back(self, refusal: RanOut) -> ValueError:
+        self._profiles.set_back(self._key)
+        why = f"memory ran out in the rehearsal of the KV cache ({refusal}); the next start tries a smaller batch"
+        self._report.tell("refused", why=why)
+        told = f"{why}. What helps at once: a smaller max_num_batched_tokens or max_num_seqs, or 4-bit weights."
+        if self._ranks > 1:
+            # The others wait for this one within the batch; that its process is gone they are told.
+            logger.critical("sparkd: %s", told)
+            logging.shutdown()
+            self._leave(EXIT_CODE)
+        return ValueError(told)
 
     def _ended(self, reading: Reading) -> None:
         """On the watching thread: the process ends at once, and the system has its memory back."""
@@ -272,25 +345,6 @@ class Sizing:
         logging.shutdown()
         self._leave(EXIT_CODE)
 
-    def _margin(self, reading: Reading) -> int:
-        """This rank's part of what is to stay free on the machine."""
-        asked = self._settings.margin_bytes
-        return margin_of(reading.size, None if asked is None else asked // reading.sharers)
 
-    def _asked(self, need: Need) -> int | None:
-        """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
-        settings = self._settings
-        block = need.per_block
-        if settings.bytes is not None:
-            return settings.bytes
-        if settings.tokens is not None:
-            return _whole(settings.tokens * need.per_token, block) + block
-        if settings.sequences is not None:
-            tokens = min(settings.at or need.max_model_len, need.max_model_len)
-            each = need.per_request if tokens == need.max_model_len else _whole(tokens * need.per_token, block)
-            return settings.sequences * each + block
-        return None
-
-
-def _whole(size: float, block: int) -> int:
-    return -int(-size // block) * block
+def _another(error: Exception) -> str:
+    return f"this vLLM's rehearsal is another one ({type(error).__name__}: {error})"

@@ -37,10 +37,17 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
     finally:
         cache_config.num_gpu_blocks_override = given
     block_bytes = _MUCH // config.num_blocks
-    requests = function("get_max_concurrency_for_kv_cache_config")(vllm_config, config)
-    per_request = math.ceil(config.num_blocks / requests - 1e-6) * block_bytes
-    tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-    return Need(per_request, per_request + block_bytes, vllm_config.model_config.max_model_len, tokens)
+
+    def of(tokens: int) -> int:
+        """Bytes of one request, by a configuration that differs in its length alone."""
+        shorter, model = copy.copy(vllm_config), copy.copy(vllm_config.model_config)
+        model.max_model_len, shorter.model_config = tokens, model
+        requests = function("get_max_concurrency_for_kv_cache_config")(shorter, config)
+        return math.ceil(config.num_blocks / requests - 1e-6) * block_bytes
+
+    length = vllm_config.model_config.max_model_len
+    per_request = of(length)
+    return Need(per_request, per_request + block_bytes, length, int(vllm_config.scheduler_config.max_num_batched_tokens), of)
 
 
 def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:

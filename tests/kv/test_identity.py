@@ -1,0 +1,139 @@
+"""What makes a start another engine than the one that a profile is of."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.kv.profiles import key_of
+from workers.kv.release import forget_files
+
+with warnings.catch_warnings():
+    # vLLM's own warnings are not ours.
+    warnings.simplefilter("ignore")
+    from vllm.config.multimodal import MultiModalConfig
+
+    from workers.kv.identity import FIELDS, MULTIMODAL, environment_of, folders_of, identity_of, multimodal_of
+
+COMMITS = "a" * 40, "b" * 40
+
+
+def hub(cache: Path, name: str, *commits: str) -> None:
+    """The last of them is `main`."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    for commit in commits:
+        snapshot, blob = folder / "snapshots" / commit, folder / "blobs" / f"of-{commit}"
+        snapshot.mkdir(parents=True)
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_bytes(commit.encode())
+        (snapshot / "model.safetensors").symlink_to(blob)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / "main").write_text(commits[-1])
+
+
+def config(model: str = "/no/such/folder", *, draft: str | None = None, **more: Any) -> Any:
+    """As much of a VllmConfig as is looked at."""
+    parts: dict[str, dict[str, Any]] = {part: {} for part, _ in FIELDS}
+    parts["model_config"] |= {"model": model, "revision": None, "dtype": "bfloat16", "max_model_len": 4096, "enforce_eager": True}
+    parts["model_config"] |= {"multimodal_config": None}
+    parts["cache_config"] |= {"cache_dtype": "auto"}
+    parts["scheduler_config"] |= {"max_num_seqs": 4, "max_num_batched_tokens": 2048}
+    parts["parallel_config"] |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    parts["load_config"] = {"load_format": "auto", "model_loader_extra_config": {}, "download_dir": None}
+    for name, value in more.items():
+        part, _, field = name.partition("__")
+        parts[part][field] = value
+    made = SimpleNamespace(**{part: SimpleNamespace(**fields) for part, fields in parts.items()})
+    drafted = SimpleNamespace(model=draft, revision=None)
+    speculative = SimpleNamespace(method="draft_model", num_speculative_tokens=2, model=draft, draft_model_config=drafted)
+    made.speculative_config = None if draft is None else speculative
+    made.compute_hash = lambda: "hash"
+    return made
+
+
+def key(made: Any, rank: int = 0) -> str:
+    return key_of(identity_of(made, "cpu", rank))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+OTHERS: dict[str, Any] = {
+    "model_config__max_logprobs": 50,
+    "model_config__multimodal_config": SimpleNamespace(limit_per_prompt={"image": 4}),
+    "cache_config__enable_prefix_caching": True,
+    "scheduler_config__async_scheduling": True,
+    "parallel_config__disable_custom_all_reduce": True,
+    "draft": "/no/such/draft",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_setting_that_changes_what_is_in_memory_is_another_engine(name):
+    assert key(config(**{name: OTHERS[name]})) != key(config())
+    assert key(config(**{name: OTHERS[name]})) == key(config(**{name: OTHERS[name]}))
+    assert key(config(), rank=1) != key(config())
+
+
+def test_the_limits_of_a_request_with_images_are_vllms_own_fields():
+    plain, many = MultiModalConfig(), MultiModalConfig(limit_per_prompt={"image": 8})
+    assert multimodal_of(None) is None
+    assert multimodal_of(plain) == multimodal_of(MultiModalConfig()) != multimodal_of(many)
+    assert len([name for name in MULTIMODAL if hasattr(plain, name)]) >= len(MULTIMODAL) - 2, "one release calls some otherwise"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ("NCCL_BUFFSIZE", "1048576"),
+        ("MALLOC_ARENA_MAX", "1"),
+        ("VLLM_MAX_IMAGE_PIXELS", "1000"),
+        ("VLLM_FUSED_MOE_CHUNK_SIZE", "8192"),
+        ("VLLM_USE_DEEP_GEMM", "0"),
+    ],
+)
+def test_a_variable_that_changes_what_is_in_memory_is_another_engine(monkeypatch, name, value):
+    monkeypatch.delenv(name, raising=False)
+    before = environment_of(os.environ)
+    monkeypatch.setenv(name, value)
+    if name == "VLLM_FUSED_MOE_CHUNK_SIZE":
+        # A release without compile_factors: every variable of vLLM's.
+        monkeypatch.delattr("vllm.envs.compile_factors")
+    assert environment_of(os.environ) != before
+
+
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "VLLM_PORT", "SPARKD_KV", "VLLM_HOST_IP"])
+def test_a_variable_that_does_not_is_none(monkeypatch, name):
+    before = environment_of(os.environ)
+    monkeypatch.setenv(name, "1234")
+    assert environment_of(os.environ) == before
+
+
+def test_another_revision_of_a_hub_id_is_another_checkpoint(cache):
+    hub(cache, "owner/name", COMMITS[0])
+    first = key(config("owner/name"))
+    assert key(config("owner/name")) == first
+    hub(cache, "owner/name", COMMITS[1])
+    assert key(config("owner/name")) != first, "main has moved"
+    assert key(config("owner/name", model_config__revision=COMMITS[0])) == first
+    assert key(config("owner/name", load_config__download_dir=str(cache))) == key(config("owner/name"))
+    assert key(config("owner/name", load_config__download_dir=str(cache / "other"))) != first
+
+
+def test_the_files_of_a_hub_id_and_of_a_draft_are_forgotten(cache, monkeypatch):
+    hub(cache, "owner/name", COMMITS[0])
+    hub(cache, "owner/draft", COMMITS[1])
+    told: list[str] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_range: told.append(os.readlink(f"/proc/self/fd/{fd}")))
+    forget_files(folders_of(config("owner/name", draft="owner/draft")))
+    assert sorted(Path(path).name for path in told) == [f"of-{commit}" for commit in COMMITS]
+    assert folders_of(config("owner/nowhere")) == []

@@ -1,0 +1,110 @@
+"""What asks vLLM and torch, where there is no GPU: of which device, and what vLLM answers of each kind of attention."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparkd.kv_cost import BLOCK_TOKENS, Serving, kv_layout
+from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
+from tests.sketches import dense
+from workers.kv.arithmetic import Need, longest
+from workers.kv.floor import Floor
+from workers.kv.readings import Reading
+from workers.kv.symbols import need_of
+
+with warnings.catch_warnings():
+    # vLLM's own warnings are not ours.
+    warnings.simplefilter("ignore")
+    from tests.test_plan_vllm import aligned, attention_spec, state_spec, vllm_config
+    from workers.kv.cuda import CudaRehearsal
+
+GIB = 2**30
+# Bytes free and reserved, of which allocated: of each device.
+FREE, RESERVED, ALLOCATED = (60 * GIB, 7 * GIB), (9 * GIB, 3 * GIB), (8 * GIB, GIB)
+
+
+@pytest.fixture
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a worker whose device is the second."""
+
+    def index(device: Any = None) -> int:
+        return 0 if device is None else torch.device(device).index  # a thread that has chosen none has device 0
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (FREE[index(device)], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: RESERVED[index(device)])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: ALLOCATED[index(device)])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(is_integrated=False))
+    return CudaRehearsal(SimpleNamespace(device=torch.device("cuda:1")))  # type: ignore[arg-type]
+
+
+def test_a_rank_reads_its_own_device_on_any_thread(rehearsal):
+    assert (rehearsal.read().room, rehearsal.idle(), rehearsal.taken() >> 30) == (7 * GIB, 2 * GIB, 3)
+    seen: list[Reading] = []
+    ended = threading.Event()
+
+    def under(reading: Reading) -> None:
+        seen.append(reading)
+        ended.set()
+
+    with Floor(rehearsal.read, 8 * GIB, under):
+        assert ended.wait(10), "device 0 has more than that"
+    assert seen[0].room == 7 * GIB
+
+
+FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)
+STATE = State(8192, 3, 32, 128, 128, key_heads=16, matrix_dtype="float32")
+LENGTH = 65_536
+SHAPES: dict[str, list[Mixer]] = {
+    "full": [FULL] * 8,
+    "window": [FULL, *[WINDOW] * 5] * 2,
+    "window alone": [WINDOW] * 8,
+    "hybrid": [STATE, STATE, STATE, FULL] * 2,
+    "states alone": [STATE] * 8,
+}
+
+
+def need(shape: Shape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> Need:
+    """By vLLM's own counting, as the worker asks it."""
+    serving = Serving(max_model_len, max_num_batched_tokens=2048)
+    config = vllm_config(serving)
+    config.cache_config.block_size = BLOCK_TOKENS["cuda"]
+    states = [one for one in shape.mixers if isinstance(one, State)]
+    attentions = [one for one in shape.mixers if isinstance(one, Attention)]
+    if states and attentions:
+        aligned(config, attentions[0], states[0], serving, monkeypatch)
+    block, padded = config.cache_config.block_size, config.cache_config.mamba_page_size_padded
+    specs = {
+        f"layers.{number}": state_spec(one, serving, block, padded) if isinstance(one, State) else attention_spec(one, serving, block)
+        for number, one in enumerate(shape.mixers)
+        if one is not None
+    }
+    found = need_of(config, specs)
+    assert found is not None
+    assert config.model_config.max_model_len == max_model_len, "what it asks of another length is of a copy"
+    return found
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_request_of_fewer_tokens_is_what_vllm_takes_for_it(kind, monkeypatch):
+    shape = replace(shape_of(dense(max_position_embeddings=LENGTH)), layers=len(SHAPES[kind]), mixers=tuple(SHAPES[kind]))
+    layout = kv_layout(shape, Serving(LENGTH, max_num_batched_tokens=2048))
+    whole = need(shape, LENGTH, monkeypatch)
+    taken = {tokens: whole.request(tokens) for tokens in (512, 8192, 16_384, LENGTH)}
+    assert taken == {tokens: need(shape, tokens, monkeypatch).per_request for tokens in taken}
+    assert taken == {tokens: layout.cost(tokens).per_request for tokens in taken}
+    shares = {tokens: round(bytes_ / whole.per_request, 3) for tokens, bytes_ in taken.items()}
+    if kind == "full":
+        assert shares[8192] == 0.125
+    else:
+        assert shares[8192] > 0.125, "windows and states do not shrink with it"
+    left = whole.request(16_384) + whole.per_block
+    fits = longest(left, whole)
+    assert fits >= 16_384
+    assert whole.request(fits) <= whole.request(16_384)

@@ -1,0 +1,36 @@
+"""A worker class for two ranks on one host that find different things, as on two nodes: rank 0 has a profile, rank 1 has less memory. Never
+sizes by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from workers.kv.arithmetic import Demand
+from workers.kv.cpu import SparkCPUWorker
+from workers.kv.identity import identity_of
+from workers.kv.profiles import Learned, Profiles, key_of
+from workers.kv.readings import Reading
+from workers.kv.settings import Settings
+
+
+class UnequalWorker(SparkCPUWorker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known = Settings.parse(os.environ)
+        if self.rank:
+            self._usual = self._rehearsal.read
+            self._rehearsal.read = self._less  # type: ignore[method-assign]
+
+    def determine_available_memory(self) -> int:
+        if self.rank == 0:
+            about = identity_of(self.vllm_config, "cpu", self.rank)
+            Profiles(self._known.profiles).keep(key_of(about), Learned(Demand(), 1.0), about)
+        return super().determine_available_memory()
+
+    def _less(self) -> Reading:
+        """Room for the margin and the cache that is allowed, and none for a batch beside them."""
+        found = self._usual()
+        return replace(found, available=(self._known.margin_bytes or 0) + found.sharers * (self._known.at_most_bytes or 0))

@@ -1,0 +1,99 @@
+"""What the ranks of one engine settle before any of them rehearses, since dummy runs hold collectives. Never measures, never runs one.
+
+Each rank has profiles and memory of its own, perhaps on another node: one that rehearses alone would wait for the others for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from workers.kv.symbols import Missing
+
+V = TypeVar("V")
+# What every rank has to say is handed to every rank, in the order of ranks.
+Gather = Callable[[V], Sequence[V]]
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank found. engine: a key of what must be the same on all, empty where the rank has no cache and goes with the others.
+    plenty: nothing has to be rehearsed for its sake. setbacks: rehearsals in a row that ran out of memory there. refusal: why it cannot
+    begin, a sentence for the user; missing: why it cannot rehearse.
+    """
+
+    rank: int
+    engine: str = ""
+    learned: bool = True
+    plenty: bool = True
+    setbacks: int = 0
+    refusal: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What all ranks do. source: profile, plenty or rehearsal. setbacks: after how many. why: which rank's finding decided, None where all
+    found the same. refusal, missing: of the rank that has one."""
+
+    source: str
+    setbacks: int = 0
+    why: str | None = None
+    refusal: str = ""
+    missing: str = ""
+
+
+def course_of(votes: Sequence[Vote], own: int = 0) -> Course:
+    """own: the rank that asks; what another one found is told with its name. Pure, and the same for all but for those names."""
+    said = [vote for vote in votes if vote.refusal] or [vote for vote in votes if vote.missing]
+    if said:
+        first = next((vote for vote in said if vote.rank == own), said[0])
+        name = "" if first.rank == own else f"rank {first.rank}: "
+        return Course("rehearsal", refusal=name + first.refusal) if first.refusal else Course("rehearsal", missing=name + first.missing)
+    worst = max(votes, key=lambda vote: vote.setbacks)
+    if worst.setbacks:
+        alike = all(vote.setbacks == worst.setbacks for vote in votes)
+        return Course("rehearsal", worst.setbacks, None if alike else f"rank {worst.rank} ran out of memory {worst.setbacks} times before")
+    without = [vote for vote in votes if not vote.learned]
+    others = sorted({vote.engine for vote in votes if vote.engine})
+    if not without and len(others) <= 1:
+        return Course("profile")
+    if all(vote.plenty for vote in votes):
+        return Course("plenty", why=_mixed(votes, without, "no profile of this engine"))
+    scarce = [vote for vote in votes if not vote.plenty]
+    if len(others) > 1:
+        return Course("rehearsal", why="the ranks were not started with the same settings")
+    return Course("rehearsal", why=_mixed(votes, without, "no profile of this engine") or _mixed(votes, scarce, "no memory to spare"))
+
+
+def alone(mine: V) -> Sequence[V]:
+    """The gathering of an engine of one rank."""
+    return [mine]
+
+
+def over_world(mine: Any) -> Sequence[Any]:
+    """Over the processes of the engine, by their CPU group. Blocks until each has spoken. Raises Missing.
+
+    Importing vLLM.
+    """
+    try:
+        from vllm.distributed.parallel_state import get_world_group
+    except ImportError:
+        raise Missing("vllm.distributed.parallel_state.get_world_group") from None
+    world = get_world_group()
+    if world.world_size == 1:
+        return [mine]
+    import torch
+
+    said: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(said, mine, group=world.cpu_group)
+    return said
+
+
+def _mixed(votes: Sequence[Vote], those: Sequence[Vote], what: str) -> str | None:
+    """`rank 1 has no profile of this engine`, where others have one."""
+    if not those or len(those) == len(votes):
+        return None
+    names = " and ".join(str(vote.rank) for vote in those[:4])
+    return f"rank {names} has {what}" if len(those) == 1 else f"ranks {names} have {what}"

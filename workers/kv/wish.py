@@ -1,0 +1,61 @@
+"""What was asked of a cache, in bytes of the memory that there is: its size, its limits, the margin. Never measures, never rehearses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from workers.kv.arithmetic import GIB, Demand, Need, margin_of
+from workers.kv.readings import Reading
+from workers.kv.settings import Settings
+
+# The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.
+PLENTY_BYTES, PLENTY_SHARE = 8 * GIB, 0.5
+
+
+class Wish:
+    """taken: bytes that the whole engine holds of the memory that the cache will be in."""
+
+    def __init__(self, settings: Settings, taken: Callable[[], int]) -> None:
+        self._settings = settings
+        self._taken = taken
+
+    def asked(self, need: Need) -> int | None:
+        """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
+        settings = self._settings
+        block = need.per_block
+        if settings.bytes is not None:
+            return settings.bytes
+        if settings.tokens is not None:
+            return _whole(settings.tokens * need.per_token, block) + block
+        if settings.sequences is not None:
+            tokens = min(settings.at or need.max_model_len, need.max_model_len)
+            return settings.sequences * _whole(need.request(tokens), block) + block
+        return None
+
+    def at_most(self, demand: Demand, reading: Reading) -> int | None:
+        """A limit on what `auto` takes: the one that was given, and what the reservation leaves by what the engine really holds."""
+        limits = [one for one in (self._settings.at_most_bytes, self._within_reservation(demand, reading)) if one is not None]
+        return min(limits, default=None)
+
+    def is_plenty(self, need: Need, reading: Reading) -> bool:
+        """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
+        size, within = self.asked(need), None
+        if size is None:
+            size, within = self._settings.at_most_bytes, self._within_reservation(Demand(), reading)
+        if size is None or (within is not None and within < size + PLENTY_BYTES):
+            return False
+        left = reading.room - size - self.margin(reading)
+        return left >= max(PLENTY_BYTES, int(reading.room * PLENTY_SHARE))
+
+    def margin(self, reading: Reading) -> int:
+        """This rank's part of what is to stay free on the machine."""
+        asked = self._settings.margin_bytes
+        return margin_of(reading.size, None if asked is None else asked // reading.sharers)
+
+    def _within_reservation(self, demand: Demand, reading: Reading) -> int | None:
+        reserved = self._settings.reserved_bytes
+        return None if reserved is None else max(0, (reserved - self._taken()) // reading.sharers - demand.ahead)
+
+
+def _whole(size: float, block: int) -> int:
+    return -int(-size // block) * block
