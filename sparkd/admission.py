@@ -1,51 +1,54 @@
 """Owns whether a configured model is let in: what it needs at least, what it will take, and what would fit where it does not. Never starts
-anything, and says nothing where a model's headers are not on this machine.
+anything, decides nothing that is `auto` (sparkd.resolving), and says nothing where a model's headers are not on this machine.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.drafting import FLAG, Drafting, config_in, of_config
-from sparkd.errors import CheckpointError, ConfigError, RankError
+from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, Wish, choose, gib
-from sparkd.footprint import Footprint, Learned, footprint
+from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import SPARK, Hardware
-from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
+from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving, kv_layout, sized
+from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
-from sparkd.source import snapshot_of
+from sparkd.source import folder_of
 from sparkd.uncounted import switched, uncounted
 from sparkd.vllm_flags import flag_name
 from sparkd.weight_cost import Inventory, inventory
-from workers.kv.profiles import checkpoint_of, profiles_of
+from workers.kv.profiles import checkpoint_of
 from workers.stream.recipe import Recipe
 
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
 
-_KNOWN_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+KNOWN_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
     """Bytes on one node. least: without which the model cannot serve one request of full length; fixed: all of it but the cache.
 
-    cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message.
+    cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. request: of a cache
+    of one request of max_model_len tokens.
     """
 
     least: int
     fixed: int
     cache: int | None
     sentence: str
+    request: int = 0
+    max_model_len: int = 0
 
     @property
     def asked(self) -> int | None:
@@ -53,83 +56,76 @@ class Account:
         return None if self.cache is None else self.fixed + self.cache
 
 
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Of a model that need not be on this machine. known: of model and draft together."""
+
+    known: Inventory
+    drafting: Drafting | None = None
+
+    @staticmethod
+    def of(spec: ModelConfig, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
+        """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
+        known = inventory(checkpoint, shape_of(checkpoint.config))
+        config = config_in(spec.extra_args)
+        drafted = of_config(config, known.shape, read) if config is not None else None
+        return Headers(known if drafted is None or not drafted.layers else drafted.inventory(checkpoint, known.shape), drafted)
+
+
 def account(
-    spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], profiles: str | None = None, ways: Ways = (1, 1)
+    spec: ModelConfig,
+    hardware: Hardware,
+    env: Mapping[str, str],
+    profiles: str | None = None,
+    ways: Ways = (1, 1),
+    vllm: str | None = None,
+    headers: Headers | None = None,
 ) -> Account | None:
     """None where nothing can be said beforehand: headers that are not here or cannot be read, a kind of layer that is not known, flags of
-    the operator's own that change the account. profiles: the folder of what earlier starts measured. ways: over how many
-    ranks, each on a node of its own."""
-    known = _inventory(spec, env)
-    if known is None or spec.quantization is not None:
+    the operator's own that change the account. profiles: the folder of what earlier starts measured, with the engine's release `vllm`.
+    ways: over how many ranks, each on a node of its own. headers: where they were read already."""
+    known = inventory_of(spec, env, headers)
+    if known is None:
         return None
     try:
-        recipe = Recipe.parse(spec.quantize or None, dict(env)) if spec.quantize is not None else Recipe.parse("bf16")
-        serving = _serving(spec, known, hardware, env)
+        recipe = recipe_of(spec, env)
+        serving = serving_of(spec, known, hardware, env, headers)
         if serving is None:
             return None
         serving = replace(serving, tensor_parallel=ways[0], pipeline_parallel=ways[1])
-        learned = _learned(spec, known, serving, recipe, profiles if ways == (1, 1) else None)
+        engine = engine_of(spec, env, vllm, hardware.platform)
+        learned = learned_of(profiles, engine, folder_of(spec.model, spec.revision, env), ways, hardware.name) if profiles else None
         found = footprint(known, recipe, serving, hardware, eager=spec.enforce_eager, margin_bytes=0, learned=learned)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
     fixed = found.fixed
-    cache = _cache(spec, found, serving)
+    cache = sized(spec.kv_cache, kv_layout(known.shape, serving), serving.max_model_len)
     least = fixed + max(found.kv.least, 0 if cache is None else cache)
-    return Account(least, fixed, cache, _sentence(found, serving, least))
-
-
-def resolved(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_bytes: int, ways: Ways = (1, 1)) -> ModelConfig:
-    """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes,
-    and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what refuses it says so.
-    Raises RankError for `quantize: auto` beside a kind of cache that is not counted.
-    """
-    if AUTO not in (spec.quantize, spec.max_model_len):
-        return spec
-    known = _inventory(spec, env)
-    plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
-    serving = _serving(plain, known, hardware, env) if known is not None else None
-    if known is not None and spec.quantize == AUTO and (spec.kv_cache_dtype or "auto") not in _KNOWN_KV_DTYPES:
-        why = f"what a KV cache of kv_cache_dtype: {spec.kv_cache_dtype} costs is not counted"
-        raise RankError(f"{spec.name}: quantize: auto cannot be decided, because {why}: name a format, or leave kv_cache_dtype out.")
-    if known is None or serving is None:
-        return plain
-    recipe = None if spec.quantize == AUTO else spec.quantize if spec.quantize is not None else "bf16"
-    length = serving.max_model_len if spec.max_model_len != AUTO else None
-    there = replace(hardware, memory_bytes=free_bytes, system_bytes=0)
-    try:
-        found = choose(known, there, Wish(length, 1, ways[0] * ways[1], serving, recipe, spec.enforce_eager, 0))
-    except (CheckpointError, ConfigError):
-        return plain
-    options = [one for one in found.options if (one.tensor, one.pipeline) == ways and one.footprint is not None]
-    best = next((one for one in options if one.fits), None) or max(options, key=lambda one: one.longest, default=None)
-    if best is None:
-        return plain
-    told: dict[str, object] = {}
-    if spec.quantize == AUTO and best.format != AS_STORED:
-        told["quantize"] = Recipe.parse(best.format).canonical()
-    if spec.max_model_len == AUTO and best.longest:
-        told["max_model_len"] = best.longest
-    return plain.model_copy(update=told)
+    return Account(least, fixed, cache, _sentence(found, serving, least), found.kv.least, serving.max_model_len)
 
 
 def illegal(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], ways: Ways) -> str | None:
     """Why vLLM would not split the model over `ways` ranks, without a full stop; None where it would, or nothing is known of it."""
-    known = _inventory(spec, env)
-    if known is None or spec.quantization is not None:
+    known = inventory_of(spec, env)
+    if known is None or _is_other(spec, known):
         return None
-    stored = spec.quantize is None or spec.quantize == AUTO
     try:
-        return refusal(known, Recipe.parse("bf16" if stored else spec.quantize or None, dict(env)), *ways)
+        return refusal(known, recipe_of(spec, env), *ways)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
 
 
+def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> Recipe:
+    """As stored where nothing is said, or not decided yet. Raises ConfigError."""
+    return Recipe.parse("bf16") if spec.quantize in (None, AUTO) else Recipe.parse(spec.quantize or None, dict(env))
+
+
 def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int) -> str:
     """What would fit into offered_bytes instead, as the end of a sentence; empty where nothing is known that would."""
-    known = _inventory(spec, env)
+    known = inventory_of(spec, env)
     if known is None:
         return ""
-    serving = _serving(spec, known, hardware, env)
+    serving = serving_of(spec, known, hardware, env)
     if serving is None:
         return ""
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
@@ -150,7 +146,7 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offere
 
 def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish, env: Mapping[str, str]) -> Iterator[str]:
     """What is on this node quantized already. It is told and not taken: who names a model gets that one."""
-    for name, checkpoint in prequantized(spec.model, known.checkpoint, env):
+    for name, checkpoint in prequantized(spec.model, known.checkpoint, {**os.environ, **env}):
         best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, asked).best
         if best is not None and best.footprint is not None:
             yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
@@ -185,10 +181,12 @@ def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware
     return replace(SPARK, name="node", memory_bytes=mem_total_bytes, system_bytes=reserve_bytes, platform=platform)
 
 
-def _inventory(spec: ModelConfig, env: Mapping[str, str]) -> Inventory | None:
+def inventory_of(spec: ModelConfig, env: Mapping[str, str], headers: Headers | None = None) -> Inventory | None:
     """With the draft that its flags ask for; None too where that is not on this machine, or is none of the kinds that are counted."""
-    folder = spec.model if spec.model.startswith("/") else str(snapshot_of(spec.model, spec.revision, env) or "")
-    if not folder:
+    if headers is not None:
+        return headers.known
+    folder = folder_of(spec.model, spec.revision, env)
+    if folder is None:
         return None
     try:
         known = _read(folder, checkpoint_of(folder))
@@ -205,22 +203,30 @@ def _read(folder: str, _identity: str) -> Inventory:
     return inventory(checkpoint, shape_of(checkpoint.config))
 
 
+def _is_other(spec: ModelConfig, known: Inventory) -> bool:
+    """Whether vLLM makes other weights of the stored ones than are counted: by its own quantizing, or in a wider type."""
+    return (spec.quantization is not None and known.checkpoint.quantization is None) or spec.dtype in ("float32", "float")
+
+
 def _drafting(spec: ModelConfig, known: Inventory, env: Mapping[str, str]) -> Drafting | None:
     """Raises ConfigError, CheckpointError and OSError where its draft cannot be counted."""
 
     def read(name: str) -> Checkpoint:
-        return read_checkpoint(name if name.startswith("/") else str(snapshot_of(name, None, env) or ""))
+        return read_checkpoint(folder_of(name, None, env) or "")
 
     config = config_in(spec.extra_args)
     return of_config(config, known.shape, read) if config is not None else None
 
 
-def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mapping[str, str]) -> Serving | None:
+def serving_of(
+    spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mapping[str, str], headers: Headers | None = None
+) -> Serving | None:
+    """None where the entry has something that changes an engine's memory in a way that is not counted."""
     kv_dtype = spec.kv_cache_dtype or "auto"
-    if kv_dtype not in _KNOWN_KV_DTYPES or any(True for _ in uncounted(spec.extra_args)):
+    if kv_dtype not in KNOWN_KV_DTYPES or any(True for _ in uncounted(spec.extra_args)) or _is_other(spec, known):
         return None
     try:
-        drafted = _drafting(spec, known, env)
+        drafted = headers.drafting if headers is not None else _drafting(spec, known, env)
     except (CheckpointError, ConfigError, OSError):
         return None
     if drafted is None and any(flag_name(arg) == FLAG[2:] for arg in spec.extra_args):
@@ -230,6 +236,9 @@ def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mappi
     batch = BATCH_TOKENS[hardware.platform]
     if switched(spec.extra_args, "enable-chunked-prefill") is False:
         batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
+    source = known.checkpoint.quantization
+    if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (spec.quantize is None or not source.requantizable):
+        kv_dtype = source.kv_dtype
     plain = Serving(
         max_model_len=length,
         max_num_seqs=spec.max_num_seqs or SEQUENCES[hardware.platform],
@@ -240,35 +249,6 @@ def _serving(spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mappi
         block_outermost=env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B"),
     )
     return plain if drafted is None else drafted.serving(plain)
-
-
-def _cache(spec: ModelConfig, found: Footprint, serving: Serving) -> int | None:
-    """Bytes of a cache of a given size."""
-    size = spec.kv_cache
-    if not isinstance(size, dict):
-        return None
-    if "bytes" in size:
-        return int(size["bytes"])
-    if "tokens" in size:
-        return ceil(size["tokens"] * found.kv.per_token) + found.kv.block_bytes
-    if "sequences" in size:
-        share = min(1.0, (size.get("at") or serving.max_model_len) / serving.max_model_len)
-        return ceil(size["sequences"] * share * found.kv.per_request) + found.kv.block_bytes
-    return None
-
-
-def _learned(spec: ModelConfig, known: Inventory, serving: Serving, recipe: Recipe, profiles: str | None) -> Learned | None:
-    if profiles is None:
-        return None
-    about = {
-        "checkpoint": checkpoint_of(known.checkpoint.folder),
-        "quantize": json.dumps(recipe.canonical() if spec.quantize is not None else None, sort_keys=True),
-        "max_model_len": serving.max_model_len,
-        "max_num_seqs": serving.max_num_seqs,
-        "max_num_batched_tokens": serving.max_num_batched_tokens,
-    }
-    found = profiles_of(profiles, about)
-    return Learned(found[0].demand.peak, found[0].demand.graphs) if found else None
 
 
 def _sentence(found: Footprint, serving: Serving, least: int) -> str:

@@ -2,7 +2,8 @@
 
 Its rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, without expandable segments, which vLLM sets for itself only where it
 puts weights to sleep): what was freed stays reserved, the smallest free block that is large enough is cut, and a free block is joined with
-its neighbours of the same segment only. So a step of a model reserves more than it ever holds at once.
+its neighbours of the same segment only. So a step of a model reserves more than it ever holds at once. Of blocks of one size the lowest
+address goes first, and the driver of an H200 was seen to hand out addresses downwards, so that is the one of the youngest segment.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from dataclasses import dataclass
 MIB = 1 << 20
 # kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer, kRoundLarge.
 _BLOCK, _SMALL, _SMALL_SEGMENT, _LARGE, _LARGE_SEGMENT, _ROUND = 512, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
+_TOP = 1 << 56
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """size: bytes. before, after: its neighbours in the segment."""
+    """size: bytes. stream: that it is of. before, after: its neighbours in the segment."""
 
     at: int
     size: int
     small: bool
+    stream: int
     before: Block | None = None
     after: Block | None = None
     free: bool = False
@@ -32,16 +35,16 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = self.held = self.held_most = 0
-        # Of the pools of small and of large blocks: (size, address), ascending.
-        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        # Of each stream's pools of large and of small blocks: (size, address), ascending.
+        self._free: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = [([], [])]
         self._at: dict[int, Block] = {}
-        self._next = 0
+        self._lowest = _TOP
 
     def take(self, size: int) -> Block:
         """A block of at least `size` bytes."""
         size = max(_BLOCK, -(-size // _BLOCK) * _BLOCK)
         small = size <= _SMALL
-        pool = self._free[small]
+        pool = self._free[-1][small]
         place = bisect_left(pool, (size, 0))
         if place < len(pool):
             block = self._at[pool.pop(place)[1]]
@@ -49,7 +52,7 @@ class CachingAllocator:
         else:
             block = self._segment(size, small)
         if (left := block.size - size) >= _BLOCK and (small or left > _SMALL):
-            rest = Block(block.at + size, left, small, block, block.after)
+            rest = Block(block.at + size, left, small, block.stream, block, block.after)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
@@ -71,20 +74,31 @@ class CachingAllocator:
             block = first
         self._keep(block)
 
+    def release(self) -> None:
+        """torch.cuda.empty_cache(): segments of which nothing is handed out go back, of every stream."""
+        free = [self._at[at] for pools in self._free for pool in pools for _, at in pool]
+        for block in free:
+            if block.before is None and block.after is None:
+                self._forget(block)
+                self.reserved -= block.size
+
+    def switch(self) -> None:
+        """To a stream that nothing was handed out on: what is free is another one's."""
+        self._free.append(([], []))
+
     def _segment(self, size: int, small: bool) -> Block:
         length = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUND) * _ROUND
         self.reserved += length
-        block = Block(self._next, length, small)
         # Segments never touch: blocks of two are not joined.
-        self._next += length + _ROUND
-        return block
+        self._lowest -= length + _ROUND
+        return Block(self._lowest, length, small, len(self._free) - 1)
 
     def _keep(self, block: Block) -> None:
         block.free = True
         self._at[block.at] = block
-        insort(self._free[block.small], (block.size, block.at))
+        insort(self._free[block.stream][block.small], (block.size, block.at))
 
     def _forget(self, block: Block) -> None:
         block.free = False
-        pool = self._free[block.small]
+        pool = self._free[block.stream][block.small]
         del pool[bisect_left(pool, (block.size, block.at))]

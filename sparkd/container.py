@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from sparkd.errors import ConfigError
 from sparkd.source import name_of
 from sparkd.vllm_flags import SPECULATIVE, values_of
+from workers import ray_place
+from workers.kv.settings import VARIABLE as KV_VARIABLE
 
 # Of the cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
 CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
@@ -22,8 +24,6 @@ JIT_CACHES = {"~/.cache/flashinfer": "/root/.cache/flashinfer", "~/.triton": "/r
 _SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai")
 # Where the plugin's packages lie in the container: the loader and the worker class come from the host.
 PLUGIN_FOLDER = "/opt/sparkd"
-# What sparkd keeps of a model: quantized weights, and what sizing the cache has learned.
-KEPT = ("/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles")
 PORT = 8000
 _METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
 _SKIPPED_FLAGS = ("--uds", "--host", "--port")
@@ -51,7 +51,8 @@ class Container:
         for host, inside in self.folders.items():
             argv += ["-v", f"{host}:{inside}{_mode(inside)}"]
         for name, value in self.environment.items():
-            argv += ["-e", f"{name}={value}"]
+            # One that is its operator's alone comes from the shell that runs it.
+            argv += ["-e", name if value == hidden(name) else f"{name}={value}"]
         return [*argv, self.image, *self.command]
 
     def compose(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Container:
             "ulimits": {"memlock": -1, "stack": 67108864},
             "volumes": [f"{host}:{inside}{_mode(inside)}" for host, inside in self.folders.items()],
             # A dollar sign in a compose file begins a variable.
-            "environment": {name: value.replace("$", "$$") for name, value in self.environment.items()},
+            "environment": {name: value if value == hidden(name) else value.replace("$", "$$") for name, value in self.environment.items()},
             "command": [word.replace("$", "$$") for word in self.command],
             "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}},
         }
@@ -78,10 +79,13 @@ class Container:
 
 
 def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
-    """Of each node of a plan's choice. image: None where nobody named one. Raises ConfigError."""
+    """Of each node of a plan's choice. image: None for the one that the model's recipe names. Raises ConfigError."""
     choice = plan["choice"]
     if choice is None:
         return []
+    named = choice.get("container") or {}
+    serves = named.get("kind") == "vllm-openai" if not image and named else None
+    image = image or named.get("image")
     if not image:
         raise ConfigError(
             "--docker needs an image: give --image NAME, one of vLLM's own or of NVIDIA's, for ARM64 on a Spark.", param="image"
@@ -89,7 +93,13 @@ def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
     if any(sign in image for sign in " \t\n'\"$`;&|<>") or image.startswith("-"):
         raise ConfigError(f"--image {image!r} is no image's name.", param="image")
     # A neighbour that is quantized already may have won over the model that was asked about.
-    return [_container(str(choice["model"]), rank, image, len(choice["ranks"])) for rank in choice["ranks"]]
+    first = serves if serves is not None else _serves(image)
+    return [_container(str(choice["model"]), rank, image, len(choice["ranks"]), first) for rank in choice["ranks"]]
+
+
+def hidden(name: str) -> str:
+    """In the place of a value that is its operator's alone: the shell or the compose file takes it from its own environment."""
+    return f"${{{name}}}"
 
 
 def shell(container: Container) -> str:
@@ -105,7 +115,8 @@ def shell(container: Container) -> str:
     return " \\\n  ".join(lines)
 
 
-def _container(model: str, rank: Mapping[str, Any], image: str, nodes: int) -> Container:
+def _container(model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool) -> Container:
+    """serves: whether the image begins with `vllm serve` by itself."""
     folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **JIT_CACHES}.items()}
     environment = dict(rank["environment"])
     words = _served(rank["command"], model, folders)
@@ -113,20 +124,23 @@ def _container(model: str, rank: Mapping[str, Any], image: str, nodes: int) -> C
     if ours:
         folders |= _plugin()
         environment["PYTHONPATH"] = PLUGIN_FOLDER
-        told = " ".join([*words, *environment.values()])
         # At the same place inside: the paths in the arguments hold. The state database beside them stays outside.
-        folders |= {kept: kept for kept in KEPT if kept in told}
+        folders |= {kept: kept for kept in _kept(words, environment)}
     if "--headless" not in words:
         # Inside it may be any address, because the port is published on the loopback alone; with the host's network it is the loopback.
         words += ["--host", "127.0.0.1" if nodes > 1 else "0.0.0.0", "--port", str(PORT)]
-    first = [] if _serves(image) else ["vllm", "serve"]
+    first = [] if serves else ["vllm", "serve"]
     suffix = f"-{rank['node']}" if nodes > 1 else ""
     return Container(f"{name_of(model)}{suffix}", image, (*first, *words), environment, folders, nodes > 1, nodes > 1)
 
 
 def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list[str]:
-    """`vllm serve`'s own arguments: the model first, and a local folder as it is called inside."""
-    words = list(command[command.index("--model") + 2 :])
+    """`vllm serve`'s own arguments: the model first, and a local folder as it is called inside. Raises ConfigError for what is none."""
+    before = next((word for word in ("--model", "serve") if word in command[:5]), None)
+    if before is None:
+        what = "the workers of executor: ray are started by sparkd alone" if ray_place.KEEPER in command else f"it runs {command[2]}"
+        raise ConfigError(f"--docker prints commands of `vllm serve`, and {what}.", param="image")
+    words = list(command[command.index(before) + 2 :])
     for flag in _SKIPPED_FLAGS:
         while flag in words:
             at = words.index(flag)
@@ -139,6 +153,14 @@ def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list
             written = json.dumps(config)
             words[last] = written if first != last else f"{SPECULATIVE}={written}"
     return [model, *words]
+
+
+def _kept(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """The folders of what sparkd keeps of a model: quantized weights, and what sizing the cache has learned."""
+    loader = next((text for _, _, text in values_of(words, "model-loader-extra-config")), "{}")
+    for text, key in ((loader, "cache_dir"), (environment.get(KV_VARIABLE, "{}"), "profiles")):
+        if folder := json.loads(text).get(key):
+            yield str(folder)
 
 
 def _mounted(model: str, folders: dict[str, str]) -> str:

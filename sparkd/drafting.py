@@ -65,7 +65,7 @@ def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], rea
 
     if method == "off":
         return None
-    recipe, variant = _recipe_of(model) if method not in _OF_TEXT else (None, None)
+    recipe, variant = recipe_for(model) if method not in _OF_TEXT else (None, None)
     offered = recipe.speculation(variant) if recipe is not None else None
     if method == "mtp" and offered is not None and offered.mtp is None:
         offered = None
@@ -115,9 +115,13 @@ def config_in(args: Sequence[str]) -> Mapping[str, Any] | None:
     return None
 
 
-def kv_dtype(asked: str, drafted: Drafting | None) -> str:
-    """Of the cache, as sparkd.kv_cost has it: a draft that works with one only decides where nobody does."""
+def kv_dtype(asked: str, drafted: Drafting | None, stored: str = "auto") -> str:
+    """Of the cache, as sparkd.kv_cost has it: a draft that works with one only decides where nobody does, and then the checkpoint does.
+
+    stored: what that says (SourceQuantization.kv_dtype)."""
     needed = str(drafted.settings.get("kv_cache_dtype") or "auto") if drafted is not None else "auto"
+    if asked == "auto" and needed == "auto":
+        return stored
     return asked if asked != "auto" or needed in _NATIVE else needed
 
 
@@ -129,7 +133,7 @@ def _beside(draft: Inventory) -> Iterator[Part]:
         yield replace(part, tensor=tensor, kind="other" if part.kind in ("embedding", "lm_head", "vision") else part.kind, layer=None)
 
 
-def _recipe_of(model: str) -> tuple[RecipeFile | None, str | None]:
+def recipe_for(model: str) -> tuple[RecipeFile | None, str | None]:
     """The recipe for this folder or hub id, and its variant."""
     import os
 

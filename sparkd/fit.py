@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -11,7 +11,7 @@ from sparkd.drafting import Drafting
 from sparkd.errors import CheckpointError
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import Serving, kv_layout
+from sparkd.kv_cost import KvLayout, Serving, kv_layout, sized
 from sparkd.legal import refusal
 from sparkd.weight_cost import Inventory
 from workers.stream.recipe import Recipe
@@ -32,7 +32,10 @@ class Wish:
     """max_model_len: tokens, None for as many as fit, at least `context`. requests: that run at once at that length. nodes: that are there.
 
     unlinked: by a number of nodes, why no so many are linked well enough for tensor parallelism. quantize: a recipe, None for any of
-    FORMATS. drafting: that the inventory and `serving` are counted with.
+    FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
+    cache: of a given size (sparkd.kv_cost.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that the engine
+    may take, and what says so. fewest: fewer nodes go before speed. beyond: a length may be more than the model's own. learned: what an
+    earlier start of an engine measured, None for nothing.
     """
 
     max_model_len: int | None = None
@@ -45,6 +48,13 @@ class Wish:
     drafting: Drafting | None = None
     context: int = DEFAULT_CONTEXT
     unlinked: Mapping[int, str] = field(default_factory=dict)
+    ways: tuple[tuple[int, int], ...] | None = None
+    cache: Mapping[str, Any] | None = None
+    cache_limit: int | None = None
+    limit: tuple[int, str] | None = None
+    fewest: bool = False
+    beyond: bool = False
+    learned: Callable[[Recipe, Serving], Learned | None] = lambda _recipe, _serving: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +100,29 @@ class Choice:
         return self.options[0] if self.options and self.options[0].fits else None
 
 
-def choose(inventory: Inventory, hardware: Hardware, wish: Wish, learned: Mapping[str, Learned] | None = None) -> Choice:
-    """learned: by format, of one node, what earlier starts measured."""
+def choose(inventory: Inventory, hardware: Hardware, wish: Wish) -> Choice:
     found = [
-        _option(inventory, hardware, wish, name, recipe, ways, learned or {})
-        for name, recipe in _recipes(inventory, wish)
-        for ways in _ways(wish)
+        _option(inventory, hardware, wish, name, recipe, ways)
+        for name, recipe in recipes(inventory, wish.quantize)
+        for ways in wish.ways or _ways(wish)
     ]
     ranked = sorted(found, key=lambda one: rank(one, inventory, wish))
-    return Choice(tuple(ranked), tuple(_notes(inventory, wish)))
+    return Choice(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
+
+
+def recipes(inventory: Inventory, asked: Any) -> Iterator[tuple[str, Recipe]]:
+    """Each with what it is called, best first. asked: a recipe, None for any of FORMATS."""
+    source = inventory.checkpoint.quantization
+    if asked is not None:
+        recipe = asked if isinstance(asked, Recipe) else Recipe.parse(asked)
+        yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
+        return
+    yield AS_STORED, Recipe.parse("bf16")
+    if source is None or source.requantizable:
+        for spelling in FORMATS:
+            if spelling == "fp8" and source is not None:
+                continue  # it is FP8 already
+            yield spelling, Recipe.parse(spelling)
 
 
 def rank(option: Option, inventory: Inventory, wish: Wish, *, prequantized: bool = False) -> Rank:
@@ -107,9 +131,11 @@ def rank(option: Option, inventory: Inventory, wish: Wish, *, prequantized: bool
     prequantized: another checkpoint of the same model, whose quantizer had data to calibrate with: it comes behind the model as it is
     stored, and before what would be quantized here.
     """
-    enough = 0 if wish.max_model_len else min(inventory.shape.max_len, DEFAULT_CONTEXT)
+    enough = 0 if wish.max_model_len or wish.fewest else min(inventory.shape.max_len, DEFAULT_CONTEXT)
     speed = option.footprint.decode_tokens_s if option.footprint is not None else 0.0
-    quality = 0.5 if prequantized else float(_quality(option.format))
+    quality = 0.5 if prequantized else float(quality_of(option.format))
+    if wish.fewest:
+        return not option.fits, False, option.longest < enough, quality, float(option.nodes), option.pipeline
     return not option.fits, option.pipeline > 1, option.longest < enough, quality, -speed, option.nodes
 
 
@@ -131,20 +157,6 @@ def smallest(option: Option, hardware: Hardware) -> float | None:
     return next((share for share, _, left in floor(option, hardware, [step / 100 for step in range(1, 100)]) if left >= least), None)
 
 
-def _recipes(inventory: Inventory, wish: Wish) -> Iterator[tuple[str, Recipe]]:
-    source = inventory.checkpoint.quantization
-    if wish.quantize is not None:
-        recipe = Recipe.parse(wish.quantize)
-        yield (recipe.default.spelling if not recipe.rules else "as configured") if recipe.quantizes else AS_STORED, recipe
-        return
-    yield AS_STORED, Recipe.parse("bf16")
-    if source is None or source.requantizable:
-        for spelling in FORMATS:
-            if spelling == "fp8" and source is not None:
-                continue  # it is FP8 already
-            yield spelling, Recipe.parse(spelling)
-
-
 def _ways(wish: Wish) -> Iterator[tuple[int, int]]:
     """(tensor, pipeline) over all numbers of nodes up to those that are there: each number of ranks whose groups come out even."""
     for nodes in range(1, wish.nodes + 1):
@@ -158,53 +170,66 @@ def _option(
     name: str,
     recipe: Recipe,
     ways: tuple[int, int],
-    learned: Mapping[str, Learned],
 ) -> Option:
     tensor, pipeline = ways
     asked = wish.max_model_len or min(inventory.shape.max_len, wish.context)
     seqs = max(wish.serving.max_num_seqs, wish.requests)
     serving = replace(wish.serving, max_model_len=asked, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    if asked > inventory.shape.max_len:
+    if asked > inventory.shape.max_len and not wish.beyond:
         told = f"{asked:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
         return Option(name, tensor, pipeline, serving, None, told)
-    if tensor in wish.unlinked:
-        return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor])
+    # As sparkd.siting: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
+    if tensor > 1 and tensor * pipeline in wish.unlinked:
+        return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline])
     try:
         if why := refusal(inventory, recipe, tensor, pipeline):
             return Option(name, tensor, pipeline, serving, None, why)
-        known = learned.get(name) if tensor * pipeline == 1 else None
+        layout = kv_layout(inventory.shape, serving)
 
         def at(tokens: int) -> Footprint:
+            there = replace(serving, max_model_len=tokens)
             return footprint(
                 inventory,
                 recipe,
-                replace(serving, max_model_len=tokens),
+                there,
                 hardware,
                 requests=wish.requests,
                 eager=wish.eager,
                 margin_bytes=wish.margin_bytes,
-                learned=known,
+                learned=wish.learned(recipe, there),
+                cache_bytes=sized(wish.cache, layout, tokens),
+                limit_bytes=None if wish.limit is None else wish.limit[0],
             )
 
         found = at(asked)
-        longest = _longest(found, serving, inventory, wish)
+        longest = _longest(found, layout, inventory, wish)
     except CheckpointError as error:
         return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
-    if wish.max_model_len is None and found.fits:
+    if wish.max_model_len is None and found.fits and longest > asked:
+        # What was learned is of one length: where it is more than was counted with, the context is as long as that leaves.
+        more = at(longest)
+        if not more.fits:
+            longest = max(asked, _longest(more, layout, inventory, wish))
+            more = at(longest)
+        found, asked = (more, longest) if more.fits else (found, asked)
+        longest = asked
         serving = replace(serving, max_model_len=longest)
-        found = at(longest)
-    return Option(name, tensor, pipeline, serving, found, None if found.fits else _short(found, hardware, longest), longest)
+    why = None if found.fits else _short(found, hardware, longest, wish)
+    return Option(name, tensor, pipeline, serving, found, why or _short_cache(found, wish), longest)
 
 
-def _longest(found: Footprint, serving: Serving, inventory: Inventory, wish: Wish) -> int:
+def _longest(found: Footprint, layout: KvLayout, inventory: Inventory, wish: Wish) -> int:
     """The model's own length, or so many whole steps. By bisection over the cache's own arithmetic, which is not linear where layers keep a
     window or a state."""
     if found.load_free_bytes < 0:
         return 0
-    layout, most = kv_layout(inventory.shape, serving), inventory.shape.max_len
+    most = max(inventory.shape.max_len, wish.max_model_len or 0)
 
     def fits(tokens: int) -> bool:
-        return ceil(wish.requests * layout.cost(tokens).per_request) + layout.block_bytes <= found.room
+        cost, given = layout.cost(tokens), sized(wish.cache, layout, tokens)
+        asked = given if given is not None else ceil(wish.requests * cost.per_request) + layout.block_bytes
+        limits = [size for size in (given, wish.cache_limit) if size is not None]
+        return max(asked, cost.least) <= found.room and all(cost.least <= size for size in limits)
 
     if fits(most):
         return most
@@ -218,14 +243,25 @@ def _longest(found: Footprint, serving: Serving, inventory: Inventory, wish: Wis
     return low * CONTEXT_STEP
 
 
-def _short(found: Footprint, hardware: Hardware, longest: int) -> str:
+def _short_cache(found: Footprint, wish: Wish) -> str | None:
+    """Why a cache of its size would hold no request."""
+    size = found.parts["kv"] if wish.cache is not None else wish.cache_limit
+    if size is None or found.kv.least <= size:
+        return None
+    said = "kv_cache" if wish.cache is not None else "the cache of a CPU's engine"
+    return f"{said} holds {gib(size)}, and one request of {found.kv.max_model_len:,} tokens needs {gib(found.kv.least)}"
+
+
+def _short(found: Footprint, hardware: Hardware, longest: int, wish: Wish) -> str:
     there = gib(hardware.memory_bytes)
     if found.load_free_bytes < 0:
         weights = gib(found.parts["weights"])
         return f"the weights alone take {weights} of the {there} that are there: {gib(-found.load_free_bytes)} too many to load them"
     parts = [f"{gib(size)} {_CALLED[name]}" for name, size in found.parts.items() if size >= GIB // 10]
-    parts += [f"{gib(found.system_bytes)} system", f"{gib(found.margin_bytes)} margin"]
     shorter = f"; {longest:,} tokens of context would fit" if longest else ""
+    if wish.limit is not None and found.total > wish.limit[0]:
+        return f"{' + '.join(parts)} are {gib(found.total - wish.limit[0])} more than {wish.limit[1]}{shorter}"
+    parts += [f"{gib(found.system_bytes)} system", f"{gib(found.margin_bytes)} margin"]
     return f"{' + '.join(parts)} are {gib(-found.free_bytes)} more than the {there} that are there{shorter}"
 
 
@@ -243,15 +279,29 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _quality(name: str) -> int:
+def quality_of(name: str) -> int:
+    """The less the better: 0 of what is stored."""
     return FORMATS.index(name) + 1 if name in FORMATS else 0
 
 
-def _notes(inventory: Inventory, wish: Wish) -> Iterator[str]:
+def _notes(inventory: Inventory, wish: Wish, ranked: Sequence[Option]) -> Iterator[str]:
     source = inventory.checkpoint.quantization
     if source is not None and not source.requantizable:
         yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
     if inventory.unloaded_bytes:
         yield f"{gib(inventory.unloaded_bytes)} of its files are loaded for speculative decoding only, or not at all."
     if wish.nodes == 3:
-        yield "Three nodes: few models divide by three; they serve as a pipeline, or as one or two engines with replicas beside."
+        yield from _three(ranked)
+
+
+def _three(ranked: Sequence[Option]) -> Iterator[str]:
+    """How three nodes share a model, or have one each."""
+    fitting = [one for one in ranked if one.fits]
+    ways = ["by tensor parallelism"] if any(one.tensor == 3 for one in fitting) else []
+    ways += ["as a pipeline"] if any(one.pipeline == 3 for one in fitting) else []
+    lone = next((one for one in fitting if one.nodes == 1 and one.footprint is not None), None)
+    if lone is not None and lone.footprint is not None:
+        each = f"{lone.format}, 3 x {lone.footprint.decode_tokens_s:,.0f} tokens/s at most"
+        ways.append(f"as three replicas of the engine that one node holds ({each})")
+    if ways:
+        yield f"Three nodes: few models divide by three; this one serves {', or '.join(ways)}."

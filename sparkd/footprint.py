@@ -51,7 +51,8 @@ class Learned:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left beside it
-    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request.
+    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request. limit_bytes: that the
+    whole engine may take, None for all that is there.
     """
 
     parts: Mapping[str, int]
@@ -65,6 +66,7 @@ class Footprint:
     first_load_s: float
     next_load_s: float
     decode_tokens_s: float
+    limit_bytes: int | None = None
 
     @property
     def total(self) -> int:
@@ -72,7 +74,8 @@ class Footprint:
 
     @property
     def free_bytes(self) -> int:
-        return self.memory_bytes - self.system_bytes - self.margin_bytes - self.total
+        there = self.memory_bytes - self.system_bytes - self.margin_bytes
+        return (there if self.limit_bytes is None else min(there, self.limit_bytes)) - self.total
 
     @property
     def fits(self) -> bool:
@@ -105,8 +108,11 @@ def footprint(
     eager: bool = False,
     margin_bytes: int | None = None,
     learned: Learned | None = None,
+    cache_bytes: int | None = None,
+    limit_bytes: int | None = None,
 ) -> Footprint:
-    """requests: of max_model_len tokens that are to run at once. Raises CheckpointError where the recipe cannot be."""
+    """requests: of max_model_len tokens that are to run at once. cache_bytes: of a cache of a given size instead; limit_bytes: see
+    Footprint. Raises CheckpointError where the recipe cannot be."""
     shape = inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = inventory.weights(recipe, ranks, stages, hardware.platform)
@@ -114,8 +120,8 @@ def footprint(
     cuda = hardware.platform == "cuda"
     parts = {
         "weights": weights.bytes + shape.rotary_bytes,
-        "kv": ceil(requests * kv.per_request) + kv.block_bytes,
-        "peak": learned.peak if learned else batch_bytes(inventory, serving, eager=eager, encoders="vision" in weights.by_kind),
+        "kv": cache_bytes if cache_bytes is not None else ceil(requests * kv.per_request) + kv.block_bytes,
+        "peak": learned.peak if learned else batch_bytes(inventory, serving, weights, eager=eager),
         "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * GRAPH_SIZES * ceil(shape.layers / stages),
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
@@ -136,13 +142,18 @@ def footprint(
         first_load_s=first_load_s,
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
+        limit_bytes=limit_bytes,
     )
 
 
-def batch_bytes(inventory: Inventory, serving: Serving, *, eager: bool, encoders: bool) -> int:
+def batch_bytes(inventory: Inventory, serving: Serving, weights: Weights, *, eager: bool) -> int:
     """Of the largest step, and what is kept for the next one."""
-    step = reserved_bytes(inventory, serving, eager=eager) if serving.platform == "cuda" else peak_bytes(inventory.shape, serving)
-    return step + (ENCODER_BYTES if encoders else 0)
+    quantized = bool(weights.changed) or inventory.checkpoint.quantization is not None
+    if serving.platform == "cuda":
+        step = reserved_bytes(inventory, serving, eager=eager, quantized=quantized)
+    else:
+        step = peak_bytes(inventory.shape, serving)
+    return step + (ENCODER_BYTES if "vision" in weights.by_kind else 0)
 
 
 def peak_bytes(shape: Shape, serving: Serving) -> int:

@@ -7,7 +7,7 @@ of one size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -128,6 +128,22 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
     groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
     fullest = max(max(map(stages.count, stages)) for _, stages in groups)
     return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window, kind.chunked) for kind, _ in groups), serving)
+
+
+def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
+    """Bytes of a cache whose size an entry gives (`kv_cache:`, sparkd.kv_sizing.kv_cache) for requests of max_model_len tokens, with the
+    block that vLLM keeps; None for one that takes what is left. `at` is the length of each of so many sequences: a window or a state takes
+    no less for a shorter one."""
+    if not isinstance(size, Mapping):
+        return None
+    if "bytes" in size:
+        return int(size["bytes"])
+    if "tokens" in size:
+        return ceil(size["tokens"] * layout.cost(max_model_len).per_token) + layout.block_bytes
+    if "sequences" in size:
+        tokens = min(size.get("at") or max_model_len, max_model_len)
+        return int(size["sequences"]) * layout.cost(tokens).per_request + layout.block_bytes
+    return None
 
 
 def stages_of(layers: int, stages: int) -> list[int]:

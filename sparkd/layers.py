@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
 from sparkd.errors import ConfigError, Unavailable
@@ -14,7 +14,11 @@ from sparkd.hub_headers import Progress, checkpoint_of
 from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, source_of
 from workers.stream.format import Format, fitting
+from workers.stream.packed_scale import packed_module_of
 from workers.stream.recipe import Assignment, Recipe
+
+if TYPE_CHECKING:
+    from sparkd.config import Config, ModelConfig
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # What stands beside an FP8 weight and goes with it into its new format.
@@ -123,13 +127,32 @@ def meant(
     return (source, None, None, dict(environ)) if source.startswith("/") else _named(model, config_file, dict(environ), ask)
 
 
+def configured(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config] | None:
+    """The entry of that name, and the configuration around it; of a recipe's name, the entry that names it and nothing else. None for
+    anything else. Raises ConfigError."""
+    path = _config_path(config_file, environ)
+    named = "/" not in model and not model.startswith((".", "~"))
+    if path is None and not named:
+        return None
+    from sparkd.config import load_config, parse_model
+    from sparkd.recipe_book import split
+
+    config = load_config(path, environ=environ)
+    found = config.lookup(model)
+    if found is None and named and split(model)[0] in config.book().names():
+        found = parse_model(split(model)[0], {"recipe": model}, over_admin=False, book=config.book())
+    return None if found is None else (found, config)
+
+
+def _config_path(given: Path | None, environ: Mapping[str, str]) -> Path | None:
+    return given or (Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else CONFIG_PATH if CONFIG_PATH.exists() else None)
+
+
 def _named(
     model: str, config_file: Path | None, environ: dict[str, str], ask: Callable[[], list[dict[str, Any]]]
 ) -> tuple[str, str | None, Any, dict[str, str]]:
     """(folder or hub id, revision, quantize, environment of the engine) of a name."""
-    path = config_file or (
-        Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else CONFIG_PATH if CONFIG_PATH.exists() else None
-    )
+    path = _config_path(config_file, environ)
     if path is not None:
         from sparkd.config import load_config
 
@@ -174,6 +197,8 @@ def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], m
     stem, _, last = name.rpartition(".")
     if last in _SOURCE_SCALES and stem in formats:
         return formats[stem].spelling, 0
+    if "scale" in last and (packed := packed_module_of(name)) is not None and packed in formats:
+        return formats[packed].spelling, 0
     chosen = formats.get(name.removesuffix(".weight")) if last == "weight" else formats.get(name)
     if chosen is None:
         return None, tensor.nbytes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sparkd.checkpoint import SourceQuantization
 from sparkd.model_shape import Shape, State
 from sparkd.weight_cost import Inventory, Part, padded_vocabulary, sides
-from workers.stream.format import Format
+from workers.stream.format import Format, fitting
 from workers.stream.recipe import Recipe
 
 # FP8 in blocks of 128x128: neither side of a block is cut (vllm/model_executor/layers/quantization/utils/fp8_utils.py,
@@ -61,8 +61,20 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
     if stages > 1 and shape.architecture in WITHOUT_PIPELINES:
         yield f"vLLM runs no {shape.architecture} in {stages} stages"
     yield from _heads(shape, ranks)
+    yield from _groups(inventory, recipe)
     if ranks > 1:
         yield from _widths(inventory, recipe, ranks)
+
+
+def _groups(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
+    """The columns that share a scale must divide a weight's, on one rank too (workers/stream/formats/base.py, Quantizer.check)."""
+    for one in inventory.alike(recipe)[0]:
+        if one.form is None or one.form.group is None:
+            continue
+        columns = sides(one.part.tensor, inventory.shape)[1]
+        if columns % one.form.group:
+            fits = fitting(one.form.group, columns)
+            yield f"{columns} columns of {one.part.tensor.name} are no whole groups of {one.form.group}: {fits} would fit"
 
 
 def _heads(shape: Shape, ranks: int) -> Iterator[str]:

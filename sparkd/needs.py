@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparkd.admission import Account, Ways, account, advice, illegal, machine, resolved
+from sparkd.admission import Account, Ways, account, advice, illegal, machine
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import RankError
+from sparkd.fit import gib
 from sparkd.hardware import Hardware
-from sparkd.kv_sizing import without_cpu_space
+from sparkd.kv_sizing import utilization_of, without_cpu_space
 from sparkd.placement import GIB, needed_gib
+from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
 from workers.meminfo import sample
+
+# How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
+ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
+_CURE = "Choose a smaller context or format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,15 @@ def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offe
             "to the Python interpreter of an environment that has it."
         )
     here = _this_node(platform)
-    spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB), ways)
-    known = account_of(spec, config, platform, ways)
+    spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB), ways, str(config.profiles_path()), found.get("vllm"))
+    known = account_of(spec, config, platform, ways, found.get("vllm"))
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
     return Need(spec, platform, entrypoint, gib, known, found.get("vllm"))
 
 
-def account_of(spec: ModelConfig, config: Config, platform: str, ways: Ways = (1, 1)) -> Account | None:
+def account_of(spec: ModelConfig, config: Config, platform: str, ways: Ways = (1, 1), vllm: str | None = None) -> Account | None:
     """Of one node; see admission.account."""
-    return account(spec, _this_node(platform), spec.environment(config.engine), str(config.profiles_path()), ways)
+    return account(spec, _this_node(platform), spec.environment(config.engine), str(config.profiles_path()), ways, vllm)
 
 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
@@ -88,15 +94,43 @@ def runtime_of(spec: ModelConfig, config: Config) -> str:
 def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> str | None:
     """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers."""
     spec, known = need.spec, need.account
-    if known is not None and known.least > most_gib * GIB and spec.memory_gib == "auto":
-        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, most_gib * GIB) or "Choose a smaller context or format"
-        return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB. {cure}."
+    if known is not None and (short := _short_cache(need, known, env)):
+        return short
+    kept = spec.kv_margin_gib or 0.0 if utilization_of(spec) is None else 0.0
+    if known is not None and spec.memory_gib == "auto" and known.least > (most_gib - kept) * GIB:
+        free = f", of which kv_margin_gib keeps {kept:g} free" if kept else ""
+        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int((most_gib - kept) * GIB)) or _CURE
+        return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
+    if known is not None and outgrown(need) and need.gib <= most_gib:
+        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int(float(spec.memory_gib) * GIB)) or _CURE
+        return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. Allow it more, or: {cure}."
     if need.gib > most_gib:
         return (
             f"{spec.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
             "context or format, give kv_cache a size, or set memory_gib to what it really needs."
         )
     return None
+
+
+def outgrown(need: Need) -> bool:
+    """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
+    which measures."""
+    known, own = need.account, need.spec.memory_gib
+    if known is None or not isinstance(own, int | float):
+        return False
+    return known.least - max(ERROR_SHARE * known.least, ERROR_BYTES) > own * GIB
+
+
+def _short_cache(need: Need, known: Account, env: Mapping[str, str]) -> str | None:
+    """Why a cache of its size would hold no request: vLLM ends its start over that, with all weights loaded."""
+    spec = need.spec
+    limit = cache_limit(spec, need.platform, env)
+    size = known.cache if known.cache is not None else limit
+    if size is None or known.request <= size or spec.memory_gib != "auto":
+        return None
+    said = "kv_cache" if known.cache is not None else "the cache of a CPU's engine"
+    one = f"one request of {known.max_model_len:,} tokens needs {gib(known.request)}"
+    return f"{spec.name} does not fit: {said} holds {gib(size)}, and {one}. Give kv_cache a larger size, or choose a smaller max_model_len."
 
 
 def _platform(found: Mapping[str, Any], config: Config) -> str:

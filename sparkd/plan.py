@@ -6,20 +6,25 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sparkd.facts import ModelFacts
 from sparkd.state import STARTING, ModelState, Progress, RankFact, Want
 from sparkd.team_progress import progress_of
+from sparkd.turns import Turn
 
 ASK_EVERY_S = 1.0
 # A log that the parser does not understand must not hide a server that is up: it is asked blindly now and then.
 ASK_BLINDLY_EVERY_S = 5.0
-# A start that is late is given up once no byte came, no line was written and no CPU time was used for so long; busy or not, after LATEST
-# times what it may take.
+# A start that is late is given up once no byte came, no line was written and no CPU time was used for so long. Ranks that wait for a lost
+# one use CPU time too: after LATEST times what a start may take that alone counts no more, and no byte and no line for SILENT_S ends it.
 STILL_S = 60.0
-LATEST = 3
+LATEST, SILENT_S = 3, 300.0
 # A node that answers nothing, not even with a refusal: shorter is a cable that was touched. Ranks over it wait for each other meanwhile.
 DARK_S = 6.0
+ALONE_DARK_S = 10.0
 # A rank that is stopped by a signal (state T; a debugger's is t): seen twice.
 HALTED_S = 1.0
+# A stop takes so long at most: the engine's own time (stop_timeout_s), then SIGKILL.
+ENDS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,46 +40,6 @@ class Backoff:
         """Delay before the next try after `failures` (>= 1) failures in a row, seconds."""
         base = min(self.max_s, self.initial_s * 2.0 ** (failures - 1))
         return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Everything the plan may know of one model. Times are seconds on one monotonic clock.
-
-    config_hash is None where the model is no longer configured. `rank_id` names the start that the present attempt made or adopted, and
-    its rank 0; `world` is how many ranks that has. `busy` names the action in flight, if any: then only a stop may overtake it.
-
-    `ranks` is None where nobody could look. Of a model on several nodes it may lack those of a node that is out of sight: then `unseen`
-    is true, and dark_s says for how long that node has given no sign of life; no_raylet names one whose Ray has ended, where the model's
-    workers are Ray's (executor: ray). halted_s: for how long a signal has held a rank. frozen: the
-    sentence of an engine that has stopped to compute (sparkd.pulse). still_s: for how long no rank has read, written or computed.
-    """
-
-    name: str
-    want: Want
-    generation: int
-    state: ModelState
-    state_since_s: float
-    config_hash: str | None
-    rank_id: str | None = None
-    ranks: tuple[RankFact, ...] | None = ()
-    world: int = 1
-    unseen: bool = False
-    dark_s: float = 0.0
-    no_raylet: str | None = None
-    halted_s: float = 0.0
-    still_s: float = float("inf")
-    frozen: str | None = None
-    busy: str | None = None
-    in_flight: int = 0
-    queued: int = 0
-    last_used_s: float = 0.0
-    last_asked_s: float = float("-inf")
-    attempt_since_s: float = 0.0
-    backoff_until_s: float = float("-inf")
-    start_deadline_s: float = 1800.0
-    drain_deadline_s: float = 60.0
-    ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +81,14 @@ class Unwant:
 
 
 @dataclass(frozen=True, slots=True)
+class Yield:
+    """Go for the sake of another model, which waits: its requests may finish, and it is not wanted back before that one had its turn."""
+
+    model: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     model: str
 
@@ -152,21 +125,27 @@ class Destroy:
     why: str
 
 
-Action = Place | Adopt | Move | Ask | Unwant | Drain | Stop | Rest | Fail | Destroy
+Action = Place | Adopt | Move | Ask | Unwant | Yield | Drain | Stop | Rest | Fail | Destroy
 
 
-def plan(models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float) -> list[Action]:
+def plan(
+    models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_place: bool, now_s: float, turn: Turn | None = None
+) -> list[Action]:
     """The next actions, at most one for each model and one for each stray rank.
 
-    `strangers` are ranks of models nobody knows. Only one model starts at a time: two that load together each see memory that the
-    other is about to take, and on unified memory that is a frozen host, not an error (reference: one STARTING worker for each node).
+    `strangers` are ranks of models nobody knows. turn: whose it is to be started (sparkd.turns); None: anybody's. Only one model starts
+    at a time: two that load together each see memory that the other is about to take, and on unified memory that is a frozen host, not
+    an error (reference: one STARTING worker for each node). What is being ended counts, too: it may still load, and what an earlier daemon
+    left is in no book.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
-    starting = any(facts.state in STARTING or facts.busy == "place" for facts in models.values())
+    starting = any(facts.state in STARTING or facts.busy == "place" or _ends(facts, now_s) for facts in models.values())
+    starting = starting or any(fact.alive for fact in strangers)
     for name in sorted(models, key=lambda n: (models[n].queued == 0, n)):
         facts = models[name]
-        action = _next(facts, can_place and not starting, now_s)
+        may_start = can_place and not starting and (turn is None or turn.first == name)
+        action = _next(facts, may_start, now_s) or _of_turn(facts, turn, can_place and not starting)
         if action is None:
             continue
         actions.append(action)
@@ -177,17 +156,35 @@ def plan(models: Mapping[str, ModelFacts], strangers: tuple[RankFact, ...], can_
 
 def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     if facts.ranks is None:
-        # Nobody could look at the node. A wish to stop or start waits; what runs, runs on.
-        return None
+        # Nobody could look at the node. A wish to stop or start waits; what runs, runs on, but its clients do not wait for it.
+        return _dark(facts) if facts.world == 1 and not facts.busy else None
     if facts.busy:
         # A question that a rank will never answer would wait for it as long as a start may take.
         return _broken(facts) if facts.busy == "ask" and facts.world > 1 and facts.state in STARTING else None
     stray = _stray(facts)
     if stray:
         return stray
-    if facts.want is Want.STOPPED:
+    if facts.want is Want.STOPPED or facts.yields:
         return _towards_stopped(facts, now_s)
     return _towards_running(facts, can_start, now_s)
+
+
+def _ends(facts: ModelFacts, now_s: float) -> bool:
+    """Something of it is being ended, or has to be. What will not die keeps its memory in the book, and others need not wait for it."""
+    if facts.state is ModelState.STOPPING:
+        return now_s - facts.state_since_s < ENDS_S
+    away = facts.state in (ModelState.STOPPED, ModelState.FAILED)
+    return facts.busy == "destroy" or any(fact.alive and (away or fact.handle.start != facts.rank_id) for fact in facts.ranks or ())
+
+
+def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
+    """now: something could be started, if it had room."""
+    if turn is None or not now:
+        return None
+    if (why := turn.refused.get(facts.name)) is not None:
+        return Fail(facts.name, "DoesNotFit", why)
+    to = turn.leave.get(facts.name)
+    return Yield(facts.name, to) if to is not None and facts.want is Want.RUNNING and not facts.yields else None
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
@@ -293,6 +290,14 @@ def _watch(facts: ModelFacts, now_s: float) -> Action | None:
     return None
 
 
+def _dark(facts: ModelFacts) -> Fail | None:
+    """Of a model whose only node is out of sight."""
+    if facts.state is not ModelState.READY or facts.dark_s < ALONE_DARK_S:
+        return None
+    told = f"The node it runs on has given no sign of life for {facts.dark_s:.0f} s"
+    return Fail(facts.name, "NodeLost", f"{told}; it is started again once the node is back, or elsewhere once the node counts as gone.")
+
+
 def _present(facts: ModelFacts) -> list[RankFact]:
     return sorted((fact for fact in facts.ranks or () if fact.handle.start == facts.rank_id), key=lambda fact: fact.handle.rank)
 
@@ -331,8 +336,9 @@ def _broken(facts: ModelFacts) -> Fail | None:
 def _advance(facts: ModelFacts, present: list[RankFact], now_s: float) -> Action | None:
     progress = progress_of(present) or Progress()
     late_s = now_s - facts.attempt_since_s - facts.start_deadline_s
-    if late_s >= 0 and (facts.still_s >= STILL_S or late_s >= (LATEST - 1) * facts.start_deadline_s):
-        hung = "hung" if facts.still_s >= STILL_S else "was still busy"
+    spins = late_s >= (LATEST - 1) * facts.start_deadline_s and facts.silent_s >= SILENT_S
+    if late_s >= 0 and (facts.still_s >= STILL_S or spins):
+        hung = "hung" if facts.still_s >= STILL_S else f"computed for {facts.silent_s:.0f} s without reading a byte or writing a line"
         return Fail(
             facts.name,
             "StartTimeout",

@@ -11,15 +11,16 @@ from typing import Any, get_args
 
 from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
-from sparkd.drafting import METHODS
+from sparkd.drafting import METHODS, recipe_for
 from sparkd.errors import ConfigError, DoesNotFit
 from sparkd.hardware import hardware_of
 from sparkd.hub_headers import checkpoint_of
-from sparkd.layers import meant, value_of
-from sparkd.page import headers_of, say_json, standard
+from sparkd.layers import configured, meant, value_of
+from sparkd.page import headers_of, printable, say_json, standard
 from sparkd.plan_question import KvDtype, Question, answer, beyond
+from sparkd.planned import PROFILES
 from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
+from sparkd.source import source_of
 
 KV_DTYPES = get_args(KvDtype)
 # What a field of the question is called on the command line.
@@ -97,11 +98,15 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
     env: dict[str, str] = {}
 
     def find(name: str) -> tuple[str, Checkpoint, Any]:
-        source, revision, configured, engine = meant(name, config, os.environ, ask)
+        entry = _entry(name, config)
+        if entry is not None:
+            source, revision, engine = entry.spec.model, entry.spec.revision, {**os.environ, **entry.env}
+        else:
+            source, revision, _, engine = meant(name, config, os.environ, ask)
         env.update(engine)
         with headers_of(source) as progress:
             checkpoint = checkpoint_of(source, revision, env, progress)
-        return source, checkpoint, None if configured in (AUTO, "bf16") else configured
+        return source, checkpoint, entry
 
     return answer(
         question,
@@ -109,7 +114,20 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
         find,
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         read=lambda draft: checkpoint_of(draft, None, env),
+        profiles=PROFILES if os.path.isdir(PROFILES) else None,
     )
+
+
+def _entry(name: str, config: Path | None) -> Any:
+    """The configuration is read, and what it needs imported, only where the name can be one of its own."""
+    if source_of(name).startswith("/"):
+        return None
+    found = configured(name, config, os.environ)
+    if found is None:
+        return None
+    from sparkd.plan_entry import entry_of
+
+    return entry_of(*found)
 
 
 def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:
@@ -119,13 +137,28 @@ def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:
         show_plan.plan(plan, standard(), every=every)
 
 
+def _container(model: str) -> dict[str, Any] | None:
+    """The image that the recipe for this very model names; its settings are taken by who names the recipe."""
+    recipe, variant = recipe_for(model)
+    found = recipe.container(variant) if recipe is not None else None
+    return None if found is None or recipe is None else {**found.model_dump(), "recipe": recipe.name}
+
+
 def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) -> None:
     """On standard output alone, so that it can go to a file. Raises ConfigError."""
     import yaml
 
     from sparkd.container import containers, shell
 
+    choice = plan["choice"]
+    if choice is not None and image is None and not choice.get("configured"):
+        plan = {**plan, "choice": {**choice, "container": _container(str(choice["model"]))}}
     made = containers(plan, image)
+    named = (plan["choice"] or {}).get("container")
+    if made and named and not image:
+        sys.stdout.write(f"# the image is that of the recipe {named['recipe']}\n")
+        if named.get("note"):
+            sys.stdout.write(f"# {printable(' '.join(named['note'].split()))}\n")
     for number, one in enumerate(made):
         if len(made) > 1:
             sys.stdout.write(f"# node {number}; HEAD is the address of node 0 on the QSFP link\n")

@@ -13,14 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admission import machine
 from sparkd.checkpoint import Checkpoint
+from sparkd.config import Config
 from sparkd.config_memory import Memory
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.hub_headers import checkpoint_of
 from sparkd.model_config import ModelConfig
+from sparkd.plan_entry import Entry, entry_of
 from sparkd.plan_question import MODEL_CHARACTERS, MOST, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
-from sparkd.quantizing import AUTO
 from sparkd.source import source_of
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
@@ -61,22 +62,28 @@ def hardware_here(name: str) -> Hardware:
     return machine(platform, total, Memory().os_reserve_bytes(total))
 
 
-async def planned_here(question: QuestionHere, find: Callable[[str], ModelConfig | None], unlinked: Unlinked) -> dict[str, Any]:
-    """The plan as plain JSON. find: a model that the daemon knows. unlinked: by a number of the daemon's nodes, why no so many may share a
-    model. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
+async def planned_here(
+    question: QuestionHere, find: Callable[[str], ModelConfig | None], unlinked: Unlinked, config: Config | None = None
+) -> dict[str, Any]:
+    """The plan as plain JSON. find: a model that the daemon knows, by `config`. unlinked: by a number of the daemon's nodes, why no so many
+    may share a model. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
     try:
         async with asyncio.timeout(LIMIT_S):
             hardware = await asyncio.to_thread(hardware_here, question.hardware)
             # Another machine's nodes are nobody's yet, and so are their cables.
             ours = question.hardware == "node" and question.nodes > 1
-            told = await unlinked(rdma=hardware.platform == "cuda") if ours else {}
-            return await asyncio.to_thread(_answer, question, hardware, find, told)
+            told = await unlinked(rdma=_wants_rdma(hardware, find(question.model), config)) if ours else {}
+            return await asyncio.to_thread(_answer, question, hardware, find, told, config)
     except TimeoutError:
         raise _too_slow(question.model) from None
 
 
 def _answer(
-    question: QuestionHere, hardware: Hardware, find: Callable[[str], ModelConfig | None], unlinked: Mapping[int, str]
+    question: QuestionHere,
+    hardware: Hardware,
+    find: Callable[[str], ModelConfig | None],
+    unlinked: Mapping[int, str],
+    config: Config | None = None,
 ) -> dict[str, Any]:
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
@@ -89,26 +96,41 @@ def _answer(
     return answer(
         Question(**question.model_dump(exclude={"hardware"})),
         hardware,
-        lambda name: checkpoint_here(name, find, progress),
+        lambda name: checkpoint_here(name, find, progress, config),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         unlinked=unlinked,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
+        profiles=None if config is None else str(config.profiles_path()),
     )
 
 
+def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config | None) -> bool:
+    # Here, since a plan without other nodes needs none of it.
+    from sparkd.fabric_environment import wants_rdma
+
+    if config is None:
+        return wants_rdma(hardware.platform, {})
+    said = {name: value.get_secret_value() for name, value in config.engine.env.items()}
+    return wants_rdma(hardware.platform, said if spec is None else spec.environment(config.engine))
+
+
 def checkpoint_here(
-    name: str, find: Callable[[str], ModelConfig | None], progress: Callable[[int, int], None] | None = None
-) -> tuple[str, Checkpoint, Any]:
-    """(folder or hub id, headers, configured `quantize`, None for any); from the hub where this node's cache has not all of it. Blocks.
+    name: str,
+    find: Callable[[str], ModelConfig | None],
+    progress: Callable[[int, int], None] | None = None,
+    config: Config | None = None,
+) -> tuple[str, Checkpoint, Entry | None]:
+    """(folder or hub id, headers, its entry where the daemon knows it); from the hub where this node's cache has not all of it. Blocks.
 
     find: a model that the daemon knows. progress: as sparkd.hub_headers. Raises ConfigError, CheckpointError.
     """
     spec = find(name)
     source = source_of(name) if spec is None else spec.model
-    configured = None if spec is None or spec.quantize == AUTO else spec.quantize
+    entry = entry_of(spec, config) if spec is not None and config is not None else None
+    env = {**os.environ, **entry.env} if entry is not None else os.environ
     if not source.startswith("/") and "/" not in source and spec is None:
         raise ConfigError(f"No model is called {name}: give a configured name, a folder, or a hub id (owner/name).", param="model")
-    return source, checkpoint_of(source, spec.revision if spec is not None else None, os.environ, progress), configured
+    return source, checkpoint_of(source, spec.revision if spec is not None else None, env, progress), entry
 
 
 def _too_slow(model: str) -> Unavailable:

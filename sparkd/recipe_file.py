@@ -158,6 +158,10 @@ class RecipeFile:
         chosen = self.recipe.variants[variant].speculative if variant else None
         return chosen or self.recipe.speculative
 
+    def container(self, variant: str | None) -> Container | None:
+        chosen = self.recipe.variants[variant].container if variant in self.recipe.variants else None
+        return chosen or self.recipe.container
+
     def place(self) -> Place:
         return self.table.places.get("model", Place(self.path))
 

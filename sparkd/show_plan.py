@@ -147,8 +147,10 @@ def _widths(sizes: list[int], cells: int) -> list[int]:
 
 
 def _how(choice: Mapping[str, Any], page: Page) -> None:
-    if choice["config"] is None:
-        page.line("sparkd runs no stages of several ranks; vLLM's own commands for it:", "bold")
+    if choice.get("configured"):
+        _decided(choice, page)
+    elif choice["config"] is None:
+        page.line("sparkd takes stages of several ranks by tensor_parallel: auto alone; vLLM's own commands for it:", "bold")
     else:
         _entry(choice, page)
     for rank in choice["ranks"]:
@@ -159,14 +161,25 @@ def _how(choice: Mapping[str, Any], page: Page) -> None:
     page.line()
 
 
+def _decided(choice: Mapping[str, Any], page: Page) -> None:
+    if choice["config"]:
+        page.line(f"Of what is auto in the entry of {printable(choice['name'])} it makes:", "bold")
+        page.line(printable("\n".join(f"    {key}: {_told(value)}" for key, value in choice["config"].items())), whole=True)
+        page.line()
+    page.line("What sparkd runs for its entry, but for the socket and the files of each start:", "bold")
+
+
 def _entry(choice: Mapping[str, Any], page: Page) -> None:
     page.line("In sparkd.yaml:", "bold")
     lines = ["models:", f"  {choice['name']}:"]
     for key, value in choice["config"].items():
-        told = json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
-        lines.append(f"    {key}: {told}")
+        lines.append(f"    {key}: {_told(value)}")
     page.line(printable("\n".join(lines)), whole=True)
     page.line("\nWhat sparkd runs then:", "bold")
+
+
+def _told(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value).lower() if isinstance(value, bool) else value
 
 
 def _floor(found: Mapping[str, Any], page: Page) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from workers.hub_cache import hub_cache, snapshot_of
+from workers.hub_cache import cache_places, hub_cache, snapshot_of
 
-__all__ = ["CONFIG_PATH", "hub_cache", "name_of", "snapshot_of", "source_of"]
+__all__ = ["CONFIG_PATH", "folder_of", "hub_cache", "name_of", "snapshot_of", "source_of"]
 
 CONFIG_PATH = Path("/etc/sparkd/sparkd.yaml")
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
@@ -21,6 +22,15 @@ def source_of(text: str) -> str:
     if text.startswith(_FOLDER_SIGNS) or text in (".", "..") or (text and folder.is_dir()):
         return os.path.abspath(folder)
     return text
+
+
+def folder_of(source: str, revision: str | None, environ: Mapping[str, str]) -> str | None:
+    """Where the files of a folder or a hub id are for an engine of this machine; None where they are not. environ: the engine's own, which
+    goes before what it inherits."""
+    if source.startswith("/"):
+        return source
+    found = snapshot_of(source, revision, {**cache_places(os.environ), **cache_places(environ)})
+    return None if found is None else str(found)
 
 
 def name_of(source: str) -> str:

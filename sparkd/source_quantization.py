@@ -30,6 +30,24 @@ class SourceQuantization:
         """True where each weight can be dequantized and quantized anew; otherwise the checkpoint passes through unchanged."""
         return self.method in _FP8
 
+    @property
+    def kv_dtype(self) -> str:
+        """Of the KV cache where nobody names one and the checkpoint is served as it is: `fp8` if it says so, else `auto`.
+
+        As vllm/utils/torch_utils.py (resolve_kv_cache_dtype_string) reads ModelOpt's, and layers/attention/attention.py the scheme of
+        compressed-tensors. Four bits are counted as if they were the model's own, which is more.
+        """
+        inner = self.details.get("quantization")
+        places = [inner, self.details] if isinstance(inner, Mapping) else [self.details]
+        said = [place.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo") for place in places]
+        scheme = next((one for one in said if one), None)
+        method = str(self.details.get("quant_method") or "modelopt").lower()
+        if scheme is None or not method.startswith(("modelopt", "compressed-tensors")):
+            return "auto"
+        if isinstance(scheme, Mapping):
+            return "fp8" if scheme.get("num_bits") == 8 and scheme.get("type") == "float" else "auto"
+        return "fp8" if str(scheme).lower() == "fp8" else "auto"
+
 
 def source_quantization(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, tensors: Mapping[str, TensorRef]

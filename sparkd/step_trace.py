@@ -28,20 +28,24 @@ _FLOAT_NORMS = ("Gemma", "Qwen3Next", "Qwen3_5")
 _SANDWICHED = ("Gemma2", "Gemma3", "Gemma4")
 # Steps after which nothing more is reserved; the layers of a model repeat, and so does what they leave.
 STEPS, MOST_LAYERS = 2, 12
+# Of the sampler's kernel, which keeps a row of float32 for each request, of at most so many processors (v1/sample/ops/topk_topp_triton.py).
+PROCESSORS = 132
 # No width of a published model comes near it.
 _MOST = 1 << 24
 # Tokens that a scan of states has in one piece, where the configuration has no word on it (fla/ops/chunk.py; Mamba2Config.chunk_size).
 _DELTA_CHUNK, _MAMBA_CHUNK = 64, 256
 
 
-def reserved_bytes(inventory: Inventory, serving: Serving, *, eager: bool) -> int:
+def reserved_bytes(inventory: Inventory, serving: Serving, *, eager: bool, quantized: bool = False) -> int:
     """What torch reserves at most for steps of max_num_batched_tokens, beside weights and cache; reckoned once for each kind of step.
 
-    eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it.
+    eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it. quantized: whether linear layers
+    multiply by kernels of their own.
     """
-    key = serving.max_num_batched_tokens, serving.max_num_seqs, _sampled(serving), serving.tensor_parallel, eager
+    key = serving.max_num_batched_tokens, serving.max_num_seqs, _sampled(serving), serving.tensor_parallel, eager, quantized
     if key not in inventory.steps:
-        step = Step(inventory, serving, eager=eager)
+        step = Step(inventory, serving, eager=eager, quantized=quantized)
+        step.start()
         for _ in range(STEPS):
             step.run()
         inventory.steps[key] = step.allocator.reserved
@@ -64,7 +68,7 @@ def context_bytes(inventory: Inventory, serving: Serving) -> int:
 class Step:
     """One engine's steps, one after the other. allocator: what they leave."""
 
-    def __init__(self, inventory: Inventory, serving: Serving, *, eager: bool) -> None:
+    def __init__(self, inventory: Inventory, serving: Serving, *, eager: bool, quantized: bool = False) -> None:
         shape = inventory.shape
         self.allocator = CachingAllocator()
         self._shape, self._serving, self._eager = shape, serving, eager
@@ -77,6 +81,32 @@ class Step:
         self._sandwiched = shape.architecture.startswith(_SANDWICHED)
         self._workspace: Block | None = None
         self._cublas: Block | None = None
+        self._buffer: Block | None = None
+        self._quantized = quantized
+        # Before there is a cache, layers with states have nothing to scan, and each of them tries its kernels once.
+        self._profiling, self._tried = False, 0
+        self._stateful = sum(isinstance(one, State) and not one.key_heads for one in shape.mixers[:MOST_LAYERS])
+
+    def start(self) -> None:
+        """What comes before the first request: vLLM profiles itself, one batch is rehearsed with attention, all that nothing holds is given
+        back, and the warm-up runs once more without a cache's states.
+
+        With shared experts the first small batch asks for vLLM's stream beside the main one, and with that the main one becomes a stream of
+        its own (utils/torch_utils.py, current_stream): nothing that is free until then is used again, and cuBLAS has a workspace for each.
+        """
+        self._profiling = True
+        self.run()
+        self.allocator.release()
+        self._profiling = False
+        self.run()
+        self.allocator.release()
+        if self._shared_width():
+            self._take(CUBLAS_BYTES)
+            self.allocator.switch()
+            self._cublas = None
+        self._profiling = True
+        self.run()
+        self._profiling = False
 
     def run(self) -> None:
         """From the embedding to the sampled tokens."""
@@ -168,21 +198,14 @@ class Step:
         convolved = channels + 2 * groups * state.group_size
         projected = self._row(channels + convolved + heads)
         self._multiply()
-        mixed, after = self._row(channels), self._row(convolved)
-        # Of each request that goes on: its state, and zeros for the others.
-        each = 4 * self._requests() * heads * state.rows * state.columns
-        gathered = self._take(each)
-        begun = self._take(each)
-        self._free(gathered)
-        size = _number(self._text, "chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK
-        pieces = self._pieces(size)
-        steps = [self._take(4 * heads * pieces * size), self._take(4 * heads * pieces * size)]
-        states = self._take(4 * pieces * heads * state.rows * state.columns)
-        passed = self._take(4 * pieces * heads * state.rows * state.columns)
-        self._free(states)
-        products = self._take(4 * pieces * groups * size * size)
-        ended = self._take(each)
-        self._free(*steps, passed, products, after, begun, ended)
+        mixed = self._row(channels)
+        if self._profiling:
+            if self._tried < self._stateful:
+                self._tried += 1
+                self.allocator.release()
+            self._free(self._row(convolved))
+        else:
+            self._scan(state, heads, groups, convolved)
         if groups > 1 and self._eager:
             # Only one group has a kernel of its own (Mixer2RMSNormGated).
             gate = self._row(2 * channels)
@@ -202,6 +225,23 @@ class Step:
         out = self._row(self._shape.hidden)
         self._free(projected, mixed, normed)
         return out
+
+    def _scan(self, state: State, heads: int, groups: int, convolved: int) -> None:
+        after = self._row(convolved)
+        # Of each request that goes on: its state, and zeros for the others.
+        each = 4 * self._requests() * heads * state.rows * state.columns
+        gathered = self._take(each)
+        begun = self._take(each)
+        self._free(gathered)
+        size = _number(self._text, "chunk_size", "mamba_chunk_size") or _MAMBA_CHUNK
+        pieces = self._pieces(size)
+        steps = [self._take(4 * heads * pieces * size), self._take(4 * heads * pieces * size)]
+        states = self._take(4 * pieces * heads * state.rows * state.columns)
+        passed = self._take(4 * pieces * heads * state.rows * state.columns)
+        self._free(states)
+        products = self._take(4 * pieces * groups * size * size)
+        ended = self._take(each)
+        self._free(*steps, passed, products, after, begun, ended)
 
     def _delta(self, state: State) -> Block:
         """mamba/gdn/qwen_gdn_linear_attn.py and flash_linear_attention/ops/chunk.py: its projections, their parts in order, and of the
@@ -242,15 +282,18 @@ class Step:
     def _experts(self) -> Block:
         """fused_moe/modular_kernel.py: a workspace for all layers that is never given back (v1/worker/workspace.py), and the result."""
         hidden, shared = self._shape.hidden, self._shared_width()
-        beside = self._feed(shared, self._gated()) if shared else None
         # A router in float32 multiplies tokens in float32 (router/gate_linear.py).
-        if self._single and self._eager:
-            self._free(self._row(2 * hidden))
+        floats = self._row(2 * hidden) if self._single and self._eager else None
+        self._multiply(stored=True)
+        if floats is not None:
+            self._free(floats)
+        beside = self._feed(shared, self._gated()) if shared else None
         out = self._row(hidden)
         if self._workspace is None:
             inner = max(1, self._shape.expert_width // self._ranks)
             # triton_moe.py and marlin_moe.py, workspace_shapes.
             size = max(inner, hidden) + max(2 * inner if self._gated() else inner, hidden)
+            self.allocator.release()
             self._workspace = self._row(self._shape.active_experts * size)
         if beside is None:
             return out
@@ -260,6 +303,9 @@ class Step:
 
     def _sample(self) -> None:
         """Logits in the model's precision and in float32, sorted with their indices, and as probabilities."""
+        self._multiply(stored=True)
+        if self._buffer is None:
+            self._buffer = self._take(4 * min(1 << (self._serving.max_num_seqs - 1).bit_length(), PROCESSORS) * self._shape.vocab)
         for rows in (_sampled(self._serving), LOGPROB_ROWS):
             sizes = (self._width, 4, 4, 8, 4) if rows != LOGPROB_ROWS else (self._width, 4, 4)
             self._free(*[self._take(rows * self._shape.vocab * size) for size in sizes])
@@ -288,9 +334,9 @@ class Step:
         residual = self._row(width)
         return self._float_norm(whole, width), residual
 
-    def _multiply(self) -> None:
-        """The first matrix product brings cuBLAS's workspace, for good."""
-        if self._cublas is None:
+    def _multiply(self, *, stored: bool = False) -> None:
+        """The first matrix product brings cuBLAS's workspace, for good. stored: by weights that are never quantized."""
+        if self._cublas is None and (stored or not self._quantized):
             self._cublas = self._take(CUBLAS_BYTES)
 
     def _shared_width(self) -> int:

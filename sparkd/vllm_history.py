@@ -147,10 +147,6 @@ VARIABLES: tuple[Dropped, ...] = (
         "VLLM_FASTSAFETENSORS_NOGDS", NEVER, _NO_EFFECT, "", "namake-taro/vllm-custom 0.17.1; absent in 0.26.0",
         why="it belongs to a fork; sparkd's loader does not use GPUDirect",
     ),
-    Dropped(
-        "VLLM_KV_CACHE_MEM_MARGIN", NEVER, _NO_EFFECT, "", "namake-taro/vllm-custom 0.17.1, MiB; absent in 0.26.0",
-        why="it belongs to a fork; 'kv_margin_gib:' on the model is its margin",
-    ),
 )  # fmt: skip
 
 FLAGS: tuple[Dropped, ...] = (

@@ -18,6 +18,7 @@ from sparkd.kv_cost import stages_of
 from sparkd.model_shape import Attention, Shape, text_config
 from sparkd.tensors import alike
 from workers.stream.format import Format
+from workers.stream.packed_scale import packed_module_of
 from workers.stream.recipe import Recipe
 
 
@@ -115,7 +116,7 @@ class Inventory:
     unloaded_bytes: int
     _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]]] = field(default_factory=dict, init=False, compare=False, repr=False)
     # What torch reserves for steps that were reckoned before, by tokens, requests, rows of logits, ranks, and whether a compiler runs.
-    steps: dict[tuple[int, int, int, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    steps: dict[tuple[int, int, int, int, bool, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
@@ -204,6 +205,8 @@ def _grouped(parts: Sequence[Part], assignment: Mapping[str, Format]) -> Iterato
         stem, _, last = tensor.name.rpartition(".")
         if last in _SOURCE_SCALES and (stem in assignment or stem in kept):
             continue  # It goes into the weight's new format.
+        if "scale" in last and packed_module_of(tensor.name) in assignment:
+            continue
         form = assignment.get(stem, kept.get(stem)) if last == "weight" else assignment.get(tensor.name)
         key = _starred(tensor.name), tensor.shape, tensor.dtype, part.count, part.copies, form
         first.setdefault(key, (part, form))

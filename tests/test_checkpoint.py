@@ -288,6 +288,29 @@ def test_where_it_may_be_said(config: dict[str, Any], modelopt: dict[str, Any] |
     assert (found.method if found else None) == method
 
 
+FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "modelopt", "kv_dtype"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": FP8_CACHE}, None, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, None, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, None, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, None, "auto"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": None}, None, "auto"),
+        ({**compressed("nvfp4-pack-quantized", {}), "kv_cache_scheme": FP8_CACHE}, None, "fp8"),
+        ({**compressed("nvfp4-pack-quantized", {}), "kv_cache_scheme": None}, None, "auto"),
+        ({"quant_method": "awq", "kv_cache_scheme": FP8_CACHE}, None, "auto"),
+        (None, {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}, "fp8"),
+    ],
+)
+def test_which_cache_a_checkpoint_asks_for(config: dict[str, Any] | None, modelopt: dict[str, Any] | None, kv_dtype: str) -> None:
+    found = source_quantization({"quantization_config": config}, modelopt, checkpoint_of(A).tensors)
+
+    assert found is not None and found.kv_dtype == kv_dtype
+
+
 def test_fp8_that_nothing_speaks_of_is_told_by_its_scales() -> None:
     scaled = checkpoint_of(fp8(("F32", (2, 3)), suffix="weight_scale_inv"))
     bare = checkpoint_of({"model.layers.0.mlp.up_proj.weight": (FP8, (64, 64))})

@@ -16,6 +16,7 @@ from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.kv_cost import Serving, kv_cost
 from sparkd.weight_cost import Inventory
 from tests.sketches import Tensor, dense, known, mixture, models, tensors_of
+from workers.stream.recipe import Recipe
 
 ALL = (AS_STORED, *FORMATS)
 # Larger than what a load needs beside the weights, so that serving is what counts.
@@ -53,7 +54,8 @@ def test_every_format_at_every_way_over_the_nodes() -> None:
     ways = {(1, 1), (2, 1), (1, 2), (3, 1), (1, 3)}
     assert {(one.format, one.tensor, one.pipeline) for one in found.options} == {(name, *way) for name in ALL for way in ways}
     assert found.best == found.options[0]
-    assert any("Three nodes" in note for note in found.notes)
+    (note,) = (note for note in found.notes if note.startswith("Three nodes"))
+    assert re.search(r"as a pipeline, or as three replicas of the engine that one node holds \(as stored, 3 x [\d,]+ tokens/s", note)
     assert {one.way for one in found.options} == {"-", "TP=2", "TP=3", "PP=2", "PP=3"}
 
 
@@ -105,10 +107,11 @@ def test_what_is_quantized_already_is_served_so() -> None:
 
 
 def test_without_rails_there_is_no_tensor_parallelism() -> None:
-    found = chosen(plain(), nodes=4, unlinked={2: "cable 1 is down"})
+    found = chosen(plain(), nodes=4, unlinked={2: "cable 1 is down", 4: "cable 2 is down"})
 
-    assert {one.reason for one in found.options if one.tensor == 2} == {"cable 1 is down"}
-    assert all(one.fits for one in found.options if one.tensor in (1, 4))
+    assert {one.reason for one in found.options if (one.tensor, one.pipeline) == (2, 1)} == {"cable 1 is down"}
+    assert {one.reason for one in found.options if (one.tensor, one.pipeline) in ((2, 2), (4, 1))} == {"cable 2 is down"}
+    assert all(one.fits for one in found.options if one.tensor == 1)
 
 
 def test_a_length_beyond_the_models_own_is_refused() -> None:
@@ -172,7 +175,11 @@ def test_all_requests_may_run_at_once() -> None:
 
 
 def test_what_was_learned_is_used_on_one_node() -> None:
-    found = choose(plain(), SPARK, Wish(nodes=2), {"nvfp4": Learned(peak=7 * GIB, graphs=1)})
+    def learned(recipe: Recipe, serving: Serving) -> Learned | None:
+        alone = serving.tensor_parallel == serving.pipeline_parallel == 1
+        return Learned(peak=7 * GIB, graphs=1) if alone and recipe.default.spelling == "nvfp4" else None
+
+    found = choose(plain(), SPARK, Wish(nodes=2, learned=learned))
     peaks = {(one.format, one.nodes): one.footprint.parts["peak"] for one in found.options if one.footprint is not None}
 
     assert peaks["nvfp4", 1] == 7 * GIB and max(size for way, size in peaks.items() if way != ("nvfp4", 1)) < GIB

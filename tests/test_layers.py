@@ -84,6 +84,15 @@ def test_the_scales_of_an_fp8_source_go_with_its_weights() -> None:
     assert plain.result_bytes == plain.bytes == source.total_bytes
 
 
+def test_so_do_those_of_packed_experts() -> None:
+    tensors = layered(1, {"mlp.experts.down_proj": (8, 384, 256)}, dtype="F8_E4M3") | layered(
+        1, {"mlp.experts.down_proj_scale_inv": (8, 1, 1), "mlp.experts.down_proj_activation_scale": (8,)}, dtype="F32"
+    )
+    found = listing(checkpoint_of(tensors, {"hidden_size": 384}, quantization=SourceQuantization("fp8_tensor")), Recipe.parse("mxfp4"))
+
+    assert [row[-2:] for row in rows(found)] == [("mxfp4", 8 * (384 * 128 + 384 * 8)), ("mxfp4", 0), ("mxfp4", 0)]
+
+
 def test_columns_that_do_not_divide_are_told() -> None:
     found = listing(checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576)})), Recipe.parse("int4"))
 

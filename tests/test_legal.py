@@ -108,6 +108,21 @@ def test_a_group_with_one_scale_is_not_cut(quantize: str, sides: tuple[int, int]
     assert said(dense(), [(name, sides, "BF16")], ranks, quantize=quantize) == (told and told.format(name))
 
 
+@pytest.mark.parametrize(
+    ("quantize", "columns", "told"),
+    [
+        ("int4-g128", 576, "576 columns of {} are no whole groups of 128: int4-g64 or int4-g32 would fit"),
+        ("nvfp4", 584, "584 columns of {} are no whole groups of 16: fp8 would fit"),
+        ("int4-g64", 576, None),
+        ("fp8", 584, None),
+    ],
+)
+def test_groups_divide_the_columns_on_one_rank_too(quantize: str, columns: int, told: str | None) -> None:
+    name = f"{MLP}.gate_proj.weight"
+
+    assert said(dense(), [(name, (512, columns), "BF16")], 1, quantize=quantize) == (told and told.format(name))
+
+
 def test_groups_lie_across_the_columns_and_blocks_across_both() -> None:
     square: list[Tensor] = [(f"{MLP}.up_proj.weight", (1056, 1056), "BF16")]
     blocked: list[Tensor] = [(f"{MLP}.up_proj.weight", (1152, 512), "BF16")]

@@ -181,9 +181,22 @@ def test_a_start_that_is_late_and_still_moves_has_longer_but_not_for_ever() -> N
     facts = running(S.SIZING, UP, start_deadline_s=60.0, attempt_since_s=NOW_S - 60, last_asked_s=NOW_S)
 
     assert plan({"m": replace(facts, still_s=59.0)}, (), True, NOW_S) == []
-    for late in (replace(facts, still_s=60.0), replace(facts, still_s=0.0, attempt_since_s=NOW_S - 180)):
+    latest = replace(facts, still_s=0.0, attempt_since_s=NOW_S - 180)
+    assert plan({"m": replace(latest, silent_s=299.0)}, (), True, NOW_S) == []
+    for late in (replace(facts, still_s=60.0), replace(latest, silent_s=300.0)):
         (action,) = plan({"m": late}, (), True, NOW_S)
         assert isinstance(action, Fail) and action.reason == "StartTimeout"
+
+
+@pytest.mark.parametrize(
+    ("state", "dark_s", "busy", "fails"),
+    [(S.READY, 9.9, None, False), (S.READY, 10.0, None, True), (S.READY, 60.0, "stop", False), (S.LOADING, 60.0, None, False)],
+)
+def test_clients_do_not_wait_for_a_node_that_gives_no_sign_of_life(state: S, dark_s: float, busy: str | None, fails: bool) -> None:
+    found = plan({"m": replace(running(state, UP), ranks=None, unseen=True, dark_s=dark_s, busy=busy)}, (), True, NOW_S)
+
+    assert [action.reason for action in found if isinstance(action, Fail)] == (["NodeLost"] if fails else [])
+    assert len(found) == fails
 
 
 def test_a_start_that_takes_too_long_fails_even_while_the_server_is_asked() -> None:

@@ -21,8 +21,9 @@ from sparkd.hardware import Hardware, hardware_of
 from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
 from sparkd.legal import WITHOUT_PIPELINES, refusal
 from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
-from sparkd.planned import how, to_json
-from tests.sketches import dense, known, mixture, tensors_of
+from sparkd.planned import how_of, to_json
+from sparkd.source_quantization import source_quantization
+from tests.sketches import CONFIGS, dense, known, mixture, tensors_of
 from workers.stream.recipe import Recipe
 
 with warnings.catch_warnings():
@@ -38,6 +39,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
     from vllm.platforms.interface import Platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import (
@@ -366,7 +368,7 @@ def parsed_by(parser: Any, arguments: list[str]) -> Any:
 def test_stages_of_two_ranks_each_have_commands_that_vllm_parses(parser: Any) -> None:
     inventory, machine, wish = known(config := mixture(), tensors_of(config)), hardware_of("spark"), Wish(nodes=4)
     both = next(one for one in choose(inventory, machine, wish).options if (one.tensor, one.pipeline) == (2, 2))
-    told = how("/m", both, wish, machine)
+    told = how_of("/m", both, wish, machine)
 
     assert told["config"] is None and len(told["ranks"]) == both.nodes == 4
     for number, rank in enumerate(told["ranks"]):
@@ -411,6 +413,15 @@ def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: Wish, pa
         assert parsed.kv_cache_dtype == wish.serving.kv_dtype and parsed.enforce_eager == (wish.eager or hardware == "cpu")
         assert parsed.worker_cls.startswith("workers.kv.Spark") and (parsed.load_format == "spark_stream") == (wish.quantize is not None)
         assert all(isinstance(value, str) for value in rank["environment"].values())
+
+
+@pytest.mark.parametrize("fixture", sorted(path.stem for path in CONFIGS.glob("*.json") if "kv_cache" in path.read_text()))
+def test_a_checkpoints_own_cache_is_vllms(fixture: str) -> None:
+    given = json.loads((CONFIGS / f"{fixture}.json").read_text())
+    details = given.get("quantization_config") or given
+    found = source_quantization({"quantization_config": details}, None, {})
+    said = get_kv_cache_quant_algo_string({"quant_method": "modelopt", **details})
+    assert found is not None and found.kv_dtype == {"fp8_e4m3": "fp8"}.get(str(said), "auto")
 
 
 def test_pipelines_are_refused_where_vllms_class_has_none() -> None:

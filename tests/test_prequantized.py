@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admission import advice, resolved
+from sparkd.admission import advice
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config import parse_model
 from sparkd.hardware import GIB, SPARK
 from sparkd.prequantized import is_quantized_name, prequantized
+from sparkd.resolving import resolved
 from tests.sketches import dense, tensors_of, write
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
@@ -166,6 +167,15 @@ def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.C
     assert "awq (m-awq)" in capsys.readouterr().out
     # Who names a format gets that one.
     assert planned(capsys, str(model), *ASKED, "--hardware", small, "--quantize", "fp8")["choice"]["model"] == str(model)
+
+
+def test_a_configured_model_that_would_be_quantized_hears_of_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models: {{m: {{model: {model}, quantize: auto, max_model_len: 256}}, n: {{model: {model}, max_model_len: 256}}}}")
+    assert any(note.startswith(f"{model}-AWQ is on this machine") for note in planned(capsys, "m", "--config", str(file))["notes"])
+    assert planned(capsys, "n", "--config", str(file))["notes"] == []
 
 
 def test_what_refuses_a_model_tells_of_it_and_takes_it_not(model: Path) -> None:

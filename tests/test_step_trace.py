@@ -14,6 +14,7 @@ from sparkd.step_trace import CUBLAS_BYTES, Step, reserved_bytes
 from sparkd.weight_cost import Inventory
 from tests import architectures
 from tests.architecture_parts import Size
+from tests.bench.footprint_segments import told
 from tests.sketches import known
 from workers.stream.recipe import Recipe
 
@@ -59,7 +60,8 @@ def test_the_smallest_free_block_is_cut_and_joined_again() -> None:
     assert allocator.reserved == 832 * MIB and allocator.held_most == 496 * MIB
     allocator.give_back(again)
     allocator.give_back(kept)
-    assert allocator.take(384 * MIB).at == large.at and allocator.reserved == 832 * MIB
+    # Both are whole again.
+    assert {allocator.take(384 * MIB).at, allocator.take(384 * MIB).at} == {large.at, again.at} and allocator.reserved == 832 * MIB
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama", 3 + 3 * 3), ("gemma3", 19)])
@@ -78,15 +80,51 @@ def test_what_is_handed_out_at_once_is_what_was_measured(name: str, rows: int) -
         ("qwen3_moe", "bf16", 8356),
         ("qwen3_moe", "nvfp4", 4954),
         ("nemotron_h", "bf16", 8020),
+        ("nemotron_h", "nvfp4", 5560),
         ("gemma3", "bf16", 7046),
         ("gemma3", "nvfp4", 5742),
         ("deepseek_v3", "bf16", 7736),
+        ("deepseek_v3", "nvfp4", 5760),
+        ("qwen3_next", "bf16", 13_672),
     ],
 )
 def test_the_total_peak_of_an_h200(name: str, form: str, measured_mib: int) -> None:
     found = footprint(of(name), Recipe.parse(form), SERVING, H200, requests=16, eager=True)
     total_mib = sum(found.parts[part] for part in ("weights", "kv", "peak", "graphs")) / MIB
-    assert abs(total_mib - measured_mib) <= max(300, 0.05 * measured_mib)
+    assert abs(total_mib - measured_mib) <= 0.03 * measured_mib
+
+
+def test_what_a_stream_has_given_back_is_no_other_streams() -> None:
+    allocator = CachingAllocator()
+    pinned, free = allocator.take(32 * MIB), allocator.take(128 * MIB)
+    allocator.give_back(free)
+    part = allocator.take(96 * MIB)
+    assert allocator.reserved == 160 * MIB
+    allocator.switch()
+    allocator.take(16 * MIB)
+    assert allocator.reserved == 176 * MIB  # 32 MiB are free in the other stream's segment
+    allocator.give_back(part)
+    allocator.release()
+    assert allocator.reserved == 48 * MIB and pinned.size == 32 * MIB
+
+
+def test_of_two_places_of_one_size_the_younger_segments_goes_first() -> None:
+    allocator = CachingAllocator()
+    older, younger = allocator.take(64 * MIB), allocator.take(64 * MIB)
+    allocator.give_back(older)
+    allocator.give_back(younger)
+    assert allocator.take(64 * MIB).at == younger.at
+
+
+def test_the_course_of_a_hybrids_start_is_the_one_that_was_traced() -> None:
+    """MiB that an H200 reserved for it in NVFP4 (tests/bench/footprint.py --segments): at most while vLLM profiles itself, and once all is
+    given back that nothing holds (512: cuBLAS and the sampler hold two segments of 128 by 32 and 9 of them)."""
+    step = Step(of("nemotron_h"), SERVING, eager=True, quantized=True)
+    step._profiling = True
+    step.run()
+    assert abs(step.allocator.reserved / MIB - 994) <= 2
+    step.allocator.release()
+    assert abs(step.allocator.reserved / MIB - 512) <= 2 and abs(step.allocator.held / MIB - 297) <= 1
 
 
 def test_a_compiler_keeps_nothing_in_float32() -> None:
@@ -100,3 +138,26 @@ def test_a_step_of_more_requests_is_reckoned_anew() -> None:
     inventory, fresh = of("nemotron_h"), of("nemotron_h")
     assert reserved_bytes(inventory, few, eager=True) != reserved_bytes(inventory, many, eager=True)
     assert reserved_bytes(inventory, many, eager=True) == reserved_bytes(fresh, many, eager=True)
+
+
+def test_the_bench_tells_what_a_segment_was_for() -> None:
+    frames = [
+        {"filename": "/site/torch/nn/modules/module.py", "line": 9},
+        {"filename": "/site/vllm/model_executor/layers/mamba/mamba_mixer2.py", "line": 5},
+    ]
+    events = [
+        {"action": "segment_alloc", "addr": 0, "size": 64 * MIB},
+        {"action": "alloc", "addr": 0, "size": 60 * MIB, "frames": frames},
+        {"action": "free_completed", "addr": 0, "size": 60 * MIB},
+        {"action": "segment_alloc", "addr": 1 << 40, "size": 128 * MIB},
+        {"action": "alloc", "addr": 1 << 40, "size": 128 * MIB, "frames": frames},
+        {"action": "segment_free", "addr": 0, "size": 64 * MIB},
+    ]
+    assert list(told(events)) == [
+        "+ 64 for 60.0: 64 reserved, 60 held: mamba_mixer2:5",
+        "+ 128 for 128.0: 192 reserved, 128 held: mamba_mixer2:5",
+        "- 64: 128 reserved, 128 held",
+        "0 segments under 20 MiB; at most 192 MiB reserved, in segments of",
+        "  128, 128 held: 128.0 mamba_mixer2:5",
+        "  64, 0 held: nothing",
+    ]

@@ -242,6 +242,17 @@ def test_an_fp8_checkpoint_becomes_another_format_with_its_scales() -> None:
     assert (nvfp4.by_kind, nvfp4.disk_bytes, nvfp4.changed) == ({"mlp": Format("nvfp4").nbytes(1024, 512)}, nvfp4.bytes, True)
 
 
+def test_so_do_packed_experts_in_fp8() -> None:
+    stem = "model.layers.0.mlp.experts.down_proj"
+    config = mixture()
+    tensors: list[Tensor] = [(stem, (8, 512, 256), "F8_E4M3"), (f"{stem}_scale_inv", (8, 4, 2), "F32")]
+    plain: list[Tensor] = [(stem, (8, 512, 256), "BF16")]
+
+    quantized = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for recipe in (Recipe.parse("mxfp4"), Recipe.parse("int4-g64")):
+        assert held(tensors, 1, recipe, quantized) == held(plain, 1, recipe, config)
+
+
 def test_what_is_quantized_already_stays() -> None:
     config = dense(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
     found = known(config, [("model.layers.0.mlp.up_proj.qweight", (512, 128), "I32")]).weights(Recipe.parse("nvfp4"))

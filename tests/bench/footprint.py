@@ -1,6 +1,7 @@
 """How far predictions are from what is measured, and from what others published: tables of both, side by side. Never asserts; it prints.
 
     python -m tests.bench.footprint [--preset cpu|h200] [--quantize FORMAT] [--only REGEX] [--json FILE] [--logs FOLDER] [--limit-s N]
+        [--segments]
     python -m tests.bench.footprint --published [--only REGEX] [--json FILE]
 
 Measured: every architecture of tests/architectures.py as it is stored and in a 4-bit format, each through a real engine in a process of
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -30,7 +32,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all rows")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for one engine")
+    parser.add_argument("--segments", action="store_true", help="on a GPU: also print what torch reserves, and for which call")
     given = parser.parse_args()
+    if given.segments:
+        os.environ["SPARKD_BENCH_SEGMENTS"] = "1"
     found = _published(given.only) if given.published else _measured(given)
     print(f"\n{table(found)}\n\n{summary(found)}")
     if given.json:

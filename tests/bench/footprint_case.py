@@ -6,6 +6,7 @@ Answer, in bytes: {"weights": of all tensors that its modules hold, each storage
 "load_peak": the most while the weights came, "total_peak": the most since they are there, both above what was taken before them;
 "rehearsal_peak": of it, before the cache was there;
 "report": what the worker tells of its cache; "allocated_peak": of total_peak, what torch's allocator had handed out at most, on a GPU}.
+With SPARKD_BENCH_SEGMENTS=1 on a GPU "segments" are the lines of footprint_segments.py.
 With SPARKD_BENCH_WHERE=1 on a GPU the log names the modules in whose calls most was handed out, and the figures above are not to be used.
 """
 
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.bench import child
+from tests.bench import child, footprint_segments
 from workers.kv import sizing
 from workers.kv.readings import forget_peak, peak_resident_bytes, resident_bytes
 from workers.kv.release import give_back
@@ -43,7 +44,8 @@ def main() -> None:
     for line in WHERE.lines():
         print(line)
     peaks = {"total_peak": _peak() - MEASURED.pop("before"), "allocated_peak": _allocated_peak() - MEASURED.pop("allocated_before")}
-    child.say({"weights": weights, **MEASURED, **peaks, "report": report})
+    segments = {"segments": footprint_segments.lines()} if os.environ.get("SPARKD_BENCH_SEGMENTS") else {}
+    child.say({"weights": weights, **MEASURED, **peaks, **segments, "report": report})
 
 
 def held_bytes(model: Any) -> int:
@@ -129,6 +131,8 @@ def _measured(load: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     MEASURED["load_peak"] = _peak() - MEASURED["before"]
     _begin()
     MEASURED["weights_grown"] = _taken() - MEASURED["before"]
+    if os.environ.get("SPARKD_BENCH_SEGMENTS"):
+        footprint_segments.record()
     if os.environ.get("SPARKD_BENCH_WHERE"):
         WHERE.watch(worker.model_runner.model)
     return loaded

@@ -118,6 +118,7 @@ def _case(name: str, form: str, source: Path, preset: Preset, plugins: Path, fol
         yield Row("not served here", case, None, None, "", note=str(failed))
         return
     yield from _compared(case, predicted, held, found)
+    print("\n".join(found.get("segments", ())), flush=True)
 
 
 def _compared(case: str, predicted: Footprint, held: int, found: Mapping[str, Any]) -> Iterator[Row]:

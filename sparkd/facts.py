@@ -1,0 +1,60 @@
+"""Owns the facts of one model that decisions are made from, as one look at the nodes and the requests gives them. Never decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkd.room import Lack
+from sparkd.state import ModelState, RankFact, Want
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Everything the plan may know of one model. Times are seconds on one monotonic clock.
+
+    config_hash is None where the model is no longer configured. `rank_id` names the start that the present attempt made or adopted, and
+    its rank 0; `world` is how many ranks that has. `busy` names the action in flight, if any: then only a stop may overtake it.
+
+    `ranks` is None where nobody could look. Of a model on several nodes it may lack those of a node that is out of sight: then `unseen`
+    is true, and dark_s says for how long that node has given no sign of life; no_raylet names one whose Ray has ended, where the model's
+    workers are Ray's (executor: ray). halted_s: for how long a signal has held a rank. frozen: the
+    sentence of an engine that has stopped to compute (sparkd.pulse). still_s: for how long no rank has read, written or computed;
+    silent_s: read or written.
+
+    claims: somebody waits for it or has asked for it by hand, so that others make room; asked_since_s: since when. lack: what it asked
+    for when there was no room. stays_until_s: so long it does not go for another one's sake. yields: it goes for another one's sake.
+    """
+
+    name: str
+    want: Want
+    generation: int
+    state: ModelState
+    state_since_s: float
+    config_hash: str | None
+    rank_id: str | None = None
+    ranks: tuple[RankFact, ...] | None = ()
+    world: int = 1
+    unseen: bool = False
+    dark_s: float = 0.0
+    no_raylet: str | None = None
+    halted_s: float = 0.0
+    still_s: float = float("inf")
+    silent_s: float = float("inf")
+    frozen: str | None = None
+    busy: str | None = None
+    in_flight: int = 0
+    queued: int = 0
+    last_used_s: float = 0.0
+    last_asked_s: float = float("-inf")
+    attempt_since_s: float = 0.0
+    backoff_until_s: float = float("-inf")
+    start_deadline_s: float = 1800.0
+    drain_deadline_s: float = 60.0
+    ttl_s: float = 0.0
+    claims: bool = False
+    asked_since_s: float = 0.0
+    lack: Lack | None = None
+    pinned: bool = False
+    priority: int = 50
+    stays_until_s: float = float("-inf")
+    yields: bool = False

@@ -1,0 +1,52 @@
+"""Owns which earlier start of an engine tells what this one will take: the name of all in an entry that changes an engine's memory, and the
+profile that bears it. Never measures: workers/kv does, and keeps that name beside what it found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from sparkd.engine_flags import Keys, flags_of
+from sparkd.footprint import Learned
+from workers.kv.profiles import checkpoint_of, profiles_of
+
+# Of a command line these alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
+# not believed.
+_TALK = ("tool-call-parser", "reasoning-parser", "enable-auto-tool-choice")
+# What vLLM, torch, NCCL and the kernels read; not a token of somebody's.
+FAMILIES = ("VLLM_", "TORCH", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "FLASHINFER_", "TRITON_", "OMP_", "SPARKD_")
+
+# What the GPU of each known machine is called: a profile is that of the machine that it was made on. `node` is the one that asks.
+_DEVICES = {"spark": "GB10", "h200": "H200", "node": ""}
+
+
+def engine_of(model: Keys, env: Mapping[str, str], vllm: str | None, platform: str) -> str:
+    """A digest of an entry in which nothing is `auto` any more. env: the engine's; vllm: its version, None where nobody knows."""
+    heard = {name: value for name, value in env.items() if name.startswith(FAMILIES)}
+    parts = [list(_counted(flags_of(model))), model.quantize, sorted(heard.items()), vllm, platform]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int], hardware: str = "node") -> Learned | None:
+    """What rank 0 of such an engine measured the last time, over so many ranks; None where none of them has run on this node.
+
+    held: the folder of its weights (sparkd.source.folder_of). ways: tensor and pipeline size. hardware: a name of sparkd.hardware, or
+    `node`.
+    """
+    device = _DEVICES.get(hardware)
+    if device is None or held is None:
+        return None
+    about = {"checkpoint": checkpoint_of(held), "world": [*ways, 0]}
+    found = profiles_of(folder, about, engine, device)
+    return Learned(found[0].demand.peak, found[0].demand.graphs) if found else None
+
+
+def _counted(flags: Sequence[str]) -> Iterator[str]:
+    skipped = False
+    for flag in flags:
+        if flag.startswith("--"):
+            skipped = flag[2:].partition("=")[0].replace("_", "-") in _TALK
+        if not skipped:
+            yield flag

@@ -1,0 +1,261 @@
+"""Owns the measurements between nodes: one pair after the other, on request, bounded in bytes and time, and what came of each. Never starts
+one by itself, never while a model uses the nodes unless asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparkd import metrics
+from sparkd.config import Config
+from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
+from sparkd.fabric import LAN, Fabric, fabrics_of, traffic
+from sparkd.fabric_environment import environment, settings, wants_rdma
+from sparkd.fabric_findings import FAIL
+from sparkd.fabric_rates import GLOO, NCCL, Rate, finding
+from sparkd.ledger import Ledger
+from sparkd.nccl_log import judge, parse
+from sparkd.snapshot import Snapshot
+from sparkd.state import RESIDENT, STARTING, Operation, OperationState, Progress
+
+log = logging.getLogger("sparkd.measures")
+
+KIND = "measure"
+ALL = "all"
+# What a measurement may cost: bytes of both nodes together, seconds for each pair.
+MOST_BYTES = 512 << 20
+LIMIT_S = 60.0
+POLL_S = 0.3
+ASK_TIMEOUT_S = 15.0
+PROBE_TIMEOUT_S = 60.0
+# Of what RDMA moved, the least that a device must have carried of what the busiest did.
+IDLE_SHARE = 0.01
+_PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "LD_LIBRARY_PATH")
+
+Pair = tuple[str, str]
+Tell = Callable[[str, Progress], None]
+
+
+class Nodes(Protocol):
+    """What of the cluster a measurement needs."""
+
+    node_ip: str
+
+    def in_sight(self) -> list[str]: ...
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any: ...
+    async def fabric(self) -> dict[str, Mapping[str, Any] | None]: ...
+
+
+class Measures:
+    """path: the file that keeps what was measured."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        ledger: Ledger,
+        config: Callable[[], Config],
+        snapshot: Callable[[], Snapshot],
+        path: Path,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._nodes, self._ledger, self._config, self._snapshot = nodes, ledger, config, snapshot
+        self._path, self._wall = path, wall
+        self._rates = {rate.pair: rate for rate in _read(path)}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: tuple[str, asyncio.Task[None]] | None = None
+        for rate in self._rates.values():
+            _show(rate)
+
+    async def run(self) -> None:
+        """Until cancelled; then a measurement that is under way ends."""
+        async with asyncio.TaskGroup() as self._tasks:
+            await asyncio.Event().wait()
+
+    def rates(self) -> list[Rate]:
+        """The last of each pair."""
+        return list(self._rates.values())
+
+    def passed(self) -> frozenset[frozenset[str]]:
+        """Pairs of nodes between which NCCL's RDMA has been proved."""
+        return frozenset(rate.pair for rate in self._rates.values() if rate.passed)
+
+    def start(self, nodes: Sequence[str] | str, *, force: bool = False, by: str = "admin") -> Operation:
+        """Measure between each two of these, one pair after the other. Raises BadRequest for a node that is not there or fewer than two,
+        Conflict where a model uses one and it was not asked for all the same, or where another measurement is under way."""
+        chosen = self._chosen(nodes)
+        if self._running is not None:
+            raise Conflict(f"Another measurement is under way: wait for it, or `sparkd cancel {self._running[0]}`.")
+        if not force and (models := self._using(chosen)):
+            told = f"{', '.join(models)} would be slowed, and would slow what is measured"
+            raise Conflict(f"{told}: `sparkd unload` first, or ask for it all the same (--force).")
+        if self._tasks is None:
+            raise ClusterError("The daemon is only just starting: try again in a moment.")
+        operation = self._ledger.open(KIND, " - ".join(chosen), by)
+        task = self._tasks.create_task(self._measure(operation.id, chosen), name=f"measure {operation.model}")
+        self._running = operation.id, task
+        task.add_done_callback(partial(self._done, operation.id))
+        return operation
+
+    def cancel(self, operation_id: str) -> Operation | None:
+        """None for what is no measurement that is under way."""
+        if self._running is None or self._running[0] != operation_id:
+            return None
+        self._ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled.")
+        self._running[1].cancel()
+        return self._ledger.operation(operation_id)
+
+    def _using(self, nodes: Collection[str]) -> list[str]:
+        """Models that are on one of these nodes, or may come to be."""
+        found = []
+        for view in self._snapshot().models.values():
+            on = {rank.node_id for rank in view.ranks}
+            if (view.state in RESIDENT and on & set(nodes)) or (view.state in STARTING and not on):
+                found.append(view.name)
+        return found
+
+    def _chosen(self, nodes: Sequence[str] | str) -> list[str]:
+        there = self._nodes.in_sight()
+        asked = there if nodes == ALL else [nodes] if isinstance(nodes, str) else list(dict.fromkeys(nodes))
+        if unknown := [node for node in asked if node not in there]:
+            raise BadRequest(f"{', '.join(unknown)[:200]} is no node in sight; there is {', '.join(there)}: see `sparkd nodes`.")
+        if len(asked) < 2:
+            raise BadRequest(f"A rate is between two nodes: name two or more of {', '.join(there)}, or `all` where there are more.")
+        return asked
+
+    async def _measure(self, operation_id: str, nodes: Sequence[str]) -> None:
+        pairs = list(combinations(nodes, 2))
+        done: list[str] = []
+        try:
+            for number, pair in enumerate(pairs):
+                rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))
+                judged = finding(rate)
+                done.append(f"{judged.node}: {judged.evidence}")
+                self._keep(rate)
+                self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
+            state, told = OperationState.SUCCEEDED, "; ".join(done)
+        except ClusterError as error:
+            state, told = OperationState.FAILED, error.message
+        except Exception as error:
+            # The last boundary of a measurement: it must not end the daemon.
+            log.exception("the measurement between %s failed", " and ".join(nodes))
+            state, told = OperationState.FAILED, f"sparkd made an error ({type(error).__name__}); its log has more."
+        self._ledger.close(operation_id, state, told)
+
+    async def _pair(self, pair: Pair, tell: Callable[[str, int, int], None]) -> Rate:
+        """Raises ClusterError with the nodes, the reason and what helps."""
+        a, b = pair
+        engine = self._config().engine
+        interpreter = str(engine.runtime or sys.executable)
+        tell(f"preparing {a} - {b}", 0, MOST_BYTES)
+        probed = [await self._nodes.ask(node, "runtime", interpreter, timeout_s=PROBE_TIMEOUT_S) for node in pair]
+        platforms = {one["platform"] if engine.platform == "auto" else engine.platform for one in probed}
+        backend = NCCL if platforms == {"cuda"} else GLOO
+        said = {name: value.get_secret_value() for name, value in engine.env.items()}
+        before = await self._fabrics(pair)
+        rdma = wants_rdma("cuda" if backend == NCCL else "cpu", said)
+        env = {node: environment(settings(before[node], [before[_other(node, pair)]], rdma=rdma, configured=said)) for node in pair}
+        passed_on = {name: value for name, value in said.items() if name.startswith(_PASSED_ON)}
+        port = await self._nodes.ask(a, "free_port", timeout_s=ASK_TIMEOUT_S)
+        order = {"world": 2, "host": a, "port": port, "backend": backend, "limit_s": LIMIT_S, "total_bytes": MOST_BYTES}
+        jobs: list[tuple[str, str]] = []
+        try:
+            for rank, node in enumerate(pair):
+                own = {name: value for name, value in env[node].items() if name.startswith(_PASSED_ON)} | passed_on
+                job = await self._nodes.ask(node, "rate", interpreter, order | {"rank": rank}, own, timeout_s=ASK_TIMEOUT_S)
+                jobs.append((node, job))
+            ended = await self._watched(jobs, tell)
+        finally:
+            await asyncio.shield(self._end(jobs))
+        transport = parse(ended["nccl"])
+        expected = _devices(env[a]) if rdma else ()
+        idle = _idle(traffic(before[a], (await self._fabrics(pair))[a]), expected)
+        meeting = next((one for one in before[a].interfaces if one.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
+        network = transport.network if backend == NCCL else None
+        lan, real = meeting is not None and meeting.kind == LAN, meeting is not None and meeting.physical
+        return Rate(a, b, float(ended["gb_s"]), backend, network, len(expected), idle, lan, real, int(ended["sent_bytes"]), self._wall())
+
+    async def _fabrics(self, pair: Pair) -> dict[str, Fabric]:
+        readings = await self._nodes.fabric()
+        read = {node: raw for node in pair if (raw := readings.get(node)) is not None and not raw["trouble"]}
+        if blind := [node for node in pair if node not in read]:
+            raise RankError(f"The network of {' and '.join(blind)} cannot be read: `sparkd fabric` says why.")
+        return fabrics_of(read)
+
+    async def _watched(self, jobs: Sequence[tuple[str, str]], tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+        """What rank 0 measured, once all have ended: each by its own limit at the latest."""
+        between = " and ".join(node for node, _ in jobs)
+        while True:
+            states = [await self._nodes.ask(node, "rating", job, timeout_s=ASK_TIMEOUT_S) for node, job in jobs]
+            for (node, _), state in zip(jobs, states, strict=True):
+                if "error" in state:
+                    wrong = [one for one in judge(parse(state.get("nccl", ())), (), node) if one.verdict == FAIL]
+                    why = f"; {wrong[0].evidence}: {wrong[0].cure}" if wrong else ""
+                    raise RankError(f"The rate between {between} is not known: {node}: {state['error']}{why}")
+            tell(between, int(states[0].get("done_bytes", 0)), MOST_BYTES)
+            if all(state.get("ended") for state in states):
+                return dict(states[0])
+            await asyncio.sleep(POLL_S)
+
+    async def _end(self, jobs: Iterable[tuple[str, str]]) -> None:
+        for node, job in jobs:
+            with suppress(ClusterError):
+                await self._nodes.ask(node, "end_rate", job, timeout_s=ASK_TIMEOUT_S)
+
+    def _tell(self, operation_id: str, number: int, pairs: int, what: str, done: int, total: int) -> None:
+        which = f"measuring {what}" + (f" ({number + 1} of {pairs} pairs)" if pairs > 1 else "")
+        progress = Progress(phase="measuring", fraction=(number + done / total) / pairs, bytes_done=done, bytes_total=total)
+        self._ledger.tell(operation_id, which, progress)
+
+    def _keep(self, rate: Rate) -> None:
+        self._rates[rate.pair] = rate
+        _show(rate)
+        try:
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text(json.dumps([asdict(one) for one in self._rates.values()]), encoding="utf-8")
+            os.replace(fresh, self._path)
+        except OSError as error:
+            log.warning("what was measured is not kept in %s: %s", self._path, error.strerror or error)
+
+    def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
+        """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
+        self._running = None
+        self._ledger.close(operation_id, OperationState.CANCELLED, "The daemon ended.")
+
+
+def _read(path: Path) -> list[Rate]:
+    """What an earlier daemon measured; nothing where the file is not there, or another release's."""
+    try:
+        return [Rate(**one | {"idle": tuple(one["idle"])}) for one in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _show(rate: Rate) -> None:
+    metrics.FABRIC_RATE.labels(*sorted(rate.pair)).set(rate.gb_s * 1e9)
+
+
+def _other(node: str, pair: Pair) -> str:
+    return pair[1] if node == pair[0] else pair[0]
+
+
+def _devices(env: Mapping[str, str]) -> tuple[str, ...]:
+    names = env.get("NCCL_IB_HCA", "")
+    return () if names.startswith("^") else tuple(name.partition(":")[0] for name in names.lstrip("=").split(",") if name)
+
+
+def _idle(moved_bytes: Mapping[str, int], expected: Sequence[str]) -> tuple[str, ...]:
+    """RDMA devices that carried nothing while another did; none where none carries at all, which is sockets."""
+    most = max((moved_bytes.get(name, 0) for name in expected), default=0)
+    return tuple(name for name in expected if moved_bytes.get(name, 0) < IDLE_SHARE * most)

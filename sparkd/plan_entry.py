@@ -1,0 +1,278 @@
+"""Owns the plan of a configured model: the choice that the daemon would make of its entry, and the very ranks that it would start. Never
+starts one, and never shows what an entry keeps secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from sparkd.admission import Headers, Ways, advice, recipe_of, serving_of
+from sparkd.checkpoint import Checkpoint
+from sparkd.config import Config, ModelConfig
+from sparkd.container import hidden
+from sparkd.drafting import drafting
+from sparkd.errors import ConfigError, RankError
+from sparkd.fit import Choice, Option, Wish, choose, gib, quality_of, rank
+from sparkd.footprint import Learned
+from sparkd.hardware import GIB, Hardware
+from sparkd.kv_cost import Serving
+from sparkd.kv_sizing import utilization_of
+from sparkd.learned import FAMILIES, engine_of, learned_of
+from sparkd.model_shape import shape_of
+from sparkd.needs import runtime_of, said_to
+from sparkd.plan_question import Others, Question
+from sparkd.planned import MASTER_PORT, OWN, to_json
+from sparkd.quantizing import AUTO
+from sparkd.rank_fields import rank_fields
+from sparkd.recipe_book import split
+from sparkd.resolving import resolved, room_of
+from sparkd.source import folder_of
+from sparkd.source_quantization import SourceQuantization
+from sparkd.uncounted import uncounted
+from sparkd.vllm_flags import SPECULATIVE, without
+from workers.command import build_command, build_environment, parallel_flags
+from workers.runtime import API_SERVER, probe
+from workers.spec import RankSpec
+
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+# What a model of the entry takes from the command line instead, and what of the entry gives way to it.
+_INSTEAD = {
+    "quantize": ("quantization", "load_format"),
+    "kv_cache": ("gpu_memory_utilization",),
+    "kv_margin_gib": ("gpu_memory_utilization",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A configured model. vllm: the release of its runtime on this machine, None where that has none; entrypoint: the module that is its
+    engine."""
+
+    spec: ModelConfig
+    config: Config
+    vllm: str | None
+    entrypoint: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        return self.spec.environment(self.config.engine)
+
+
+def entry_of(spec: ModelConfig, config: Config) -> Entry:
+    """It asks the model's runtime what it has, as a start does. Where it is not on this machine, flags are shown as they are written."""
+    try:
+        found = probe(runtime_of(spec, config))
+    except RankError:
+        found = None
+    entrypoint = spec.entrypoint_of(config.engine)
+    if entrypoint == AUTO:
+        entrypoint = (found.entrypoint if found is not None else None) or API_SERVER
+    return Entry(spec, config, found.vllm if found is not None else None, entrypoint)
+
+
+def answer(
+    entry: Entry,
+    question: Question,
+    checkpoint: Checkpoint,
+    hardware: Hardware,
+    read: Callable[[str], Checkpoint],
+    unlinked: Mapping[int, str],
+    others: Others | None = None,
+) -> dict[str, Any]:
+    """As sparkd.plan_question.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
+    entry = replace(entry, spec=_asked(entry.spec, question, checkpoint, read))
+    spec, env = entry.spec, entry.env
+    headers = Headers.of(spec, checkpoint, read)
+    plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
+    serving = serving_of(plain, headers.known, hardware, env, headers)
+    if serving is None:
+        raise ConfigError(f"{spec.name}: {_uncounted(spec)}, so nothing can be said of its memory beforehand: leave it out for a plan.")
+    fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
+    nodes = max(question.nodes, fixed or 1)
+    asked = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
+    options: list[tuple[Option, ModelConfig]] = []
+    for ways in [(fixed, 1)] if fixed is not None else list(_ways(nodes)):
+        one = resolved(spec, hardware, env, _free(hardware), ways, str(entry.config.profiles_path()), entry.vllm, headers)
+        found = replace(asked, ways=(ways,), quantize=recipe_of(one, env), max_model_len=_length(one, headers))
+        options += [(option, one) for option in choose(headers.known, hardware, found).options]
+        if spec.quantize == AUTO:
+            # Why none of the better ones, and what else there would be.
+            every = choose(headers.known, hardware, replace(found, quantize=None)).options
+            options += [(option, one) for option in every if _is_beside(option, options[-1][0])]
+    options.sort(key=lambda each: rank(each[0], headers.known, asked))
+    best = options[0] if options and options[0][0].fits else None
+    notes = [] if best is not None or spec.quantize == AUTO else [advice(spec, hardware, env, _free(hardware))]
+    there = others(spec.model, checkpoint) if others is not None and spec.quantize == AUTO else ()
+    notes += [_beside(name, found.quantization) for name, found in there if found.quantization is not None]
+    choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
+    how = None if best is None else _how(entry, best[0], best[1], hardware)
+    told = to_json(spec.model, headers.known, hardware, asked, choice, how=how)
+    return told if how is None else {**told, "notes": [*told["notes"], *how["said"]]}
+
+
+def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
+    """The entry with what the command line has instead."""
+    given: dict[str, Any] = {
+        "max_model_len": question.max_model_len,
+        "max_num_seqs": question.max_num_seqs,
+        "max_num_batched_tokens": question.max_num_batched_tokens,
+        "kv_cache": {"sequences": question.requests} if question.requests > 1 else None,
+        "kv_cache_dtype": None if question.kv_cache_dtype == "auto" else question.kv_cache_dtype,
+        "kv_margin_gib": question.margin_gib,
+        "quantize": question.quantize,
+        "enforce_eager": True if question.enforce_eager else None,
+    }
+    told = {key: value for key, value in given.items() if value is not None}
+    for key in [key for key in told if key in _INSTEAD]:
+        told = dict.fromkeys(_INSTEAD[key]) | told
+    if question.speculative is not None and question.speculative != spec.speculative:
+        wish = {key: told.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
+        drafted = drafting(question.speculative, spec.model, shape_of(checkpoint.config), wish, read)
+        told |= {"speculative": question.speculative, "extra_args": without(spec.extra_args, SPECULATIVE[2:])}
+        if drafted is not None:
+            told |= {**drafted.settings, "extra_args": [*told["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
+    if not told:
+        return spec
+    try:
+        return ModelConfig.model_validate({**{key: getattr(spec, key) for key in spec.model_fields_set}, **told})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the entry"
+        raise ConfigError(f"{spec.name}: {where}: {first['msg'].removeprefix('Value error, ')}.", param="model") from None
+
+
+def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> Wish:
+    """What every format and way has in common."""
+    spec, env = entry.spec, entry.env
+    room, share = room_of(spec, hardware, env, _free(hardware)), utilization_of(spec)
+    limit = None
+    if share is not None:
+        limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {share:g}")
+    elif isinstance(spec.memory_gib, int | float):
+        limit = (int(spec.memory_gib * GIB), f"the memory_gib of {spec.memory_gib:g} in its entry")
+    cache = spec.kv_cache if isinstance(spec.kv_cache, dict) and "utilization" not in spec.kv_cache else None
+    margin = 0 if share is not None else None if spec.kv_margin_gib is None else int(spec.kv_margin_gib * GIB)
+    profiles, held = str(entry.config.profiles_path()), folder_of(spec.model, spec.revision, env)
+
+    def learned(recipe: Any, at: Serving) -> Learned | None:
+        length = None if spec.max_model_len is None else at.max_model_len
+        made = plain.model_copy(update={"max_model_len": length})
+        if spec.quantize == AUTO:
+            made = made.model_copy(update={"quantize": recipe.canonical() if recipe.quantizes else None})
+        ways = at.tensor_parallel, at.pipeline_parallel
+        engine = engine_of(made, env, entry.vllm, hardware.platform)
+        return learned_of(profiles, engine, held, ways, hardware.name)
+
+    return Wish(
+        max_model_len=None if spec.max_model_len == AUTO else serving.max_model_len,
+        requests=int(cache["sequences"]) if cache is not None and "sequences" in cache else 1,
+        serving=serving,
+        drafting=headers.drafting,
+        eager=spec.enforce_eager,
+        margin_bytes=margin,
+        cache=cache,
+        cache_limit=room.cache,
+        limit=limit,
+        fewest=True,
+        # As vLLM allows it (vllm/config/model.py).
+        beyond=env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1",
+        learned=learned,
+    )
+
+
+def _beside(name: str, quantization: SourceQuantization) -> str:
+    how = f"{name} is on this machine: the same model, quantized already ({quantization.method})"
+    return f"{how}. It goes before quantizing one here: name it in `model:` to have it served."
+
+
+def _is_beside(option: Option, chosen: Option) -> bool:
+    """Whether another format is no better choice than that of the daemon's."""
+    return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
+
+
+def _length(one: ModelConfig, headers: Headers) -> int:
+    """Of a resolved entry: where `auto` found nothing that fits, as much as the model has."""
+    return one.max_model_len if isinstance(one.max_model_len, int) else headers.known.shape.max_len
+
+
+def _ways(nodes: int) -> Iterator[Ways]:
+    """As the daemon tries them (sparkd.siting): fewest nodes first, and of so many the most tensor parallelism."""
+    for size in range(1, nodes + 1):
+        yield from ((size // stages, stages) for stages in range(1, size + 1) if size % stages == 0)
+
+
+def _free(hardware: Hardware) -> int:
+    return hardware.memory_bytes - hardware.system_bytes
+
+
+def _uncounted(spec: ModelConfig) -> str:
+    flags = list(uncounted(spec.extra_args))
+    if flags:
+        return f"{', '.join(flags)} in extra_args changes what it takes"
+    if spec.quantization is not None or spec.dtype in ("float32", "float"):
+        key = "quantization" if spec.quantization is not None else "dtype"
+        return f"{key}: {getattr(spec, key)} is vLLM's own way with weights, which is not counted"
+    return f"what a cache of kv_cache_dtype: {spec.kv_cache_dtype} or its draft costs is not counted"
+
+
+def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
+    """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
+    said = said_to(spec, entry.config, entry.vllm)
+    if said.refused:
+        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}", param="model")
+    decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}
+    if entry.spec.tensor_parallel == AUTO and option.nodes > 1:
+        decided["tensor_parallel"] = option.tensor
+    fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, said, entry.vllm)
+    flags = fields.pop("flags")
+    ranks = []
+    for number in range(option.nodes):
+        rank_spec = RankSpec.from_dict(
+            {
+                **fields,
+                "rank_id": "plan",
+                "generation": 0,
+                "node_id": "node",
+                "rank": number,
+                "world": option.nodes,
+                "run_dir": "/run/sparkd",
+                "log_path": "/dev/null",
+                "config_hash": "",
+                "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
+                "env": dict(said.env),
+                "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
+            }
+        )
+        made = {name: value for name, value in build_environment(rank_spec, {}, None).items() if name not in OWN}
+        shown = {name: value if _is_shown(name, said.env) else hidden(name) for name, value in made.items()}
+        ranks.append({"node": number, "command": build_command(rank_spec), "environment": shown})
+    return {
+        "name": spec.name,
+        "configured": True,
+        "config": decided,
+        "ranks": ranks,
+        "container": _container(entry),
+        "said": said.notes,
+    }
+
+
+def _is_shown(name: str, own: Mapping[str, str]) -> bool:
+    """What sparkd sets itself, and of the entry's own what engines and kernels read."""
+    return name not in own or (name.startswith(FAMILIES) and not _SECRET.search(name))
+
+
+def _container(entry: Entry) -> dict[str, Any] | None:
+    """The image that its recipe names, the variant's before the recipe's."""
+    if entry.spec.recipe is None:
+        return None
+    name, variant = split(entry.spec.recipe)
+    file, _ = entry.config.book().read(name)
+    if file is None:
+        return None
+    found = file.container(variant)
+    return None if found is None else {**found.model_dump(), "recipe": entry.spec.recipe}

@@ -1,0 +1,336 @@
+"""Measurements between nodes: as the daemon runs them over agents that answer as told, what a rate says, and the program's own life."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sparkd import measures
+from sparkd.admin import PREFIX, admin_app
+from sparkd.config import load_config
+from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
+from sparkd.fabric_findings import FAIL, OK, WARN
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.fabric_rates import Rate, finding
+from sparkd.fabric_report import report
+from sparkd.ledger import Ledger
+from sparkd.measures import MOST_BYTES, Measures
+from sparkd.metrics import FABRIC_RATE
+from sparkd.state import Operation, OperationState, Store
+from tests.fabric_tree import readings
+from tests.fakes import Scene as Supervised
+from tests.fakes import stage
+from tests.test_supervisor import make_ready
+from workers.nccl_rate import MOST_BYTES as PROGRAM_MOST_BYTES
+from workers.rating import Rating
+
+A, B, C = "192.168.100.11", "192.168.100.12", "192.168.100.13"
+IB = [
+    "host:1:1 [0] NCCL INFO NET/IB : Using [0]rocep1s0f1:1/RoCE [1]roceP2p1s0f1:1/RoCE [RO]; OOB x:1.1.1.1<0>",
+    "host:1:1 [0] NCCL INFO Using network IB",
+]
+GOOD = Rate(A, B, 21.5, "nccl", "IB", 2, (), False, True, MOST_BYTES, 5.0)
+
+
+class FakeNodes:
+    """Agents that measure at once what they are told to say; nodes: their readings."""
+
+    node_ip = A
+
+    def __init__(self, nodes: Mapping[str, Mapping[str, Any]], platform: str = "cuda") -> None:
+        self.readings = dict(nodes)
+        self.platform = platform
+        self.asked: list[tuple[str, str, tuple[Any, ...]]] = []
+        self.said: Any = {"ended": True, "running": False, "gb_s": 21.5, "sent_bytes": MOST_BYTES, "nccl": IB, "done_bytes": 1}
+        self.moved: dict[str, int] = {}
+        self.waits = False
+
+    def in_sight(self) -> list[str]:
+        return list(self.readings)
+
+    async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
+        after = any(method == "rate" for _, method, _ in self.asked)
+        return {node: self._grown(raw) if after else raw for node, raw in self.readings.items()}
+
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        assert timeout_s > 0
+        self.asked.append((node_ip, method, arguments))
+        if method == "rating" and self.waits:
+            return {"running": True}
+        if method == "rating" and isinstance(self.said, Exception):
+            raise self.said
+        answers = {"runtime": {"platform": self.platform}, "free_port": 7000, "rate": f"job {node_ip}"}
+        return self.said if method == "rating" else answers.get(method)
+
+    def of(self, method: str) -> list[tuple[str, tuple[Any, ...]]]:
+        return [(node, arguments) for node, asked, arguments in self.asked if asked == method]
+
+    def _grown(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        ports = [one | {"sent_bytes": one["sent_bytes"] + self.moved.get(one["name"], 1 << 28)} for one in raw["rdma"]]
+        return {**raw, "rdma": ports}
+
+
+class Scene:
+    def __init__(self, folder: Path, supervised: Supervised, nodes: FakeNodes, **settings: Any) -> None:
+        self.nodes = nodes
+        self.supervised = supervised
+        self.path = folder / "rates.json"
+        self.config = load_config(None, flags={"state_dir": str(folder / "own"), **settings}, environ={})
+        self.store = Store(folder / "own.db")
+        self.ledger = Ledger(self.store, lambda: 5.0)
+        self.measures = self.again()
+
+    def again(self) -> Measures:
+        return Measures(self.nodes, self.ledger, lambda: self.config, self.supervised.supervisor.snapshot, self.path, lambda: 5.0)
+
+    async def ended(self, operation: Operation) -> Operation:
+        await until(lambda: self.ledger.operation(operation.id).state is not OperationState.RUNNING)
+        await until(lambda: self.measures._running is None)
+        return self.ledger.operation(operation.id)
+
+
+async def until(happened: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not happened():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def scene(folder: Path, nodes: FakeNodes | None = None, **settings: Any) -> AsyncIterator[Scene]:
+    async with stage(folder) as supervised:
+        made = Scene(folder, supervised, nodes or pair(), **settings)
+        running = asyncio.create_task(made.measures.run())
+        await asyncio.sleep(0)
+        try:
+            yield made
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            made.store.close()
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "POLL_S", 0.0)
+
+
+def pair(platform: str = "cuda", scenario: str = "pair-different-ports") -> FakeNodes:
+    return FakeNodes(dict(zip((A, B), readings(scenario).values(), strict=True)), platform)
+
+
+async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_everything_started_is_ended(tmp_path: Path) -> None:
+    async with scene(tmp_path, None, **{"engine.env": {"NCCL_DEBUG": "WARN", "HF_TOKEN": "secret"}}) as made:
+        ended = await made.ended(made.measures.start([A, B]))
+        (event,) = [one for one in made.ledger.events(0, 100) if one.kind == "measure"]
+
+        told = f"{A} - {B}: 21.5 GB/s over 2 rails, 20 to 24 is normal"
+        assert (ended.kind, ended.model, ended.state, ended.message) == ("measure", f"{A} - {B}", OperationState.SUCCEEDED, told)
+        assert (event.message, event.data["verdict"]) == (f"{told}.", OK)
+        (first, (interpreter, order, env)), (second, (_, order_b, env_b)) = made.nodes.of("rate")
+        assert (first, second, interpreter) == (A, B, sys.executable)
+        common = {"world": 2, "host": A, "port": 7000, "backend": "nccl", "limit_s": measures.LIMIT_S, "total_bytes": MOST_BYTES}
+        assert (order, order_b) == (common | {"rank": 0}, common | {"rank": 1})
+        assert (env["NCCL_IB_HCA"], env_b["NCCL_IB_HCA"]) == ("=rocep1s0f1,roceP2p1s0f1", "=rocep1s0f0,roceP2p1s0f0")
+        assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)
+        assert made.nodes.of("end_rate") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
+        assert FABRIC_RATE.labels(A, B)._value.get() == 21.5e9
+        assert made.measures.passed() == made.again().passed() == {frozenset((A, B))}
+        assert made.again().rates() == made.measures.rates()
+
+
+async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Path) -> None:
+    ring = FakeNodes(dict(zip((A, B, C), readings("ring-of-three").values(), strict=True)))
+
+    async def read(node: str) -> Mapping[str, Any]:
+        return ring.readings[node]
+
+    async with scene(tmp_path, ring) as made:
+        fabric = FabricNodes(read)
+        fabric.passed = made.measures.passed
+        chosen, why = await fabric.team([A, B, C], 3, rdma=True)
+        assert chosen == () and "a live NCCL test must pass first. `sparkd fabric --measure all`" in why
+
+        await made.ended(made.measures.start([A, B]))
+        assert await fabric.team([A, B, C], 3, rdma=True) == ((), why)
+        ended = await made.ended(made.measures.start("all"))
+        assert ended.message.count("GB/s over") == 3
+        assert await fabric.team([A, B, C], 3, rdma=True) == ((A, B, C), "")
+        assert await fabric.unlinked([A, B, C], rdma=True) == {}
+        found = report(ring.readings, rates=made.measures.rates())
+        assert found["tensor_parallel"]["all"] is True
+        assert [(one["a"], one["b"], one["gb_s"], one["normal_gb_s"]) for one in found["rates"]] == [
+            (a, b, 21.5, "20 to 24") for a, b in (("spark-1", "spark-2"), ("spark-1", "spark-3"), ("spark-2", "spark-3"))
+        ]
+
+
+async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        await make_ready(made.supervised)
+        made.nodes.readings = dict(zip(("n", B), made.nodes.readings.values(), strict=True))
+        with pytest.raises(Conflict, match=r"^m would be slowed.*--force"):
+            made.measures.start("all")
+        assert (await made.ended(made.measures.start("all", force=True))).state is OperationState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [([A], "between two nodes"), ([A, A], "between two nodes"), ([A, "10.9.9.9"], "10.9.9.9 is no node in sight; there is 192.168.100.11")],
+)
+async def test_nodes_that_cannot_be_measured_are_refused(nodes: list[str], told: str, tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        with pytest.raises(BadRequest, match=told):
+            made.measures.start(nodes)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (AgentLost("The agent does not answer."), "The agent does not answer."),
+        ({"error": "unhandled system error", "running": False, "nccl": []}, f"is not known: {A}: unhandled system error"),
+        ({"error": "x", "nccl": ["NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out"]}, "The two ends are in different"),
+    ],
+)
+async def test_what_cannot_be_measured_says_why_and_leaves_nothing_running(said: Any, told: str, tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.said = said
+        ended = await made.ended(made.measures.start([A, B]))
+        assert ended.state is OperationState.FAILED and told in ended.message
+        assert len(made.nodes.of("end_rate")) == 2
+        assert made.measures.rates() == []
+
+
+async def test_one_at_a_time_and_it_can_be_cancelled_over_the_admin_api(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.waits = True
+        app = admin_app(made.supervised.supervisor, dict, measures=made.measures)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=f"http://x{PREFIX}") as client:
+            began = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
+            again = await client.post("/fabric/measure")
+            assert (again.status_code, f"`sparkd cancel {began['operation']}`" in again.text) == (409, True)
+            await until(lambda: made.nodes.of("rating"))
+            ended = (await client.delete(f"/operations/{began['operation']}")).json()
+            assert (ended["state"], ended["progress"]["phase"]) == ("CANCELLED", "measuring")
+            await until(lambda: made.measures._running is None)
+            assert len(made.nodes.of("end_rate")) == 2
+            made.nodes.waits = False
+            done = (await client.post("/fabric/measure", json={"nodes": [A, B]})).json()
+            await made.ended(made.ledger.operation(done["operation"]))
+            made.supervised.cluster.readings = {node: dict(raw) for node, raw in made.nodes.readings.items()}
+            shown = (await client.get("/fabric")).json()
+            assert [(one["a"], one["b"], one["gb_s"], one["told"]) for one in shown["rates"]] == [
+                ("spark-1", "spark-2", 21.5, "21.5 GB/s over 2 rails, 20 to 24 is normal")
+            ]
+
+
+async def test_engines_on_cpus_are_measured_over_sockets_and_prove_no_ring(tmp_path: Path) -> None:
+    async with scene(tmp_path, pair("cpu")) as made:
+        made.nodes.said |= {"gb_s": 1.9, "nccl": []}
+        await made.ended(made.measures.start([A, B]))
+        (rate,) = made.measures.rates()
+        assert (rate.backend, rate.network, rate.rails, rate.lan, rate.real) == ("gloo", None, 0, False, True)
+        assert (finding(rate).verdict, made.measures.passed()) == (OK, frozenset())
+
+
+async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.moved = {"roceP2p1s0f1": 0}
+        ended = await made.ended(made.measures.start([A, B]))
+        assert ended.message.endswith("21.5 GB/s over 2 rails, 20 to 24 is normal; nothing went over roceP2p1s0f1")
+        assert finding(made.measures.rates()[0]).verdict == FAIL
+
+
+@pytest.mark.parametrize(
+    ("rate", "verdict", "told"),
+    [
+        (GOOD, OK, "21.5 GB/s over 2 rails, 20 to 24 is normal"),
+        (replace(GOOD, gb_s=13.0), WARN, "13.0 GB/s over 2 rails, 20 to 24 is normal: 35% is lost"),
+        (replace(GOOD, gb_s=13.0, rails=1), OK, "13.0 GB/s over 1 rail, 13.9 is normal"),
+        (replace(GOOD, gb_s=2.1, network="Socket"), FAIL, "2.1 GB/s by sockets, 20 to 24 over 2 rails is normal: 90% is lost"),
+        (replace(GOOD, gb_s=1.6), FAIL, "1.6 GB/s over 2 rails, 20 to 24 is normal: 92% is lost"),
+        (replace(GOOD, gb_s=2.0, rails=0, network="Socket"), OK, "2.0 GB/s over sockets over the ConnectX-7, 2.1 is normal"),
+        (replace(GOOD, gb_s=0.4, rails=0, lan=True, backend="gloo"), FAIL, "0.4 GB/s over sockets over 10GbE, 1 is normal"),
+        (replace(GOOD, gb_s=0.4, rails=0, real=False, backend="gloo"), OK, "0.40 GB/s over virtual links, which have no normal"),
+    ],
+)
+def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: str) -> None:
+    judged = finding(rate, {A: "spark-1", B: "spark-2"})
+
+    assert (judged.verdict, judged.evidence, judged.node) == (verdict, told, "spark-1 - spark-2")
+    assert bool(judged.cure) is (verdict != OK)
+    assert rate.passed is (verdict != FAIL and rate.rails > 0)
+
+
+def test_a_silent_fall_back_of_a_model_is_told_with_what_was_measured() -> None:
+    raw = dict(zip((A, B), readings("pair-different-ports").values(), strict=True))
+    lost = {"check": "network", "verdict": FAIL, "node": B, "about": "NCCL of m", "evidence": "network Socket", "cure": "Cure."}
+    found = report(raw, None, [lost, lost | {"verdict": OK}], [replace(GOOD, gb_s=2.1, network="Socket")])
+
+    assert [one["evidence"] for one in found["findings"] if one["about"] == "NCCL of m"] == [
+        "network Socket; 2.1 of 20 to 24 GB/s measured to spark-1",
+        "network Socket",
+    ]
+    assert found["verdict"] == FAIL
+    assert report(raw, rates=[replace(GOOD, b=C)])["rates"] == []
+
+
+# The program's life on a node.
+
+
+def program(folder: Path, script: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def settled(rating: Rating, job: str) -> dict[str, Any]:
+    until_s = time.monotonic() + 10
+    while (state := rating.state(job))["running"] and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return state
+
+
+def test_the_program_gets_its_order_on_stdin_and_only_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    said = json.dumps({"ended": True, "gb_s": 1.0})
+    rating = Rating()
+    script = f"read order; echo $order >{tmp_path}/order; env >{tmp_path}/env; echo '{said}'"
+    job = rating.start(program(tmp_path, script), {"rank": 1}, {"N": "2"})
+
+    assert settled(rating, job) == {"running": False, "ended": True, "gb_s": 1.0}
+    assert json.loads((tmp_path / "order").read_text()) == {"rank": 1}
+    assert "N=2" in (tmp_path / "env").read_text() and "secret" not in (tmp_path / "env").read_text()
+    rating.end(job)
+    with pytest.raises(RankError, match="run it again"):
+        rating.state(job)
+
+
+def test_one_that_dies_says_so_and_one_that_hangs_is_ended_with_the_next(tmp_path: Path) -> None:
+    rating = Rating()
+    assert "exit code 3" in settled(rating, rating.start(program(tmp_path, "exit 3"), {}, {}))["error"]
+    assert "within its time" in settled(rating, rating.start(program(tmp_path, "kill -ALRM $$"), {}, {}))["error"]
+    hangs = rating.start(program(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 60"), {}, {})
+    until_s = time.monotonic() + 10
+    while not (tmp_path / "pid").exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert rating.state(hangs) == {"running": True}
+    rating.end(rating.start(program(tmp_path, "exit 0"), {}, {}))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    with pytest.raises(RankError, match="nothing-here cannot be run: No such file"):
+        rating.start(str(tmp_path / "nothing-here"), {}, {})
+
+
+def test_both_ends_of_the_order_know_one_bound() -> None:
+    assert MOST_BYTES == PROGRAM_MOST_BYTES == 512 << 20

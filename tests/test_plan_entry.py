@@ -1,0 +1,380 @@
+"""`sparkd plan NAME` of a configured model: the daemon's own choice, and the very command and environment that it starts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparkd import container, needs, plan_entry, plan_here
+from sparkd.__main__ import exit_code
+from sparkd.admission import machine
+from sparkd.config import Config, load_config, parse_model
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.hardware import GIB, SPARK
+from sparkd.model_config import ModelConfig
+from sparkd.needs import need_of
+from sparkd.placement import Placement
+from sparkd.plan_entry import Entry
+from sparkd.plan_question import Question
+from sparkd.planned import OWN
+from sparkd.recipe_book import AsWritten, Book
+from sparkd.start import Attempt, Starter
+from sparkd.vllm_flags import values_of
+from tests.published_headers import checkpoint_of
+from tests.sketches import mixture, tensors_of, write
+from tests.test_start import FakeAgents
+from workers.command import build_command, build_environment
+from workers.kv.settings import VARIABLE
+from workers.runtime import API_SERVER, probe
+from workers.spec import RankSpec
+
+HEAD, OTHER = "10.0.0.1", "10.0.0.2"
+FREE = SPARK.memory_bytes - SPARK.system_bytes
+# Of a start: its socket, its files, its addresses, and where a foreign interpreter finds the plugin.
+NETWORK = "NCCL_NET"
+OF_A_START = (*OWN, "PYTHONPATH", "VLLM_HOST_IP")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = mixture(max_position_embeddings=262_144, num_nextn_predict_layers=1, vocab_size=2048)
+    return write(tmp_path_factory.mktemp("models") / "tiny", config, tensors_of(config))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which every hub id that is asked for is the tiny model."""
+    for name in ("SPARKD_CONFIG", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(needs, "_this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
+    monkeypatch.setattr(plan_entry, "probe", asked)
+    monkeypatch.setattr(container, "_plugin", dict)  # of an installed sparkd
+    return tmp_path / "hub"
+
+
+def cached(hub: Path, model: str, folder: Path) -> None:
+    if not model.startswith("/"):
+        place = hub / f"models--{model.replace('/', '--')}"
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "snapshots").mkdir(exist_ok=True)
+        (place / "refs" / "main").write_text("abc")
+        if not (place / "snapshots" / "abc").exists():
+            (place / "snapshots" / "abc").symlink_to(folder)
+
+
+asked = cache(probe)
+
+
+class Agents(FakeAgents):
+    address = f"{HEAD}:6379"
+
+    def group_id(self, _model: str) -> str:
+        return "group"
+
+
+class Runtime:
+    def runtime(self, interpreter: str) -> Mapping[str, Any]:
+        return asked(interpreter).to_dict() | {"platform": "cuda"}
+
+
+async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> list[RankSpec]:
+    """What the agents would start, as a node's own agent completes it."""
+
+    async def read(_node: str) -> Any:
+        raise AssertionError("a rank alone asks for no cables")
+
+    need = need_of(spec, config, Runtime(), FREE / GIB, FREE / GIB, ways)
+    agents = Agents()
+    peers = (OTHER,) if ways != (1, 1) else ()
+    placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
+    fabric = FabricNodes(read)
+    fabric.environment = _network  # type: ignore[method-assign]
+    await Starter(agents, fabric, HEAD).start(config, placement, spec, Attempt("m-1-abcdef12", 1, "hash"))  # type: ignore[arg-type]
+    made = []
+    for fields in sorted(agents.spawned, key=lambda one: int(one["rank"])):
+        where = {"socket_path": "/run/sparkd/x.sock"} if not fields["rank"] else {}
+        here: dict[str, Any] = {"run_dir": "/run/sparkd", "log_path": "/dev/null", "pythonpath": ["/plugin"]}
+        if "loader_extra_config" in fields:
+            here["loader_extra_config"] = fields["loader_extra_config"] | {"progress": "/run/sparkd/p"}
+        if "kv_cache" in fields:
+            here["kv_cache"] = fields["kv_cache"] | {"report": "/run/sparkd/r"}
+        made.append(RankSpec.from_dict({key: value for key, value in fields.items() if key != "private"} | where | here))
+    return made
+
+
+async def _network(_node: str, peers: list[str], **_how: object) -> dict[str, str]:
+    """A plan does not know the cables, and prints none of it."""
+    return {NETWORK: "IB"} if peers else {}
+
+
+def told_of(spec: RankSpec) -> tuple[list[str], dict[str, str]]:
+    """Argv and environment without what belongs to one start."""
+    words = build_command(spec)
+    for first, last, _ in list(values_of(words, "uds")):
+        del words[first : last + 1]
+    for first, last, text in list(values_of(words, "model-loader-extra-config")):
+        told = {key: value for key, value in json.loads(text).items() if key != "progress"}
+        words[first : last + 1] = ["--model-loader-extra-config", json.dumps(told, sort_keys=True)]
+    for first, last, _ in list(values_of(words, "master-port")):
+        words[first : last + 1] = ["--master-port", "29500"]
+    env = {name: value for name, value in build_environment(spec, {}, None).items() if name not in (*OF_A_START, NETWORK)}
+    if VARIABLE in env:
+        env[VARIABLE] = json.dumps({key: value for key, value in json.loads(env[VARIABLE]).items() if key != "report"}, sort_keys=True)
+    return ["HEAD" if word == HEAD else word for word in words], env
+
+
+def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    code = exit_code(["plan", "--json", *map(str, argv)])
+    out, err = capsys.readouterr()
+    assert code == 0, err or json.loads(out)["options"]
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "auto": {"quantize": "auto", "max_model_len": "auto"},
+    "quantized": {"quantize": "nvfp4", "max_model_len": 8192, "max_num_seqs": 4, "quantized_cache": False},
+    "mixed": {"quantize": {"format": "nvfp4", "layers": [{"match": "*experts*", "format": "mxfp4"}]}, "max_model_len": 4096},
+    "sized": {"kv_cache": {"sequences": 3, "at": 4096}, "max_model_len": 8192, "kv_margin_gib": 2.5, "kv_cache_dtype": "fp8"},
+    "bytes": {"kv_cache": {"bytes": "4GiB"}, "max_model_len": 8192, "memory_gib": 40, "enforce_eager": True},
+    "stock": {"gpu_memory_utilization": 0.5, "max_model_len": 8192, "trust_remote_code": True},
+    "flags": {
+        "aliases": ["gpt-4o"],
+        "revision": "main",
+        "max_model_len": 4096,
+        "tool_call_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "extra_args": ["--moe-backend", "marlin", "--async-scheduling", "--no-enable-prefix-caching"],
+        "env": {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_USE_FLASHINFER_MOE_FP4": "0", "CUTE_DSL_ARCH": "sm_121a"},
+    },
+    "drafting": {"speculative": "ngram", "max_model_len": 4096, "max_num_seqs": 64, "profile": "single-user"},
+    "mtp": {"speculative": "mtp", "max_model_len": 4096, "dtype": "bfloat16"},
+    "split": {"tensor_parallel": 2, "max_model_len": 4096, "quantize": "int4-g32"},
+    "ray": {"tensor_parallel": 2, "max_model_len": 4096, "executor": "ray"},
+}
+RECIPES = {
+    "qwen3.6-35b-a3b-nvfp4": {"profile": "balanced"},
+    "gemma-4-31b-it-nvfp4": {},
+    "gpt-oss-120b": {"profile": "throughput"},
+    "nemotron-3-nano-30b-a3b-nvfp4": {"profile": "single-user"},
+    "qwen3-coder-next-fp8": {"env": {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}},
+    "qwen3.5-122b-a10b-nvfp4": {"speculative": "ngram"},
+    "qwen3.5-397b-a17b-fp8": {"speculative": "off"},
+}
+
+
+@pytest.mark.parametrize("name", [*ENTRIES, *RECIPES])
+async def test_its_command_and_environment_are_those_that_the_daemon_starts(
+    name: str, folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"model": str(folder), **ENTRIES[name]} if name in ENTRIES else {"recipe": name, **RECIPES[name]}
+    file = tmp_path / "sparkd.yaml"
+    engine = {"env": {"NCCL_DEBUG": "WARN"}, "platform": "cuda"}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "engine": engine, "models": {"m": entry}}))
+    config = load_config(file, environ={})
+    spec = config.models["m"]
+    cached(hub, spec.model, folder)
+
+    choice = plan(capsys, "m", "--config", file)["choice"]
+    ways = choice["tensor_parallel"], choice["pipeline_parallel"]
+    assert len(choice["ranks"]) == ways[0] * ways[1] == (spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1)
+    for rank, real in zip(choice["ranks"], await started(config, spec, ways), strict=True):
+        command, environment = told_of(real)
+        shown = {key: value for key, value in rank["environment"].items() if key not in OF_A_START}
+        assert rank["command"] == command
+        told = {key: value for key, value in shown.items() if value != f"${{{key}}}" and "RAY" not in key}
+        assert told.items() <= environment.items()
+        assert {key for key in environment if "RAY" not in key} == {key for key in shown if "RAY" not in key}
+
+
+def test_what_is_secret_is_no_part_of_a_plan(folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    env = {"HF_TOKEN": "s3cret", "MY_WORD": "s3cret", "VLLM_API_KEY_FILE": "s3cret", "VLLM_ATTENTION": "shown"}
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096, "env": env}}}))
+    found = plan(capsys, "m", "--config", file)["choice"]["ranks"][0]["environment"]
+    assert {name: found[name] for name in env} == {name: f"${{{name}}}" for name in env} | {"VLLM_ATTENTION": "shown"}
+
+    assert exit_code(["plan", "m", "--config", str(file), "--docker", "--image", "vllm/vllm-openai:v1"]) == 0
+    words = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
+    assert [words[at + 1] for at, word in enumerate(words) if word == "-e" and "VLLM_ATTENTION" in words[at + 1]] == [
+        "VLLM_ATTENTION=shown"
+    ]
+    assert {"HF_TOKEN", "MY_WORD", "VLLM_API_KEY_FILE"} <= {words[at + 1] for at, word in enumerate(words) if word == "-e"}
+    assert exit_code(["plan", "m", "--config", str(file), "--compose", "--image", "vllm/vllm-openai:v1"]) == 0
+    (service,) = yaml.safe_load(capsys.readouterr().out)["services"].values()
+    assert service["environment"]["HF_TOKEN"] == "${HF_TOKEN}"
+
+
+def fits(capsys: pytest.CaptureFixture[str], file: Path, *argv: object) -> tuple[bool, list[str], dict[str, Any]]:
+    exit_code(["plan", "--json", "m", "--config", str(file), *map(str, argv)])
+    found = json.loads(capsys.readouterr().out)
+    return found["choice"] is not None, [one["reason"] for one in found["options"]], found
+
+
+@pytest.mark.parametrize(
+    ("keys", "argv", "why"),
+    [
+        ({"memory_gib": 2}, (), "more than the memory_gib of 2 in its entry"),
+        ({"gpu_memory_utilization": 0.001}, (), "of gpu_memory_utilization 0.001"),
+        ({"kv_cache": {"tokens": 1024}}, (), "kv_cache holds 0.0 GiB, and one request of 4,096 tokens needs"),
+        ({"kv_margin_gib": 120}, (), "120.0 GiB margin"),
+        ({"tensor_parallel": 3}, (), "do not divide by 3 ranks"),
+        ({}, ("--margin", 120), "120.0 GiB margin"),
+        ({}, ("--ctx", 300_000), "300,000 tokens are more than the 262,144"),
+    ],
+)
+def test_every_key_that_bears_on_its_memory_is_heard(
+    keys: dict[str, Any],
+    argv: tuple[object, ...],
+    why: str,
+    folder: Path,
+    hub: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096, **keys}}}))
+    chosen, reasons, _ = fits(capsys, file, *argv)
+    assert not chosen and all(why in reason for reason in reasons), reasons
+
+
+def test_what_the_command_line_says_goes_before_the_entry(
+    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entry = {"model": str(folder), "max_model_len": 4096, "quantization": "fp8", "gpu_memory_utilization": 0.5, "speculative": "ngram"}
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    argv = ("--quantize", "nvfp4", "--seqs", 3, "--ctx", 8192, "--batch", 2048, "--kv-dtype", "fp8", "--margin", 2, "--eager")
+    chosen, _, found = fits(capsys, file, *argv, "--speculative", "mtp")
+    command = found["choice"]["ranks"][0]["command"]
+    assert chosen and found["choice"]["format"] == "nvfp4" and found["asked"]["speculative"] == "mtp" and found["asked"]["requests"] == 3
+    assert [command[command.index(flag) + 1] for flag in ("--max-model-len", "--max-num-batched-tokens", "--kv-cache-dtype")] == [
+        "8192", "2048", "fp8",
+    ]  # fmt: skip
+    assert "--enforce-eager" in command and "--gpu-memory-utilization" not in command and "--quantization" not in command
+    assert [json.loads(text)["method"] for _, _, text in values_of(command, "speculative-config")] == ["mtp"]
+    told = json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])
+    assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
+
+
+@pytest.mark.parametrize("free_gib", [100, 34, 26, 20, 14])
+def test_auto_is_what_the_daemon_decides(
+    free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of some 12 GiB over one and two nodes of so much."""
+    config = mixture(max_position_embeddings=131_072, num_hidden_layers=24, num_experts=64, hidden_size=2048, moe_intermediate_size=1408)
+    large = write(tmp_path / "large", config, tensors_of(config))
+    hardware, total = tmp_path / "machine.yaml", free_gib * GIB + 4 * GIB
+    hardware.write_text(f"memory_bytes: {total}\nsystem_bytes: {4 * GIB}\n")
+    file = tmp_path / "sparkd.yaml"
+    entry = {"model": str(large), "quantize": "auto", "max_model_len": "auto", "max_num_seqs": 16}
+    file.write_text(json.dumps({"engine": {"platform": "cuda"}, "models": {"m": entry}}))
+    loaded = load_config(file, environ={})
+    monkeypatch.setattr(needs, "_this_node", lambda platform: machine(platform, total, 4 * GIB))
+    for ways in ((1, 1), (2, 1)):
+        decided = need_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
+        _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
+        mine = [one for one in found["options"] if one["tensor_parallel"] == ways[0] and one["pipeline_parallel"] == 1]
+        best = next((one for one in mine if one["fits"]), None)
+        spelling = decided.quantize["format"] if isinstance(decided.quantize, dict) else "as stored"
+        if best is not None:
+            assert (best["format"], best["max_model_len"]) == (spelling, decided.max_model_len)
+
+
+def test_an_image_is_the_recipes_unless_another_is_named(
+    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    book = load_config(None, environ={}).book()
+    entries = {"m": {"recipe": "qwen3.5-122b-a10b-nvfp4"}, "other": {"recipe": "nemotron-3-nano-30b-a3b-nvfp4"}}
+    file.write_text(json.dumps({"models": entries}))
+    for each in load_config(file, environ={}).models.values():
+        cached(hub, each.model, folder)
+
+    def printed(*argv: str) -> tuple[list[str], str]:
+        assert exit_code(["plan", *argv, "--config", str(file)]) == 0
+        out = capsys.readouterr().out
+        kept = "\n".join(line for line in out.splitlines() if not line.startswith("#"))
+        return shlex.split(kept.replace("\\\n", "")), out
+
+    words, out = printed("m", "--docker")
+    image = book.find("qwen3.5-122b-a10b-nvfp4").recipe.container
+    assert image is not None and image.image in words and words[words.index(image.image) + 1] != "vllm"
+    assert out.startswith("# the image is that of the recipe qwen3.5-122b-a10b-nvfp4\n")
+    words, out = printed("other", "--docker")
+    image = book.find("nemotron-3-nano-30b-a3b-nvfp4").recipe.container
+    assert image is not None and words[words.index(image.image) + 1 :][:2] == ["vllm", "serve"] and f"# {image.note}" in out
+    # Of a model that is not configured too, where there is a recipe for it.
+    words, out = printed(str(load_config(file, environ={}).models["m"].model), "--docker")
+    assert "# the image is that of the recipe qwen3.5-122b-a10b-nvfp4\n" in out
+    words, out = printed("m", "--docker", "--image", "me/mine:1")
+    assert words[words.index("me/mine:1") + 1 :][:2] == ["vllm", "serve"] and "#" not in out
+
+
+def test_a_recipes_name_is_a_model(folder: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cached(hub, "Qwen/Qwen3-Coder-Next-FP8", folder)
+    found = plan(capsys, "qwen3-coder-next-fp8")
+    assert found["model"] == "Qwen/Qwen3-Coder-Next-FP8" and found["choice"]["container"]["recipe"] == "qwen3-coder-next-fp8"
+
+
+def test_what_is_not_counted_is_said(folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    flags = {"a": {"extra_args": ["--block-size", "32"]}, "b": {"quantization": "fp8"}, "c": {"kv_cache_dtype": "turboquant_4bit"}}
+    file.write_text(json.dumps({"models": {name: {"model": str(folder), **keys} for name, keys in flags.items()}}))
+    for name, told in (("a", "--block-size in extra_args"), ("b", "quantization: fp8"), ("c", "kv_cache_dtype: turboquant_4bit")):
+        assert exit_code(["plan", name, "--config", str(file)]) == 2
+        assert told in capsys.readouterr().err
+
+
+# Recipe -> the fixture whose headers are its model's, and how they are stored.
+PUBLISHED = {
+    "gemma-4-31b-it-nvfp4": ("gemma-4-31b-it-nvfp4", "as published"),
+    "gpt-oss-120b": ("gpt-oss-120b", "as published"),
+    "nemotron-3-nano-30b-a3b-nvfp4@32gb": ("nemotron-3-nano-30b-a3b-nvfp4", "as published"),
+    "qwen3.5-27b@nvfp4": ("qwen3.5-27b", "as published"),
+}
+
+
+def no_draft(name: str) -> Any:
+    raise AssertionError(f"the headers of {name} are asked for")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_of_ours_fits_the_sparks_that_it_is_for(name: str) -> None:
+    """Counted with the real headers of its model, on as many nodes as it says."""
+    book = Book(None, AsWritten())
+    spec = parse_model("m", {"recipe": name}, over_admin=False, book=book)
+    found = plan_entry.answer(
+        Entry(spec, Config(), "0.32.0", API_SERVER), Question("m"), checkpoint_of(*PUBLISHED[name]), SPARK, no_draft, {}
+    )
+    choice = found["choice"]
+    assert choice is not None, [one["reason"] for one in found["options"]]
+    assert choice["nodes"] == book.find(name).recipe.nodes.min
+    assert choice["max_model_len"] == spec.max_model_len
+    if name.endswith("@32gb"):
+        # The guide's figures: 4.2 GiB of cache, 32.1 to 32.8 GB in all with the system's part.
+        parts = choice["footprint"]
+        assert parts["kv"] / GIB == pytest.approx(4.2, abs=0.1)
+        assert (parts["total"] + parts["system"]) / 1e9 == pytest.approx(32.5, abs=2.0)
+
+
+def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entry = {"model": str(folder), "quantize": "auto", "max_model_len": "auto", "env": {"HF_TOKEN": "s3cret"}}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
+    config = load_config(file, environ={})
+    question = plan_here.QuestionHere(model="m", hardware="spark")
+    found = plan_here._answer(question, plan_here.hardware_here("spark"), config.lookup, {}, config)
+    assert json.loads(json.dumps(found)) == plan(capsys, "m", "--config", file)
+    assert "s3cret" not in json.dumps(found)
