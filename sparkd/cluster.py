@@ -22,6 +22,7 @@ from sparkd.places import Places
 from sparkd.rank_folders import agent_arguments, rank_folders
 from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.raylink import RayLink, or_none
+from sparkd.room import Book
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of, told_of_strangers
 from sparkd.siting import Siting
 from sparkd.snapshot import NodeView
@@ -154,8 +155,16 @@ class Cluster:
         """See FabricNodes.unlinked: of the nodes in sight."""
         return await self._fabric.unlinked(self.in_sight(), rdma=rdma)
 
+    def prove(self, passed: Callable[[], frozenset[frozenset[str]]]) -> None:
+        """passed: the pairs of nodes between which a live NCCL test has passed."""
+        self._fabric.passed = passed
+
+    def book(self) -> Book:
+        """What the nodes in sight lend, and who holds how much of it."""
+        return self._places.book()
+
     async def place(self, spec: ModelConfig) -> Placement:
-        """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit with the numbers, or another ClusterError."""
+        """Reserve unified memory for `spec` on as many nodes as it takes. Raises DoesNotFit, NoRoom or a ClusterError."""
         return await self._siting.place(self._config, spec)
 
     async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
@@ -116,7 +116,7 @@ class Fabric:
     """One node. neighbours: (interface, address, MAC) of whoever answered there; answers: (interface, link-local address) of who did so
     just now; routes: (destination, interface). address: the node's in the cluster, None where it has none. environment: what its own
     process environment says of the variables that sparkd computes.
-    unified: whether CPU and GPU share its memory."""
+    unified: whether CPU and GPU share its memory. proved: names of nodes to which a live NCCL test has passed."""
 
     node: str
     host: str
@@ -132,6 +132,7 @@ class Fabric:
     address: IPv4Address | None = None
     unified: bool = True
     answers: frozenset[tuple[str, str]] = frozenset()
+    proved: frozenset[str] = frozenset()
 
     @property
     def twins(self) -> tuple[Interface, ...]:
@@ -171,11 +172,15 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
     )
 
 
-def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
-    """By a node's address in the cluster or its name, in that order; called by their host names where these tell them apart."""
+def fabrics_of(readings: Mapping[str, Mapping[str, Any]], passed: Collection[frozenset[str]] = ()) -> dict[str, Fabric]:
+    """By a node's address in the cluster or its name, in that order; called by their host names where these tell them apart.
+
+    passed: pairs of these addresses between which a live NCCL test has passed.
+    """
     hosts = [str(raw["host"]) for raw in readings.values()]
     names = {node: host if hosts.count(host) == 1 else node for node, host in zip(readings, hosts, strict=True)}
-    return {node: fabric_of(names[node], raw, node) for node, raw in readings.items()}
+    to = {node: frozenset(names[other] for other in readings if frozenset((node, other)) in passed) for node in readings}
+    return {node: replace(fabric_of(names[node], raw, node), proved=to[node]) for node, raw in readings.items()}
 
 
 def rdma_mtu(mtu: int) -> int:

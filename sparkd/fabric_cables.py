@@ -50,14 +50,16 @@ def cables_of(nodes: Sequence[Fabric]) -> tuple[Cable, ...]:
     A neighbour's MAC address proves a cable. A subnet in common is believed where nothing that was seen contradicts it; link-local
     addresses are all in one subnet, so they say nothing by themselves.
     """
-    found = []
+    found: list[Cable] = []
     for a, b in combinations(nodes, 2):
+        between: list[Cable] = []
         ends = [(x, y, _met(a, x, b, y)) for x in a.cages for y in b.cages if x.linked and y.linked]
         seen = [(x, y) for x, y, met in ends if met]
         for x, y, met in ends:
             contradicted = any((x is p) != (y is q) for p, q in seen)
             if met or (not contradicted and any(_common(s, t, met) for s in x.twins for t in y.twins)):
-                found.append(Cable(a.node, x, b.node, y, _rails(x, y, met), met))
+                between.append(Cable(a.node, x, b.node, y, _rails(x, y, met), met))
+        found += [cable for cable in between if cable.rails or not _is_echo(cable, between)]
     return tuple(found)
 
 
@@ -84,14 +86,15 @@ def rails(nodes: Sequence[Fabric], *, rdma: bool = True, ring_proved: bool = Fal
     """Whether tensor parallelism over exactly these nodes has a sound rail between each two, and why not. rdma: False for engines on
     CPUs, whose Gloo knows sockets only.
 
-    ring_proved: whether a live NCCL test over a ring has passed. Owners and NVIDIA contradict each other on whether RDMA works there.
+    ring_proved: whether a live NCCL test over a ring has passed; it has too where one has between each two (Fabric.proved). Owners and
+    NVIDIA contradict each other on whether RDMA works there.
     """
     cables = cables_of(nodes)
     for a, b in combinations(nodes, 2):
         between = [cable for cable in cables if (cable.a, cable.b) == (a.node, b.node)]
         if not any(cable.sound(rdma=rdma) for cable in between):
             return False, f"{a.node} and {b.node} have {_unsound(between, rdma)}"
-    if rdma and len(nodes) > 2 and topology(nodes, cables) != SWITCH and not ring_proved:
+    if rdma and len(nodes) > 2 and topology(nodes, cables) != SWITCH and not (ring_proved or _proved(nodes)):
         names = ", ".join(node.node for node in nodes)
         return (
             False,
@@ -138,6 +141,17 @@ def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Cable], *, rdma: bo
 
 def _met(a: Fabric, x: Cage, b: Fabric, y: Cage) -> bool:
     return any(a.sees(s, t.mac) or b.sees(t, s.mac) for s in x.twins for t in y.twins if s.mac and t.mac)
+
+
+def _proved(nodes: Sequence[Fabric]) -> bool:
+    return all(b.node in a.proved for a, b in combinations(nodes, 2))
+
+
+def _is_echo(cable: Cable, between: Sequence[Cable]) -> bool:
+    """Through a switch that all four ports share, each end meets both of the other's: what has no subnet there is no cable, where both
+    ends have one that has."""
+    railed = [other for other in between if other.rails]
+    return any(other.a_cage is cable.a_cage for other in railed) and any(other.b_cage is cable.b_cage for other in railed)
 
 
 def _common(s: Interface, t: Interface, met: bool) -> IPv4Network | None:
@@ -240,7 +254,8 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> I
         return
     pairs = teams(nodes, 2, rdma=rdma)
     proved = len(nodes) > 2 and rails(nodes, rdma=rdma, ring_proved=True)[0]
-    cure = "A live NCCL test proves or disproves it; " if proved else f"Else the LAN is left, about {LAN_GB_S:g} GB/s; "
+    test = "`sparkd fabric --measure all`, a live NCCL test, proves or disproves it; "
+    cure = test if proved else f"Else the LAN is left, about {LAN_GB_S:g} GB/s; "
     cure += f"TP=2 may use {' or '.join(' + '.join(pair) for pair in pairs)}." if pairs else "pipeline parallelism needs far less."
     # Nodes that nobody meant to link may serve a model each.
     meant = any(cage.linked for node in nodes for cage in node.cages)

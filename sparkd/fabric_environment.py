@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
 from sparkd.fabric import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, Interface
-from sparkd.fabric_cables import RING, Cable, cables_of, topology
+from sparkd.fabric_cables import RING, Cable, cables_of, rails, topology
 
 _SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 JIT_JOBS = 2
@@ -32,13 +32,13 @@ def settings(
     peers: Sequence[Fabric] = (),
     *,
     rdma: bool = True,
-    resolve_gid: bool = False,
     configured: Mapping[str, str] | None = None,
+    pipeline: bool = False,
 ) -> tuple[Setting, ...]:
     """Those of one rank on `node`, whose other ranks are on `peers`. Interface names, addresses and GIDs are the node's own.
 
-    rdma: False for engines on CPUs. resolve_gid: name the GID index for an NCCL that does not find it itself (before 2.21). Over what is
-    computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
+    rdma: False for engines on CPUs. pipeline: the ranks are stages of a pipeline, which may do without a rail between each two. Over what
+    is computed counts the node's own process environment, over that `configured`: engine.env and the model's env.
     """
     # In one order for every node, since each must choose the same rail or LAN for the first contact.
     nodes = sorted([node, *peers], key=lambda one: one.node)
@@ -47,7 +47,7 @@ def settings(
     computed = [*_sockets(node, peers, cables, shape)]
     if peers and rdma:
         computed += [
-            *_rdma(node, cables, shape, resolve_gid),
+            *(_apart(node, reason) if pipeline and (reason := rails(nodes)[1]) else _rdma(node, cables, shape)),
             Setting("NCCL_DEBUG", "INFO", "NCCL's own lines prove which network it uses"),
         ]
     if node.unified:
@@ -59,6 +59,11 @@ def settings(
         ]
     said = [("this node's environment", node.environment), ("env in sparkd.yaml", configured or {})]
     return tuple(_overridden(setting, said) for setting in computed)
+
+
+def wants_rdma(platform: str, configured: Mapping[str, str]) -> bool:
+    """Whether ranks are to talk by RDMA: those on CUDA are, unless the operator names another network for NCCL (NCCL_NET: Socket)."""
+    return platform == "cuda" and configured.get("NCCL_NET", "IB") == "IB"
 
 
 def environment(found: Sequence[Setting]) -> dict[str, str]:
@@ -144,7 +149,16 @@ def _is_of(one: Interface, others: Iterable[Interface]) -> bool:
     return any(one is other for other in others)
 
 
-def _rdma(node: Fabric, cables: Sequence[Cable], shape: str, resolve_gid: bool) -> Iterator[Setting]:
+def _apart(node: Fabric, reason: str) -> Iterator[Setting]:
+    """A pipeline over nodes that RDMA does not link all."""
+    if any(twin.rdma for twin in node.twins):
+        # Left to itself NCCL takes RDMA on a node with a link and sockets on one without, and the two never meet.
+        yield Setting("NCCL_NET", "Socket", f"the stages of a pipeline send little, and NCCL takes one network for all of them: {reason}")
+    else:
+        yield Setting("NCCL_NET", None, "this node has no RDMA device, so NCCL takes sockets")
+
+
+def _rdma(node: Fabric, cables: Sequence[Cable], shape: str) -> Iterator[Setting]:
     used = [twin for twin in node.twins if any(_is_of(twin, (rail.a, rail.b)) for cable in cables for rail in cable.sound())]
     ends = [twin for twin in node.twins if any(_is_of(twin, cable.a_cage.twins + cable.b_cage.twins) for cable in cables)]
     if not any(twin.rdma for twin in node.twins):
@@ -161,18 +175,13 @@ def _rdma(node: Fabric, cables: Sequence[Cable], shape: str, resolve_gid: bool) 
     why += f" (left out, not sound: {', '.join(left)})" if left else ""
     # '=' is NCCL's word for the exact name: without it rocep1s0f0 means rocep1s0f0v0 too.
     yield Setting("NCCL_IB_HCA", f"={','.join(names)}", why)
-    yield _gid(used, resolve_gid)
+    yield _gid(used)
     if shape == RING:
         yield Setting("NCCL_IB_MERGE_NICS", "0", "a ring's two cages lead to two nodes; merged, NCCL falls back to sockets (2.1 GB/s)")
         yield Setting("NCCL_IB_SUBNET_AWARE_ROUTING", "1", "each peer is behind another device (NCCL 2.30 or newer)")
         yield Setting("NCCL_NET_PLUGIN", "none", "a stray network plugin of the image would ignore the two settings above")
 
 
-def _gid(used: Sequence[Interface], resolve: bool) -> Setting:
-    indices = {twin.gid_index for twin in used}
+def _gid(used: Sequence[Interface]) -> Setting:
     told = ", ".join(f"{twin.rdma.name} {twin.gid_index}" for twin in used if twin.rdma)
-    if not resolve:
-        return Setting("NCCL_IB_GID_INDEX", None, f"NCCL 2.21 and newer find RoCE v2 with the IPv4 address themselves, here {told}")
-    if len(indices) > 1:
-        return Setting("NCCL_IB_GID_INDEX", None, f"one number cannot serve all devices of this node: {told}")
-    return Setting("NCCL_IB_GID_INDEX", str(indices.pop()), f"RoCE v2 with the IPv4 address on this node: {told}")
+    return Setting("NCCL_IB_GID_INDEX", None, f"NCCL 2.21 and newer find RoCE v2 with the IPv4 address themselves, here {told}")

@@ -31,6 +31,8 @@ class FabricNodes:
         self._read = read
         self._clock = clock
         self._kept: dict[str, tuple[Reading, float]] = {}
+        # Pairs of nodes between which a live NCCL test has passed (sparkd.measures).
+        self.passed: Callable[[], frozenset[frozenset[str]]] = frozenset
 
     async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
         """By node, no older than kept_s; None of a node that does not answer."""
@@ -48,19 +50,18 @@ class FabricNodes:
             else:
                 seen[node] = raw
         try:
-            return fabrics_of(seen)
+            return fabrics_of(seen, self.passed())
         except (LookupError, TypeError, ValueError) as error:
-            # Another release's agent, or a kernel that says what no other does: a rank starts without names rather than not at all.
+            # Another release's agent, or a kernel that says what no other does.
             log.warning("the networks of %s cannot be understood: %s", ", ".join(seen), error)
             return {}
 
     async def environment(
-        self, node: str, peers: Sequence[str] = (), *, rdma: bool, configured: Mapping[str, str], shared: bool = False
+        self, node: str, peers: Sequence[str] = (), *, rdma: bool, configured: Mapping[str, str], pipeline: bool = False
     ) -> dict[str, str]:
         """Variables of the rank on `node`, whose other ranks are on `peers`; none where one of these nodes cannot be read.
 
-        rdma, configured: see fabric_environment.settings. shared: one environment serves the ranks of all nodes, as under vLLM's Ray
-        executor, which copies the driver's NCCL_*: what differs from node to node is left to each node's raylet.
+        rdma, configured, pipeline: see fabric_environment.settings.
         """
         found = await self.fabrics([node, *peers])
         if len(found) <= len(peers):
@@ -68,12 +69,9 @@ class FabricNodes:
         if not peers:
             # Alone it meets nobody, so it needs no names.
             found = {node: replace(found[node], address=None)}
-        of = {
-            name: environment(settings(one, [other for other in found.values() if other is not one], rdma=rdma, configured=configured))
-            for name, one in found.items()
-            if shared or name == node
-        }
-        return {name: value for name, value in of[node].items() if all(other.get(name) == value for other in of.values())}
+        own = found[node]
+        others = [other for other in found.values() if other is not own]
+        return environment(settings(own, others, rdma=rdma, configured=configured, pipeline=pipeline))
 
     async def unlinked(self, nodes: Sequence[str], *, rdma: bool) -> dict[int, str]:
         """By a number of nodes from two to all: why no so many of them may share a model by tensor parallelism now, and what helps.
@@ -102,6 +100,18 @@ class FabricNodes:
             return None
         self._kept[node] = raw, self._clock()
         return raw
+
+
+class Stages(FabricNodes):
+    """The same nodes as places for the stages of a pipeline, which need no rail between each two."""
+
+    def __init__(self, nodes: FabricNodes) -> None:
+        self._nodes = nodes
+
+    async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
+        """Linked ones where there are enough, else the first."""
+        linked, _ = await self._nodes.team(nodes, size, rdma=rdma)
+        return linked or tuple(nodes[:size]), ""
 
 
 def _unlinked(nodes: Sequence[str], found: Mapping[str, Fabric], rdma: bool) -> dict[int, str]:

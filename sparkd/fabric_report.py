@@ -11,19 +11,24 @@ from sparkd.fabric_cables import Cable, cable_findings, cables_of, expects_rdma,
 from sparkd.fabric_environment import settings
 from sparkd.fabric_findings import FAIL, Finding, findings, worst
 from sparkd.fabric_peers import peers
+from sparkd.fabric_rates import Rate, shown, with_loss
+from sparkd.fabric_rates import finding as rated
 
 
 def report(
     readings: Mapping[str, Mapping[str, Any] | None],
     configured: Mapping[str, str] | None = None,
     proved: Iterable[Mapping[str, str]] = (),
+    rates: Sequence[Rate] = (),
 ) -> dict[str, Any]:
     """readings: by a node's address in the cluster or its name, what `workers.fabric_reading.sample` answered; None where nobody did.
 
     configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
-    fields of a Finding, with a node's address for its name.
+    fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.
     """
-    known = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
+    known = fabrics_of({node: raw for node, raw in readings.items() if raw is not None}, {rate.pair for rate in rates if rate.passed})
+    names = {address: node.node for address, node in known.items()}
+    there = [rate for rate in rates if rate.pair <= known.keys()]
     nodes = [*known.values()]
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
@@ -34,13 +39,15 @@ def report(
         ),
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
-        *(Finding(**{**one, "node": known[one["node"]].node if one["node"] in known else one["node"]}) for one in proved),
+        *(rated(rate, names) for rate in there),
+        *with_loss((Finding(**{**one, "node": names.get(one["node"], one["node"])}) for one in proved), there, names),
     )
     together, reason = rails(nodes, rdma=rdma)
     return {
         "nodes": [_node(node) for node in nodes],
         "cables": [_cable(cable) for cable in cables],
         "topology": topology(nodes, cables),
+        "rates": [shown(rate, names) for rate in there],
         "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
         "findings": [asdict(one) for one in found],

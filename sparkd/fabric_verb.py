@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparkd import show
-from sparkd.errors import ConfigError, SparkdError
-from sparkd.verbs import Session, option, verb
+from sparkd.errors import ConfigError, Conflict, RankError, SparkdError, Unavailable
+from sparkd.verbs import POLL_S, Session, Timeout, option, verb
 
 
 def register(app: typer.Typer) -> None:
@@ -23,12 +24,20 @@ def fabric(
     root: Annotated[
         list[Path] | None, option("--root", metavar="DIR", help="A folder that stands for a node's /; may be repeated.")
     ] = None,
+    measure: Annotated[
+        str | None, option("--measure", metavar="A,B", help="Measure the rate between each two of these nodes first, or `all`.")
+    ] = None,
+    force: Annotated[bool, option("--force", help="Measure although a model uses the nodes.")] = False,
+    timeout: Timeout = None,
 ) -> None:
     """How the nodes are linked, and what is wrong with it.
 
     Cages, twins and rails, who is cabled to whom, and what helps where something is wrong. All nodes of the daemon's cluster; this node
-    alone where no daemon answers. Exit code 1 where a finding fails.
+    alone where no daemon answers. Exit code 1 where a finding fails. A measurement sends at most 512 MiB between two nodes; Ctrl-C ends
+    it.
     """
+    if measure is not None:
+        _measure(session, measure, force, timeout)
     found = _of_folders(root) if root else session.of_cluster("/fabric") or _of_this_node()
     if session.json:
         show.say_json(found)
@@ -52,6 +61,34 @@ def nodes(session: Session) -> None:
         show.say_json(found)
     else:
         show_fabric.nodes(found, session.out)
+
+
+def _measure(session: Session, nodes: str, force: bool, timeout_s: float | None) -> None:
+    """To its end; Ctrl-C and the time-out cancel it. Raises RankError where it failed, Conflict where it was cancelled, Unavailable."""
+    client, began_s = session.client, time.monotonic()
+    asked = [name.strip() for name in nodes.split(",") if name.strip()]
+    addresses = {node["node"]: node["address"] or node["node"] for node in client.get("/fabric")["nodes"]}
+    between = "all" if asked == ["all"] else [addresses.get(name, name) for name in asked]
+    if between != "all" and len(between) < 2:
+        raise ConfigError("--measure names two or more nodes, separated by commas, or all.")
+    operation = client.post("/fabric/measure", {"nodes": between, "force": force})
+    try:
+        with show.progress(session.err) as line:
+            while operation["state"] == "RUNNING":
+                left_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s - (time.monotonic() - began_s))
+                if left_s <= 0:
+                    client.delete(f"/operations/{operation['id']}")
+                    raise Unavailable(f"The measurement has not ended after {timeout_s:g} s and was cancelled.")
+                if not session.json and operation["progress"]:
+                    line(show.copying(operation["message"], operation["progress"], session.err), operation["message"])
+                operation = client.get(f"/operations/{operation['id']}", wait_s=left_s)
+    except KeyboardInterrupt:
+        client.delete(f"/operations/{operation['id']}")
+        raise
+    if operation["state"] == "FAILED":
+        raise RankError(operation["message"])
+    if operation["state"] == "CANCELLED":
+        raise Conflict(f"The measurement was cancelled: {operation['message']}")
 
 
 def _of_folders(roots: list[Path]) -> dict[str, Any]:

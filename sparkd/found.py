@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sparkd.config import Config
-from sparkd.plan import ModelFacts
+from sparkd.facts import ModelFacts
 from sparkd.record import Record
 from sparkd.sight import Observation
 from sparkd.state import RankFact
@@ -49,6 +49,7 @@ class Found:
             no_raylet=min(unseen & self.observation.no_raylet, default=None) if spec and spec.executor == "ray" else None,
             halted_s=now_s - record.halted_since_s if record.halted_since_s is not None else 0.0,
             still_s=now_s - record.moved_at_s,
+            silent_s=now_s - record.told_at_s,
             frozen=frozen(record),
             busy=record.busy,
             in_flight=record.in_flight,
@@ -60,6 +61,13 @@ class Found:
             start_deadline_s=config.start_deadline_s(spec) if spec else 0.0,
             drain_deadline_s=config.unload_timeout_s,
             ttl_s=config.ttl_s(spec) if spec else 0.0,
+            claims=record.claims,
+            asked_since_s=now_s if record.asked_since_s is None else record.asked_since_s,
+            lack=record.lack,
+            pinned=bool(spec and spec.pin),
+            priority=spec.priority if spec else 0,
+            stays_until_s=_stays_until_s(record, config),
+            yields=record.yields_to is not None,
         )
 
     def _ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
@@ -69,3 +77,10 @@ class Found:
         if self.observation.ranks is None or moved or alone:
             return None
         return tuple(self.by_model.get(record.name, ()))
+
+
+def _stays_until_s(record: Record, config: Config) -> float:
+    """min_residency_s after it was READY, or as long as its load took."""
+    if record.ready_since_s is None:
+        return float("-inf")
+    return record.ready_since_s + max(config.min_residency_s, record.load_s or 0.0)

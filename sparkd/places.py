@@ -6,16 +6,15 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparkd.admission import free_on, no_room
-from sparkd.errors import DoesNotFit
+from sparkd.errors import NoRoom
 from sparkd.placement import nodes_with_room
 from sparkd.raylink import RayLink
+from sparkd.room import Book, Held
 
 log = logging.getLogger("sparkd.cluster")
 
 PLACE_TIMEOUT_S = 20.0
 PLACE_AGAIN_TIMEOUT_S = 5.0
-
-Held = tuple[tuple[str, int], ...]
 
 
 class Places:
@@ -30,6 +29,9 @@ class Places:
         self.offered = offered
         self._held: dict[str, Held] = {}
 
+    def book(self) -> Book:
+        return Book(dict(self.offered()), dict(self._held))
+
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that can hold so much beside what the other models hold there: this one first, then the one with the most room."""
         return nodes_with_room(self.offered(), self._of_others(model), self._here, gib)
@@ -40,7 +42,7 @@ class Places:
         return free[nodes - 1] if len(free) >= nodes else otherwise
 
     async def reserve_one(self, model: str, gib: int) -> str:
-        """One node with room. Raises DoesNotFit with the numbers."""
+        """One node with room. Raises NoRoom with the numbers."""
         for node in self.with_room(model, gib):
             if await self._link.reserve(model, gib, [node], PLACE_TIMEOUT_S):
                 self._held[model] = ((node, gib),)
@@ -48,14 +50,14 @@ class Places:
         raise self.no_room(model, gib)
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> None:
-        """So much on each of these nodes; devices: see RayLink.reserve. Raises DoesNotFit where Ray has not got it there."""
+        """So much on each of these nodes; devices: see RayLink.reserve. Raises NoRoom where Ray has not got it there."""
         if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
             raise self.no_room(model, gib, len(nodes))
         self._held[model] = tuple((node, gib) for node in nodes)
 
-    def no_room(self, model: str, gib: int, nodes: int = 1) -> DoesNotFit:
+    def no_room(self, model: str, gib: int, nodes: int = 1) -> NoRoom:
         others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
-        return DoesNotFit(no_room(model, gib, self.offered(), others, nodes))
+        return NoRoom(no_room(model, gib, self.offered(), others, nodes), gib, nodes)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
         """An adopted model uses it already; Ray is told by `again`."""

@@ -202,12 +202,21 @@ class _Pull:
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str]
     ) -> tuple[str, dict[str, Any]]:
-        """The node that serves it, this one if it has it, and what it has."""
+        """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began."""
         asked = list(dict.fromkeys([self._nodes.node_ip, *nodes, *self._nodes.in_sight()]))
-        for node in asked:
-            found = await self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S)
-            if found is not None and found["files"]:
-                return node, dict(found)
+        asking = (self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S) for node in asked)
+        answers = dict(zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True))
+        there = {node: dict(found) for node, found in answers.items() if isinstance(found, Mapping) and found["files"]}
+        whole = {node: found for node, found in there.items() if not found.get("partial")}
+        if whole:
+            source = max(whole, key=lambda node: sum(file["size"] for file in whole[node]["files"]))
+            return source, whole[source]
+        for failed in answers.values():
+            if isinstance(failed, BaseException):
+                raise failed
+        if there:
+            told = f"{model} is only on {', '.join(there)}, where a copy of it was interrupted"
+            raise RankError(f"{told}: bring the node back that it came from, or use a hub id (owner/name).")
         raise RankError(f"{model} is on none of {', '.join(asked)}: check the path, or use a hub id (owner/name).")
 
     async def _check_room(self, node: str, model: str, manifest: Mapping[str, Any], places: Mapping[str, str]) -> None:

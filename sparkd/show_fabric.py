@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ def fabric(found: Mapping[str, Any], console: Console) -> None:
         for cable in found["cables"]:
             _cable(cable, console, double, single)
         console.print()
+    _rates(found.get("rates", ()), console)
     offers(found.get("offered", ()), console)
     findings(found["findings"], console)
 
@@ -142,6 +144,15 @@ def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str)
         console.print(grid)
     else:
         console.print("    no subnet in common", style="red")
+
+
+def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
+    """What was measured between two nodes, beside what is normal."""
+    for one in rates:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["at_s"]))
+        beside = f" ({one['normal_gb_s']} is normal)" if one["normal_gb_s"] else ""
+        line = Text(printable(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}"), style=_STYLES[one["verdict"]])
+        console.print(line.append(f"  {one['network'] or 'sockets'}, {when}", style="dim"))
 
 
 def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:

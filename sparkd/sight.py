@@ -15,6 +15,8 @@ log = logging.getLogger("sparkd.cluster")
 
 # A new head ends the raylets of the old one, and they are started again: up to 45 s on two busy cores, with Ray 2.60.
 NODE_GRACE_S = 60.0
+# So long after its agent was last heard a node that only accepts connections counts as alive: Ray starts an agent anew within that.
+ACCEPTED_S = 20.0
 # Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a hub and whoever reads two logs.
 CLOCK_S = 5.0
 
@@ -60,10 +62,16 @@ class Sight:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[NodeView, float]] = {}
         self._heard_s: dict[str, float] = {}
+        self._told_s: dict[str, float] = {}  # by its agent, not by its kernel
         self.no_raylet: frozenset[str] = frozenset()
 
     def heard(self, address: str, now_s: float, *, refused: bool) -> None:
-        """It gave a sign of life, although nobody there could tell what runs. refused: where its raylet listened nobody does."""
+        """It gave a sign of life, although nobody there could tell what runs. refused: where its raylet listened nobody does.
+
+        A connection that is accepted proves little: the kernel of a machine that has frozen does so. It counts for ACCEPTED_S.
+        """
+        if not refused and now_s - self._told_s.get(address, now_s) > ACCEPTED_S:
+            return
         self._heard_s[address] = now_s
         self.no_raylet = self.no_raylet | {address} if refused else self.no_raylet - {address}
 
@@ -84,6 +92,7 @@ class Sight:
         """The nodes that are missing among `seen`, as they were seen last and without a reading."""
         fresh = {node.node_id: (node, now_s) for node in seen}
         self._heard_s |= dict.fromkeys(fresh, now_s)
+        self._told_s |= dict.fromkeys(fresh, now_s)
         self.no_raylet -= fresh.keys()
         kept = {node_id: (node, at_s if could_look else now_s) for node_id, (node, at_s) in self._seen.items()}
         self._seen = {node_id: last for node_id, last in (kept | fresh).items() if now_s - last[1] <= NODE_GRACE_S}

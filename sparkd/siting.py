@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sparkd.admission import Ways
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import DoesNotFit, RankError
-from sparkd.fabric_nodes import FabricNodes
-from sparkd.needs import Need, Node, need_of, runtime_of, said_to, too_large, why_illegal
+from sparkd.errors import DoesNotFit, NoRoom, RankError
+from sparkd.fabric_environment import wants_rdma
+from sparkd.fabric_nodes import FabricNodes, Stages
+from sparkd.fit import AS_STORED, quality_of
+from sparkd.needs import Need, Node, need_of, outgrown, runtime_of, said_to, too_large, why_illegal
 from sparkd.placement import Placement
 from sparkd.places import Places
+from sparkd.quantizing import AUTO
 from sparkd.rank_folders import slug_of
 from sparkd.raylink import RayLink
 from sparkd.team import team_of
@@ -42,11 +46,13 @@ class Siting:
             return await self._team(config, spec, (spec.tensor_parallel, 1))
         need = await self._need(config, spec, ALONE)
         why = await self._too_large(config, need, 1)
+        if better := await self._better(config, spec, need if why is None else None):
+            return better
         if why is None:
             node = await self._places.reserve_one(spec.name, need.gib)
             return _placement(need, (node,), ALONE)
-        if spec.tensor_parallel == 1 or spec.memory_gib != "auto":
-            # A number of the operator's own is what it takes on each node, split or not.
+        if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need)):
+            # A number of the operator's own is what it takes on each node, split or not: it helps where the engine is larger than that.
             raise DoesNotFit(why)
         return await self._spread(config, spec, why)
 
@@ -55,18 +61,37 @@ class Siting:
         ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
         return need_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
+    async def _better(self, config: Config, spec: ModelConfig, alone: Need | None) -> Placement | None:
+        """With `quantize: auto` over more nodes, where those hold a better format than one does; None where none do, or they cannot share
+        a model."""
+        if spec.quantize != AUTO or spec.tensor_parallel != AUTO or alone is None:
+            return None
+        found: list[tuple[int, int, int, Ways]] = []
+        for nodes in range(2, len(self._in_sight()) + 1):
+            for number, ways in enumerate(await asyncio.to_thread(_ways, config, spec, self._here, nodes)):
+                need = await self._need(config, spec, ways)
+                if _quality(need) < _quality(alone) and await self._too_large(config, need, nodes) is None:
+                    found.append((_quality(need), nodes, number, ways))
+        for *_, ways in sorted(found):
+            with suppress(DoesNotFit):
+                return await self._team(config, spec, ways, linked=True)
+        return None
+
     async def _spread(self, config: Config, spec: ModelConfig, why: str) -> Placement:
-        """It is too large for one node: over the fewest that hold it."""
+        """It is too large for one node: over the fewest that hold it. NoRoom where the first of these would without the other models."""
+        full: NoRoom | None = None
         for nodes in range(2, len(self._in_sight()) + 1):
             for ways in await asyncio.to_thread(_ways, config, spec, self._here, nodes):
                 try:
                     return await self._team(config, spec, ways)
                 except DoesNotFit as error:
+                    full = full or (error if isinstance(error, NoRoom) else None)
                     called = f"As a pipeline of {ways[1]} stages over" if ways[1] > 1 else "Over"
                     why = f"{why} {called} {nodes} nodes: {error.message}"
-        raise DoesNotFit(why)
+        raise NoRoom(why, full.gib, full.nodes) if full else DoesNotFit(why)
 
-    async def _team(self, config: Config, spec: ModelConfig, ways: Ways) -> Placement:
+    async def _team(self, config: Config, spec: ModelConfig, ways: Ways, *, linked: bool = False) -> Placement:
+        """linked: a pipeline too only over nodes with rails; else it goes over any, since its stages send little."""
         size, seen = ways[0] * ways[1], self._in_sight()
         if len(seen) < size:
             there = f"{len(seen)} node{'s are' if len(seen) > 1 else ' is'} in sight ({', '.join(seen)})"
@@ -81,12 +106,14 @@ class Siting:
         nodes = self._places.with_room(spec.name, need.gib)
         if len(nodes) < size:
             raise self._places.no_room(spec.name, need.gib, size)
-        asked = (runtime_of(spec, config), spec.model, spec.revision, cache_places(spec.environment(config.engine)))
+        env = spec.environment(config.engine)
+        asked = (runtime_of(spec, config), spec.model, spec.revision, cache_places(env))
 
         def identify(node: str) -> Awaitable[dict[str, Any]]:
             return self._link.call(node, lambda agent: agent.identity.remote(*asked), IDENTITY_TIMEOUT_S)
 
-        team = await team_of(spec.name, size, nodes, self._fabric, identify, rdma=need.platform == "cuda")
+        links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
+        team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 
@@ -102,6 +129,10 @@ class Siting:
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
         return await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+
+
+def _quality(need: Need) -> int:
+    return quality_of(str(need.spec.quantize["format"]) if isinstance(need.spec.quantize, dict) else AS_STORED)
 
 
 def _ways(config: Config, spec: ModelConfig, node: Node, nodes: int) -> Sequence[Ways]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from sparkd.state import Progress, RankFact
+from workers.kvfile import GIB, over_nodes
 
 PHASES = ("starting", "loading", "warming", "sizing", "serving")
 
@@ -16,7 +17,7 @@ N = TypeVar("N", int, float)
 def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
     """Of the ranks of one start: bytes, units and rates add up, the phase is the slowest rank's, the ETA the latest; None without ranks.
 
-    Rank 0 alone serves and counts the KV cache's tokens, which are the same on all; sizes in GiB stay those of one rank.
+    Rank 0 alone serves. Of the KV cache the smallest rank tells, which decides for all; sizes in GiB stay those of one rank.
     """
     told = [fact.progress for fact in sorted(ranks, key=lambda fact: fact.handle.rank)]
     if not told:
@@ -24,6 +25,7 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
     first, *others = told
     if not others:
         return first
+    kv = over_nodes([one.kv for one in told if one.kv])
     etas = [one.eta_s for one in told]
     fractions = [one.fraction for one in told if one.fraction is not None]
     return replace(
@@ -40,6 +42,8 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
         weights_s=max((one.weights_s for one in told if one.weights_s is not None), default=None),
         last_error=next((one.last_error for one in told if one.last_error), None),
         failure=next((one.failure for one in told if one.failure), None),
+        kv=kv or None,
+        kv_gib=kv["pool_bytes"] / GIB if kv.get("pool_bytes") is not None else first.kv_gib,
         line_at_s=max((one.line_at_s for one in told if one.line_at_s is not None), default=None),
     )
 

@@ -1,17 +1,27 @@
-"""Owns the proof of how a model's ranks on several nodes talk: NCCL's own lines of each, judged once. Never decides what comes of it."""
+"""Owns the proof of how a model's ranks on several nodes talk: NCCL's own lines and the RDMA ports' counters. Never decides what comes of
+it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from sparkd.fabric_findings import FAIL, OK, WARN, Finding
+from sparkd.fabric import fabrics_of, traffic
+from sparkd.fabric_environment import environment, settings
+from sparkd.fabric_findings import BOTH_RAILS, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, WARN, Finding
 from sparkd.fabric_nodes import FabricNodes
-from sparkd.nccl_log import IB, judge, parse
+from sparkd.nccl_log import IB, SOCKET, judge, parse
 from sparkd.state import RankHandle
 
 _ORDER = (FAIL, WARN, OK)
+# A first chat over two nodes moves a MiB even of a model of 135 M parameters: two all-reduces a layer, of each token of the question.
+LEAST_BYTES = 16 << 10
+# A message of some KiB goes over one of NCCL's channels and so over one twin: only what is larger tells that the other lies idle.
+JUDGED_BYTES = 1 << 20
+IDLE_SHARE = 0.01
 
 
 async def proof(
@@ -30,20 +40,74 @@ async def proof(
     async def of(handle: RankHandle) -> tuple[Finding, ...]:
         peers = [node for node in nodes if node != handle.node_id]
         told, found = await asyncio.gather(
-            fabric.environment(handle.node_id, peers, rdma=True, configured=configured),
+            # Nodes without rails between each two share a model as a pipeline only, and were told so.
+            fabric.environment(handle.node_id, peers, rdma=True, configured=configured, pipeline=True),
             lines(handle),
         )
         said = parse(found)
+        if said.network == SOCKET and not told and not said.asked and "NCCL_NET" not in configured:
+            return (_blind(handle.node_id),)
         return judge(said, _expected({**told, **configured}, said.asked), handle.node_id)
 
     judged = [one for each in await asyncio.gather(*map(of, handles)) for one in each]
     about = f"NCCL of {handles[0].model}" if handles else ""
-    return tuple(sorted((replace(one, about=about) for one in judged), key=lambda one: _ORDER.index(one.verdict)))
+    return in_order(replace(one, about=about) for one in judged)
+
+
+def moved(
+    handles: Sequence[RankHandle],
+    before: Mapping[str, Mapping[str, Any] | None],
+    after: Mapping[str, Mapping[str, Any] | None],
+    configured: Mapping[str, str],
+) -> tuple[Finding, ...]:
+    """What the RDMA ports of each of their nodes moved between two readings, the first chat between them; worst first.
+
+    before, after: by node, what workers.fabric_reading.sample answered. Nothing where a node cannot be read, has no RDMA to use, or is
+    meant to use sockets.
+    """
+    nodes = list(dict.fromkeys(handle.node_id for handle in handles))
+    read = {node: raw for node in nodes if (raw := after.get(node)) is not None and not raw["trouble"]}
+    if len(read) < len(nodes) or any(before.get(node) is None for node in nodes):
+        return ()
+    then, now = fabrics_of({node: before[node] or {} for node in nodes}), fabrics_of(read)
+    found = []
+    for node in nodes:
+        told = environment(settings(now[node], [now[other] for other in nodes if other != node], configured=configured, pipeline=True))
+        if expected := _expected(told, None):
+            counted = traffic(then[node], now[node])
+            found.append(replace(_counted({name: counted.get(name, 0) for name in expected}, node), about=f"NCCL of {handles[0].model}"))
+    return in_order(found)
+
+
+def in_order(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Worst first."""
+    return tuple(sorted(found, key=lambda one: _ORDER.index(one.verdict)))
 
 
 def told_of(found: Iterable[Finding]) -> str:
     """In one line, for an event."""
     return " ".join(f"{one.verdict}, {one.node}, {one.check}: {one.evidence}. {one.cure}".rstrip() for one in found)
+
+
+def _counted(moved_bytes: Mapping[str, int], node: str) -> Finding:
+    """moved_bytes: by RDMA device that NCCL was told to use."""
+    told = f"{', '.join(f'{name} {size / 1e6:.2f} MB' for name, size in moved_bytes.items())} during the first chat"
+    most = max(moved_bytes.values())
+    if most < LEAST_BYTES:
+        lost = f"{SOCKETS_GB_S} GB/s by sockets over the ConnectX-7 and {LAN_GB_S:g} over 10GbE, instead of {BOTH_RAILS}"
+        return Finding(
+            "traffic", FAIL, node, "RDMA", told, f"Its ranks do not talk by RDMA ({lost}): see its log, and `sparkd fabric --env`."
+        )
+    idle = [name for name, size in moved_bytes.items() if size < IDLE_SHARE * most]
+    if idle and most >= JUDGED_BYTES:
+        cure = f"{', '.join(idle)} lies idle ({ONE_RAIL_GB_S} of {BOTH_RAILS} GB/s): see what is said of its twin and cable."
+        return Finding("traffic", WARN, node, "RDMA", told, cure)
+    return Finding("traffic", OK, node, "RDMA", told)
+
+
+def _blind(node: str) -> Finding:
+    cure = "See why in `sparkd fabric` and the daemon's log; until then nobody knows whether RDMA should have been there."
+    return Finding("network", WARN, node, "NCCL", "network Socket, and the network of its node cannot be read", cure)
 
 
 def _expected(told: Mapping[str, str], asked: str | None) -> tuple[str, ...]:

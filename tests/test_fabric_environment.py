@@ -74,10 +74,8 @@ def test_nodes_that_share_two_subnets_choose_the_same(tmp_path: Path) -> None:
     assert [values["VLLM_HOST_IP"] for values in found] == [f"10.0.0.{number}" for number in range(1, 5)]
 
 
-def test_the_index_of_a_gid_is_named_only_where_one_serves_all_devices(pair: list[Fabric]) -> None:
-    assert "NCCL_IB_GID_INDEX" not in environment(settings(pair[0], [pair[1]]))
-    assert environment(settings(pair[0], [pair[1]], resolve_gid=True))["NCCL_IB_GID_INDEX"] == "1"
-    there = of(settings(pair[1], [pair[0]], resolve_gid=True))["NCCL_IB_GID_INDEX"]
+def test_the_index_of_a_gid_is_left_to_nccl(pair: list[Fabric]) -> None:
+    there = of(settings(pair[1], [pair[0]]))["NCCL_IB_GID_INDEX"]
     assert there.value is None and "rocep1s0f0 3, roceP2p1s0f0 5" in there.reason
 
 
@@ -122,6 +120,20 @@ def test_two_of_a_ring_are_a_pair_with_a_pair_s_settings(tmp_path: Path) -> None
     assert {"NCCL_IB_MERGE_NICS", "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN"} <= whole.keys()
     assert not {"NCCL_IB_MERGE_NICS", "NCCL_IB_SUBNET_AWARE_ROUTING", "NCCL_NET_PLUGIN"} & two.keys()
     assert two["NCCL_IB_HCA"] == "=rocep1s0f0,roceP2p1s0f0"
+
+
+@pytest.mark.parametrize(
+    ("name", "network"),
+    [("chain-of-three", "Socket"), ("ring-of-three", "Socket"), ("switch-of-four", "IB"), ("lan-only", None), ("rdma-dead", "Socket")],
+)
+def test_stages_of_a_pipeline_take_one_network_and_sockets_where_rdma_does_not_link_each_two(
+    name: str, network: str | None, tmp_path: Path
+) -> None:
+    nodes = nodes_of(tmp_path, name)
+    for node in nodes:
+        found = environment(settings(node, [other for other in nodes if other is not node], pipeline=True))
+        assert (found.get("NCCL_NET"), "NCCL_IB_HCA" in found) == (network, network == "IB")
+        assert found["NCCL_DEBUG"] == "INFO"
 
 
 def test_engines_on_cpus_get_the_names_and_nothing_of_rdma(pair: list[Fabric]) -> None:

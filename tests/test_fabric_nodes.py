@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.errors import AgentLost
-from sparkd.fabric_nodes import KEPT_S, FabricNodes, ray_environment
+from sparkd.fabric_nodes import KEPT_S, FabricNodes, Stages, ray_environment
 from tests.fabric_tree import readings
 from tests.fakes import FakeClock
 
@@ -33,8 +33,8 @@ class Agents:
             raise AgentLost("The agent does not answer.")
         return found
 
-    async def environment(self, node: str, *peers: str, rdma: bool = True, shared: bool = False, **configured: str) -> dict[str, str]:
-        return await self.nodes.environment(node, peers, rdma=rdma, shared=shared, configured=configured)
+    async def environment(self, node: str, *peers: str, rdma: bool = True, **configured: str) -> dict[str, str]:
+        return await self.nodes.environment(node, peers, rdma=rdma, configured=configured)
 
 
 def pair() -> Agents:
@@ -73,12 +73,6 @@ async def test_ranks_of_two_nodes_get_the_names_of_their_own() -> None:
     assert not [name for name in await pair().environment(A, B, rdma=False) if name.startswith("NCCL_IB")]
 
 
-async def test_what_rays_executor_would_copy_to_the_wrong_node_is_left_to_each_raylet() -> None:
-    told = await pair().environment(A, B, shared=True)
-
-    assert told == JIT | {"NCCL_NET": "IB", "NCCL_DEBUG": "INFO"}
-
-
 @pytest.mark.parametrize("which", [A, B])
 async def test_a_node_that_cannot_be_read_is_named_and_stops_no_rank(which: str, caplog: pytest.LogCaptureFixture) -> None:
     silent, blind = pair(), pair()
@@ -115,6 +109,12 @@ async def test_the_nodes_that_may_share_a_model() -> None:
     assert await agents.nodes.unlinked([A, B], rdma=True) == {2: blind}
     assert await agents.nodes.team([A, B], 2, rdma=True) == ((), blind)
     assert await agents.nodes.unlinked([A], rdma=True) == {}
+
+
+async def test_stages_of_a_pipeline_go_to_linked_nodes_first_and_else_to_any() -> None:
+    assert await Stages(pair().nodes).team([B, A], 2, rdma=True) == ((B, A), "")
+    lonely = Agents(*readings("lan-only").values())
+    assert await Stages(lonely.nodes).team([B, A], 2, rdma=True) == ((B, A), "")
 
 
 def test_a_nodes_ray_is_told_its_interface_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from functools import partial
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from sparkd import show_fabric
 from sparkd.__main__ import exit_code
+from sparkd.client import Client
 from sparkd.errors import EngineError, SparkdError, Unauthorized, Unavailable, UnknownRoute
 from sparkd.fabric_report import report
 from tests.fabric_tree import readings, scenarios, write_nodes
@@ -55,7 +57,7 @@ def test_the_exit_code_tells_whether_something_fails(name: str, code: int, tmp_p
     assert exit_code(["--json", "fabric", *roots(tmp_path, name)]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["verdict"] == "fail") is bool(code)
-    assert found.keys() == {"nodes", "cables", "topology", "tensor_parallel", "findings", "verdict", "environment", "offered"}
+    assert found.keys() == {"nodes", "cables", "topology", "tensor_parallel", "findings", "verdict", "environment", "offered", "rates"}
 
 
 def test_the_picture_of_a_pair_is_the_readme_s() -> None:
@@ -106,6 +108,55 @@ def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str])
     assert code in (0, 1)
     assert shown.err == "This node alone, since no daemon answers.\n"
     assert shown.out.splitlines()[0] == os.uname().nodename
+
+
+class Daemon:
+    """A client whose operation ends in `end` once its progress was asked for."""
+
+    def __init__(self, end: str, message: str) -> None:
+        self.operation = {"id": "op", "state": "RUNNING", "message": "measuring", "progress": None}
+        self.end = {"state": end, "message": message}
+        self.asked: list[tuple[str, object]] = []
+        self.found = report_of("pair-different-ports")
+        names = {"a": "spark-1", "b": "spark-2", "network": "IB", "at_s": 5.0}
+        self.found["rates"] = [names | {"gb_s": 21.5, "normal_gb_s": "20 to 24", "verdict": "ok"}]
+
+    def get(self, path: str, **_: object) -> dict[str, Any]:
+        return self.found if path == "/fabric" else self.operation | self.end
+
+    def post(self, path: str, body: object = None) -> dict[str, Any]:
+        self.asked.append((path, body))
+        return self.operation
+
+    def delete(self, path: str) -> dict[str, Any]:
+        self.asked.append((path, None))
+        return {}
+
+
+def _without_client(method: Any, *words: Any, **more: Any) -> Any:
+    return method(*(word for word in words if not isinstance(word, Client)), **more)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, *words: str, end: str = "SUCCEEDED", message: str = "done") -> tuple[int, Daemon]:
+    daemon = Daemon(end, message)
+    for method in ("get", "post", "delete"):
+        monkeypatch.setattr(f"sparkd.client.Client.{method}", staticmethod(partial(_without_client, getattr(daemon, method))))
+    return exit_code(["fabric", "--measure", *words]), daemon
+
+
+def test_a_measurement_is_asked_for_by_name_and_shown_beside_what_is_normal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, daemon = measured(monkeypatch, "spark-1,10.0.0.9", "--force")
+    addresses = {node["node"]: node["address"] or node["node"] for node in daemon.found["nodes"]}
+    assert (code, daemon.asked) == (0, [("/fabric/measure", {"nodes": [addresses["spark-1"], "10.0.0.9"], "force": True})])
+    assert "Measured  spark-1 - spark-2  21.50 GB/s (20 to 24 is normal)  IB, 19" in capsys.readouterr().out
+
+    code, daemon = measured(monkeypatch, "all", "--timeout", "0")
+    assert (code, [path for path, _ in daemon.asked]) == (7, ["/fabric/measure", "/operations/op"])
+    assert (measured(monkeypatch, "spark-1")[0], measured(monkeypatch, "all", end="CANCELLED")[0]) == (2, 5)
+    assert measured(monkeypatch, "all", end="FAILED", message="They do not meet.")[0] == 4
+    assert "error: They do not meet." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import until
+from workers import processes
 from workers.foreign import foreign
 
 CHILDREN = """
@@ -66,6 +67,19 @@ def test_a_vllm_that_somebody_else_started_is_found_with_all_that_it_holds_and_w
 )
 def test_what_is_sparkds_or_no_engine_is_not(start: Start, module: str, environ: dict[str, str]) -> None:
     assert of(start(module, **environ)) is None
+
+
+def test_who_holds_gpu_memory_and_is_hidden_from_us_is_another_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ProtectProc=invisible."""
+    pid, small, ended = start("vllm.entrypoints.cli.main"), start("http.server"), subprocess.Popen(["true"])
+    ended.wait(10)
+    table = processes.table
+    monkeypatch.setattr(processes, "table", lambda: {one: stat for one, stat in table().items() if one not in (pid, small)})
+    monkeypatch.setattr("workers.foreign._device", lambda: {pid: 40 << 30, small: 100 << 20, ended.pid: 40 << 30})
+
+    assert [one for one in foreign() if one["bytes"] >= 1 << 30] == [
+        {"pid": pid, "name": "another user's process", "vllm": False, "bytes": 40 << 30}
+    ]
 
 
 def test_gpu_memory_tells_of_engines_with_other_names(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

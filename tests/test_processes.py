@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,21 @@ def test_a_zombie_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
 def test_what_does_not_die_is_named() -> None:
     undying = {3: Identity(3, -1, BOOT), 2: Identity(2, -1, BOOT)}
     assert processes.kill_all(lambda: undying, timeout_s=0.0, between=lambda _: None) == [2, 3]
+
+
+def test_the_time_that_ended_children_took_stays() -> None:
+    code = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'sum(range(8_000_000))']); print(flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout
+        child.stdout.readline()
+        stat = processes.read_stat(child.pid)
+        own = sum(map(int, Path(f"/proc/{child.pid}/stat").read_text().rsplit(") ", 1)[1].split()[11:13]))
+        child.kill()
+    assert stat
+    assert stat.cpu_ticks > own
 
 
 def test_a_strange_command_name_is_read() -> None:

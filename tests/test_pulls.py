@@ -188,6 +188,33 @@ async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addr
     assert made.nodes.of("copy")[1][1][1]["ways"] == [[A, B, 7000]]
 
 
+@pytest.mark.parametrize(
+    ("here", "source"),
+    [
+        ({"files": FILES[:1]}, B),
+        ({"partial": True}, B),
+        ({}, A),
+    ],
+    ids=["less of it", "an interrupted copy", "as much"],
+)
+async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], source: str, tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.said["staged"] = lambda node, *_: MANIFEST | (here if node == A else {})
+        ended = await made.ended(made.pulls.start("plain", [A, B]))
+
+    assert ended.state is OperationState.SUCCEEDED
+    assert made.nodes.of("copy")[0][0] == source
+
+
+async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        made.nodes.said["staged"] = lambda node, *_: MANIFEST | {"partial": True} if node == A else None
+        ended = await made.ended(made.pulls.start("plain", [A]))
+
+    assert ended.state is OperationState.FAILED
+    assert ended.message.startswith(f"{FOLDER} is only on {A}, where a copy of it was interrupted")
+
+
 async def test_who_has_it_already_gets_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         ended = await made.ended(made.pulls.start("plain", [A]))

@@ -90,3 +90,14 @@ def test_a_node_that_refuses_where_its_raylet_listened_has_none_until_it_listens
     sight.look(nodes("a", "b"), could_look=True, now_s=2)
 
     assert [*told, set(sight.no_raylet)] == [{"b"}, set(), {"b"}, set()]
+
+
+def test_a_connection_that_is_accepted_is_a_sign_of_life_only_while_its_agent_was_heard_a_moment_ago() -> None:
+    sight = Sight()
+    sight.look(nodes("a", "b"), could_look=True, now_s=0)
+    for at_s in range(1, 40):
+        sight.heard("b", at_s, refused=False)
+
+    assert sight.dark_s("b", 40) == 20
+    sight.heard("b", 41, refused=True)
+    assert sight.dark_s("b", 41) == 0

@@ -50,8 +50,10 @@ class FakeFabric:
 
     def __init__(self, linked: Sequence[str]) -> None:
         self.linked = linked
+        self.asked: list[bool] = []
 
     async def team(self, nodes: Sequence[str], size: int, *, rdma: bool) -> tuple[tuple[str, ...], str]:
+        self.asked.append(rdma)
         found = tuple(node for node in nodes if node in self.linked)
         return (found[:size], "") if len(found) >= size else ((), "no cable between them. Plug one in")
 
@@ -62,11 +64,12 @@ class Runtime:
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, offered: Mapping[str, float], linked: Sequence[str] = (A, B, C)) -> None:
-        self.config: Config = load_config(None, flags={"state_dir": str(tmp_path / "state"), "engine.platform": "cpu"}, environ={})
+    def __init__(self, tmp_path: Path, offered: Mapping[str, float], linked: Sequence[str] = (A, B, C), platform: str = "cpu") -> None:
+        self.config: Config = load_config(None, flags={"state_dir": str(tmp_path / "state"), "engine.platform": platform}, environ={})
+        self.fabric = FakeFabric(linked)
         self.link = FakeLink()
         self.places = Places(self.link, A, lambda: offered)  # type: ignore[arg-type]
-        self.siting = Siting(self.link, FakeFabric(linked), self.places, Runtime(), lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        self.siting = Siting(self.link, self.fabric, self.places, Runtime(), lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
@@ -127,6 +130,19 @@ async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: s
     assert [scene.places.reserved_gib(node) for node in (A, B, C)] == [found.memory_gib, found.memory_gib, 0]
 
 
+async def test_auto_is_the_best_format_and_then_the_fewest_nodes(model: str, tmp_path: Path) -> None:
+    alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
+    room = dict.fromkeys((A, B, C), alone - 0.5)
+    found = await Scene(tmp_path, room).place(model, quantize="auto", kv_margin_gib=0)
+    assert (found.nodes, found.tensor) == ((A, B), 2) and found.spec is not None and found.spec.quantize is None
+
+    for lone in (Scene(tmp_path, {A: alone - 0.5}), Scene(tmp_path, room, linked=[A])):
+        found = await lone.place(model, quantize="auto", kv_margin_gib=0)
+        assert found.nodes == (A,) and found.spec is not None and isinstance(found.spec.quantize, dict)
+    found = await Scene(tmp_path, room).place(model, quantize="auto", kv_margin_gib=0, tensor_parallel=1)
+    assert found.nodes == (A,)
+
+
 async def test_a_number_of_nodes_is_kept_to(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0})
     assert (await scene.place(model, tensor_parallel=2)).nodes == (A, B)
@@ -158,6 +174,19 @@ async def test_four_nodes_are_two_stages_of_two_ranks_where_four_ranks_are_not_l
     assert (found.tensor, found.pipeline, found.nodes) == (2, 2, (A, B, C, D))
 
 
+async def test_a_pipeline_needs_no_rails_and_two_stages_of_two_ranks_need_them_between_all_four(tmp_path: Path) -> None:
+    odd = model_of(tmp_path / "odd", heads=44)
+    alone = (await Scene(tmp_path, {A: 30.0}).place(odd)).memory_gib
+    found = await Scene(tmp_path, dict.fromkeys((A, B, C), alone / 2 + 1.0), linked=(A,)).place(odd)
+    assert (found.tensor, found.pipeline, found.nodes) == (1, 3, (A, B, C))
+
+    even = model_of(tmp_path / "even", heads=24)
+    alone = (await Scene(tmp_path, {A: 30.0}).place(even)).memory_gib
+    scene = Scene(tmp_path, dict.fromkeys((A, B, C, D), alone / 4 + 1.5), linked=(A, B))
+    told = await scene.refused(even)
+    assert "As a pipeline of 2 stages over 4 nodes: m cannot be shared by 4 nodes (tensor_parallel): no cable between them." in told
+
+
 async def test_workers_of_rays_executor_get_places_and_a_group_that_stands_is_not_made_anew(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0})
     await scene.place(model, tensor_parallel=2, executor="ray")
@@ -169,13 +198,24 @@ async def test_workers_of_rays_executor_get_places_and_a_group_that_stands_is_no
     assert scene.link.groups == before
 
 
-async def test_nodes_without_a_cable_share_nothing(model: str, tmp_path: Path) -> None:
+async def test_nodes_without_a_cable_share_a_model_as_a_pipeline_only(model: str, tmp_path: Path) -> None:
     alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
     scene = Scene(tmp_path, {A: alone - 1.0, B: alone - 1.0}, linked=[A])
 
-    told = await scene.refused(model)
-    assert f"offers {alone - 1} GiB" in told
-    assert "Over 2 nodes: m cannot be shared by 2 nodes (tensor_parallel): no cable between them. Plug one in." in told
+    told = await scene.refused(model, tensor_parallel=2)
+    assert told == "m cannot be shared by 2 nodes (tensor_parallel): no cable between them. Plug one in."
+    found = await scene.place(model)
+    assert (found.tensor, found.pipeline, found.nodes) == (1, 2, (A, B))
+
+
+@pytest.mark.parametrize(("platform", "env", "rdma"), [("cuda", {}, True), ("cuda", {"NCCL_NET": "Socket"}, False), ("cpu", {}, False)])
+async def test_rdma_is_asked_of_gpus_unless_the_operator_wants_sockets(
+    platform: str, env: dict[str, str], rdma: bool, model: str, tmp_path: Path
+) -> None:
+    scene = Scene(tmp_path, {A: 90.0, B: 90.0}, platform=platform)
+    await scene.place(model, tensor_parallel=2, env=env)
+
+    assert scene.fabric.asked == [rdma]
 
 
 async def test_a_team_does_not_take_what_others_hold(model: str, tmp_path: Path) -> None:
@@ -194,6 +234,16 @@ async def test_a_number_of_gib_is_for_each_node(model: str, tmp_path: Path) -> N
 
     assert (await scene.place(model, tensor_parallel=2, memory_gib=7)).memory_gib == 7
     assert "Over 2 nodes" not in await scene.refused(model, memory_gib=21)
+
+
+async def test_what_outgrows_its_own_number_goes_over_more_nodes_with_that_on_each(model: str, tmp_path: Path) -> None:
+    """Some 4 GiB of weights, and 1.7 GiB of processes."""
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+
+    found = await scene.place(model, memory_gib=4.5)
+    assert (found.nodes, found.tensor, found.memory_gib) == ((A, B), 2, 5)
+    told = await scene.refused(model, memory_gib=4.5, tensor_parallel=1)
+    assert told.startswith("m does not fit into memory_gib: 4.5: it needs at least ")
 
 
 async def test_what_ray_has_not_got_is_told(model: str, tmp_path: Path) -> None:

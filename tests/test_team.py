@@ -118,9 +118,24 @@ def test_a_copy_of_a_model_is_the_same_and_another_header_is_not(tmp_path: Path)
         "config.json": 2, "model.safetensors": 12 + len(header), "odd.safetensors": 9, "old.bin": 3,
     }  # fmt: skip
     assert (a["vllm"], a["platform"]) == ("0.32.0 of python", "cpu")
-    assert (a["plugin"], len(a["plugin"]), a["files"]["old.bin"][1]) == (plugin(), 12, "")
+    assert (a["plugin"], len(a["plugin"]), len(a["files"]["old.bin"][1])) == (plugin(), 12, 12)
     (second / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.replace(b"F32", b"I32") + b"abcd")
     assert "model.safetensors says something else" in (difference({A: a, B: identity("python", str(second), None, {})}) or "")
+
+
+@pytest.mark.usefixtures("_runtime")
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_another_training_of_the_same_shapes_is_another_model(name: str, tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"F32","shape":[1048576],"data_offsets":[0,4194304]}}'
+    found = {}
+    for node, trained in ((A, 0), (B, 200_000)):
+        (tmp_path / node).mkdir()
+        data = bytearray(4_194_304)
+        data[2_000_000 : 2_000_000 + trained] = b"\1" * trained
+        (tmp_path / node / name).write_bytes(len(header).to_bytes(8, "little") + header + data)
+        found[node] = identity("python", str(tmp_path / node), None, {})
+
+    assert f"{name} says something else" in (difference(found) or "")
 
 
 @pytest.mark.usefixtures("_runtime")

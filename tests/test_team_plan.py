@@ -124,6 +124,15 @@ def test_progress_adds_up_over_ranks() -> None:
     assert progress_of([]) is None
 
 
+def test_the_cache_of_the_smallest_rank_is_the_models() -> None:
+    told = [{"phase": "ready", "rank": rank, "pool_bytes": (3 - rank) << 30, "ranks": 1, "by_rank": []} for rank in (0, 1)]
+    one, other = (Progress(phase="serving", server_up=True, kv=each, kv_gib=3.0) for each in told)
+    found = progress_of([replace(FIRST, progress=one), replace(SECOND, progress=other)])
+
+    assert found is not None and found.kv is not None
+    assert (found.kv["rank"], found.kv_gib, found.kv["ranks"]) == (1, 2.0, 2)
+
+
 def test_the_hash_of_any_rank_counts() -> None:
     changed = replace(SIZED, handle=replace(SIZED.handle, config_hash="f" * 16))
 

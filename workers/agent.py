@@ -20,6 +20,7 @@ from workers.hub_cache import cache_places
 from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
+from workers.rating import Rating
 from workers.runtime import probe
 from workers.sentry import Sentry
 from workers.staging.jobs import Jobs
@@ -28,7 +29,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "12"
+VERSION = "13"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -71,7 +72,7 @@ class Agent:
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
         self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
         self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
-        self._copies = Jobs()
+        self._copies, self._rating = Jobs(), Rating()
         self._proc = Path(proc)
         for folder in (run_dir, log_dir):
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -197,6 +198,17 @@ class Agent:
 
     def end_copy(self, job: str) -> None:
         self._copies.end(job)
+
+    def rate(self, interpreter: str, order: dict[str, Any], environ: dict[str, str]) -> str:
+        """Start this node's part of a measurement between nodes: see workers.nccl_rate; the job's name. Raises RankError."""
+        return self._rating.start(interpreter, order, environ)
+
+    def rating(self, job: str) -> dict[str, Any]:
+        """What it said last. Raises RankError for one that is not known."""
+        return self._rating.state(job)
+
+    def end_rate(self, job: str) -> None:
+        self._rating.end(job)
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
         """Stop a rank, verify that every process is gone, and forget it. `survivors` names what even SIGKILL did not end."""

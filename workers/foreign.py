@@ -22,6 +22,8 @@ _ENGINE = re.compile(
 )
 # A desktop and a browser hold less; a model that matters holds more.
 DEVICE_LEAST_BYTES = 512 * MIB
+# systemd's ProtectProc=invisible hides them from /proc, and nvidia-smi asks the driver.
+HIDDEN = "another user's process"
 
 
 def foreign(proc: Path = Path("/proc"), *, ask_device: bool = True) -> list[dict[str, Any]]:
@@ -42,6 +44,7 @@ def foreign(proc: Path = Path("/proc"), *, ask_device: bool = True) -> list[dict
         family = {pid} | processes.descendants({pid}, stats)
         held = sum(_anonymous_bytes(proc, one) + device.get(one, 0) for one in family)
         found.append({"pid": pid, "name": _name(commands[pid]), "vllm": bool(family & engines), "bytes": held})
+    found += [{"pid": pid, "name": HIDDEN, "vllm": False, "bytes": size} for pid, size in device.items() if _is_hidden(pid, size, stats)]
     return sorted(found, key=lambda one: (-one["bytes"], one["pid"]))
 
 
@@ -50,6 +53,19 @@ def _device() -> dict[int, int]:
         return {}
     answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S)
     return device_bytes(answer.text.splitlines()) if answer.trouble is None else {}
+
+
+def _is_hidden(pid: int, size: int, stats: Mapping[int, processes.Stat]) -> bool:
+    """It holds GPU memory and lives, and /proc does not show it. One that has just ended may hold some for a minute yet."""
+    if size < DEVICE_LEAST_BYTES or pid in stats or pid in processes.table():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _parents(pid: int, stats: Mapping[int, processes.Stat]) -> set[int]:

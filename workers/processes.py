@@ -24,6 +24,7 @@ KILL = signal.SIGKILL
 POLL_S = 0.02
 TRACKER_S = 1.5
 READ_BYTES = 1 << 15
+PROC = "/proc"
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37  # linux/prctl.h
 
@@ -39,8 +40,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A line of /proc/PID/stat. state is the kernel's letter; session is the pid of the session's first process; cpu_ticks: used, clock
-    ticks."""
+    """A line of /proc/PID/stat. state is the kernel's letter; session is the pid of the session's first process; cpu_ticks: used,
+    with what its ended children used (compilers, each of which lives for seconds), clock ticks."""
 
     pid: int
     state: str
@@ -66,13 +67,13 @@ def is_alive(who: Identity) -> bool:
     return stat is not None and stat.start_ticks == who.start_ticks and not _is_over(stat) and who.boot_id == boot_id()
 
 
-def read_stat(pid: int) -> Stat | None:
-    text = _read(pid, "stat")
+def read_stat(pid: int, proc: str = PROC) -> Stat | None:
+    text = _read(pid, "stat", proc)
     if not text:
         return None
     # The command name stands in parentheses and may hold anything, parentheses and spaces included.
     fields = text[text.rfind(b")") + 2 :].split()
-    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[11]) + int(fields[12]))
+    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), sum(map(int, fields[11:15])))
 
 
 def table() -> dict[int, Stat]:
@@ -237,11 +238,11 @@ def is_resource_tracker(pid: int) -> bool:
     return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 
-def _read(pid: int, name: str) -> bytes:
+def _read(pid: int, name: str, proc: str = PROC) -> bytes:
     """Empty where the process is gone or another user's. Not through pathlib: this is read for every process of the machine."""
     pieces = []
     try:
-        fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(f"{proc}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             while piece := os.read(fd, READ_BYTES):
                 pieces.append(piece)

@@ -94,8 +94,8 @@ def _one(pair: Pair, fault: Fault, state: str, rng: random.Random) -> Outcome:
     ranks = [int(rank["pid"]) for rank in pair.daemon.model("pair").get("ranks", ())]
     old = [pid for rank in before if rank not in ranks for pid in pair.members({"pid": rank})]
     orphans = len(old) + max(0, len(pair.engines()) - len(ranks))
-    clean = sum(stream.clean for stream in streams) if fault.clients else len(streams)
-    return Outcome(fault.name, state, reason, noticed_s, ready_s, orphans, clean, len(streams))
+    asked = streams if fault.clients else []
+    return Outcome(fault.name, state, reason, noticed_s, ready_s, orphans, sum(stream.clean for stream in asked), len(asked))
 
 
 def _bring_to(pair: Pair, state: str) -> list[Stream]:

@@ -1,0 +1,39 @@
+"""Owns what every rank of a configured model is started with, wherever it runs: of a workers.spec.RankSpec, all that its entry decides.
+Never starts a rank: the daemon does, and `sparkd plan` shows the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparkd.config import Config, ModelConfig
+from sparkd.learned import engine_of
+from sparkd.needs import runtime_of
+from sparkd.placement import GIB
+from sparkd.vllm_flags import Translation
+
+# The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
+QUIET = ("--disable-uvicorn-access-log",)
+
+
+def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: str, said: Translation, vllm: str | None) -> dict[str, Any]:
+    """spec: nothing in it is `auto` any more. said: its flags and variables as its release knows them. vllm: that release, None where it is
+    not known. Reads the checkpoint's headers."""
+    reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
+    fields: dict[str, Any] = {
+        "model_name": spec.name,
+        "served_names": list(spec.served_names()),
+        "model": spec.model,
+        "runtime": runtime_of(spec, config),
+        "entrypoint": entrypoint,
+        "platform": platform,
+        # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
+        "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET],
+        "extra_args": list(said.args),
+        **config.loader_of(spec),
+        **config.sizing_of(spec, platform, entrypoint, reserved_bytes),
+    }
+    if "kv_cache" in fields:
+        # By this name the next plan and the next start find what this one measures.
+        fields["kv_cache"] = {**fields["kv_cache"], "engine": engine_of(spec, spec.environment(config.engine), vllm, platform)}
+    return fields

@@ -1,0 +1,75 @@
+"""The measuring program of one node: started, asked, ended. Never measures in the agent's own process, never runs two at once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparkd.errors import RankError
+from workers.spoken import Spoken
+
+PROGRAM = Path(__file__).resolve().parent / "nccl_rate.py"
+# Where the interpreter's libraries and devices are; what NCCL and Gloo shall do comes with the order.
+_KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
+
+
+class Rating:
+    """Thread-safe, as the agent's methods are called on several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._name = ""
+        self._run: _Run | None = None
+
+    def start(self, interpreter: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+        """The job's name; one that runs already, of a daemon that is gone, is ended. Raises RankError for an interpreter that cannot be
+        run."""
+        with self._lock:
+            before, self._run = self._run, None
+        if before is not None:
+            before.end()
+        run, name = _Run(interpreter, order, environ), secrets.token_hex(8)
+        with self._lock:
+            self._name, self._run = name, run
+        return name
+
+    def state(self, name: str) -> dict[str, Any]:
+        """What the program said last, and {"running": bool}. Raises RankError for one that is not known."""
+        with self._lock:
+            run = self._run if name == self._name else None
+        if run is None:
+            raise RankError("The measurement was ended with the agent of that node, or by another one: run it again.")
+        return run.state()
+
+    def end(self, name: str) -> None:
+        """End and forget it, if it is there."""
+        with self._lock:
+            run, self._run = (self._run, None) if name == self._name else (None, self._run)
+        if run is not None:
+            run.end()
+
+
+class _Run:
+    def __init__(self, interpreter: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT}
+        try:
+            # -P: the program's folder is no place to import from.
+            self._program = Spoken([interpreter, "-P", str(PROGRAM)], kept | dict(environ), order, "measures")
+        except OSError as error:
+            raise RankError(f"{interpreter} cannot be run: {error.strerror or error}; set engine.runtime.") from None
+
+    def state(self) -> dict[str, Any]:
+        running = self._program.running
+        if not running and not self._program.is_over:
+            code = self._program.process.returncode
+            why = "did not end within its time" if code == -signal.SIGALRM else f"ended without a word (exit code {code})"
+            return {"running": False, "error": f"The program that measures {why}: the nodes do not reach each other, or one hangs."}
+        return {"running": running} | self._program.last
+
+    def end(self) -> None:
+        self._program.end()

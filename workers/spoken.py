@@ -1,0 +1,82 @@
+"""A program of the agent's that gets one order and says how far it is, line by line. Never knows what the program does.
+
+Its order comes on stdin, so that no key is in a command line, and it ends when that closes: with the agent that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from sparkd.errors import RankError
+
+END_TIMEOUT_S = 5.0
+
+
+class Spoken:
+    """does: what it is for, as in "the program that copies". last: the JSON object that it said last, {} before any.
+
+    Raises OSError where the command cannot be run. Ended by `end`, with all that it started.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], order: Mapping[str, Any], does: str) -> None:
+        self.last: dict[str, Any] = {}
+        self.process = subprocess.Popen(
+            list(command),
+            cwd="/",
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        if self.process.stdin is None:
+            raise RankError(f"The program that {does} was started without a pipe.")
+        self._order = self.process.stdin
+        self._said = threading.Event()
+        self._reader = threading.Thread(target=self._read, name=f"{does} answers", daemon=True)
+        self._reader.start()
+        with suppress(OSError):
+            self._order.write(json.dumps(dict(order)) + "\n")
+            self._order.flush()
+
+    @property
+    def running(self) -> bool:
+        """Once it is not, `last` is what it said at its end: that may still have been in the pipe."""
+        if self.process.poll() is None:
+            return True
+        self._reader.join(END_TIMEOUT_S)
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has said its last word."""
+        return "ended" in self.last or "error" in self.last
+
+    def wait_for_a_word(self, timeout_s: float) -> bool:
+        """False where it said nothing meanwhile; it may have ended."""
+        return self._said.wait(timeout_s)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_TIMEOUT_S)
+        with suppress(OSError):
+            self._order.close()
+
+    def _read(self) -> None:
+        if self.process.stdout is not None:
+            with self.process.stdout as lines:
+                for line in lines:
+                    with suppress(ValueError):
+                        self.last = dict(json.loads(line))
+                        self._said.set()
+        self._said.set()
