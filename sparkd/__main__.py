@@ -42,6 +42,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("verbs", "register", ("load", "unload", "cancel", "rm", "ps", "ls", "logs", "status", "events")),
     ("plan_verb", "register", ("plan",)),
     ("fabric_verb", "register", ("fabric", "nodes")),
+    ("reload_verb", "register", ("reload",)),
     ("doctor_verb", "register", ("doctor",)),
     ("incident_verbs", "register", ("incidents",)),
     ("join_verb", "register", ("join", "leave", "token")),

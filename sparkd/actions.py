@@ -6,29 +6,32 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from sparkd import gauges, metrics
 from sparkd.cluster import Cluster
-from sparkd.errors import ClusterError, SparkdError
+from sparkd.errors import ClusterError, DoesNotFit, NoRoom, SparkdError
 from sparkd.lease import Door
 from sparkd.ledger import Ledger
 from sparkd.plan import Backoff
 from sparkd.record import Record
+from sparkd.room import Lack
 from sparkd.roster import Roster
 from sparkd.start import Attempt
 from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
-from sparkd.transport import told_of
+from sparkd.transport import in_order, moved, told_of
 
 log = logging.getLogger("sparkd.supervisor")
 
 RETRY_S = 1.0
+COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 
+Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
 
 
@@ -75,6 +78,9 @@ class Actions:
             record.rank_id = rank_id
             attempt = Attempt(rank_id, record.desired.generation, record.hash or "")
             handles = await self._cluster.start(placement, spec, attempt, partial(self._ledger.say, "start", record.name))
+        except NoRoom as error:
+            self._wait_for_room(record, error)
+            return
         except SparkdError as error:
             record.rank_id = None
             self.fail(record, type(error).__name__, error.message)
@@ -86,6 +92,17 @@ class Actions:
         for handle in handles:
             self._ledger.say("started", record.name, _started(handle), pid=handle.pid)
 
+    def _wait_for_room(self, record: Record, error: NoRoom) -> None:
+        """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.turns)."""
+        lack = Lack(error.gib, error.nodes)
+        if self._cluster.book().has_room(record.name, lack):
+            # The book is wrong, or Ray is: to ask again at once would end the same.
+            self.fail(record, DoesNotFit.__name__, error.message)
+            return
+        record.rank_id, record.lack = None, lack
+        self.move(record, ModelState.STOPPED)
+        record.message = error.message
+
     def adopt(self, record: Record, ranks: Sequence[RankFact]) -> None:
         """ranks: all of one start, by number."""
         handles = tuple(fact.handle for fact in ranks)
@@ -93,6 +110,7 @@ class Actions:
         record.rank_id, record.handles, record.world = handles[0].start, handles, len(handles)
         record.nodes = tuple(handle.node_id for handle in handles)
         record.adopted = True
+        record.memory_gib = max(handle.memory_gib for handle in handles) or None
         for handle in handles:
             self._ledger.keep_handle(handle)
         self.move(record, ModelState.LOADING)
@@ -122,12 +140,13 @@ class Actions:
                 self._ready(record)
                 return
             deadline_s = self._roster.config.start_deadline_s(record.spec) if record.spec else 60.0
+            before = await self._counters(record)
             await self._ask(record.name, max(1.0, deadline_s - (self._clock() - record.attempt_since_s)))
         except SparkdError as error:
             record.message = f"It does not answer yet: {error.message}"
             return
         if record.state in STARTING:
-            self._ready(record)
+            self._ready(record, before)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         try:
@@ -165,7 +184,18 @@ class Actions:
         if error := next((one for one in results if isinstance(one, BaseException)), None):
             raise error
 
-    def _ready(self, record: Record) -> None:
+    async def _counters(self, record: Record) -> Readings:
+        """Of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
+        if len(set(record.nodes)) < 2:
+            return {}
+        try:
+            async with asyncio.timeout(COUNT_TIMEOUT_S):
+                return await self._cluster.fabric()
+        except TimeoutError:
+            return {}
+
+    def _ready(self, record: Record, before: Readings | None = None) -> None:
+        """before: the nodes' readings before its first chat, where there was one."""
         record.load_s = self._clock() - record.attempt_since_s
         record.ready_since_s = record.last_used_s = self._clock()
         self.move(record, ModelState.READY)
@@ -179,13 +209,16 @@ class Actions:
         self._door.open(record)
         handles = [fact.handle for fact in record.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
-            self.spawn(self._prove(record, handles), f"transport of {record.name}")
+            self.spawn(self._prove(record, handles, before or {}), f"transport of {record.name}")
 
-    async def _prove(self, record: Record, handles: list[RankHandle]) -> None:
+    async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
         rank_id, env = record.rank_id, record.spec.environment(self._roster.config.engine) if record.spec else {}
         try:
-            found = await self._cluster.transport(handles, env)
+            counted = moved(handles, before, await self._counters(record) if before else {}, env)
+            said = await self._cluster.transport(handles, env)
+            # Engines for CPUs have no NCCL, and so nothing to move over RDMA.
+            found = in_order((*said, *(one for one in counted if any(other.node == one.node for other in said))))
         except ClusterError as error:
             self._ledger.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
             return

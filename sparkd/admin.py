@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from sparkd import __version__
-from sparkd.admin_bodies import Loading, NewModel, Pulling, Refusal
+from sparkd.admin_bodies import Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin_streams import event_stream, followed_log
-from sparkd.admin_upkeep import register_upkeep
+from sparkd.admin_upkeep import Reload, register_upkeep
 from sparkd.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -28,6 +28,7 @@ from sparkd.errors import (
     UnknownRoute,
     error_body,
 )
+from sparkd.measures import Measures
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
 from sparkd.plan_here import QuestionHere, planned_here
@@ -47,8 +48,15 @@ SHOWN_CHARS = 48
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
-def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None = None) -> FastAPI:
-    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread."""
+def admin_app(
+    supervisor: Supervisor,
+    costs: Callable[[], dict[str, Any]],
+    pulls: Pulls | None = None,
+    reload: Reload | None = None,
+    measures: Measures | None = None,
+) -> FastAPI:
+    """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread;
+    `reload` is Reloader.now."""
     app = FastAPI(
         title="sparkd admin API",
         version=__version__,
@@ -58,14 +66,16 @@ def admin_app(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(_router(supervisor, costs, pulls))
+    app.include_router(_router(supervisor, costs, pulls, reload, measures))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
     return app
 
 
-def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None) -> APIRouter:
+def _router(
+    supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None, reload: Reload | None, measures: Measures | None
+) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
         responses={
@@ -89,9 +99,16 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
 
     @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
     async def fabric() -> dict[str, Any]:
-        return await supervisor.fabric()
+        return await supervisor.fabric(measures.rates() if measures else ())
 
-    register_upkeep(api, supervisor)
+    @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
+    async def measure(between: Measuring | None = None) -> dict[str, Any]:
+        if measures is None:
+            raise UnknownRoute("This daemon measures nothing.")
+        asked = between or Measuring()
+        return _accepted(measures.start(asked.nodes, force=asked.force))
+
+    register_upkeep(api, supervisor, reload)
 
     @api.get("/memory", summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:
@@ -161,7 +178,8 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
 
     @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
-        return asdict((pulls.cancel(operation_id) if pulls else None) or supervisor.cancel(operation_id))
+        ended = (part.cancel(operation_id) for part in (pulls, measures) if part)
+        return asdict(next(filter(None, ended), None) or supervisor.cancel(operation_id))
 
     @api.get("/recipes", summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
@@ -185,7 +203,7 @@ def _router(supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: 
         def find(name: str) -> ModelConfig | None:
             return supervisor.record(name).spec if _known(supervisor, name) else None
 
-        return await planned_here(question, find, supervisor.unlinked)
+        return await planned_here(question, find, supervisor.unlinked, supervisor.config)
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(

@@ -48,6 +48,15 @@ class Pulling(BaseModel):
     revision: str | None = Field(default=None, min_length=1, max_length=256)
 
 
+class Measuring(BaseModel):
+    """Between which nodes a rate is measured. nodes: `all` in sight, or two or more addresses; force: although a model uses them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=2, max_length=16)] = "all"
+    force: bool = False
+
+
 class Problem(BaseModel):
     """Why a request was refused. `src` tells that sparkd says so, not an engine."""
 

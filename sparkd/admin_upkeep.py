@@ -1,18 +1,27 @@
-"""The admin API's routes of upkeep: the doctor and the guards' incidents. Never decides, never waits for a long action."""
+"""The admin API's routes of upkeep: the doctor, the guards' incidents, the reload. Never decides, never waits for a long action."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter
 
 from sparkd.doctor import examined
-from sparkd.errors import UnknownIncident
+from sparkd.errors import UnknownIncident, UnknownRoute
 from sparkd.supervisor import Supervisor
 
+Reload = Callable[[], Awaitable[dict[str, Any]]]
 
-def register_upkeep(api: APIRouter, supervisor: Supervisor) -> None:
+
+def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | None) -> None:
+    @api.post("/reload", summary="Read the configuration again: what changed; a file that cannot be used is refused, and the old one stays")
+    async def read_again() -> dict[str, Any]:
+        if reload is None:
+            raise UnknownRoute("This daemon has no configuration of its own.")
+        return await reload()
+
     @api.get("/doctor", summary="How well the nodes are prepared, what is wrong and what helps, and why models failed")
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), supervisor.config

@@ -36,6 +36,7 @@ from sparkd.config_fields import (
     is_loopback,
     split_address,
 )
+from sparkd.config_groups import Groups
 from sparkd.config_memory import Memory
 from sparkd.config_source import (
     canonical,
@@ -153,6 +154,7 @@ class Config(Section):
     health_check_timeout_s: PositiveSeconds = 1800
     unload_timeout_s: Seconds = 60
     global_ttl_s: Seconds = 0
+    min_residency_s: Seconds = 60
     limits: Limits = Limits()
     cluster: Cluster = Cluster()
     engine: Engine = Engine()
@@ -161,6 +163,7 @@ class Config(Section):
     quantized_cache: QuantizedCache = QuantizedCache()
     recipes_dir: AbsolutePath | None = None
     hooks: Hooks = Hooks()
+    groups: Groups = Groups()
     models: dict[str, ModelConfig] = Field(default_factory=dict)
 
     @property
@@ -346,6 +349,7 @@ def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]
     """What one key says about another, each with the location of the key to blame."""
     yield from ((("models", *location), message) for location, message in _conflicts(config.models, config.engine))
     names = config.names()
+    yield from config.groups.problems(names)
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name not in names:
             yield (

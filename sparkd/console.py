@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from sparkd import show
+from sparkd.client import DEFAULT_URL
 from sparkd.errors import SparkdError
 from sparkd.question import Asker
 from sparkd.snapshot import ModelView, Snapshot
@@ -121,7 +122,11 @@ class Console:
             # Not folded, so that it can be copied as it stands.
             self._terminal.print(show.curl(self._base_url, model, question, self._needs_key), markup=False, soft_wrap=True)
         elif not known:
-            self._say("No model is loaded at start; `sparkd run FOLDER_OR_HUB_ID` brings one in.")
+            there = ", ".join(sorted(self._supervisor.snapshot().models))
+            how = f"the first request for one loads it: {escape(there)}" if there else "`sparkd run FOLDER_OR_HUB_ID` brings one in"
+            self._say(f"No model is loaded at start; {how}.")
+        if self._base_url != DEFAULT_URL:
+            self._say(f"\nOther commands find it by [bold]export SPARKD_URL={self._base_url}[/]")
         self._say("\nCtrl-C ends it, and everything it started.")
 
     def _say(self, marked_up: str) -> None:

@@ -22,15 +22,17 @@ from sparkd import joined, metrics
 from sparkd.cluster import Cluster
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.console import Console
-from sparkd.errors import ConfigError, SparkdError, StateError
+from sparkd.errors import ConfigError, StateError
 from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.server import BACKLOG, GatewayServer, gateway_server
 from sparkd.keys import load_keys
+from sparkd.measures import Measures
 from sparkd.pulls import Pulls
 from sparkd.question import Asker
+from sparkd.reload import Reloader
 from sparkd.scrape import Scraper
 from sparkd.state import Store, Want
 from sparkd.supervisor import Supervisor
@@ -100,7 +102,6 @@ class Daemon:
         listening: list[socket.socket],
         environ: Mapping[str, str],
     ) -> None:
-        self._config = config
         self._options = options
         self._systemd = systemd
         self._listening = listening
@@ -114,6 +115,9 @@ class Daemon:
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
         self._pulls = Pulls(self._cluster, self._supervisor.ledger, self._spec_of, self._names, lambda: self._supervisor.config)
+        kept = config.state_dir / "rates.json"
+        self._measures = Measures(self._cluster, self._supervisor.ledger, lambda: self._supervisor.config, self._supervisor.snapshot, kept)
+        self._cluster.prove(self._measures.passed)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic)
         self._edge = Edge(
@@ -129,6 +133,8 @@ class Daemon:
             include_aliases_in_list=config.include_aliases_in_list,
         )
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
+        told = self._supervisor.tell_refused
+        self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=told)
         self._ending = asyncio.Event()
         self._stop_engines = True
         self._ended = False
@@ -153,6 +159,8 @@ class Daemon:
                 tasks.create_task(self._join_ray(loop), name="cluster"),
                 tasks.create_task(self._scraper.run(), name="scraper"),
                 tasks.create_task(self._pulls.run(), name="pulls"),
+                tasks.create_task(self._measures.run(), name="measures"),
+                tasks.create_task(self._reloader.run(), name="reloader"),
                 tasks.create_task(self._keep_watchdog_quiet(), name="watchdog"),
                 tasks.create_task(self._console.run(self._options.ask), name="console"),
             ]
@@ -168,7 +176,7 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin import admin_app
 
-        return admin_app(self._supervisor, self._cluster.costs, self._pulls)
+        return admin_app(self._supervisor, self._cluster.costs, self._pulls, self._reloader.now, self._measures)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""
@@ -178,7 +186,7 @@ class Daemon:
         if sys.stdin is not None and sys.stdin.isatty():
             loop.add_signal_handler(signal.SIGHUP, self._end_soon, True)
         else:
-            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
 
     def _end_soon(self, stop_engines: bool) -> None:
         if self._ending.is_set():
@@ -190,7 +198,8 @@ class Daemon:
     async def _end(self, serving: asyncio.Task[None], background: Iterable[asyncio.Task[None]]) -> None:
         self._systemd.stopping("open requests may finish")
         self._console.say_ending(self._stop_engines)
-        self._supervisor.drain()
+        # Who has a connection already may ask what is READY: its engine stays.
+        self._supervisor.drain(wholly=self._stop_engines)
         if self._stop_engines:
             self._server.config.timeout_graceful_shutdown = HURRIED_DRAIN_S
         self._server.should_exit = True
@@ -209,30 +218,23 @@ class Daemon:
         await self._asker.close()
         await self._cluster.close(stop_ray=stop_engines)
 
-    def _reload(self) -> None:
-        """Take the new configuration whole or not at all: a bad file never takes a good one down."""
-        self._systemd.reloading("reading the configuration")
-        try:
-            config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
-            # A file that has lost its keys must not open an address that others can reach.
-            for listening in self._listening:
-                _check_inherited(config, listening, self._environ)
-            keys = self._keys(config)
-        except SparkdError as error:
-            log.error("the configuration was not taken, the old one stays: %s", error.message)
-            self._systemd.ready("the last reload failed, the old configuration stays")
-            return
-        for name in ("listen", "state_dir", "runtime_dir", "cluster", "memory"):
-            if getattr(config, name) != getattr(self._config, name) and not (name == "memory" and _only_guard(config, self._config)):
-                log.warning("%s changed in the configuration: it takes effect at the next start", name)
-        self._config = config
-        self._edge.keys, self._edge.limits = keys, _limits(config)
+    def _load(self) -> Config:
+        config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
+        # A file that has lost its keys must not open an address that others can reach.
+        for listening in self._listening:
+            _check_inherited(config, listening, self._environ)
+        self._keys(config)
+        return config
+
+    def _take(self, config: Config) -> dict[str, list[str]]:
+        self._edge.keys, self._edge.limits = self._keys(config), _limits(config)
         self._server.set_limits(_limits(config))
+        self._server.config.timeout_graceful_shutdown = config.unload_timeout_s
         self._edge.metrics_need_key = config.metrics_need_key
         self._edge.include_aliases_in_list = config.include_aliases_in_list
+        logging.getLogger().setLevel(config.log_level.upper())
         self._cluster.reconfigure(config)
-        self._supervisor.reconfigure(config)
-        self._systemd.ready("serving")
+        return self._supervisor.reconfigure(config)
 
     async def _keep_watchdog_quiet(self) -> None:
         """Tell systemd READY once the supervisor has settled, then ping only while its loop really ticks."""
@@ -271,11 +273,6 @@ class Daemon:
         if not ring.inference and not ring.admin:
             return Keys()
         return Keys((*ring.inference, digest(self._own_key)), tuple(ring.admin))
-
-
-def _only_guard(config: Config, before: Config) -> bool:
-    """Whether only the guard's settings differ, which the agents take at once."""
-    return (config.memory.sample_s, config.memory.os_reserve_gib) == (before.memory.sample_s, before.memory.os_reserve_gib)
 
 
 class _AdminLater:

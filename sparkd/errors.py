@@ -9,6 +9,7 @@
     - RayUnavailable            Ray cannot be started or joined
     - AgentLost                 a node's agent does not answer
     - DoesNotFit                no node has the unified memory that was asked for
+      - NoRoom                  and one would, without the models that are there
     - RankError                 a rank could not be started, found or stopped
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
@@ -113,6 +114,15 @@ class AgentLost(ClusterError):
 
 class DoesNotFit(ClusterError):
     code = "does_not_fit"
+
+
+class NoRoom(DoesNotFit):
+    """gib on each of so many nodes is what it asked for."""
+
+    def __init__(self, message: str, gib: int, nodes: int) -> None:
+        super().__init__(message)
+        self.gib = gib
+        self.nodes = nodes
 
 
 class RankError(ClusterError):

@@ -133,6 +133,7 @@ _KV: tuple[tuple[Gauge, str], ...] = (
     (metrics.MODEL_KV_CACHE_BYTES, "pool_bytes"),
     (metrics.MODEL_KV_CACHE_TOKENS, "tokens"),
     (metrics.MODEL_KV_CACHE_SEQUENCES, "sequences"),
+    (metrics.MODEL_KV_CACHE_BYTES_PER_TOKEN, "bytes_per_token"),
     (metrics.MODEL_KV_CACHE_MARGIN_BYTES, "margin_bytes"),
     (metrics.MODEL_KV_CACHE_SLACK_BYTES, "slack_bytes"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sparkd.errors import (
@@ -73,7 +73,7 @@ class Door:
         self._wake = wake
         self._clock = clock
         self._waiting = 0
-        self._closed = False
+        self._closed = self._closed_wholly = False
 
     async def enter(self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
@@ -81,7 +81,7 @@ class Door:
         if probe and record.state in STARTING:
             record.in_flight += 1
             return record
-        self._refuse_closed()
+        self._refuse_closed(record)
         if record.state is not ModelState.READY:
             await self._wait(record, wait_s, waits)
         limit = record.spec.concurrency_limit if record.spec else None
@@ -98,22 +98,27 @@ class Door:
 
     def open(self, record: Record) -> None:
         """The model is READY: everyone who waits may go in."""
-        record.promised = False
+        record.promised, record.asked_since_s = False, None
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     def turn_away(self, record: Record, error: Unavailable | None = None) -> None:
         """The model failed, was stopped or cannot be loaded now: everyone who waits learns why."""
-        record.promised = False
+        record.promised, record.asked_since_s = False, None
         unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
         error = error or (self._failed(record) if record.state is ModelState.FAILED else unloaded)
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_exception(error)
 
-    def close(self) -> None:
-        self._closed = True
+    def close(self, records: Iterable[Record], *, wholly: bool) -> None:
+        """Who waits is sent away: nothing is loaded for them any more."""
+        self._closed, self._closed_wholly = True, wholly
+        for record in records:
+            for waiter in record.waiters:
+                if not waiter.done():
+                    waiter.set_exception(_draining())
 
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
         if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
@@ -132,7 +137,9 @@ class Door:
                 bool(record.spec and self._roster.config.tells_loading(record.spec)),
             )
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        record.waiters.add(waiter)
+        record.waiters[waiter] = None
+        if record.asked_since_s is None:
+            record.asked_since_s = self._clock()
         self._waiting += 1
         try:
             async with asyncio.timeout(wait_s):
@@ -142,13 +149,13 @@ class Door:
             record.promised = True
             raise self._loading(record) from None
         except asyncio.CancelledError:
-            record.waiters.discard(waiter)
+            record.waiters.pop(waiter, None)
             self._withdraw(record)
             raise
         finally:
             self._waiting -= 1
-            record.waiters.discard(waiter)
-        self._refuse_closed()
+            record.waiters.pop(waiter, None)
+        self._refuse_closed(record)
 
     def _withdraw(self, record: Record) -> None:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with
@@ -160,9 +167,9 @@ class Door:
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
             self._want(record.name, Want.STOPPED, "request")
 
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise Draining("sparkd is going down and takes no new requests; try again in a moment.", retry_after_s=5)
+    def _refuse_closed(self, record: Record) -> None:
+        if self._closed and (self._closed_wholly or record.state is not ModelState.READY):
+            raise _draining()
 
     def _loading(self, record: Record) -> ModelLoading:
         loading = self._roster.view(record, self._clock()).loading()
@@ -181,3 +188,7 @@ class Door:
             retry_after_s=max(1, math.ceil(left_s)),
             held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )
+
+
+def _draining() -> Draining:
+    return Draining("sparkd is going down and takes no new requests; try again in a moment.", retry_after_s=5)

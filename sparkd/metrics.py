@@ -88,6 +88,9 @@ MODEL_KV_CACHE_TOKENS = Gauge("sparkd_model_kv_cache_tokens", "Tokens that the K
 MODEL_KV_CACHE_SEQUENCES = Gauge(
     "sparkd_model_kv_cache_sequences", "Requests of full length that the KV cache holds at one time.", ("model",), registry=REGISTRY
 )
+MODEL_KV_CACHE_BYTES_PER_TOKEN = Gauge(
+    "sparkd_model_kv_cache_bytes_per_token", "Bytes that a token of a request of full length takes.", ("model",), registry=REGISTRY
+)
 MODEL_KV_CACHE_MARGIN_BYTES = Gauge(
     "sparkd_model_kv_cache_margin_bytes", "Bytes that were to stay free beside the KV cache.", ("model",), registry=REGISTRY
 )
@@ -141,6 +144,7 @@ ENGINE_DEVICE_BYTES = Gauge(
 GUARD_ACTIONS = Counter(
     "sparkd_guard_actions", "What was done because memory was short: kill, evict, shed.", ("action", "model"), registry=REGISTRY
 )
+SWAPS = Counter("sparkd_swaps", "How often a model was unloaded for the sake of another that waited.", ("model",), registry=REGISTRY)
 GPU_POWER_WATTS = Gauge("sparkd_gpu_power_draw_watts", "What the node's GPU draws.", ("node",), registry=REGISTRY)
 GPU_BUSY_RATIO = Gauge(
     "sparkd_gpu_utilization_ratio", "Share of time in which a kernel was resident, also one that hangs.", ("node",), registry=REGISTRY
@@ -157,6 +161,10 @@ RELEASE_LEAKED_BYTES = Gauge(
 )
 NODE_RESERVED_BYTES = Gauge(
     "sparkd_node_reserved_bytes", "Unified memory that resident models have reserved.", ("node",), registry=REGISTRY
+)
+
+FABRIC_RATE = Gauge(
+    "sparkd_fabric_rate_bytes_per_second", "Bus bandwidth between two nodes, as it was measured last.", ("a", "b"), registry=REGISTRY
 )
 
 # The supervisor.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.config import ModelConfig
-from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle
+from sparkd.room import Lack
+from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle, Want
 from sparkd.team_progress import progress_of
 from sparkd.upstream import Upstream
 
@@ -21,6 +22,7 @@ class Record:
 
     __slots__ = (
         "adopted",
+        "asked_since_s",
         "attempt_since_s",
         "backoff_until_s",
         "busy",
@@ -30,6 +32,7 @@ class Record:
         "handles",
         "hash",
         "in_flight",
+        "lack",
         "last_asked_s",
         "last_used_s",
         "load_s",
@@ -54,10 +57,13 @@ class Record:
         "stalls",
         "state",
         "task",
+        "told_at_s",
         "transport",
+        "turn",
         "upstream",
         "waiters",
         "world",
+        "yields_to",
     )
 
     def __init__(self, name: str, desired: Desired, now_s: float, wall_s: float) -> None:
@@ -82,7 +88,7 @@ class Record:
         self.halted_since_s: float | None = None
         # What its ranks had read and written, with their CPU seconds, when one of them last moved.
         self.moved: tuple[object, float] = (None, 0.0)
-        self.moved_at_s = now_s
+        self.moved_at_s = self.told_at_s = now_s
         self.ranks: tuple[RankFact, ...] | None = None
         self.progress: Progress | None = None
         self.log_path: str | None = None
@@ -92,9 +98,16 @@ class Record:
         self.transport: tuple[Mapping[str, str], ...] = ()
         self.adopted = False
         self.in_flight = 0
-        self.waiters: set[asyncio.Future[None]] = set()
+        # In the order in which they came.
+        self.waiters: dict[asyncio.Future[None], None] = {}
         # Somebody's wait was too long, and it was told to come back.
         self.promised = False
+        # Since when somebody asks for it, while it is not READY; its place among all that wait for room or for their turn, 1 for the first.
+        self.asked_since_s: float | None = None
+        self.turn: int | None = None
+        # What it asked for when there was no room; and for which model it goes.
+        self.lack: Lack | None = None
+        self.yields_to: str | None = None
         self.last_used_s = now_s
         self.last_asked_s = float("-inf")
         self.attempt_since_s = now_s
@@ -108,6 +121,12 @@ class Record:
     @property
     def queued(self) -> int:
         return len(self.waiters)
+
+    @property
+    def claims(self) -> bool:
+        """Whether others are to make room for it: a client waits, or was told to come back, or an operator has asked for it."""
+        asked = bool(self.waiters) or self.promised or self.desired.by in ("admin", "group")
+        return asked and self.desired.want is Want.RUNNING
 
     @property
     def handle(self) -> RankHandle | None:
@@ -138,6 +157,8 @@ class Record:
         told = [fact.progress for fact in ranks]
         seen = tuple((one.line_at_s, one.bytes_done, one.units_done) for one in told)
         cpu_s, (before, cpu_before_s) = sum(fact.cpu_s for fact in ranks), self.moved
+        if seen != before:
+            self.told_at_s = now_s
         if seen != before or cpu_s - cpu_before_s > BUSY_SHARE * max(BUSY_LEAST_S, now_s - self.moved_at_s):
             self.moved, self.moved_at_s = (seen, cpu_s), now_s
 
@@ -149,7 +170,8 @@ class Record:
         self.transport = ()
         self.adopted = False
         self.halted_since_s = None
-        self.moved, self.moved_at_s = (None, 0.0), now_s
+        self.lack = None
+        self.moved, self.moved_at_s, self.told_at_s = (None, 0.0), now_s, now_s
 
     def stalled(self, now_s: float, window_s: float) -> int:
         """One more stall; how many there were within the last window_s."""
@@ -168,6 +190,7 @@ class Record:
         self.reason = self.message = None
         self.transport = ()
         self.failures = 0
+        self.yields_to = None
         self.backoff_until_s = float("-inf")
 
     def cancel(self) -> None:

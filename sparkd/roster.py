@@ -14,7 +14,7 @@ from sparkd.snapshot import ModelView
 from sparkd.state import Desired, ModelState, Store, Want
 
 # Who unloads a model without an operator's word: what is to be preloaded comes back with the next start.
-OWN_WISHES = ("ttl", "request", "config", "guard")
+OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -29,6 +29,7 @@ class Roster:
         self._started_at_s = wall()
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
+        self.config = config
         self.configure(config)
 
     def find(self, name: str) -> Record:
@@ -43,8 +44,15 @@ class Roster:
         if record.spec is None:
             raise self._unknown(record.name)
 
-    def configure(self, base: Config) -> None:
-        """Take the file's configuration. A model that it no longer has is wished STOPPED, and forgotten once it is."""
+    def configure(self, base: Config) -> dict[str, list[str]]:
+        """Take the file's configuration. A model that it no longer has is wished STOPPED, and forgotten once it is.
+
+        What changed, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
+        preload: that are to be loaded at start from now on.
+        """
+        before = {name: record.hash for name, record in self.records.items() if record.spec}
+        specs = {name: record.spec for name, record in self.records.items() if record.spec}
+        preloaded = self.config.preload()
         self._base = base
         self.config = self._with_added(base)
         models = self.config.models
@@ -59,9 +67,22 @@ class Roster:
             if name not in self.records:
                 desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self._wall())
                 self.records[name] = Record(name, desired, self._clock(), self._wall())
-            self.records[name].spec = spec
-            self.records[name].hash = config_hash(spec, self.config.engine)
+            record = self.records[name]
+            record.spec, old_hash = spec, record.hash
+            record.hash = config_hash(spec, self.config.engine)
+            if record.hash != old_hash:
+                record.lack = None
         self._names = {name: name for name in self.records} | self.config.names()
+        self.ties = self.config.groups.ties(self._names)
+        known = {name: record.hash for name, record in self.records.items() if record.spec}
+        stays = [name for name in known.keys() & before.keys() if known[name] == before[name]]
+        return {
+            "added": sorted(known.keys() - before.keys()),
+            "removed": sorted(before.keys() - known.keys()),
+            "restarted": sorted(name for name in known.keys() & before.keys() if known[name] != before[name]),
+            "adjusted": sorted(name for name in stays if self.records[name].spec != specs[name]),
+            "preload": [name for name in self.config.preload() if name not in preloaded],
+        }
 
     def add(self, name: str, raw: Mapping[str, Any]) -> None:
         """See Supervisor.add."""
@@ -168,4 +189,5 @@ class Roster:
             memory_gib=record.memory_gib,
             operation=record.operation,
             transport=record.transport,
+            turn=record.turn,
         )

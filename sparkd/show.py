@@ -124,7 +124,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         known = model["progress"] or {}
         table.add_row(
             escape(model["name"]),
-            _state(model["state"], known),
+            _state(model["state"], known, model.get("turn")),
             duration(now_s - model["since_s"]),
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
@@ -142,6 +142,9 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         kv = known.get("kv") or {}
         if kv.get("why") and model["state"] != "FAILED" and (wide or kv.get("phase") == "stock"):
             _say(console, f"{model['name']}: KV cache: {kv['why']}", "yellow")
+        for word in ("source_why", "peak_why") if wide else ():
+            if kv.get(word):
+                _say(console, f"{model['name']}: KV cache: {_sized_why(word, str(kv[word]))}", "yellow")
         if known.get("cache_state") in ("failed", "skipped"):
             why = known.get("cache_why") or "no reason was given"
             _say(console, f"{model['name']}: its quantized weights were not kept: {why}", "yellow")
@@ -308,6 +311,10 @@ def _kv_cells(kv: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _sized_why(word: str, why: str) -> str:
+    return f"sized as it was because {why}" if word == "source_why" else f"{why}; its profile was corrected"
+
+
 def _origin(known: Mapping[str, Any]) -> str:
     if known.get("source") == "cache":
         return " from the quantized cache"
@@ -327,7 +334,10 @@ def _amounts(known: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _state(state: str, known: Mapping[str, Any]) -> Text:
+def _state(state: str, known: Mapping[str, Any], turn: int | None = None) -> Text:
+    """turn: its place among those that wait."""
+    if turn is not None:
+        return Text(f"WAITS {turn}", style="yellow")
     fraction = known.get("fraction")
     percent = f" {fraction:.0%}" if state == "LOADING" and fraction is not None else ""
     return Text(state + percent, style=_STYLES.get(state, "yellow"))

@@ -13,6 +13,7 @@ from sparkd.state import ModelState, Operation, Progress, RankHandle, Reading, W
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model.
 
+    turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
@@ -44,6 +45,7 @@ class ModelView:
     memory_gib: float | None
     operation: str | None
     transport: tuple[Mapping[str, str], ...] = ()
+    turn: int | None = None
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

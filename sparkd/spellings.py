@@ -37,7 +37,6 @@ _SHELL = "sparkd runs no container and no shell command. Remove the key."
 # Known elsewhere, without a meaning here -> what to do instead.
 TOP_FOREIGN: Mapping[str, str] = {
     "captureBuffer": _METRICS,
-    "groups": _EVICTION,
     "logRequests": "Prompts are never logged. Remove the key.",
     "logTimeFormat": _LOGS,
     "logToStdout": _LOGS,

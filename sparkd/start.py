@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ClusterError, RankError
+from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes
-from sparkd.needs import runtime_of, said_to
+from sparkd.needs import said_to
 from sparkd.placement import GIB, Placement
+from sparkd.rank_fields import rank_fields
 from sparkd.raylink import RayLink
 from sparkd.state import RankHandle
+from sparkd.vllm_flags import Translation
 from workers.command import parallel_flags
 
 log = logging.getLogger("sparkd.cluster")
 
 SPAWN_TIMEOUT_S = 60.0
-# The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
-QUIET = ("--disable-uvicorn-access-log",)
 
 Tell = Callable[[str], None]
 
@@ -60,14 +61,19 @@ class Starter:
             log.info("%s: %s", spec.name, note)
         await self._clear(placement, tell or log.info)
         port = await self._rendezvous(placement)
-        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, said.args)
+        shared = await asyncio.to_thread(_shared_fields, config, placement, spec, attempt, said)
         if placement.peers and spec.executor == "ray":
             shared["ray"] = {"address": self._link.address, "group": self._link.group_id(spec.name)}
 
         async def spawn(rank: int) -> RankHandle:
             node = placement.nodes[rank]
             peers = [one for one in placement.nodes if one != node]
-            computed = await self._fabric.environment(node, peers, rdma=placement.platform == "cuda", configured=said.env)
+            on_gpu, stages = placement.platform == "cuda", placement.tensor == 1
+            computed = await self._fabric.environment(node, peers, rdma=on_gpu, configured=said.env, pipeline=stages)
+            if peers and not computed and wants_rdma(placement.platform, said.env):
+                # Without NCCL_NET=IB it would fall back to sockets and say nothing.
+                told = f"{spec.name} cannot be started over {len(placement.nodes)} nodes: the network of one of them cannot be read"
+                raise RankError(f"{told}, so nobody knows over which links its ranks meet: `sparkd fabric` and the daemon's log say why.")
             parallel = parallel_flags(placement.tensor, placement.pipeline, rank, placement.node_id, port, spec.executor)
             fields = shared | {
                 "rank_id": attempt.rank_id_of(rank),
@@ -145,26 +151,15 @@ def _foreign(node: str, one: Mapping[str, Any]) -> str:
     )
 
 
-def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, args: Sequence[str]) -> dict[str, Any]:
+def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, said: Translation) -> dict[str, Any]:
     """Of a workers.spec.RankSpec: what every rank of the model has in common. Reads the checkpoint's headers."""
-    reserved_bytes = int(spec.memory_gib * GIB) if isinstance(spec.memory_gib, int | float) else None
     return {
-        "model_name": spec.name,
-        "served_names": list(spec.served_names()),
-        "model": spec.model,
+        **rank_fields(config, spec, placement.platform, placement.entrypoint, said, placement.vllm),
         "generation": attempt.generation,
         "world": len(placement.nodes),
         "attempt": attempt.rank_id if placement.peers else "",
         "memory_gib": placement.memory_gib,
-        "runtime": runtime_of(spec, config),
-        "entrypoint": placement.entrypoint,
         "config_hash": attempt.config_hash,
-        "platform": placement.platform,
-        # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
-        "flags": [*(["--enforce-eager"] if placement.platform == "cpu" else []), *QUIET],
-        "extra_args": list(args),
-        **config.loader_of(spec),
-        **config.sizing_of(spec, placement.platform, placement.entrypoint, reserved_bytes),
         "log_max_bytes": config.engine.log_max_bytes,
         "log_backups": config.engine.log_backups,
         "stop_timeout_s": float(config.engine.stop_timeout_s),

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sparkd import gauges, metrics
@@ -14,11 +15,12 @@ from sparkd.actions import Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.errors import DoesNotFit
+from sparkd.fabric_rates import Rate
 from sparkd.fabric_report import report
 from sparkd.found import Found
 from sparkd.lease import Door, Lease, Waits
 from sparkd.ledger import Ledger
-from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, plan
+from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
 from sparkd.pressure import Pressure, told_of
 from sparkd.pulse import Pulse
 from sparkd.record import Record
@@ -27,6 +29,8 @@ from sparkd.roster import Roster
 from sparkd.sight import Observation
 from sparkd.snapshot import Snapshot
 from sparkd.state import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
+from sparkd.swap import Swap
+from sparkd.turns import Turn
 from sparkd.upstream import Upstream
 from workers.fabric_reading import VARIABLES
 
@@ -62,6 +66,7 @@ class Supervisor:
         self._observation: Observation | None = None
         self._settled = False
         self._draining = False
+        self._refused: str | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
         self.ledger = Ledger(store, wall)
@@ -69,6 +74,7 @@ class Supervisor:
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock)
         self._release = Release(self.ledger, clock)
         self._pressure = Pressure(self.ledger, self._door, self.want, clock, self._roster.holders)
+        self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
         self._actions = Actions(
             self._roster,
             self.ledger,
@@ -112,20 +118,24 @@ class Supervisor:
         if want is Want.RUNNING and by == "admin":
             record.backoff_until_s = float("-inf")
         if want is Want.STOPPED:
+            record.asked_since_s = None
             record.cancel()
+        elif record.asked_since_s is None and record.state is not ModelState.READY:
+            record.asked_since_s = self._clock()
         operation = self.ledger.begin(record, kind, by)
         if record.state is (ModelState.READY if want is Want.RUNNING else ModelState.STOPPED):
             self.ledger.finish(record, OperationState.SUCCEEDED, f"It was {record.state} already.")
             if want is Want.STOPPED:
                 self._door.turn_away(record)
+        self._swap.follow(record.name, want, by, self._roster.records)
         self.wake()
         return self.ledger.operation(operation.id)
 
     def snapshot(self) -> Snapshot:
         now_s = self._clock()
         observation = self._observation
-        told = (self.ledger.trouble, observation.trouble if observation else None, self._pressure.condition, self._release.condition)
-        conditions = tuple(filter(None, told))
+        seen = observation.trouble if observation else None
+        told = (self._refused, self.ledger.trouble, seen, self._pressure.condition, self._release.condition)
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
@@ -135,7 +145,7 @@ class Supervisor:
             nodes=observation.nodes if observation else (),
             operations=self.ledger.operations(self._roster.records),
             cluster=observation.cluster if observation else {},
-            conditions=conditions,
+            conditions=tuple(filter(None, told)),
         )
 
     # What the admin API and the daemon need besides.
@@ -186,16 +196,27 @@ class Supervisor:
         """What a tick would do now, without doing it."""
         if self._observation is None or not self._settled:
             return []
-        return self._plan(self._observation, {name: record.rank_id for name, record in self._roster.records.items()})
+        return self._plan(self._observation, {name: record.rank_id for name, record in self._roster.records.items()})[0]
 
-    def reconfigure(self, config: Config) -> None:
-        """Take a new configuration. Engines whose own settings did not change keep running untouched."""
+    def reconfigure(self, config: Config) -> dict[str, list[str]]:
+        """Take a new configuration; which models are added, removed, restarted, adjusted. Engines whose own settings did not change keep
+        running untouched, and what is to be preloaded from now on is."""
         before = dict(self._roster.records)
-        self._roster.configure(config)
+        changes = self._roster.configure(config)
         for name in before.keys() - self._roster.records.keys():
             self._door.turn_away(before[name])
-        self.ledger.say("config", None, "The configuration was read again.")
+        for name in changes.pop("preload"):
+            self.want(name, Want.RUNNING, "config")
+        told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
+        self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
         self.wake()
+        return changes
+
+    def tell_refused(self, why: str | None) -> None:
+        """Why the last reload was refused; None once one was taken."""
+        if why is not None:
+            self.ledger.say("config", None, f"A new configuration was refused, and the old one stays: {why}")
+        self._refused = f"ConfigRefused: the configuration file is not in force: {why}" if why is not None else None
 
     @property
     def config(self) -> Config:
@@ -211,11 +232,11 @@ class Supervisor:
             return {"text": "", "cursor": cursor or ""}
         return await self._cluster.read_log(node, path, cursor, max_bytes)
 
-    async def fabric(self) -> dict[str, Any]:
+    async def fabric(self, rates: Sequence[Rate] = ()) -> dict[str, Any]:
         """See fabric_report.report."""
         readings, env = await self._cluster.fabric(), self.config.engine.env
         proved = [one for record in self._roster.records.values() for one in record.transport]
-        return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env}, proved)
+        return report(readings, {name: env[name].get_secret_value() for name in VARIABLES if name in env}, proved, rates)
 
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         """See Cluster.everywhere."""
@@ -228,10 +249,10 @@ class Supervisor:
     def wake(self) -> None:
         self._wake.set()
 
-    def drain(self) -> None:
-        """The daemon is going down: no new lease."""
+    def drain(self, *, wholly: bool = True) -> None:
+        """The daemon is going down: nobody waits for a model any more, and no new lease; not wholly: of what is not READY."""
         self._draining = True
-        self._door.close()
+        self._door.close(self._roster.records.values(), wholly=wholly)
 
     def upstreams(self) -> list[tuple[str, str, Upstream]]:
         """(model, node, upstream) of every engine that serves."""
@@ -240,11 +261,9 @@ class Supervisor:
 
     async def first_look(self, timeout_s: float) -> None:
         """Returns once the first tick has acted and what it adopted answers, or after timeout_s."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._looked.wait()
-        except TimeoutError:
-            return
 
     async def finish_placing(self, timeout_s: float) -> None:
         """Let a rank that is being started be started: cancelled half-way, it would come to life after everything was stopped."""
@@ -279,11 +298,9 @@ class Supervisor:
                     # The last boundary: engines serve on whatever this loop stumbles over, and the next look may be a better one.
                     log.exception("a tick failed")
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass
                 self._wake.clear()
 
     async def tick(self) -> None:
@@ -300,7 +317,9 @@ class Supervisor:
         if self._settled and not self._draining:
             self._pressure.relieve(observation, self._roster.records)
             self._release.look(observation)
-            for action in self._plan(observation, steady):
+            actions, found = self._plan(observation, steady)
+            self._swap.show(found, self._roster.records)
+            for action in actions:
                 self._act(action, observation)
         self._ticked_at_s = self._clock()
         if self._settled and not any(record.adopted and record.state in STARTING for record in self._roster.records.values()):
@@ -327,14 +346,15 @@ class Supervisor:
                 record.nodes = tuple(node for _, node in ranks)
         self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
 
-    def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> list[Action]:
+    def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> tuple[list[Action], Turn]:
         """`steady`: the start of each model that no action was changing when the observation began. The others are left alone."""
         found = Found.of(observation, self._roster.records, steady)
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
         can_place = observation.connected and self._pressure.allows and self._release.allows
-        return plan(facts, strangers, can_place, now_s)
+        whose = self._swap.turn(facts)
+        return plan(facts, strangers, can_place, now_s, whose), whose
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
@@ -360,8 +380,13 @@ class Supervisor:
                 record.last_asked_s = self._clock()
                 self._actions.start(record, "ask", self._actions.ask(record))
             case Unwant(idle_s=idle_s):
+                ttl_s = self.config.ttl_s(record.spec) if record.spec else 0.0
+                if self._swap.is_used(record.name, self._roster.records, self._clock() - ttl_s):
+                    return
                 self.ledger.say("ttl", record.name, f"Idle for {idle_s:.0f} s, its ttl: it is unloaded.")
                 self.want(record.name, Want.STOPPED, "ttl")
+            case Yield(to=to):
+                self._swap.leave(record, to)
             case Drain():
                 self._actions.move(record, ModelState.DRAINING)
             case Stop():

@@ -68,7 +68,10 @@ class DaemonProcess:
         fixed = {"listen": f"127.0.0.1:{self.port}", "state_dir": str(self.state_dir)}
         # What other programs take of this machine must not decide a test: the guard's own are test_guard.py and test_sentry.py.
         settings = {"memory": {"guard": "off"}} | settings
-        self.config.write_text(yaml.safe_dump(settings | fixed))
+        # Whole or not at all, for a daemon that reads it at this moment: an empty file is a configuration, too.
+        part = self.config.with_suffix(".part")
+        part.write_text(yaml.safe_dump(settings | fixed))
+        part.rename(self.config)
 
     def start(self, *arguments: str) -> None:
         """Without waiting for anything."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sparkd.config import Config, ModelConfig, load_config
-from sparkd.errors import RankError, SparkdError
+from sparkd.errors import NoRoom, RankError, SparkdError
 from sparkd.fabric_findings import Finding
 from sparkd.placement import Placement
+from sparkd.room import Book, Held, Lack
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
 from sparkd.start import Attempt
@@ -52,6 +54,8 @@ class FakeCluster:
         self.readings: dict[str, dict[str, Any] | None] = {}
         self.links: dict[int, str] = {}
         self.answers: dict[str, dict[str, Any]] = {}
+        self.offered: dict[str, float] = {}
+        self.held: dict[str, Held] = {}
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -62,12 +66,20 @@ class FakeCluster:
         nodes = tuple(NodeView(one, one, one == "n", True, None, 100.0, 0.0) for one in self.agents)
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
 
+    def book(self) -> Book:
+        return Book(self.offered, dict(self.held))
+
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")
         await self.placing.wait()
         if self.place_error:
             raise self.place_error
-        return Placement(self.nodes[0], spec.name, 4, "cpu", "workers.stub", peers=self.nodes[1:], tensor=len(self.nodes))
+        gib = 4 if spec.memory_gib == "auto" else int(spec.memory_gib)
+        if self.offered:
+            if not self.book().has_room(spec.name, Lack(gib)):
+                raise NoRoom(f"{spec.name} asks for {gib} GiB.", gib, 1)
+            self.held[spec.name] = (("n", gib),)
+        return Placement(self.nodes[0], spec.name, gib, "cpu", "workers.stub", peers=self.nodes[1:], tensor=len(self.nodes))
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
         self.log.append(f"spawn {spec.name}")
@@ -85,6 +97,8 @@ class FakeCluster:
 
     async def hold(self, spec: ModelConfig, nodes: Sequence[str], gib: int) -> None:
         self.log.append(f"hold {spec.name}")
+        if self.offered:
+            self.held[spec.name] = tuple((node, gib or 4) for node in nodes)
 
     async def destroy(self, fact: RankFact) -> None:
         self.log.append(f"destroy {fact.handle.model}")
@@ -95,6 +109,7 @@ class FakeCluster:
 
     async def release(self, model: str) -> None:
         self.log.append(f"release {model}")
+        self.held.pop(model, None)
 
     async def upstream(self, handle: RankHandle) -> Upstream:
         return Upstream(socket_path=handle.socket_path)
@@ -125,6 +140,12 @@ class FakeCluster:
     def only(self) -> RankFact:
         (fact,) = (self.ranks or {}).values()
         return fact
+
+    def serve(self, model: str) -> None:
+        """The one rank of this model is up."""
+        for rank_id, fact in (self.ranks or {}).items():
+            if fact.handle.model == model and self.ranks is not None:
+                self.ranks[rank_id] = replace(fact, progress=Progress(phase="serving", server_up=True))
 
     def of(self, rank: int) -> RankFact:
         return next(fact for fact in (self.ranks or {}).values() if fact.handle.rank == rank)
@@ -188,3 +209,18 @@ def scene(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -
     supervisor = Supervisor(config, store, made, ask=ask, clock=clock, wall=lambda: 5.0, rng=random.Random(1))  # type: ignore[arg-type]
     found = Scene(config, store, made, clock, supervisor)
     return found
+
+
+@asynccontextmanager
+async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -> AsyncIterator[Scene]:
+    """A scene whose tasks run and end with the block."""
+    made = scene(tmp_path, cluster=cluster, **flags)
+    async with asyncio.TaskGroup() as tasks:
+        made.supervisor._actions.tasks = tasks
+        yield made
+        for task in list(tasks._tasks):  # type: ignore[attr-defined]
+            task.cancel()
+    for record in made.supervisor._roster.records.values():
+        if record.upstream:
+            await record.upstream.close()
+    made.store.close()

@@ -696,7 +696,7 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
         found = {(path.removeprefix(PREFIX), method) for path, item in raw["paths"].items() for method in item}
         assert found == {
             ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/plan", "get"),
-            ("/incidents", "get"), ("/incidents/{incident_id}", "get"),
+            ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
             ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),

@@ -443,9 +443,31 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
     ]
 
 
+def test_ps_tells_who_waits_and_for_whom() -> None:
+    rest = {
+        "want": "RUNNING",
+        "since_s": 0.0,
+        "load_s": None,
+        "memory_gib": None,
+        "in_flight": 0,
+        "ranks": [],
+        "node": None,
+        "progress": None,
+    }
+    why = "It waits for room, 60 GiB: a may stay for another 20 s."
+    model = {"name": "b", "state": "STOPPED", "turn": 1, "queued": 3, "message": why, "reason": None, "retry_in_s": None, **rest}
+    out = io.StringIO()
+    show.resident([model], Console(file=out, width=200), now_s=5.0)
+
+    row, told = out.getvalue().splitlines()[-2:]
+    assert row.split()[:3] == ["b", "WAITS", "1"] and "0 +3" in row
+    assert told == f"b: {why}"
+
+
 def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     kv = {"phase": "ready", "pool_bytes": 8 << 30, "sequences": 8.52, "bytes_per_token": 131072.0, "margin_bytes": 1 << 30,
-          "slack_bytes": 1 << 29, "source": "profile", "why": "rank 1 has the least left"}  # fmt: skip
+          "slack_bytes": 1 << 29, "source": "profile", "why": "rank 1 has the least left",
+          "source_why": "rank 1 has no profile of this engine", "peak_why": "a batch took 5.00 GiB"}  # fmt: skip
     rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
     rest |= {"state": "READY", "message": None}
     models = [
@@ -463,7 +485,9 @@ def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     assert "KV TOKENS KV CACHE FULL REQUESTS A TOKEN MARGIN FREE SIZED BY" in head
     assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile 0" in a
     assert "5 - - - - - vLLM 0" in b and "- - - - - - - 0" in c
-    assert below == ["a: KV cache: rank 1 has the least left", "b: KV cache: this vLLM has no x"]
+    why = ["rank 1 has the least left", "sized as it was because rank 1 has no profile of this engine"]
+    why.append("a batch took 5.00 GiB; its profile was corrected")
+    assert below == [*(f"a: KV cache: {one}" for one in why), "b: KV cache: this vLLM has no x"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (200000, "2d")])

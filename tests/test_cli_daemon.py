@@ -117,6 +117,26 @@ def cli(running: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert running.run("unload", "--all", "--timeout", "30")[0] == 0
 
 
+def test_a_reload_says_what_changed_and_what_is_wrong_with_the_file(cli: Cli) -> None:
+    before = cli.daemon.config.read_text()
+    assert cli.run("reload") == (0, "The configuration was read again; nothing changed.\n", "")
+    try:
+        more = f"global_ttl_s: 900\ncluster: {{port: 6400}}\n{before}".replace("models:\n", f"models:\n  more: {{model: {cli.folder}}}\n")
+        cli.daemon.config.write_text(more)
+        code, out, err = cli.run("reload")
+        assert (code, err) == (0, "")
+        told = ["Models added: more.", "In force now: global_ttl_s.", "In force from the next start of sparkd: cluster."]
+        assert out.splitlines() == told
+        cli.daemon.config.write_text(before + "modles: {}\n")
+        code, out, err = cli.run("reload")
+        assert (code, out) == (2, "")
+        assert "modles" in err
+        assert "ConfigRefused" in cli.run("status")[1]
+    finally:
+        cli.daemon.config.write_text(before)
+        assert cli.json("reload")["removed"] == ["more"]
+
+
 def test_a_model_of_the_file_gets_its_recipe_there(cli: Cli) -> None:
     code, out, err = cli.run("load", "gpt-4o", "--recipe", "mine")
 

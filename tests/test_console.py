@@ -74,6 +74,7 @@ async def showing(
     capsys: pytest.CaptureFixture[str],
     *,
     needs_key: bool = False,
+    url: str = URL,
     answer: str | SparkdError = "Paris.",
     **flags: Any,
 ) -> AsyncIterator[Show]:
@@ -82,7 +83,7 @@ async def showing(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     async with stage(tmp_path, **flags) as scene:
         asker = FakeAsker(answer)
-        made = Show(scene, asker, Console(URL, scene.supervisor, asker, needs_key=needs_key), capsys)  # type: ignore[arg-type]
+        made = Show(scene, asker, Console(url, scene.supervisor, asker, needs_key=needs_key), capsys)  # type: ignore[arg-type]
         yield made
         if made.task:
             made.task.cancel()
@@ -149,9 +150,19 @@ async def test_without_a_model_it_says_how_to_bring_one_in(
 
         assert await made.rest() == [
             *(f"sparkd listens on {URL}", "", f"Base URL     {URL}/v1"),
-            "No model is loaded at start; `sparkd run FOLDER_OR_HUB_ID` brings one in.",
+            "No model is loaded at start; the first request for one loads it: m.",
             *("", "Ctrl-C ends it, and everything it started."),
         ]
+
+
+async def test_another_port_is_said_to_who_uses_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "http://127.0.0.1:4001"
+    async with showing(tmp_path, monkeypatch, capsys, url=other) as made:
+        await made.begin(QUESTION)
+
+        assert f"Other commands find it by export SPARKD_URL={other}" in await made.rest()
 
 
 async def test_a_load_that_fails_is_told_with_its_reason(

@@ -17,6 +17,8 @@ import httpx
 import pytest
 import yaml
 
+from sparkd.config import Config
+from sparkd.placement import offered_gib
 from tests.daemon_process import DaemonProcess, alive, daemon, until
 
 WEIGHTS = {"SPARKD_STUB_LOAD_BYTES": "10000000000"}
@@ -35,6 +37,7 @@ def settings(folder: Path, **models: dict[str, Any]) -> dict[str, Any]:
         "engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2},
         "backoff": BACKOFF,
         "loading_heartbeat_s": 0.5,
+        "min_residency_s": 0,
         "models": given,
     }
 
@@ -58,6 +61,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         greedy={"kv_cache": {"bytes": "100GiB"}},
         rehearsed={"kv_cache": "auto", "env": {"SPARKD_STUB_START_DELAY_S": "3"}},
         stock={"gpu_memory_utilization": 0.1},
+        this={"memory_gib": offered_gib(Config()) // 2 + 1},
+        that={"memory_gib": offered_gib(Config()) // 2 + 1},
         lazy={"env": {"SPARKD_STUB_FIRST_DELAY_S": "30"}, "health_check_timeout_s": 60},
     )
     with daemon(folder, given) as made:
@@ -115,6 +120,17 @@ def test_a_hundred_requests_at_once_are_one_start_and_streams_hear_of_it(stage: 
         assert answer.text.endswith("data: [DONE]\n\n")
     events = stage.get("/admin/v1/events?limit=1000")["events"]
     assert [event["model"] for event in events if event["kind"] == "started"].count("chatty") == 1
+
+
+def test_two_models_that_do_not_fit_side_by_side_take_turns(stage: DaemonProcess) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda n: stage.chat(("this", "that")[n % 2], "hello").status_code, range(20)))
+
+    assert answers == [200] * 20
+    events = stage.get("/admin/v1/events?limit=1000")["events"]
+    started = [event["model"] for event in events if event["kind"] == "started" and event["model"] in ("this", "that")]
+    assert sorted(started) == ["that", "this"], "each was loaded once"
+    assert stage.metric("sparkd_swaps_total", f'model="{started[0]}"') == 1
 
 
 def test_a_load_that_its_last_client_leaves_is_ended(stage: DaemonProcess) -> None:

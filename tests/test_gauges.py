@@ -88,10 +88,10 @@ def test_what_the_loader_says() -> None:
 
 
 def test_how_the_kv_cache_was_sized_while_there_is_one() -> None:
-    told = {"pool_bytes": 7 * GIB, "tokens": 100, "sequences": 2.5, "margin_bytes": GIB, "slack_bytes": -5, "why": None}
+    told = {"pool_bytes": 7 * GIB, "tokens": 100, "sequences": 2.5, "bytes_per_token": 512.5, "margin_bytes": GIB, "slack_bytes": -5}
     model = view("m", progress=Progress("serving", kv=told))
     gauges.show(snapshot(model))
-    values = {"bytes": 7.0 * GIB, "tokens": 100, "sequences": 2.5, "margin_bytes": GIB, "slack_bytes": -5}
+    values = {"bytes": 7.0 * GIB, "tokens": 100, "sequences": 2.5, "bytes_per_token": 512.5, "margin_bytes": GIB, "slack_bytes": -5}
     for name, value in values.items():
         assert shown(f"sparkd_model_kv_cache_{name}", model="m") == {"": value}, name
 

@@ -37,12 +37,14 @@ REPLACED = {
     ("workers/kv/minimal.py", "runner.cudagraph_manager"): ("cudagraph_manager",),
     ("workers/kv/minimal.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
     ("workers/kv/minimal.py", "runner.max_num_tokens"): ("max_num_tokens",),
+    ("workers/kv/minimal.py", "scheduler.max_num_batched_tokens"): ("max_num_batched_tokens",),
     ("workers/kv/minimal.py", "setattr(runner.model_state, name, empty)"): ("model_state",),
     ("workers/stream/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
     ("workers/stream/loader.py", "config.quantization_config"): ("quantization_config",),
 }
 # Of functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
 OWN = {
+    ("workers/kv/symbols.py", "shorter.model_config"),  # of a copy of the configuration
     ("workers/kv/prompt_logprobs.py", "pieces.sparkd_stock"),
     ("workers/stream/cpu_linear.py", "layer.input_size_per_partition"),
     ("workers/stream/cpu_linear.py", "layer.logical_widths"),

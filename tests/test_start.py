@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from sparkd.config import Config, parse_model
-from sparkd.errors import AgentLost
+from sparkd.errors import AgentLost, RankError
 from sparkd.fabric_nodes import FabricNodes
 from sparkd.placement import Placement
 from sparkd.start import Attempt, Starter
+from tests.fabric_tree import readings
 
 A, B = "10.0.0.1", "10.0.0.2"
 
@@ -27,6 +28,7 @@ class FakeAgents:
         self.strays: dict[str, list[int]] = {}
         self.foreign: list[dict[str, Any]] = []
         self.fails: str | None = None
+        self.blind: str | None = None
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
         return await method(FakeAgent(self, node))
@@ -72,13 +74,17 @@ class FakeAgent:
         return {name: fields[name] for name in names} | blank | own
 
 
-async def started(agents: FakeAgents, tmp_path: Path, *, platform: str = "cuda", peers: tuple[str, ...] = (B,)) -> tuple[Any, list[str]]:
+async def started(
+    agents: FakeAgents, tmp_path: Path, *, platform: str = "cuda", peers: tuple[str, ...] = (B,), **env: str
+) -> tuple[Any, list[str]]:
     async def read(node: str) -> dict[str, Any]:
-        raise AgentLost("nobody reads.")
+        if agents.blind == node:
+            raise AgentLost("nobody reads.")
+        return readings("pair-by-subnets")["spark-1" if node == A else "spark-2"]
 
     told: list[str] = []
     config = Config(state_dir=tmp_path)
-    spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2}, over_admin=False)
+    spec = parse_model("m", {"model": "o/m", "tensor_parallel": 2, "env": env}, over_admin=False)
     placement = Placement(A, "m", 3, platform, "vllm.entrypoints.cli.main", "0.32.0", spec, peers, 1 + len(peers))
     starter = Starter(agents, FabricNodes(read), A)  # type: ignore[arg-type]
     return await starter.start(config, placement, spec, Attempt("m-1-abcdef12", 1, "hash"), told.append), told
@@ -107,6 +113,26 @@ async def test_ranks_are_told_where_to_meet_and_all_but_rank_0_serve_nobody(tmp_
     assert second[second.index("--node-rank") + 1] == "1"
     assert [one["log_path"] for one in agents.spawned] == ["m.rank1.log", "m.log"]
     assert [one["private"] for one in agents.spawned] == [True, False]
+
+
+async def test_what_cannot_be_told_to_use_rdma_does_not_start(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    agents.blind = B
+    with pytest.raises(RankError, match="cannot be started over 2 nodes: the network of one of them cannot be read"):
+        await started(agents, tmp_path)
+    assert agents.spawned == []
+
+    await started(agents, tmp_path, NCCL_NET="Socket")
+    await started(agents, tmp_path, platform="cpu")
+    assert [one["env"].get("NCCL_NET") for one in agents.spawned] == ["Socket", "Socket", None, None]
+
+
+async def test_an_operator_s_sockets_go_to_every_rank_and_nccl_says_so(tmp_path: Path) -> None:
+    agents = FakeAgents()
+    await started(agents, tmp_path)
+    await started(agents, tmp_path, NCCL_NET="Socket")
+
+    assert [(one["env"]["NCCL_NET"], one["env"]["NCCL_DEBUG"]) for one in agents.spawned] == [("IB", "INFO")] * 2 + [("Socket", "INFO")] * 2
 
 
 async def test_a_page_cache_that_may_not_be_dropped_is_told(tmp_path: Path) -> None:

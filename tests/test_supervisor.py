@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,21 +23,9 @@ from sparkd.errors import (
     UnknownOperation,
 )
 from sparkd.state import OperationState, Progress, Want
-from tests.fakes import FakeCluster, Scene, scene
+from tests.fakes import Scene, scene, stage
 
 UP = Progress(phase="serving", server_up=True)
-
-
-@asynccontextmanager
-async def stage(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -> AsyncIterator[Scene]:
-    """A scene whose tasks run and end with the block."""
-    made = scene(tmp_path, cluster=cluster, **flags)
-    async with asyncio.TaskGroup() as tasks:
-        made.supervisor._actions.tasks = tasks
-        yield made
-        for task in list(tasks._tasks):  # type: ignore[attr-defined]
-            task.cancel()
-    made.store.close()
 
 
 async def make_ready(made: Scene, model: str = "m") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -173,6 +174,19 @@ def test_the_cable_between_them_is_seen_from_both_ends(stage: Stage) -> None:
     for node in (stage.here, stage.there):
         values = {one["name"]: one["value"] for one in found["environment"][node.address]}
         assert (values["VLLM_HOST_IP"], values["GLOO_SOCKET_IFNAME"]) == (node.address, INTERFACE)
+
+
+def test_the_rate_between_them_is_measured_by_both_agents_and_kept(stage: Stage) -> None:
+    """Gloo over the cable, by the programs that measure with NCCL on CUDA."""
+    asked = stage.sparkd("fabric", "--measure", "all", "--json")
+    assert asked.returncode == 0, asked.stderr
+    (rate,) = json.loads(asked.stdout)["rates"]
+
+    assert ({rate["a"], rate["b"]}, rate["backend"], rate["real"]) == ({stage.here.address, stage.there.address}, "gloo", False)
+    assert rate["gb_s"] > 0 and 0 < rate["sent_bytes"] <= 512 << 20
+    assert rate["told"].endswith("GB/s over virtual links, which have no normal")
+    assert "sparkd_fabric_rate_bytes_per_second{a=" in stage.daemon.client.get("/metrics").text
+    assert [pid for pid in (*stage.here.pids(), *stage.there.pids()) if b"nccl_rate" in _read(f"/proc/{pid}/cmdline")] == []
 
 
 def test_a_model_that_only_the_other_node_can_hold_goes_there_and_what_none_can_hold_is_refused(stage: Stage) -> None:
@@ -425,7 +439,9 @@ def _built(folder: Path, here: Namespace, there: Namespace, repository: Reposito
     for name in ("model", "a", "b"):
         (folder / name).mkdir(parents=True)
     slow = {"SPARKD_STUB_TOKENS": "400", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05"}
-    sizes: dict[str, dict[str, Any]] = {"near": {"memory_gib": 3}, "far": {"memory_gib": 3, "env": slow}, "big": {"memory_gib": 5}}
+    # Pinned, so that neither goes for the sake of the big one.
+    near, far = {"memory_gib": 3, "pin": True}, {"memory_gib": 3, "pin": True, "env": slow}
+    sizes: dict[str, dict[str, Any]] = {"near": near, "far": far, "big": {"memory_gib": 5}}
     sizes["huge"] = {"memory_gib": THERE_GIB + 1}
     sizes["shared"] = {"memory_gib": 3, "tensor_parallel": 2}
     first = {

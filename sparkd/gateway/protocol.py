@@ -30,6 +30,8 @@ _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header 
 # asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
+# How long a connection without a request is kept once the server ends.
+_LAST_S = 0.25
 
 
 class Source(Protocol):
@@ -64,7 +66,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._begun_s = 0.0
         self._unparsed_bytes = 0
         self._body_bytes = 0
-        self._deaf = False
+        self._deaf = self._last = False
         self._refusal: SparkdError | None = None
         self._when_gone: Callable[[], object] | None = None
         self._source: Source | None = None
@@ -214,6 +216,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form, a fragment: no route is written so
             self.scope["path"] = self.url.decode("latin-1")
             self.scope["raw_path"] = self.url
+        if self._last:
+            self.cycle.keep_alive = False
         self.headers = []  # trailers land here, where nobody reads them, instead of among the request's headers
         self._stage = _Stage.BODY
         self._unparsed_bytes = self._body_bytes = 0
@@ -242,8 +246,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def shutdown(self) -> None:
-        super().shutdown()
-        if self.transport.is_closing():
+        """A request that is under way is answered, and one that comes at this very moment too: its client has not heard yet."""
+        self._last = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            super().shutdown()
+        else:
+            self.loop.call_later(_LAST_S, self._close_unless_asked)
+
+    def _close_unless_asked(self) -> None:
+        if self._stage is _Stage.HEAD and self._unparsed_bytes == 0 and not self.transport.is_closing():
             self._close()
 
     # --- own ------------------------------------------------------------------------------------------------------------

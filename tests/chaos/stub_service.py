@@ -29,7 +29,14 @@ PLACES = ("/tmp", "/dev/shm", "/run/sparkd", "/var/log/sparkd", "/var/lib/sparkd
 
 
 def main() -> None:
-    verbs: dict[str, Callable[[], None]] = {"serve": serve, "ray-node": ray_node, "rank": rank, "ask": ask, "probe": probe}
+    verbs: dict[str, Callable[[], None]] = {
+        "serve": serve,
+        "ray-node": ray_node,
+        "rank": rank,
+        "ask": ask,
+        "probe": probe,
+        "check": lambda: None,
+    }
     verbs[sys.argv[1]]()
 
 

@@ -1,0 +1,63 @@
+"""Owns the configuration's section `groups`: which models never run side by side, and which always do. Never starts or ends one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from sparkd.config_fields import Names, Section
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """By canonical name: a model's rivals, and its companions (of companions, too)."""
+
+    rivals: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    companions: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def rivals_of(self, name: str) -> frozenset[str]:
+        return self.rivals.get(name, frozenset())
+
+    def companions_of(self, name: str) -> frozenset[str]:
+        return self.companions.get(name, frozenset())
+
+
+class Groups(Section):
+    """Lists of names, or aliases, of models."""
+
+    exclude: tuple[Names, ...] = ()
+    accompany: tuple[Names, ...] = ()
+
+    def ties(self, names: Mapping[str, str]) -> Ties:
+        """names: every name that a request may use -> the model's canonical one; what is not among them ties nothing."""
+        rivals: dict[str, set[str]] = {}
+        for one, other in _pairs(self.exclude, names):
+            rivals.setdefault(one, set()).add(other)
+            rivals.setdefault(other, set()).add(one)
+        sets: list[set[str]] = []
+        for group in self.accompany:
+            joined = {names[name] for name in group if name in names}
+            sets = [*(one for one in sets if not one & joined), joined.union(*(one for one in sets if one & joined))]
+        companions = {name: frozenset(one - {name}) for one in sets for name in one}
+        return Ties({name: frozenset(found) for name, found in rivals.items()}, companions)
+
+    def problems(self, names: Mapping[str, str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """(place, sentence) of each name that no model has, and of models that exclude and accompany each other."""
+        for key in ("exclude", "accompany"):
+            for index, group in enumerate(getattr(self, key)):
+                for position, name in enumerate(group):
+                    if name not in names:
+                        known = ", ".join(sorted(names)) or "none"
+                        yield ("groups", key, index, position), f"groups.{key} names {name!r}, which no model is called. Known: {known}."
+        ties = self.ties(names)
+        for index, group in enumerate(self.exclude):
+            for one, other in _pairs((group,), names):
+                if other in ties.companions_of(one):
+                    told = f"{one} and {other} exclude each other here and accompany each other in groups.accompany"
+                    yield ("groups", "exclude", index), f"groups.exclude: {told}. Take one of the two out."
+
+
+def _pairs(groups: tuple[tuple[str, ...], ...], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for group in groups:
+        yield from combinations(dict.fromkeys(names[name] for name in group if name in names), 2)

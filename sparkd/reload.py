@@ -1,0 +1,86 @@
+"""Owns how a running daemon takes a new configuration: whole or not at all, one at a time. Never keeps a part of a bad one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparkd.config import Config
+from sparkd.errors import SparkdError
+from sparkd.systemd import Systemd
+
+log = logging.getLogger("sparkd")
+
+# What only the next start looks at.
+_AT_START = ("listen", "state_dir", "runtime_dir", "cluster", "memory")
+
+
+class Reloader:
+    """`load()` reads files and blocks; `take(config)` applies it on the loop; names of models: added, removed, restarted,
+    adjusted.
+
+    `refused(message)` is told why a configuration was not taken, None once one is.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        systemd: Systemd,
+        *,
+        load: Callable[[], Config],
+        take: Callable[[Config], Mapping[str, list[str]]],
+        refused: Callable[[str | None], None],
+    ) -> None:
+        self._config = config
+        self._systemd = systemd
+        self._load = load
+        self._take = take
+        self._refused = refused
+        self._asked = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+
+    def ask(self) -> None:
+        """For a signal: many of them that come while one is being followed are one more."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Follow signals until cancelled. What is wrong is logged and told."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            try:
+                await self.now()
+            except SparkdError:
+                continue
+
+    async def now(self) -> dict[str, Any]:
+        """What changed: keys of the file, those of them that take effect at the next start, and names of models: added, removed, restarted,
+        adjusted.
+
+        Raises ConfigError with every problem of the file, and StateError; the old configuration stays then.
+        """
+        async with self._one_at_a_time:
+            self._systemd.reloading("reading the configuration")
+            try:
+                config = await asyncio.to_thread(self._load)
+            except SparkdError as error:
+                log.error("the configuration was not taken, the old one stays: %s", error.message)
+                self._refused(error.message)
+                self._systemd.ready("the last reload failed, the old configuration stays")
+                raise
+            changed = [name for name in Config.model_fields if name != "models" and getattr(config, name) != getattr(self._config, name)]
+            later = [name for name in _AT_START if name in changed and not (name == "memory" and _only_guard(config, self._config))]
+            for name in later:
+                log.warning("%s changed in the configuration: it takes effect at the next start", name)
+            self._config = config
+            models = self._take(config)
+            self._refused(None)
+            self._systemd.ready("serving")
+            return {"changed": changed, "later": later, **models}
+
+
+def _only_guard(config: Config, before: Config) -> bool:
+    """Whether only the guard's settings differ, which the agents take at once."""
+    return (config.memory.sample_s, config.memory.os_reserve_gib) == (before.memory.sample_s, before.memory.os_reserve_gib)

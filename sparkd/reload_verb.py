@@ -1,0 +1,38 @@
+"""`sparkd reload`: the daemon reads its configuration again, and says what came of it. Never reads the file itself."""
+
+from __future__ import annotations
+
+import typer
+
+from sparkd import show
+from sparkd.verbs import Session, verb
+
+_TOLD = (
+    ("added", "added"),
+    ("removed", "removed"),
+    ("restarted", "changed, and restarted where they run"),
+    ("adjusted", "changed as they run"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("reload")(verb(reload))
+
+
+def reload(session: Session) -> None:
+    """Have the daemon read its configuration again.
+
+    A file that cannot be used is refused with its problems, and the old configuration stays. Engines whose own settings did not change run
+    on, and so do all streams.
+    """
+    found = session.client.post("/reload")
+    if session.json:
+        show.say_json(found)
+        return
+    lines = [f"Models {how}: {', '.join(found[key])}." for key, how in _TOLD if found[key]]
+    if now := [key for key in found["changed"] if key not in found["later"]]:
+        lines.append(f"In force now: {', '.join(now)}.")
+    if found["later"]:
+        lines.append(f"In force from the next start of sparkd: {', '.join(found['later'])}.")
+    for line in lines or ["The configuration was read again; nothing changed."]:
+        session.out.print(line, markup=False)

@@ -1,0 +1,39 @@
+"""Owns what a book of unified memory says: who holds how much on which nodes, and whether something has room. Never changes the book."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+# (node, GiB) of each rank.
+Held = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a model asked for when there was no room for it: whole GiB on each of so many nodes."""
+
+    gib: int
+    nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """offered: node -> GiB that it lends, of the nodes in sight. held: by model."""
+
+    offered: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[str, Held] = field(default_factory=dict)
+
+    def free_gib(self, without: Collection[str] = ()) -> dict[str, float]:
+        """node -> GiB that nobody holds, if the models of `without` held nothing."""
+        free = dict(self.offered)
+        for model, places in self.held.items():
+            for node, gib in places:
+                if model not in without and node in free:
+                    free[node] -= gib
+        return free
+
+    def has_room(self, model: str, lack: Lack, without: Collection[str] = ()) -> bool:
+        """Whether so much is free on so many nodes, what `model` itself holds not counted."""
+        free = self.free_gib({model, *without})
+        return sum(gib >= lack.gib for gib in free.values()) >= lack.nodes

@@ -1,0 +1,127 @@
+"""`python -m tests.bench.slope`: whether the daemon grows with what it serves. Never asserts; it exits 1 where the bar is missed.
+
+A real daemon with the stub engine serves short answers over kept connections, streams, and now and then a refusal; its memory (anonymous
+pages of /proc/PID/smaps_rollup) is read in between. The slope is a least-squares line through the readings
+after the first fifth, in which caches, pools and what is kept of the last minutes fill: below 1 KiB for each 1000 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.bench.load import Job
+from tests.daemon_process import ROOT, DaemonProcess
+
+BAR_KIB = 1.0
+WARM_SHARE = 0.2
+CHUNKS, STREAMS_AT_ONCE = 20, 100
+SHORT_S = 5.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=300_000)
+    parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--limit-s", type=float, default=3600)
+    parser.add_argument("--json", type=Path, help="write the readings there")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ss") as folder:
+        made = _daemon(Path(folder))
+        try:
+            points = _measure(made, asked)
+        finally:
+            made.gone()
+    if asked.json:
+        asked.json.write_text(json.dumps(points))
+    return _judge(points)
+
+
+def _daemon(folder: Path) -> DaemonProcess:
+    (folder / "model").mkdir()
+    model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True}
+    made = DaemonProcess(
+        folder, {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
+    )
+    made.start()
+    try:
+        made.settled()
+        made.wait_for("m", "READY", 120)
+    except AssertionError:
+        made.gone()
+        raise
+    return made
+
+
+def _measure(made: DaemonProcess, asked: argparse.Namespace) -> list[tuple[int, int, float]]:
+    """(requests, streams, KiB) so far, at each reading."""
+    if made.process is None:
+        raise RuntimeError("the daemon does not run")
+    pid, requests, streams, failed = made.process.pid, 0, 0, 0
+    points = [(0, 0, _kib(pid))]
+    deadline_s = time.monotonic() + asked.limit_s
+    load = subprocess.Popen([sys.executable, "-m", "tests.bench.load"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        while (requests < asked.requests or streams < asked.streams) and time.monotonic() < deadline_s:
+            if requests < asked.requests:
+                done = _run(load, Job("short", "127.0.0.1", made.port, "m", asked.connections, seconds=SHORT_S))
+                requests, failed = requests + int(done["answered"]), failed + int(done["failed"])
+            # In proportion, so that both end together.
+            while streams < asked.streams * min(1.0, requests / asked.requests):
+                job = Job("streams", "127.0.0.1", made.port, "m", STREAMS_AT_ONCE, chunks=CHUNKS, interval_s=0.005, spread_s=0.2)
+                done = _run(load, job)
+                streams, failed = streams + STREAMS_AT_ONCE, failed + STREAMS_AT_ONCE - int(done["whole"])
+            # What is refused, and who leaves early, must not stay either.
+            made.chat("nobody", "x")
+            points.append((requests, streams, _kib(pid)))
+            if len(points) % 10 == 0:
+                print(f"{requests:>8,} requests {streams:>7,} streams {points[-1][2] / 1024:>8.1f} MiB, {failed} lost", flush=True)
+    finally:
+        if load.stdin:
+            load.stdin.close()
+        load.wait(30)
+    print(f"{requests:,} requests, {streams:,} streams, {failed} lost", flush=True)
+    return points
+
+
+def _run(load: subprocess.Popen[str], job: Job) -> dict[str, float]:
+    if load.stdin is None or load.stdout is None:
+        raise RuntimeError("the load generator has no pipes")
+    load.stdin.write(json.dumps({name: getattr(job, name) for name in Job.__slots__}) + "\n")
+    load.stdin.flush()
+    return dict(json.loads(load.stdout.readline()))
+
+
+def _kib(pid: int) -> float:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return float(re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def _judge(points: Sequence[tuple[int, int, float]]) -> int:
+    warm = [point for point in points if point[0] + point[1] >= WARM_SHARE * (points[-1][0] + points[-1][1])]
+    slope = _slope([(requests + streams, kib) for requests, streams, kib in warm])
+    ok = slope < BAR_KIB
+    first, last = warm[0][2] / 1024, warm[-1][2] / 1024
+    told = f"{slope:+.2f} KiB for each 1000 requests (bar {BAR_KIB:g}), from {first:.1f} to {last:.1f} MiB over {len(warm)} readings"
+    print(f"{'ok    ' if ok else 'MISSED'} {told}")
+    return 0 if ok else 1
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of a least-squares line, KiB per 1000."""
+    count = len(points)
+    mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
+    across = sum((x - mean_x) ** 2 for x, _ in points)
+    return 1000 * sum((x - mean_x) * (y - mean_y) for x, y in points) / across if across else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

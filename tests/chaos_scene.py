@@ -1,0 +1,233 @@
+"""One Spark under chaos: a supervised daemon, its Ray and its engines, where to hit them and what is left. Never says what is bad."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.activated import ActivatedDaemon
+from tests.daemon_process import alive, until
+
+MODEL = "m"
+RANK = b"SPARKD_RANK_ID="
+_RAY = ("gcs_server", "raylet", "ray::Agent")
+# Everything must be well again within that time: a head of Ray takes up to a minute on busy cores.
+WELL_S = 150.0
+
+
+class Client:
+    """A stream on a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.text, self.status = "", 0
+        self._url = url
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        body = {"model": MODEL, "stream": True, "max_tokens": 40, "messages": [{"role": "user", "content": "Count."}]}
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=120, trust_env=False) as answer:
+                self.status = answer.status_code
+                for piece in answer.iter_text():
+                    self.text += piece
+        except httpx.HTTPError as error:
+            self.text += f" {type(error).__name__}"
+
+    @property
+    def began(self) -> bool:
+        return bool(self.text) or self.status >= 400
+
+    def ended_well(self, timeout_s: float = 60.0) -> bool:
+        """With its answer, an error event or a status: not in the middle of nothing."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and (self.status >= 400 or "[DONE]" in self.text or '"error"' in self.text)
+
+
+class Scene:
+    """The model is MODEL. patience: how many times longer than the stub's an engine's start may take. disk: where the state directory has
+    one of its own."""
+
+    def __init__(self, daemon: ActivatedDaemon, patience: float = 1.0) -> None:
+        self.daemon = daemon
+        self._patience = patience
+        self.disk: SmallDisk | None = None
+
+    # What there is.
+
+    def ranks(self) -> dict[int, list[int]]:
+        """By session, which is the shim's number, the living processes of every rank of this daemon."""
+        found: dict[int, list[int]] = {}
+        mark = str(self.daemon.runtime_dir).encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or not alive(int(entry.name)):
+                continue
+            with suppress(OSError, IndexError):
+                if RANK in (environ := (entry / "environ").read_bytes()) and mark in environ + (entry / "cmdline").read_bytes():
+                    session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+                    found.setdefault(session, []).append(int(entry.name))
+        return found
+
+    def present(self) -> int:
+        """The shim of the rank that the daemon knows; 0 for none."""
+        ranks = self.daemon.model(MODEL).get("ranks") or []
+        return int(ranks[0]["pid"]) if ranks else 0
+
+    def answers(self) -> bool:
+        body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+        with suppress(httpx.HTTPError):
+            return self.daemon.client.post("/v1/chat/completions", json=body, timeout=5.0).status_code == 200
+        return False
+
+    def well(self, wanted: str = "READY", timeout_s: float = WELL_S, without: frozenset[int] = frozenset()) -> float | None:
+        """Seconds until the model is as wished, Ray is connected, its agent answers, and nothing of Ray is one of `without`, which were
+        killed; None where that never came."""
+        began_s = time.monotonic()
+
+        def look() -> bool:
+            """What costs the least is asked first: what Ray costs takes a tenth of a second to add up."""
+            if self.daemon.model(MODEL).get("state") != wanted:
+                return False
+            nodes = (self.daemon.get("/admin/v1/nodes") or {}).get("nodes") or [{}]
+            if not nodes[0].get("agent") or self.ranks().keys() - {self.present()}:
+                return False
+            if wanted == "READY" and not self.answers():
+                return False
+            status = self.daemon.status()
+            parts = {one["name"]: int(one["pid"]) for one in status.get("costs", {}).get("ray", [])}
+            back = all(any(name.startswith(one) for name in parts) for one in _RAY) and not without & set(parts.values())
+            return back and bool(status["settled"] and status["cluster"].get("connected"))
+
+        try:
+            until(look, timeout_s * self._patience, "all is well", 0.25)
+        except AssertionError:
+            return None
+        return time.monotonic() - began_s
+
+    def reach(self, state: str) -> bool:
+        """Bring the model into a state, or one that follows it: a busy machine may pass through one between two looks."""
+        order = ("LOADING", "WARMING", "SIZING", "READY")
+        if state == "READY":
+            return self.well() is not None
+        self.daemon.unload(MODEL)
+        if self.well("STOPPED") is None:
+            return False
+        self.daemon.load(MODEL)
+        reached = order[order.index(state) :]
+        with suppress(AssertionError):
+            until(lambda: self.daemon.model(MODEL).get("state") in reached and self.present(), 60 * self._patience, state, 0.02)
+            return True
+        return False
+
+    def streams(self, count: int) -> list[Client]:
+        clients = [Client(self.daemon.url) for _ in range(count)]
+        with suppress(AssertionError):
+            until(lambda: all(client.began for client in clients), 20, "streams begin", 0.05)
+        return clients
+
+    # Where to hit. Each returns what was killed.
+
+    def shim(self) -> frozenset[int]:
+        return _kill([self.present()])
+
+    def api_server(self) -> frozenset[int]:
+        """The shim's child."""
+        shim = self.present()
+        return _kill([pid for pid in self.ranks().get(shim, []) if _parent(pid) == shim])
+
+    def engine_core(self) -> frozenset[int]:
+        """The last of what the API server has started, or what calls itself so."""
+        shim = self.present()
+        members = self.ranks().get(shim, [])
+        named = [pid for pid in members if b"EngineCore" in _command(pid)]
+        below = [pid for pid in members if pid != shim and _parent(pid) != shim and _parent(pid) in members]
+        return _kill(named[:1] or below[-1:])
+
+    def of_ray(self, name: str) -> Callable[[], frozenset[int]]:
+        def hit() -> frozenset[int]:
+            costs = self.daemon.status().get("costs", {})
+            return _kill([int(one["pid"]) for one in costs.get("ray", []) if one["name"].startswith(name)])
+
+        return hit
+
+    def kill_daemon(self) -> frozenset[int]:
+        self.daemon.kill()
+        return frozenset()
+
+
+def _kill(pids: list[int]) -> frozenset[int]:
+    for pid in filter(None, pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return frozenset(pids) - {0}
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _command(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+    return b""
+
+
+class SmallDisk:
+    """A state directory on a file system of its own, which can be filled and made read-only. Needs root."""
+
+    def __init__(self, at: Path, size_mib: int = 64) -> None:
+        at.mkdir(parents=True, exist_ok=True)
+        self._at = at
+        self._covered = False
+        self._call("mount", "-t", "tmpfs", "-o", f"size={size_mib}m,mode=0700", "tmpfs", str(at))
+
+    def fill(self) -> None:
+        with suppress(OSError), (self._at / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+
+    def drain(self) -> None:
+        (self._at / "filler").unlink(missing_ok=True)
+
+    def writable(self, yes: bool) -> None:
+        """Read-only for whoever opens a file from now on; engines that run have their logs open."""
+        if yes and self._covered:
+            self._call("umount", "-l", str(self._at))
+        elif not yes:
+            self._call("mount", "--bind", str(self._at), str(self._at))
+            self._call("mount", "-o", "remount,bind,ro", str(self._at))
+        self._covered = not yes
+
+    def close(self) -> None:
+        self._call("umount", "-l", str(self._at))
+
+    def _call(self, *words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, timeout=30)
+
+
+def settings(folder: Path, *, stub: bool, model: Path | None) -> dict[str, Any]:
+    """Of a daemon with one model; the stub takes two seconds for a start, long enough to be hit in each state of it."""
+    (folder / "model").mkdir(exist_ok=True)
+    spec: dict[str, Any] = {"model": str(model or folder / "model"), "memory_gib": 1, "preload": True}
+    engine: dict[str, Any] = {"stop_timeout_s": 3}
+    if stub:
+        engine["entrypoint"] = "workers.stub"
+        spec["env"] = {
+            "SPARKD_STUB_START_DELAY_S": "2", "SPARKD_STUB_CHILDREN": "2", "SPARKD_STUB_CORE": "1", "SPARKD_STUB_TOKENS": "40",
+            "SPARKD_STUB_CHUNK_INTERVAL_S": "0.05",
+        }  # fmt: skip
+    else:
+        spec |= {"memory_gib": 3, "max_model_len": 1024, "max_num_seqs": 8, "kv_cache": {"bytes": 256 << 20}}
+    backoff = {"initial_s": 0.2, "max_s": 1, "jitter": 0}
+    return {"engine": engine, "backoff": backoff, "unload_timeout_s": 10, "models": {MODEL: spec}}

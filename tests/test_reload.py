@@ -1,0 +1,113 @@
+"""A new configuration: taken whole or not at all, one at a time, and what the supervisor makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import Config, load_config
+from sparkd.errors import ConfigError
+from sparkd.reload import Reloader
+from sparkd.state import Want
+from sparkd.systemd import Systemd
+from tests.fakes import Scene, stage
+
+
+class Taker:
+    """What a Reloader works on: `given` is what the file says next, an error where it cannot be used."""
+
+    def __init__(self, **flags: Any) -> None:
+        self.given: Callable[[], Config] = lambda: config(**flags)
+        self.taken: list[Config] = []
+        self.refused: list[str | None] = []
+        self.over = asyncio.Event()
+        self.reloader = Reloader(
+            config(**flags), Systemd(), load=lambda: self.given(), take=self._take, refused=lambda why: self.refused.append(why)
+        )
+
+    def _take(self, given: Config) -> dict[str, list[str]]:
+        self.taken.append(given)
+        self.over.set()
+        return {"added": [], "removed": [], "restarted": []}
+
+
+def config(**flags: Any) -> Config:
+    return load_config(None, flags={name.replace("__", "."): value for name, value in flags.items()}, environ={})
+
+
+async def test_what_changed_is_told_and_what_waits_for_the_next_start() -> None:
+    made = Taker()
+    made.given = lambda: config(global_ttl_s=9, listen="127.0.0.1:9", memory__sample_s=2)
+    assert await made.reloader.now() == {
+        "changed": ["listen", "global_ttl_s", "memory"], "later": ["listen", "memory"], "added": [], "removed": [], "restarted": [],
+    }  # fmt: skip
+    made.given = lambda: config(global_ttl_s=9, listen="127.0.0.1:9", memory__sample_s=2, memory__guard="watch")
+    found = await made.reloader.now()
+    assert (found["changed"], found["later"]) == (["memory"], [])
+    assert made.refused == [None, None]
+
+
+async def test_a_bad_one_is_refused_and_the_next_good_one_taken() -> None:
+    made = Taker()
+    made.given = lambda: config(modles={})
+    with pytest.raises(ConfigError, match="modles"):
+        await made.reloader.now()
+    assert (made.taken, len(made.refused)) == ([], 1)
+    made.given = config
+    await made.reloader.now()
+    assert (len(made.taken), made.refused[-1]) == (1, None)
+
+
+async def test_signals_that_come_while_one_is_followed_are_one_more_and_a_bad_file_ends_nothing() -> None:
+    made, reading, go_on = Taker(), threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow() -> Config:
+        reading.release()
+        go_on.acquire()
+        return config(modles={}) if not made.refused else config()
+
+    made.given = slow
+    running = asyncio.create_task(made.reloader.run())
+    made.reloader.ask()
+    await asyncio.to_thread(reading.acquire)
+    for _ in range(50):
+        made.reloader.ask()
+    go_on.release()
+    await asyncio.to_thread(reading.acquire)
+    go_on.release()
+    await made.over.wait()
+    assert len(made.taken) == 1
+    assert made.refused[0] is not None
+    running.cancel()
+
+
+def of(made: Scene, **models: dict[str, Any]) -> Config:
+    given = {"models": {name: {"model": made.config.models["m"].model} | keys for name, keys in models.items()}}
+    return load_config(None, flags=given | {"state_dir": str(made.config.state_dir)}, environ={})
+
+
+async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        changes = made.supervisor.reconfigure(of(made, m={}, new={"preload": True}, other={}))
+        assert changes == {"added": ["new", "other"], "removed": [], "restarted": ["m"], "adjusted": []}, "it has lost an alias"
+        assert {name: view.want for name, view in made.supervisor.snapshot().models.items()} == {
+            "m": Want.STOPPED, "new": Want.RUNNING, "other": Want.STOPPED,
+        }  # fmt: skip
+        made.supervisor.want("new", Want.STOPPED, "admin")
+        changes = made.supervisor.reconfigure(of(made, m={"ttl": 7}, new={"preload": True}))
+        assert changes == {"added": [], "removed": ["other"], "restarted": [], "adjusted": ["m"]}
+        assert made.supervisor.snapshot().models["new"].want is Want.STOPPED, "an operator's unload stands"
+
+
+async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.tell_refused("sparkd.yaml:3: modles is unknown.")
+        (told,) = made.supervisor.snapshot().conditions
+        assert told == "ConfigRefused: the configuration file is not in force: sparkd.yaml:3: modles is unknown."
+        made.supervisor.tell_refused(None)
+        assert made.supervisor.snapshot().conditions == ()

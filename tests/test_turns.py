@@ -1,0 +1,266 @@
+"""Whose turn it is, and who makes room: the pure decision as a table, and what the supervisor makes of it over fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import load_config
+from sparkd.config_groups import Groups, Ties
+from sparkd.errors import ConfigError, ModelFailed
+from sparkd.facts import ModelFacts
+from sparkd.room import Book, Lack
+from sparkd.state import ModelState, Want
+from sparkd.turns import Turn, turn
+from tests.fakes import Scene, stage
+
+NOW_S = 1000.0
+NAMES = {name: name for name in "abcdef"}
+
+
+def there(name: str, **changes: Any) -> ModelFacts:
+    """A model that serves."""
+    given: dict[str, Any] = {"want": Want.RUNNING, "generation": 1, "state": ModelState.READY, "state_since_s": 0.0, "config_hash": "h"}
+    return ModelFacts(name, **(given | changes))
+
+
+def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **changes: Any) -> ModelFacts:
+    lack = None if gib is None else Lack(gib)
+    given: dict[str, Any] = {"state": ModelState.STOPPED, "claims": True, "lack": lack, "asked_since_s": asked_since_s}
+    return there(name, **(given | changes))
+
+
+def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Turn:
+    book = Book({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
+    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
+
+
+def test_who_claims_goes_first_then_who_asked_first() -> None:
+    found = decided(waits("a", claims=False, asked_since_s=1), waits("b", asked_since_s=7), waits("c", asked_since_s=5), waits("d"))
+    assert (found.first, found.line) == ("c", ("c", "b", "d", "a"))
+    assert found.told.keys() == {"a", "b", "d"}
+
+
+@pytest.mark.parametrize(
+    ("others", "held", "leave"),
+    [
+        ([there("a"), there("b")], {"a": 10, "b": 10}, ["a"]),
+        ([there("a", priority=60), there("b")], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", in_flight=1), there("b")], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", last_used_s=9), there("b")], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", pinned=True), there("b", in_flight=3)], {"a": 10, "b": 10}, ["b"]),
+        ([there("a"), there("b", priority=90)], {"a": 4, "b": 16}, ["b"]),
+        ([there("a", priority=1), there("b"), there("d")], {"a": 2, "b": 9, "d": 9}, ["a", "b"]),
+        ([there("a", stays_until_s=NOW_S + 5), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", state=ModelState.DRAINING, yields=True), there("b")], {"a": 10, "b": 10}, ["a"]),
+    ],
+    ids=["any", "priority", "busy", "used", "pinned", "only one is enough", "the fewest", "residency", "who leaves already"],
+)
+def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[str, int], leave: list[str]) -> None:
+    found = decided(waits("c"), *others, **held)
+    assert (found.first, dict(found.leave)) == (None, dict.fromkeys(leave, "c"))
+    assert found.told["c"].startswith("It waits for room, 10 GiB: ")
+
+
+def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stays_until_s=NOW_S + 42), a=16)
+    assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
+    assert found.told["c"] == "It waits for room, 10 GiB: a may stay for another 42 s."
+    assert found.told["d"] == "It waits for its turn: c asked first and waits for room."
+
+
+def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
+    found = decided(waits("c", claims=False), waits("d", gib=1, claims=False, asked_since_s=950), there("a"), a=16)
+    assert (found.first, found.leave) == ("d", {})
+    assert found.told["c"] == "It waits for room, 10 GiB: until that is free or somebody asks for c."
+
+
+def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", pinned=True), a=16)
+    assert (found.first, found.line) == ("d", ("d",))
+    assert "a holds the rest" in found.refused["c"]
+
+
+@pytest.mark.parametrize(
+    ("state", "want"),
+    [(ModelState.STOPPING, Want.STOPPED), (ModelState.LOADING, Want.RUNNING), (ModelState.FAILED, Want.RUNNING)],
+)
+def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None:
+    found = decided(waits("c"), there("a", state=state, want=want), a=16)
+    assert (found.first, found.leave, found.refused) == (None, {}, {})
+    assert found.told["c"].endswith("what is being started or ended comes first.")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"backoff_until_s": NOW_S + 1}, {"unseen": True}, {"busy": "hold"}, {"config_hash": None}, {"want": Want.STOPPED}, {"ranks": None}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_cannot_start_now_holds_up_nobody(changes: dict[str, Any]) -> None:
+    assert decided(waits("c", **changes), waits("d", asked_since_s=950)).first == "d"
+
+
+def test_over_several_nodes() -> None:
+    book = Book({"n": 20, "o": 20}, {"a": (("n", 15),), "b": (("n", 4), ("o", 4)), "d": (("o", 12),)})
+    models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
+    assert dict(turn(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
+    models["a"] = there("a", pinned=True)
+    assert "12 GiB on each of 2 nodes" in turn(models, book, Ties(), NOW_S).refused["c"]
+
+
+def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
+    ties = Groups(exclude=(("a", "c"),), accompany=(("a", "b"), ("c", "d"))).ties(NAMES)
+    found = decided(waits("c", gib=None), there("a"), there("b"), there("d"), there("e"), ties=ties, a=1, b=1, d=1, e=1)
+    assert dict(found.leave) == {"a": "c", "b": "c"}
+    assert found.told["c"] == "It waits for a to go (groups.exclude): a and b is unloaded for it."
+    pinned = decided(waits("c", gib=None), there("a"), there("b", pinned=True), ties=ties, a=1, b=1)
+    assert pinned.refused["c"] == "c cannot run beside a (groups.exclude), and that is pinned. Unload what is pinned first."
+
+
+def test_a_companion_makes_no_room_for_its_own() -> None:
+    ties = Groups(accompany=(("c", "a"),)).ties(NAMES)
+    assert dict(decided(waits("c"), there("a"), there("b"), ties=ties, a=10, b=10).leave) == {"b": "c"}
+
+
+def test_groups_name_models_and_do_not_contradict_each_other(tmp_path: Path) -> None:
+    model = {"model": str(tmp_path)}
+    models = {"a": model, "b": model | {"aliases": ["bee"]}}
+    with pytest.raises(ConfigError, match=r"groups\.exclude names 'x', which no model is called\. Known: a, b, bee"):
+        load_config(None, flags={"models": models, "groups.exclude": [["a", "x"]]}, environ={})
+    with pytest.raises(ConfigError, match="a and b exclude each other here and accompany each other"):
+        load_config(None, flags={"models": models, "groups.exclude": [["a", "bee"]], "groups.accompany": [["a", "b"]]}, environ={})
+
+
+# The supervisor's part.
+
+
+def two(tmp_path: Path, **keys: Any) -> dict[str, Any]:
+    return {name: {"model": str(tmp_path), "memory_gib": 10} | keys for name in ("a", "b")}
+
+
+async def make_ready(made: Scene, name: str) -> None:
+    made.cluster.names = ["a", "b", "m"]
+    made.cluster.serve(name)
+    await made.tick(3)
+    assert made.state(name) == "READY"
+
+
+async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
+    async with made.supervisor.lease(name) as lease:
+        if order is not None:
+            order.append(name)
+        return lease.model
+
+
+async def test_a_requested_model_takes_the_place_of_an_idle_one_after_its_time(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=30) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "admin")
+        await made.tick()
+        await make_ready(made, "a")
+        waiting = asyncio.create_task(enter(made, "b"))
+        await made.tick(3)
+        view = made.supervisor.snapshot().models["b"]
+        assert (made.state("a"), view.state, view.turn) == ("READY", "STOPPED", 1)
+        assert view.message is not None
+        assert view.message.startswith("It waits for room, 10 GiB: a may stay for another ")
+
+        await made.tick(seconds=31)
+        await made.tick(4)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "READY")
+        assert made.supervisor.snapshot().models["a"].wanted_by == "swap"
+        assert await waiting == "b"
+        assert made.supervisor.snapshot().models["b"].turn is None
+
+
+async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick()
+        await make_ready(made, "a")
+        order: list[str] = []
+        async with made.supervisor.lease("a"):
+            first = asyncio.create_task(enter(made, "b", order))
+            await made.tick(4)
+            assert made.state("a") == "DRAINING"
+            again = asyncio.create_task(enter(made, "a", order))
+            await made.tick(2)
+            assert (made.state("a"), made.state("b")) == ("DRAINING", "STOPPED")
+        await made.tick(4)
+        assert made.state("b") == "READY"
+        await first
+        await made.tick(8)
+        assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
+        await again
+        assert order == ["b", "a"]
+
+
+async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick()
+        await make_ready(made, "a")
+        async with made.supervisor.lease("a"):
+            first = asyncio.create_task(enter(made, "b"))
+            await made.tick(4)
+            again = asyncio.create_task(enter(made, "a"))
+            await made.tick()
+            first.cancel()
+            await made.tick(3)
+            assert made.state("a") == "READY"
+            assert await again == "a"
+
+
+async def test_one_that_nothing_makes_room_for_is_refused_at_once(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path, pin=True)) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick()
+        await make_ready(made, "a")
+        waiting = asyncio.create_task(enter(made, "b"))
+        await made.tick(3)
+        with pytest.raises(ModelFailed) as refused:
+            await waiting
+        assert [row["model"] for row in refused.value.held_by] == ["a"]
+        assert made.supervisor.snapshot().models["b"].reason == "DoesNotFit"
+
+
+async def test_waiters_of_one_model_are_served_in_their_order(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        order: list[str] = []
+
+        async def ask(number: int) -> None:
+            async with made.supervisor.lease("m"):
+                order.append(str(number))
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(100):
+                tasks.create_task(ask(number))
+            await made.tick()
+            await make_ready(made, "m")
+        assert order == [str(number) for number in range(100)]
+        assert made.cluster.log.count("spawn m") == 1
+
+
+async def test_companions_come_and_go_together(tmp_path: Path) -> None:
+    models = two(tmp_path, ttl=50)
+    async with stage(tmp_path, models=models, groups__accompany=[["a", "b"]]) as made:
+        waiting = asyncio.create_task(enter(made, "a"))
+        await made.tick()
+        await make_ready(made, "a")
+        await waiting
+        await made.tick()
+        await make_ready(made, "b")
+        assert made.supervisor.snapshot().models["b"].wanted_by == "group"
+        await made.tick(seconds=40)
+        await enter(made, "b")
+        await made.tick(3, seconds=8)
+        assert (made.state("a"), made.state("b")) == ("READY", "READY")
+        await made.tick(seconds=50)
+        await made.tick(4)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "STOPPED")
