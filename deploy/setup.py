@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_python(sys.version_info[:2], has_venv=bool(find_spec("venv") and find_spec("ensurepip")))
         if options.port is not None:
-            check_port(options.port)
+            check_port(port_of(options.port))
         with _one_at_a_time():
             _set_up(choose_engine(options.engine, gpu_seen()), dev=options.dev, model=options.model)
     except SetupError as error:
@@ -93,6 +93,13 @@ def check_python(version: tuple[int, ...], *, has_venv: bool) -> None:
         raise SetupError(
             f"This Python {have} cannot make virtual environments; install its venv package (Debian: apt install python{have}-venv)."
         )
+
+
+def port_of(text: str) -> int:
+    """Raises SetupError where `text` is no number of a port."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise SetupError(f"{text!r} is no port: give a number from 0 to 65535, such as 'make serve PORT=4001'.")
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:
@@ -391,7 +398,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dev", action="store_true", help="also what the tests and linters need")
     parser.add_argument("--engine", default="auto", help="auto, cpu, cuda or a requirement such as vllm==0.27.1")
     parser.add_argument("--model", type=Path, help="prepare the embedded model in this folder")
-    parser.add_argument("--port", type=int, help="fail where this TCP port of 127.0.0.1 is taken")
+    parser.add_argument("--port", help="fail where this TCP port of 127.0.0.1 is taken")
     return parser.parse_args(argv)
 
 

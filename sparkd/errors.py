@@ -11,6 +11,7 @@
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
     - RankError                 a rank could not be started, found or stopped
+      - ModelUnusable           what its entry names is not there or is no model: only its owner can mend it
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
@@ -127,6 +128,10 @@ class NoRoom(DoesNotFit):
 
 class RankError(ClusterError):
     code = "rank_error"
+
+
+class ModelUnusable(RankError):
+    code = "model_unusable"
 
 
 class RequestError(SparkdError):

@@ -12,9 +12,11 @@ from ipaddress import IPv4Address, IPv4Network
 
 from sparkd.fabric import LAN, LINK_LOCAL, QSFP, WIFI, Fabric, Interface
 from sparkd.fabric_cables import RING, Cable, cables_of, rails, topology
+from sparkd.hardware import JIT_CAPS
 
 _SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-JIT_JOBS = 2
+# What is each node's own stands as a word in a plan, which knows no node: its address, its interface on the rails, its RDMA devices.
+ADDRESS, LINK, DEVICES = "ADDRESS", "LINK", "DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,17 @@ def settings(
         # Compilers can take the memory from the engine; elsewhere they may run on all cores.
         cold = "the first start compiles kernels, and 16 to 22 compilers at once have frozen nodes"
         computed += [
-            Setting("MAX_JOBS", str(JIT_JOBS), cold),
-            Setting("FLASHINFER_NVCC_THREADS", "1", "as MAX_JOBS, for FlashInfer's nvcc"),
+            Setting("MAX_JOBS", JIT_CAPS["MAX_JOBS"], cold),
+            Setting("FLASHINFER_NVCC_THREADS", JIT_CAPS["FLASHINFER_NVCC_THREADS"], "as MAX_JOBS, for FlashInfer's nvcc"),
         ]
     said = [("this node's environment", node.environment), ("env in sparkd.yaml", configured or {})]
     return tuple(_overridden(setting, said) for setting in computed)
+
+
+def expected(*, rdma: bool) -> dict[str, str]:
+    """What `settings` says on each of several nodes with sound rails, in words where it is a node's own."""
+    found = {"VLLM_HOST_IP": ADDRESS} | {name: f"={LINK}" if name == "NCCL_SOCKET_IFNAME" else LINK for name in _SOCKET_NAMES}
+    return found | ({"NCCL_NET": "IB", "NCCL_IB_HCA": f"={DEVICES}", "NCCL_DEBUG": "INFO"} if rdma else {})
 
 
 def wants_rdma(platform: str, configured: Mapping[str, str]) -> bool:

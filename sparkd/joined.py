@@ -40,8 +40,9 @@ def read(config: Config) -> Joined | None:
     except FileNotFoundError:
         return None
     except (OSError, TypeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not what sparkd wrote"
-        raise StateError(f"{path} cannot be read: {why}. Run `sparkd join HEAD` as root, or remove the file.") from None
+        if isinstance(error, OSError):
+            raise StateError(f"{path} cannot be read: {error.strerror}. Run it as root (sudo sparkd ...).") from None
+        raise StateError(f"{path} is not what sparkd wrote: remove it, then `sparkd join HEAD` again.") from None
 
 
 def applied(config: Config) -> Config:

@@ -12,6 +12,7 @@ from sparkd.errors import (
     Draining,
     ModelFailed,
     ModelLoading,
+    ModelUnusable,
     TooManyRequests,
     Unavailable,
 )
@@ -183,8 +184,10 @@ class Door:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
+        # Of what its owner has to mend there is no log: no engine was started.
+        more = record.message if record.reason == ModelUnusable.__name__ else "See `sparkd ps` and `sparkd logs`."
         return ModelFailed(
-            f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. See `sparkd ps` and `sparkd logs`.",
+            f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
             held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )

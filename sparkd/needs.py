@@ -5,6 +5,7 @@ Never reserves anything. Everything here blocks: it reads headers and asks an in
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from sparkd.admission import Account, Ways, account, advice, illegal, machine
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import RankError
+from sparkd.errors import ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
 from sparkd.kv_sizing import utilization_of, without_cpu_space
@@ -24,6 +25,8 @@ from workers.meminfo import sample
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
+# What vLLM takes a model's shape from: transformers' file or Mistral's.
+_CONFIGS = ("config.json", "params.json")
 _CURE = "Choose a smaller context or format"
 
 
@@ -48,11 +51,11 @@ class Node(Protocol):
 def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Need:
     """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own.
 
-    Raises RankError where the runtime or the folder is not there.
+    Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model.
     """
     engine = config.engine
-    if spec.model.startswith("/") and not Path(spec.model).is_dir():
-        raise RankError(f"The folder {spec.model} is not on this node: check the path in `model`, or use a hub id (owner/name).")
+    if spec.model.startswith("/"):
+        _look_into(Path(spec.model))
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
     platform = _platform(found, config)
@@ -131,6 +134,20 @@ def _short_cache(need: Need, known: Account, env: Mapping[str, str]) -> str | No
     said = "kv_cache" if known.cache is not None else "the cache of a CPU's engine"
     one = f"one request of {known.max_model_len:,} tokens needs {gib(known.request)}"
     return f"{spec.name} does not fit: {said} holds {gib(size)}, and {one}. Give kv_cache a larger size, or choose a smaller max_model_len."
+
+
+def _look_into(folder: Path) -> None:
+    """Before an engine is started for it, which would take its time to say less."""
+    cure = "check the path in `model`, or use a hub id (owner/name)"
+    if not folder.is_dir():
+        raise ModelUnusable(f"The folder {folder} is not on this node: {cure}.")
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ModelUnusable(f"The folder {folder} cannot be read ({error.strerror}): let the user that sparkd runs as read it.") from None
+    if not any(name in _CONFIGS or name.endswith(".gguf") for name in names):
+        what = f"has neither {' nor '.join(_CONFIGS)} in it" if names else "is empty"
+        raise ModelUnusable(f"The folder {folder} {what}, so it holds no model: {cure}.")
 
 
 def _platform(found: Mapping[str, Any], config: Config) -> str:

@@ -161,6 +161,6 @@ def write_containers(plan: dict[str, Any], image: str | None, *, compose: bool) 
             sys.stdout.write(f"# {printable(' '.join(named['note'].split()))}\n")
     for number, one in enumerate(made):
         if len(made) > 1:
-            sys.stdout.write(f"# node {number}; HEAD is the address of node 0 on the QSFP link\n")
+            sys.stdout.write(f"# node {number}; {show_plan.OWN_WORDS}\n")
         text = yaml.safe_dump({"services": {one.name: one.compose()}}, sort_keys=False) if compose else shell(one) + "\n"
         sys.stdout.write(text)

@@ -26,7 +26,7 @@ from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
 from sparkd.needs import runtime_of, said_to
 from sparkd.plan_question import Others, Question
-from sparkd.planned import MASTER_PORT, OWN, to_json
+from sparkd.planned import MASTER_PORT, OWN, network, to_json
 from sparkd.quantizing import AUTO
 from sparkd.rank_fields import rank_fields
 from sparkd.recipe_book import split
@@ -244,7 +244,7 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
                 "log_path": "/dev/null",
                 "config_hash": "",
                 "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
-                "env": dict(said.env),
+                "env": network(hardware, option.nodes, said.env) | dict(said.env),
                 "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
             }
         )

@@ -13,7 +13,7 @@ from sparkd.engine_flags import flags_of
 from sparkd.errors import ConfigError
 from sparkd.fit import AS_STORED, Choice, Option, Rank, Wish, floor, rank, smallest
 from sparkd.footprint import Learned
-from sparkd.hardware import GIB, Hardware
+from sparkd.hardware import GIB, JIT_CAPS, Hardware
 from sparkd.kv_cost import Serving
 from sparkd.learned import engine_of, learned_of
 from sparkd.safetensors import shown
@@ -251,12 +251,23 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
         extra_args=tuple(flags_of(spec)),
         **fields,
     )
-    environment = {**build_environment(rank, {}, None), **env}
+    environment = {**network(hardware, option.nodes, env), **build_environment(rank, {}, None), **env}
     return {
         "node": number,
         "command": build_command(rank),
         "environment": {name: value for name, value in environment.items() if name not in OWN},
     }
+
+
+def network(hardware: Hardware, nodes: int, configured: Mapping[str, str]) -> dict[str, str]:
+    """What sparkd.fabric_environment computes for each rank, as far as it is known without a look at the nodes."""
+    found = dict(JIT_CAPS) if hardware.unified else {}
+    if nodes > 1:
+        # Here, since most plans are of one node and all are to be quick.
+        from sparkd.fabric_environment import expected, wants_rdma
+
+        found |= expected(rdma=wants_rdma(hardware.platform, configured))
+    return found
 
 
 def _floor(option: Option, hardware: Hardware) -> list[dict[str, Any]]:

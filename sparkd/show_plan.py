@@ -36,6 +36,7 @@ _WORDS = {
 }
 _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")
 BAR_CELLS = 64
+OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each node's own, which `sparkd fabric --env` prints there"
 GENEROUS, NAMED = 12, 4
 
 
@@ -153,6 +154,8 @@ def _how(choice: Mapping[str, Any], page: Page) -> None:
         page.line("sparkd takes stages of several ranks by tensor_parallel: auto alone; vLLM's own commands for it:", "bold")
     else:
         _entry(choice, page)
+    if len(choice["ranks"]) > 1:
+        page.line(f"{OWN_WORDS}.", "dim")
     for rank in choice["ranks"]:
         if len(choice["ranks"]) > 1:
             page.line(f"# node {rank['node']}", "dim")

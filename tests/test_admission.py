@@ -11,7 +11,7 @@ import pytest
 
 from sparkd.admission import Account, account, advice, free_on, machine, no_room
 from sparkd.config import Config, parse_model
-from sparkd.errors import ConfigError, RankError
+from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.model_config import ModelConfig
 from sparkd.needs import Need, need_of, too_large
@@ -310,5 +310,9 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     assert found.gib - 1 < found.account.asked / GIB <= found.gib
     with pytest.raises(RankError, match="has no vLLM"):
         need_of(sized, config, Runtime(None), 100.0, 100.0)
-    with pytest.raises(RankError, match="is not on this node"):
-        need_of(spec_of(tmp_path / "gone"), config, Runtime("e"), 100.0, 100.0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").touch()
+    for name, why in (("gone", "is not on this node"), ("empty", "is empty, so it holds no model"), ("notes", "has neither config.json")):
+        with pytest.raises(ModelUnusable, match=why):
+            need_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)

@@ -10,13 +10,12 @@ import pytest
 
 from sparkd.config_fields import environment as checked
 from sparkd.fabric import Fabric
-from sparkd.fabric_environment import Setting, environment, settings
+from sparkd.fabric_environment import ADDRESS, DEVICES, LINK, Setting, environment, expected, settings
+from sparkd.hardware import JIT_CAPS
 from tests.test_fabric import SCENARIOS, nodes_of
 from workers.command import build_environment
 from workers.fabric_reading import VARIABLES
 from workers.spec import RankSpec
-
-JIT = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
 
 
 def of(found: tuple[Setting, ...]) -> dict[str, Setting]:
@@ -29,8 +28,16 @@ def _pair(tmp_path: Path) -> list[Fabric]:
 
 
 def test_a_node_by_itself_gets_no_more_than_the_caps_of_compilers(pair: list[Fabric]) -> None:
-    assert environment(settings(pair[0])) == JIT
+    assert environment(settings(pair[0])) == JIT_CAPS
     assert environment(settings(replace(pair[0], unified=False))) == {}
+
+
+@pytest.mark.parametrize("rdma", [True, False])
+def test_a_plan_expects_what_sound_rails_get(pair: list[Fabric], rdma: bool) -> None:
+    """In words where it is a node's own."""
+    found = environment(settings(pair[0], [pair[1]], rdma=rdma))
+    told = {ADDRESS: "192.168.100.11", LINK: "enp1s0f1np1", f"={LINK}": "=enp1s0f1np1", f"={DEVICES}": "=rocep1s0f1,roceP2p1s0f1"}
+    assert {name: told.get(value, value) for name, value in expected(rdma=rdma).items()} | JIT_CAPS == found
 
 
 def test_names_differ_where_the_ports_do(pair: list[Fabric]) -> None:
@@ -97,7 +104,7 @@ def test_a_rank_meets_where_the_node_has_its_address_in_the_cluster(pair: list[F
     assert environment(settings(lan, [pair[1]]))["GLOO_SOCKET_IFNAME"] == "enP7s7"
     assert "cluster.node_ip" in of(settings(lan, [pair[1]]))["VLLM_HOST_IP"].reason
     # `sparkd ray-node` knows no peers, and its raylet's environment needs the names already.
-    assert environment(settings(lan)) == JIT | {
+    assert environment(settings(lan)) == JIT_CAPS | {
         "VLLM_HOST_IP": "192.168.1.10",
         "NCCL_SOCKET_IFNAME": "=enP7s7",
         "GLOO_SOCKET_IFNAME": "enP7s7",

@@ -16,8 +16,9 @@ from sparkd import container, needs, plan_entry, plan_here
 from sparkd.__main__ import exit_code
 from sparkd.admission import machine
 from sparkd.config import Config, load_config, parse_model
+from sparkd.fabric_environment import expected, wants_rdma
 from sparkd.fabric_nodes import FabricNodes
-from sparkd.hardware import GIB, SPARK
+from sparkd.hardware import GIB, JIT_CAPS, SPARK
 from sparkd.model_config import ModelConfig
 from sparkd.needs import need_of
 from sparkd.placement import Placement
@@ -38,7 +39,6 @@ from workers.spec import RankSpec
 HEAD, OTHER = "10.0.0.1", "10.0.0.2"
 FREE = SPARK.memory_bytes - SPARK.system_bytes
 # Of a start: its socket, its files, its addresses, and where a foreign interpreter finds the plugin.
-NETWORK = "NCCL_NET"
 OF_A_START = (*OWN, "PYTHONPATH", "VLLM_HOST_IP")
 
 
@@ -112,9 +112,9 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     return made
 
 
-async def _network(_node: str, peers: list[str], **_how: object) -> dict[str, str]:
-    """A plan does not know the cables, and prints none of it."""
-    return {NETWORK: "IB"} if peers else {}
+async def _network(_node: str, peers: list[str], *, configured: Mapping[str, str], **_how: object) -> dict[str, str]:
+    """As sparkd.fabric_environment says it, but for a node's own names, which a plan does not know (tests/test_fabric_environment.py)."""
+    return JIT_CAPS | (expected(rdma=wants_rdma("cuda", configured)) if peers else {})
 
 
 def told_of(spec: RankSpec) -> tuple[list[str], dict[str, str]]:
@@ -127,7 +127,7 @@ def told_of(spec: RankSpec) -> tuple[list[str], dict[str, str]]:
         words[first : last + 1] = ["--model-loader-extra-config", json.dumps(told, sort_keys=True)]
     for first, last, _ in list(values_of(words, "master-port")):
         words[first : last + 1] = ["--master-port", "29500"]
-    env = {name: value for name, value in build_environment(spec, {}, None).items() if name not in (*OF_A_START, NETWORK)}
+    env = {name: value for name, value in build_environment(spec, {}, None).items() if name not in OF_A_START}
     if VARIABLE in env:
         env[VARIABLE] = json.dumps({key: value for key, value in json.loads(env[VARIABLE]).items() if key != "report"}, sort_keys=True)
     return ["HEAD" if word == HEAD else word for word in words], env

@@ -88,6 +88,12 @@ def test_a_taken_port_is_named() -> None:
     setup.check_port(port)
 
 
+def test_a_port_is_a_number() -> None:
+    assert setup.port_of("4001") == 4001
+    with pytest.raises(setup.SetupError, match="'abc' is no port: give a number"):
+        setup.port_of("abc")
+
+
 def test_a_port_beyond_the_last() -> None:
     with pytest.raises(setup.SetupError, match="ports end at 65535"):
         setup.check_port(65536)
