@@ -22,6 +22,7 @@ from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
 from workers.meminfo import sample
+from workers.runtime import API_SERVER
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
@@ -55,7 +56,7 @@ def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offe
     """
     engine = config.engine
     if spec.model.startswith("/"):
-        _look_into(Path(spec.model))
+        _look_into(Path(spec.model), vllm=spec.entrypoint_of(engine) in ("auto", API_SERVER))
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
     platform = _platform(found, config)
@@ -136,8 +137,8 @@ def _short_cache(need: Need, known: Account, env: Mapping[str, str]) -> str | No
     return f"{spec.name} does not fit: {said} holds {gib(size)}, and {one}. Give kv_cache a larger size, or choose a smaller max_model_len."
 
 
-def _look_into(folder: Path) -> None:
-    """Before an engine is started for it, which would take its time to say less."""
+def _look_into(folder: Path, *, vllm: bool) -> None:
+    """Before an engine takes its time to say less. vllm: what another module reads there is its own affair."""
     cure = "check the path in `model`, or use a hub id (owner/name)"
     if not folder.is_dir():
         raise ModelUnusable(f"The folder {folder} is not on this node: {cure}.")
@@ -145,7 +146,7 @@ def _look_into(folder: Path) -> None:
         names = os.listdir(folder)
     except OSError as error:
         raise ModelUnusable(f"The folder {folder} cannot be read ({error.strerror}): let the user that sparkd runs as read it.") from None
-    if not any(name in _CONFIGS or name.endswith(".gguf") for name in names):
+    if vllm and not any(name in _CONFIGS or name.endswith(".gguf") for name in names):
         what = f"has neither {' nor '.join(_CONFIGS)} in it" if names else "is empty"
         raise ModelUnusable(f"The folder {folder} {what}, so it holds no model: {cure}.")
 
