@@ -47,6 +47,7 @@ def export(
     from sparkd.cached import chosen, config_of
 
     wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
+    _check_groups(wanted)
     began: tuple[float, int] | None = None
     with show.progress(session.err) as line:
 
@@ -63,6 +64,23 @@ def export(
     else:
         told = "copied from the cache" if ended["from"] == "cache" else "quantized"
         session.out.print(f"{folder}: {show.size(ended['bytes'])} of weights, {told}.", markup=False, soft_wrap=True)
+
+
+def _check_groups(wanted: Chosen) -> None:
+    """Raises CheckpointError for what the program would refuse after half a minute of imports. What cannot be read, or is of a kind
+    that is not known here, is left to it."""
+    from sparkd.checkpoint import read_checkpoint
+    from sparkd.legal import uneven_groups
+    from sparkd.model_shape import shape_of
+    from sparkd.weight_cost import inventory
+
+    try:
+        checkpoint = read_checkpoint(wanted.folder)
+        known = inventory(checkpoint, shape_of(checkpoint.config))
+    except CheckpointError:
+        return
+    if uneven := next(uneven_groups(known, wanted.recipe), None):
+        raise CheckpointError(uneven, file=checkpoint.folder)
 
 
 def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:

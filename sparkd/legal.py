@@ -61,12 +61,12 @@ def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> 
     if stages > 1 and shape.architecture in WITHOUT_PIPELINES:
         yield f"vLLM runs no {shape.architecture} in {stages} stages"
     yield from _heads(shape, ranks)
-    yield from _groups(inventory, recipe)
+    yield from uneven_groups(inventory, recipe)
     if ranks > 1:
         yield from _widths(inventory, recipe, ranks)
 
 
-def _groups(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
+def uneven_groups(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
     """The columns that share a scale must divide a weight's, on one rank too (workers/stream/formats/base.py, Quantizer.check)."""
     for one in inventory.alike(recipe)[0]:
         if one.form is None or one.form.group is None:

@@ -203,11 +203,11 @@ def packed_linear(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | No
     return torch.ops.sparkd.packed_linear(x, weight, scale, divisor, bias, form)
 
 
-def matmul(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str) -> Tensor:
-    """x [M, K], float32 -> [M, N], float32. Decodes at most CHUNK_WEIGHTS weights at a time."""
+def matmul(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
+    """x [M, K], float32 -> [M, N], float32. Decodes at most CHUNK_WEIGHTS weights at a time. dtype: the model's, whose precision stays."""
     n, k = weight.shape[0], x.shape[1]
     rows = min(n, _rows_at_a_time(n, k))
-    narrow = _multiplies_bf16(x.shape[0])
+    narrow = dtype == torch.bfloat16 and _multiplies_bf16(x.shape[0])
     if narrow:
         x = x.bfloat16()
     if rows == n:
@@ -246,7 +246,7 @@ def vllm_symbol(name: str) -> Any:
 
 
 def _packed_linear(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, bias: Tensor | None, form: str) -> Tensor:
-    out = matmul(x.reshape(-1, x.shape[-1]).float(), weight, scale, divisor, form)
+    out = matmul(x.reshape(-1, x.shape[-1]).float(), weight, scale, divisor, form, x.dtype)
     if bias is not None:
         out += bias
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])

@@ -211,11 +211,11 @@ def _packed_experts(
 
     def up(given: Tensor, expert: int) -> Tensor:
         divisor = None if w13_divisor is None else _by_row(w13_divisor[expert], w13.shape[1])
-        made = _gate_up(given, w13[expert], w13_scale[expert], divisor, form)
+        made = _gate_up(given, w13[expert], w13_scale[expert], divisor, form, x.dtype)
         return act(made if w13_bias is None else made.add_(w13_bias[expert]), alpha, beta, limit)
 
     def down(given: Tensor, expert: int) -> Tensor:
-        made = matmul(given, w2[expert], w2_scale[expert], None if w2_divisor is None else w2_divisor[expert].view(1), form)
+        made = matmul(given, w2[expert], w2_scale[expert], None if w2_divisor is None else w2_divisor[expert].view(1), form, x.dtype)
         return made if w2_bias is None else made.add_(w2_bias[expert])
 
     return experts(x.float(), topk_weights, topk_ids, up, down, expert_map, weight_on_input).to(x.dtype)
@@ -234,13 +234,13 @@ LIBRARY.impl("packed_experts", _packed_experts, "CPU")
 torch.library.register_fake("sparkd::packed_experts", _packed_experts_shape, lib=LIBRARY)
 
 
-def _gate_up(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str) -> Tensor:
+def _gate_up(x: Tensor, weight: Tensor, scale: Tensor, divisor: Tensor | None, form: str, dtype: torch.dtype) -> Tensor:
     """x times gate and up. Their 128x128 blocks are two grids: where the first ends short, the second starts inside one of the whole."""
     n = weight.shape[0]
     if form == "fp8_block" and scale.shape[0] != -(-n // BLOCK):
         pairs = zip(weight.chunk(2), scale.chunk(2), strict=True)
-        return torch.cat([matmul(x, half, scales, None, form) for half, scales in pairs], dim=1)
-    return matmul(x, weight, scale, divisor, form)
+        return torch.cat([matmul(x, half, scales, None, form, dtype) for half, scales in pairs], dim=1)
+    return matmul(x, weight, scale, divisor, form, dtype)
 
 
 def _by_row(divisors: Tensor, n: int) -> Tensor:
