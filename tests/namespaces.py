@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Both ends have one name, as on two Sparks: what is copied from one node to the other (GLOO_SOCKET_IFNAME) must be right there too.
-INTERFACE = "enp1s0f0np0"
+# A cable is two rails, its twins, as on a Spark. Its ends are in different ports, so the names differ: what Ray copies from one node to the
+# other (GLOO_SOCKET_IFNAME) is wrong there.
+PORTS = (("enp1s0f0np0", "enP2p1s0f0np0"), ("enp1s0f1np1", "enP2p1s0f1np1"))
 NETEM = ("netem", "loss", "25%", "delay", "150ms", "100ms")
 BUCKET = ("tbf", "rate", "128kbit", "burst", "3000", "latency", "300ms")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET, linux/sched.h
@@ -25,10 +26,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """One node's network: its loopback, and its end of the cable with `address`."""
+    """One node's network: its loopback, and its end of the cable. twins: the interfaces there; address: of the first, the second's ends
+    alike in the next subnet."""
 
     name: str
     address: str
+    twins: tuple[str, ...]
+
+    @property
+    def interface(self) -> str:
+        return self.twins[0]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -55,7 +62,8 @@ class Namespace:
 
     def plug(self, *, up: bool) -> None:
         """This end of the cable: pulled out, or in again."""
-        _ip("-n", self.name, "link", "set", INTERFACE, "up" if up else "down")
+        for twin in self.twins:
+            _ip("-n", self.name, "link", "set", twin, "up" if up else "down")
 
     def impair(self) -> str:
         """From now on this end of the cable loses and delays packets, without a word to anybody; what does it. Until `mend`.
@@ -64,18 +72,21 @@ class Namespace:
         """
         for how in (NETEM, BUCKET):
             try:
-                _run("ip", "netns", "exec", self.name, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *how)
+                for twin in self.twins:
+                    _run("ip", "netns", "exec", self.name, "tc", "qdisc", "replace", "dev", twin, "root", *how)
             except AssertionError:
                 continue
             return how[0]
         raise AssertionError("This kernel has neither sch_netem nor sch_tbf: load one of them (modprobe sch_netem).")
 
     def mend(self) -> None:
-        _run("ip", "netns", "exec", self.name, "tc", "qdisc", "del", "dev", INTERFACE, "root")
+        for twin in self.twins:
+            _run("ip", "netns", "exec", self.name, "tc", "qdisc", "del", "dev", twin, "root")
 
     def set_mtu(self, mtu: int) -> None:
-        """Of this end of the cable alone."""
-        _ip("-n", self.name, "link", "set", INTERFACE, "mtu", str(mtu))
+        """Of this end of the cable alone, on both rails."""
+        for twin in self.twins:
+            _ip("-n", self.name, "link", "set", twin, "mtu", str(mtu))
 
 
 @contextlib.contextmanager
@@ -86,15 +97,20 @@ def two_nodes() -> Iterator[tuple[Namespace, Namespace]]:
     """
     if os.geteuid() != 0:
         raise AssertionError("Two nodes are two network namespaces, and only root may make them: run this test as root.")
-    first, second = (Namespace(f"sparkd-{os.getpid()}-{letter}", f"192.168.100.{number}") for letter, number in (("a", 10), ("b", 11)))
+    first, second = (
+        Namespace(f"sparkd-{os.getpid()}-{letter}", f"192.168.100.{number}", twins)
+        for letter, number, twins in zip("ab", (10, 11), PORTS, strict=True)
+    )
     nodes = (first, second)
     try:
         for node in nodes:
             _ip("netns", "add", node.name)
             _ip("-n", node.name, "link", "set", "lo", "up")
-        _ip("link", "add", INTERFACE, "netns", first.name, "type", "veth", "peer", "name", INTERFACE, "netns", second.name)
+        for near, far in zip(first.twins, second.twins, strict=True):
+            _ip("link", "add", near, "netns", first.name, "type", "veth", "peer", "name", far, "netns", second.name)
         for node in nodes:
-            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", INTERFACE)
+            for number, twin in enumerate(node.twins):
+                _ip("-n", node.name, "address", "add", f"{node.address.replace('.100.', f'.{100 + number}.')}/24", "dev", twin)
             node.plug(up=True)
         yield first, second
     finally:

@@ -21,7 +21,7 @@ from sparkd.fabric_cables import cables_of, rails, teams, topology, unlinked
 from sparkd.fabric_findings import findings, worst
 from sparkd.fabric_report import report
 from tests.fabric_tree import expected_of, readings, scenarios, write_nodes
-from tests.namespaces import INTERFACE, two_nodes
+from tests.namespaces import two_nodes
 from workers import fabric_reading
 from workers.fabric_reading import sample
 
@@ -293,11 +293,11 @@ def test_two_real_nodes_with_a_virtual_cable() -> None:
         (cable,) = found["cables"]
         assert (cable["seen"], [(rail["a"], rail["b"], rail["network"]) for rail in cable["rails"]]) == (
             True,
-            [(INTERFACE, INTERFACE, "192.168.100.0/24")],
+            [(a, b, f"192.168.{100 + number}.0/24") for number, (a, b) in enumerate(zip(ends[0].twins, ends[1].twins, strict=True))],
         )
         for end in ends:
             set_to = {one["name"]: one["value"] for one in found["environment"][end.address]}
-            assert (set_to["VLLM_HOST_IP"], set_to["GLOO_SOCKET_IFNAME"]) == (end.address, INTERFACE)
+            assert (set_to["VLLM_HOST_IP"], set_to["GLOO_SOCKET_IFNAME"]) == (end.address, end.interface)
             assert "NCCL_NET" not in set_to
 
         ends[1].plug(up=False)

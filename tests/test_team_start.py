@@ -19,6 +19,7 @@ from workers.status import worker_of
 
 DETECTED_S = 10.0
 OUT_S = 20.0
+LOSSY_S = 8.0
 START_S = 400.0
 POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -165,6 +166,25 @@ def test_a_cable_that_is_out_for_20_seconds_ends_in_ready_again(pair: Pair) -> N
 
     assert (reason, after_s < DETECTED_S, '"error"' in stream.text) == ("NodeLost", True, True)
     pair.again(before)
+
+
+def test_a_cable_that_loses_packets_is_borne_or_given_up_and_all_come_back(pair: Pair) -> None:
+    """Whether the ranks miss each other in that time is chance; that clients, processes and answers are well afterwards is not."""
+    before = pair.ready()
+    stream = Stream(pair).start()
+    pair.there.impair()
+    try:
+        time.sleep(LOSSY_S)
+    finally:
+        pair.there.mend()
+    pair.both()
+    until(pair.answers_quickly, 90, "an answer", 0.5)
+    after = pair.ready()
+
+    assert stream.ended.wait(60) and stream.clean
+    gone = [rank for rank in before if rank["pid"] not in {one["pid"] for one in after}]
+    assert [pid for rank in gone for pid in pair.members(rank)] == []
+    assert len(pair.engines()) == 2
 
 
 def test_unloading_ends_every_process_on_both_nodes(pair: Pair) -> None:

@@ -19,7 +19,7 @@ import pytest
 from sparkd.joined import RECORD, TOKEN
 from tests.daemon_process import ROOT, DaemonProcess, alive, until
 from tests.hub_server import COMMIT, Repository, serving
-from tests.namespaces import INTERFACE, Namespace, two_nodes
+from tests.namespaces import Namespace, two_nodes
 from tests.ray_node import RayNode, name_of, reserve_gib
 from tests.shards import layered, write_folder
 from workers.hub_cache import snapshot_of
@@ -145,11 +145,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def test_who_is_at_the_end_of_the_cable_is_offered_and_joins_by_the_heads_token_alone(stage: Stage) -> None:
     (offered,) = stage.offered
     assert (offered["cage"], offered["answers"]) == ("cage 0", True)
-    assert f"on {INTERFACE} (" in offered["told"]
+    assert f"on {stage.here.interface} (" in offered["told"]
     assert stage.refused is not None and stage.refused.returncode == 4
     assert "does not take this token: `sparkd token` on the head prints its own" in stage.refused.stderr
 
-    assert f"{stage.there.address} is {INTERFACE} (QSFP, cage 0" in stage.ray_node.log.read_text()
+    assert f"{stage.there.address} is {stage.there.interface} (QSFP, cage 1" in stage.ray_node.log.read_text()
     kept = {path.name: path.stat().st_mode & 0o777 for path in stage.ray_node.state_dir.glob("join.*")}
     assert kept == {RECORD: 0o600, TOKEN: 0o600}
     secret = stage.token.strip().encode()
@@ -170,10 +170,10 @@ def test_the_cable_between_them_is_seen_from_both_ends(stage: Stage) -> None:
 
     assert found is not None
     assert (found["topology"], found["verdict"], found["tensor_parallel"]["all"]) == ("pair", "ok", True)
-    assert [(cable["seen"], len(cable["rails"])) for cable in found["cables"]] == [(True, 1)]
+    assert [(cable["seen"], len(cable["rails"])) for cable in found["cables"]] == [(True, 2)]
     for node in (stage.here, stage.there):
         values = {one["name"]: one["value"] for one in found["environment"][node.address]}
-        assert (values["VLLM_HOST_IP"], values["GLOO_SOCKET_IFNAME"]) == (node.address, INTERFACE)
+        assert (values["VLLM_HOST_IP"], values["GLOO_SOCKET_IFNAME"]) == (node.address, node.interface)
 
 
 def test_the_rate_between_them_is_measured_by_both_agents_and_kept(stage: Stage) -> None:
@@ -222,9 +222,8 @@ def test_a_model_that_does_not_fit_beside_another_goes_to_the_other_node(stage: 
 
 def test_its_ray_has_the_names_of_its_interfaces_and_a_rank_alone_needs_none(stage: Stage) -> None:
     rank = stage.far()
-    names = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": f"={INTERFACE}", "TP_SOCKET_IFNAME": INTERFACE}
-
     for node in (stage.here, stage.there):
+        names = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}", "TP_SOCKET_IFNAME": node.interface}
         raylet = next(pid for pid in node.pids() if name_of(pid) == "raylet")
         assert _environment(raylet).items() >= (names | {"VLLM_HOST_IP": node.address}).items()
     (engine,) = (pid for pid in stage.engines() if pid in stage.there.pids())
