@@ -81,7 +81,7 @@ def main() -> int:
 
 def _faults(asked: argparse.Namespace, *, stub: bool, count: int, deadline_s: float, outcomes: list[Outcome]) -> None:
     rng = random.Random(asked.seed)
-    with _scene(stub=stub, model=asked.model) as scene:
+    with _scene(stub=stub, model=None if stub else asked.model) as scene:
         targets = {name: hit for name, hit in _targets(scene).items() if asked.only in name}
         # Every target in every state before chance decides.
         pairs = [(name, state) for state in STATES for name in targets]

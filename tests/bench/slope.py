@@ -1,8 +1,9 @@
 """`python -m tests.bench.slope`: whether the daemon grows with what it serves. Never asserts; it exits 1 where the bar is missed.
 
 A real daemon with the stub engine serves short answers over kept connections, streams, and now and then a refusal; its memory (anonymous
-pages of /proc/PID/smaps_rollup) is read in between. The slope is a least-squares line through the readings
-after the first fifth, in which caches, pools and what is kept of the last minutes fill: below 1 KiB for each 1000 requests.
+pages of /proc/PID/smaps_rollup) is read in between. Before the first reading that counts, --warm requests come over twice as
+many connections: caches and what is kept of the last minutes fill, and pools grow beyond what the rest can need at once, so that what is
+left is growth. The slope is a least-squares line through all readings after it: below 1 KiB for each 1000 requests.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from tests.bench.load import Job
 from tests.daemon_process import ROOT, DaemonProcess
 
 BAR_KIB = 1.0
-WARM_SHARE = 0.2
-CHUNKS, STREAMS_AT_ONCE = 20, 100
+CHUNKS, STREAMS_AT_ONCE, WARMER = 20, 100, 2
 SHORT_S = 5.0
 
 
@@ -30,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300_000)
     parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--warm", type=int, default=100_000, help="requests before those that count, with streams in proportion")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--limit-s", type=float, default=3600)
     parser.add_argument("--json", type=Path, help="write the readings there")
@@ -42,7 +43,7 @@ def main() -> int:
             made.gone()
     if asked.json:
         asked.json.write_text(json.dumps(points))
-    return _judge(points)
+    return _judge([point for point in points if point[0] >= asked.warm])
 
 
 def _daemon(folder: Path) -> DaemonProcess:
@@ -67,18 +68,21 @@ def _measure(made: DaemonProcess, asked: argparse.Namespace) -> list[tuple[int, 
         raise RuntimeError("the daemon does not run")
     pid, requests, streams, failed = made.process.pid, 0, 0, 0
     points = [(0, 0, _kib(pid))]
+    all_requests = asked.warm + asked.requests
+    all_streams = asked.streams * all_requests // asked.requests
     deadline_s = time.monotonic() + asked.limit_s
     load = subprocess.Popen([sys.executable, "-m", "tests.bench.load"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        while (requests < asked.requests or streams < asked.streams) and time.monotonic() < deadline_s:
-            if requests < asked.requests:
-                done = _run(load, Job("short", "127.0.0.1", made.port, "m", asked.connections, seconds=SHORT_S))
+        while (requests < all_requests or streams < all_streams) and time.monotonic() < deadline_s:
+            times = WARMER if requests < asked.warm else 1
+            if requests < all_requests:
+                done = _run(load, Job("short", "127.0.0.1", made.port, "m", times * asked.connections, seconds=SHORT_S))
                 requests, failed = requests + int(done["answered"]), failed + int(done["failed"])
             # In proportion, so that both end together.
-            while streams < asked.streams * min(1.0, requests / asked.requests):
-                job = Job("streams", "127.0.0.1", made.port, "m", STREAMS_AT_ONCE, chunks=CHUNKS, interval_s=0.005, spread_s=0.2)
-                done = _run(load, job)
-                streams, failed = streams + STREAMS_AT_ONCE, failed + STREAMS_AT_ONCE - int(done["whole"])
+            while streams < all_streams * min(1.0, requests / all_requests):
+                count = times * STREAMS_AT_ONCE
+                done = _run(load, Job("streams", "127.0.0.1", made.port, "m", count, chunks=CHUNKS, interval_s=0.005, spread_s=0.2))
+                streams, failed = streams + count, failed + count - int(done["whole"])
             # What is refused, and who leaves early, must not stay either.
             made.chat("nobody", "x")
             points.append((requests, streams, _kib(pid)))
@@ -106,11 +110,10 @@ def _kib(pid: int) -> float:
 
 
 def _judge(points: Sequence[tuple[int, int, float]]) -> int:
-    warm = [point for point in points if point[0] + point[1] >= WARM_SHARE * (points[-1][0] + points[-1][1])]
-    slope = _slope([(requests + streams, kib) for requests, streams, kib in warm])
+    slope = _slope([(requests + streams, kib) for requests, streams, kib in points])
     ok = slope < BAR_KIB
-    first, last = warm[0][2] / 1024, warm[-1][2] / 1024
-    told = f"{slope:+.2f} KiB for each 1000 requests (bar {BAR_KIB:g}), from {first:.1f} to {last:.1f} MiB over {len(warm)} readings"
+    first, last = points[0][2] / 1024, points[-1][2] / 1024
+    told = f"{slope:+.2f} KiB for each 1000 requests (bar {BAR_KIB:g}), from {first:.1f} to {last:.1f} MiB over {len(points)} readings"
     print(f"{'ok    ' if ok else 'MISSED'} {told}")
     return 0 if ok else 1
 
