@@ -257,9 +257,9 @@ class Actions:
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":
             metrics.WATCHDOG_STALLS.labels(record.name).inc()
-            if record.stalled(self._clock(), STALL_WINDOW_S) > STALLS:
+            if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
-                message += f" It is the {STALLS + 1}rd time within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
+                message += f" It has hung {times} times within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
         record.fail(reason, message, self._clock() + delay_s)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.

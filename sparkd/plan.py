@@ -303,7 +303,7 @@ def _present(facts: ModelFacts) -> list[RankFact]:
 
 
 def _broken(facts: ModelFacts) -> Fail | None:
-    """Ranks are one engine: where one of them is dead, missing, held or out of reach, none of them serves."""
+    """Ranks are one engine: where one of them is dead, missing, held, out of reach or frozen, none of them serves."""
     present = _present(facts)
     if not present and not facts.unseen:
         return Fail(facts.name, "RankLost", "Its rank has left no trace on the node; it is started again.")
@@ -318,7 +318,7 @@ def _broken(facts: ModelFacts) -> Fail | None:
         named = " and ".join(map(str, missing))
         return Fail(facts.name, "RankMissing", f"Rank {named} of {facts.world} has left no trace on its node; all are started again.")
     if facts.world == 1:
-        return None
+        return Fail(facts.name, "EngineFrozen", facts.frozen) if facts.frozen else None
     if facts.dark_s >= DARK_S:
         told_s = f"a node of it has given no sign of life for {facts.dark_s:.0f} s"
         return Fail(facts.name, "NodeLost", f"Its ranks cannot reach each other: {told_s}; they are started again once that is clear.")

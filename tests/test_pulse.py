@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sparkd import metrics
 from sparkd.pulse import ALONE_ASK_EVERY_S, ALONE_BUSY_S, ALONE_IDLE_S, BUSY_S, IDLE_S, Pulse
 from sparkd.record import Record
 from sparkd.state import Desired, ModelState, Progress, RankFact, Reading, Want
@@ -123,4 +124,27 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
             made.cluster.ranks = {}
             await made.tick(2)
         assert waits == [1, 2, 900]
-        assert "3rd time within 15 minutes" in (made.supervisor.record("m").message or "")
+        assert "It has hung 3 times within 15 minutes: it rests for as long." in (made.supervisor.record("m").message or "")
+
+
+async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started_again(tmp_path: Path) -> None:
+    async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
+        await make_ready(made)
+        pages = [page(1)]
+
+        async def said(upstream: Upstream) -> str | None:
+            return pages[-1]
+
+        made.supervisor._pulse._page_of = said
+        stalls = metrics.WATCHDOG_STALLS.labels("m")._value.get()
+        async with made.supervisor.lease("m"):
+            await made.tick(3, seconds=ALONE_ASK_EVERY_S)
+            pages.append(page(2))
+            await made.tick(2, seconds=ALONE_ASK_EVERY_S)
+            await made.tick(seconds=ALONE_IDLE_S - 2 * ALONE_ASK_EVERY_S)
+            assert made.state() == "READY", "it moved less than that ago"
+            await made.tick(2, seconds=ALONE_ASK_EVERY_S)
+            assert made.supervisor.snapshot().models["m"].reason == "EngineFrozen"
+            assert metrics.WATCHDOG_STALLS.labels("m")._value.get() == stalls + 1
+            await made.tick(2)
+        assert made.cluster.log[2:] == ["destroy m", "release m", "place m", "spawn m"]

@@ -94,6 +94,8 @@ def test_a_rank_that_lives_and_does_not_answer_fails_all(state: ModelState) -> N
         "Ray of o has ended, and the workers of an engine with `executor: ray` end with it; they are started again once it is back.",
     )
     assert failed(UP, SIZED, state=state, frozen="Nothing moves.") == ("EngineFrozen", "Nothing moves.")
+    alone = replace(RUNNING, state=state, rank_id=ALIVE.handle.rank_id, ranks=(ALIVE,), frozen="Nothing moves.", last_asked_s=NOW_S)
+    assert plan({"m": alone}, (), True, NOW_S) == [Fail("m", "EngineFrozen", "Nothing moves.")]
 
 
 def test_a_question_under_way_does_not_hide_a_dead_rank() -> None:
