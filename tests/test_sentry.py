@@ -289,7 +289,7 @@ def test_slopes_and_rates_are_of_what_happened(tmp_path: Path) -> None:
     assert trend.seconds_to(40 * memory_hog.GIB, 30 * memory_hog.GIB) == pytest.approx(100, rel=0.01)
     assert len(vitals.rows()) == 100
     vitals.forget()
-    assert (vitals.rows(), vitals.trend().short) == ([], 0)
+    assert (len(vitals.rows()), vitals.trend().short) == (100, 0), "what happened stays, for the next bundle"
 
 
 def test_two_minutes_are_kept_at_the_fastest_pace() -> None:
@@ -315,6 +315,22 @@ def test_a_driver_that_hangs_is_a_finding_and_holds_nobody_up(agents: Agents, fo
     until(lambda: agent.sentry.reading["device_trouble"])
     assert agent.sentry.reading["device_trouble"] == "sleep did not answer within 0.1 s"
     assert fact_of(agent)["host_bytes"] > 1 << 20
+
+
+def test_a_driver_that_falls_silent_between_two_questions_leaves_no_old_answer(
+    agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "DEVICE_COMMAND", ("true",))
+    monkeypatch.setattr(holders, "GPU_COMMAND", ("echo", "12.5, 96, 60"))
+    monkeypatch.setattr(holders, "DEVICE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(holders, "DEVICE_EVERY_S", 0.0)
+    agent = agents.start()
+    started(agent, folder)
+    until(lambda: agent.sentry.reading.get("gpu_power_w") == 12.5)
+    monkeypatch.setattr(holders, "GPU_COMMAND", ("sleep", "600"))
+    until(lambda: agent.sentry.reading["device_trouble"])
+    assert agent.sentry.reading["device_trouble"] == "sleep did not answer within 0.1 s"
+    until(lambda: "gpu_power_w" not in agent.sentry.reading)
 
 
 def test_what_the_daemon_tells_of_its_models(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Holders:
         self._asked_at_s = float("-inf")
 
     def refresh(self, now_s: float, *, ask_device: bool = True) -> None:
-        """Blocks, at worst for DEVICE_TIMEOUT_S, or for as long as /proc does."""
+        """Blocks, at worst for two DEVICE_TIMEOUT_S, or for as long as /proc does."""
         ids = rank_ids(self._run_dir)
         stats, boot = (processes.table(), processes.boot_id()) if ids else ({}, "")
         if ids and ask_device and self.has_device and now_s - self._asked_at_s >= DEVICE_EVERY_S:
@@ -119,6 +119,8 @@ class Holders:
         return self._fds[who]
 
     def _ask_device(self) -> None:
+        # What it drew before it fell silent is no evidence of what it does now.
+        self.gpu = {}
         if stuck():
             # One that hangs is enough: the next would hang beside it.
             return
@@ -126,10 +128,11 @@ class Holders:
         if answer.trouble and answer.trouble.endswith("is not installed"):
             self.has_device = False
             return
-        self.device_trouble = answer.trouble
         if answer.trouble is None:
             self._device = device_bytes(answer.text.splitlines())
-            self.gpu = gpu_of(ask(GPU_COMMAND, DEVICE_TIMEOUT_S).text)
+            answer = ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
+            self.gpu = gpu_of(answer.text)
+        self.device_trouble = answer.trouble
 
 
 def device_bytes(lines: Iterable[str]) -> dict[int, int]:

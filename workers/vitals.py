@@ -135,7 +135,7 @@ class Vitals:
         self.vmstat = Source(proc / "vmstat", held=held)
         self.pressure = Source(proc / "pressure" / "memory", held=held)
         self._ring = array("d", bytes(8 * ROWS * len(COLUMNS)))
-        self._count = 0
+        self._count = self._forgotten = 0
 
     def look(self, now_s: float) -> Look | None:
         """None where /proc/meminfo cannot be read now."""
@@ -174,15 +174,16 @@ class Vitals:
         self._count += 1
 
     def forget(self) -> None:
-        """A process was killed: what went before says nothing about what goes on."""
-        self._count = 0
+        """A process was killed: what went before says nothing about where it goes on. It is still what happened."""
+        self._forgotten = self._count
 
     def trend(self) -> Trend:
         """From the newest look back. Without a look that is old enough a slope is over what there is."""
-        if self._count < 2:
+        known = min(self._count - self._forgotten, ROWS)
+        if known < 2:
             return Trend()
         now_s, available = self._at(1, 0), self._at(1, 1)
-        short, middle, long = self._back(SHORT_S), self._back(MIDDLE_S), self._back(LONG_S)
+        short, middle, long = (self._back(seconds, known) for seconds in (SHORT_S, MIDDLE_S, LONG_S))
         return Trend(
             self._slope(2),
             self._slope(short),
@@ -197,16 +198,16 @@ class Vitals:
         """Of the last KEPT_S, oldest first, in the order of COLUMNS."""
         if not self._count:
             return []
-        last = self._back(KEPT_S)
+        last = self._back(KEPT_S, min(self._count, ROWS))
         return [[self._at(back, column) for column in range(len(COLUMNS))] for back in range(last, 0, -1)]
 
     def _at(self, back: int, column: int) -> float:
         """back: 1 is the newest look."""
         return self._ring[(self._count - back) % ROWS * len(COLUMNS) + column]
 
-    def _back(self, seconds: float) -> int:
-        """How many looks back the first one is that is no older than that."""
-        oldest_s, known = self._at(1, 0) - seconds - 1e-6, min(self._count, ROWS)
+    def _back(self, seconds: float, known: int) -> int:
+        """How many looks back the first one is, of the last `known`, that is no older than that."""
+        oldest_s = self._at(1, 0) - seconds - 1e-6
         back, beyond = 1, known + 1
         while beyond - back > 1:
             middle = (back + beyond) // 2
