@@ -150,6 +150,7 @@ _OF_A_MODEL: tuple[Gauge | Counter | Histogram, ...] = (
     metrics.MODEL_LOAD_SECONDS,
     metrics.MODEL_RESTARTS,
     metrics.WATCHDOG_STALLS,
+    metrics.SWAPS,
 )
 _OF_A_NODE = (
     metrics.NODE_RESERVED_BYTES,

@@ -58,7 +58,8 @@ class Pressure:
         if now_s - self._evicted_at_s >= EVICT_EVERY_S and (victim := evictable(records.values(), pressed, now_s)):
             self._evicted_at_s = now_s
             metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
-            why = short[victim.node_id or ""].level_why or _told(victim.node_id or "", short[victim.node_id or ""])
+            node = next(node for node in victim.nodes if node in pressed)
+            why = short[node].level_why or _told(node, short[node])
             self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
             self._want(victim.name, Want.STOPPED, "guard")
 
@@ -101,12 +102,12 @@ def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
 
 
 def evictable(records: Iterable[Record], nodes: set[str], now_s: float) -> Record | None:
-    """The idle model on one of these nodes that goes first: unpinned, of the lowest priority, idle for longest."""
+    """The idle model with a rank on one of these nodes that goes first: unpinned, of the lowest priority, idle for longest."""
     idle = [
         record
         for record in records
         if record.state is ModelState.READY
-        and record.node_id in nodes
+        and nodes.intersection(record.nodes)
         and not (record.in_flight or record.queued or (record.spec and record.spec.pin))
         and now_s - record.last_used_s >= IDLE_S
     ]

@@ -1,0 +1,84 @@
+"""What the control plane does at each level of the guard: who is shed, who is unloaded, what does not begin."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkd.errors import Unavailable
+from sparkd.pressure import EVICT_EVERY_S, IDLE_S
+from sparkd.state import Want
+from tests.fakes import READING, FakeCluster, Scene, stage
+
+
+async def ready(made: Scene, *models: str) -> None:
+    for name in models:
+        made.cluster.names = [name]
+        made.supervisor.want(name, Want.RUNNING, "admin")
+        await made.tick(2)
+        made.cluster.serve(name)
+        await made.tick(3)
+        assert made.state(name) == "READY"
+
+
+def level(made: Scene, name: str) -> None:
+    made.cluster.reading = replace(READING, level=name)
+
+
+def evicted(made: Scene) -> list[str | None]:
+    return [event.model for event in made.supervisor.ledger.events(0, 200) if event.kind == "evict"]
+
+
+def models(folder: Path, **keys: dict[str, object]) -> dict[str, object]:
+    (folder / "model").mkdir()
+    return {name: {"model": str(folder / "model"), **more} for name, more in keys.items()}
+
+
+async def test_the_idle_model_of_the_lowest_priority_goes_and_one_a_minute(tmp_path: Path) -> None:
+    given = models(tmp_path, low={"priority": 10}, high={"priority": 60}, pinned={"priority": 1, "pin": True}, busy={"priority": 1})
+    async with stage(tmp_path, models=given) as made:
+        await ready(made, "low", "high", "pinned", "busy")
+        async with made.supervisor.lease("busy"):
+            level(made, "tight")
+            await made.tick(2, seconds=IDLE_S)
+            assert evicted(made) == [], "to be low is no reason yet"
+            level(made, "pressed")
+            await made.tick(10)
+            assert (evicted(made), made.state("low"), made.state("high")) == (["low"], "STOPPED", "READY")
+            await made.tick(2, seconds=EVICT_EVERY_S)
+            assert evicted(made) == ["low", "high"]
+            await made.tick(2, seconds=EVICT_EVERY_S)
+            assert evicted(made) == ["low", "high"], "pinned, and busy"
+
+
+async def test_a_model_whose_second_node_is_short_goes_too(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    cluster.nodes = ("o", "n")
+    async with stage(tmp_path, cluster=cluster) as made:
+        await ready(made, "m")
+        level(made, "pressed")
+        await made.tick(2, seconds=IDLE_S)
+        assert evicted(made) == ["m"]
+
+
+async def test_who_waits_for_a_load_that_may_not_begin_is_told_who_holds_the_memory(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=models(tmp_path, there={}, absent={})) as made:
+        await ready(made, "there")
+        level(made, "tight")
+        await made.tick()
+
+        async def ask() -> None:
+            async with made.supervisor.lease("absent"):
+                raise AssertionError("there is no memory for it")
+
+        asking = asyncio.ensure_future(ask())
+        await made.tick(2)
+        with pytest.raises(Unavailable) as caught:
+            await asking
+        assert caught.value.message.startswith("absent cannot be loaded now: n is tight, 0.0 GiB available. Memory is held by there (4 GiB)")
+        assert ([row["model"] for row in caught.value.held_by], caught.value.headers()) == (["there"], {"retry-after": "30"})
+        assert (made.state("absent"), made.cluster.log.count("place absent")) == ("STOPPED", 0)
+        assert made.supervisor.snapshot().conditions == ("MemoryShort: n is tight, 0.0 GiB available; no load begins.",)
