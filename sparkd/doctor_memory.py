@@ -13,7 +13,8 @@ from sparkd.fabric_findings import FAIL, WARN, Finding
 from workers.meminfo import unaccounted_bytes
 
 MOST_SWAP_BYTES = 64 * GIB
-GOOD_SWAP = "16 GiB"
+GOOD_SWAP_GIB = 16
+MAKE_SWAP = f"sudo fallocate -l {GOOD_SWAP_GIB}G /swap.img && sudo chmod 600 /swap.img && sudo mkswap /swap.img && sudo swapon /swap.img"
 MOST_SWAPPINESS = 10
 GOOD_DIRTY_BYTES = 256 << 20
 MOST_DIRTY_BYTES = 2 * GIB
@@ -39,20 +40,26 @@ def _swap(host: Host) -> Iterator[Finding]:
         return
     told = f"{gib(total)}, {gib(total - free)} used"
     if total == 0:
-        cure = (
-            f"Make {GOOD_SWAP}: `sudo fallocate -l 16G /swap.img && sudo chmod 600 /swap.img && sudo mkswap /swap.img && sudo swapon "
-            "/swap.img`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
-        )
+        cure = f"Make {GOOD_SWAP_GIB} GiB: `{MAKE_SWAP}`, and a line in /etc/fstab. Without it a load that repacks weights is killed."
         yield host.find("swap", WARN, "swap", told, cure)
     elif total > MOST_SWAP_BYTES:
-        names = " ".join(line.split()[0] for line in host.text("proc/swaps").splitlines()[1:] if line.split())
-        cure = (
-            f"Keep {GOOD_SWAP} (`sudo swapoff` the rest{f' of {names}' if names else ''}): with so much the kernel pages for hours "
-            f"and kills nothing."
-        )
+        cure = f"{_less_swap(host)} About {GOOD_SWAP_GIB} GiB are enough: with so much the kernel pages for hours and kills nothing."
         yield host.find("swap", WARN, "swap", told, cure)
     else:
         yield host.fine("swap", "swap", told)
+
+
+def _less_swap(host: Host) -> str:
+    """What to do in which order: the smallest area that is large enough stays; where none is, one is made after all others went."""
+    rows = [line.split() for line in host.text("proc/swaps").splitlines()[1:]]
+    sizes = {row[0]: int(row[2]) * 1024 for row in rows if len(row) > 2 and row[2].isdigit()}
+    fit = [name for name, size in sizes.items() if (GOOD_SWAP_GIB - 1) * GIB <= size <= MOST_SWAP_BYTES]
+    kept = min(fit, key=sizes.__getitem__, default=None)
+    others = " ".join(name for name in sizes if name != kept) or "AREA"
+    steps = f"first unload every model, then `sudo swapoff {others}`, then take {others} out of /etc/fstab"
+    if kept:
+        return f"Keep {kept}, {gib(sizes[kept])}: {steps}."
+    return f"Put a smaller area in place of what is there: {steps}, then `sudo rm -f /swap.img && {MAKE_SWAP}`, with a line in /etc/fstab."
 
 
 def _settings(host: Host) -> Iterator[Finding]:

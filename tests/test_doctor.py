@@ -27,6 +27,8 @@ DRIVER = "NVRM version: NVIDIA UNIX {0}Kernel Module for aarch64  {1}  Release B
 SMI = "captured/nvidia-smi.txt"
 
 # fault -> (what it changes, check, verdict, a word of the cure)
+AREAS = "Filename Type Size Used Priority\n/swap.img file {} 0 -2\n/swapfile128 file {} 0 -3\n"
+SWAPS = {"proc/meminfo": fixture("meminfo/idle.txt") + f"SwapTotal: {143 * GIB_KIB} kB\nSwapFree: 0 kB\n"}
 FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "KHO holds free memory": ({"proc/meminfo": MEMINFO + "CmaTotal: 0 kB\nCmaFree: 10171187 kB\n"}, "kho", "fail", "kho=off"),
     "a kernel whose KHO may": ({"proc/sys/kernel/osrelease": "7.0.0-1019-nvidia\n"}, "kho", "warn", "kho=off"),
@@ -45,8 +47,12 @@ FAULTS: Mapping[str, tuple[Mapping[str, str | None], str, str, str]] = {
     "a driver's deadlock": ({"captured/dmesg.txt": fixture("dmesg/hung-tasks.txt")}, "kernel-log", "fail", "Restart"),
     "sysrq forbids a restart": ({"proc/sys/kernel/sysrq": "16\n"}, "sysrq", "warn", "kernel.sysrq=176"),
     "no swap": ({"proc/meminfo": fixture("meminfo/idle.txt") + "SwapTotal: 0 kB\n"}, "swap", "warn", "mkswap"),
-    "too much swap": ({"proc/meminfo": fixture("meminfo/idle.txt") + f"SwapTotal: {143 * GIB_KIB} kB\nSwapFree: 0 kB\n"}, "swap", "warn",
-    "/swap.img"),
+    "too much swap": (SWAPS | {"proc/swaps": "Filename Type Size Used Priority\n"}, "swap", "warn",
+    "`sudo swapoff AREA`"),
+    "a second area of swap": (SWAPS | {"proc/swaps": AREAS.format(16777212, 134217728)}, "swap", "warn",
+    "Keep /swap.img, 16.0 GiB: first unload every model, then `sudo swapoff /swapfile128`, then take /swapfile128 out of /etc/fstab."),
+    "two areas, both too large": (SWAPS | {"proc/swaps": AREAS.format(83886080, 134217728)}, "swap", "warn",
+    "`sudo swapoff /swap.img /swapfile128`, then take /swap.img /swapfile128 out of /etc/fstab, then `sudo rm -f /swap.img && sudo falloc"),
     "swappiness": ({"proc/sys/vm/swappiness": "60\n"}, "swappiness", "warn", "vm.swappiness=10"),
     "dirty pages": ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "20\n"}, "dirty", "warn", "vm.dirty_bytes=268435456"),
     "a large reserve of the kernel's": ({"proc/sys/vm/min_free_kbytes": "4194304\n"}, "min-free", "warn", "45167"),
