@@ -51,7 +51,9 @@ def canonical(table: Table, section: type[BaseModel], problems: list[Problem], p
         elif key in foreign:
             problems.append(place.problem(f"{dotted((*path, key))} has no meaning here. {foreign[key]}"))
         else:
-            problems.append(place.problem(f"{dotted((*path, key))} is not a known key{_nearest(key, [*known, *ours], path)}"))
+            near = _nearest(key, [*known, *ours])
+            renamed.meant |= {ours.get(near, near)} if near else set()
+            problems.append(place.problem(f"{dotted((*path, key))} is not a known key{_hint(near, path)}"))
     for key, value in list(renamed.items()):
         inner = _section(section, key)
         holds_models = top and key == "models"
@@ -92,7 +94,8 @@ def overlay_environ(
         place = Place(name)
         path = variables.get(name)
         if path is None:
-            problems.append(place.problem(f"This environment variable is not a setting{_nearest(name, [*variables, *OTHER_ENV], ())}"))
+            hint = _hint(_nearest(name, [*variables, *OTHER_ENV]), ())
+            problems.append(place.problem(f"This environment variable is not a setting{hint}"))
         elif environ[name]:
             key = ".".join(path)
             value: Any = environ[name]
@@ -102,10 +105,15 @@ def overlay_environ(
 
 
 def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ()) -> list[Problem]:
-    """pydantic's errors, one problem per place; the members of a union that all failed become one sentence."""
+    """pydantic's errors, one problem per place; the members of a union that all failed become one sentence.
+
+    A key that is missing because it was misspelt has been told of already.
+    """
     found: dict[tuple[Any, ...], tuple[Place, Any, list[str]]] = {}
     for one in error.errors(include_url=False, include_input=False):
         location, place, value = _locate(tree, one["loc"])
+        if one["type"] == "missing" and _is_misspelt(tree, one["loc"]):
+            continue
         context = one.get("ctx", {})
         if one["type"] == "refused" and context.get("item") is not None:
             _, place, _ = _locate(tree, (*one["loc"], context["item"]))
@@ -239,11 +247,15 @@ def _is_list(section: type[BaseModel], path: Sequence[str]) -> bool:
     return Ellipsis in get_args(section.model_fields[path[-1]].annotation)
 
 
-def _nearest(key: str, known: Iterable[str], path: Sequence[str]) -> str:
+def _nearest(key: str, known: Iterable[str]) -> str | None:
     folded = {name.replace("-", "_").lower(): name for name in known}
     close = difflib.get_close_matches(key.replace("-", "_").lower(), folded, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {folded[close[0]]}?"
+    return folded[close[0]] if close else None
+
+
+def _hint(near: str | None, path: Sequence[str]) -> str:
+    if near:
+        return f"; did you mean {near}?"
     where = f" of {dotted(path)}" if path else ""
     return f". The keys{where} are in the commented reference, configs/sparkd.yaml."
 
@@ -264,6 +276,13 @@ def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int
             break
         found.append(part)
     return (*found, missing) if missing is not None else tuple(found), place, None if missing is not None else value
+
+
+def _is_misspelt(tree: Table, location: Sequence[str | int]) -> bool:
+    holder = _locate(tree, location[:-1])[2] if len(location) > 1 else tree
+    # What has a recipe needs no model.
+    meant = {"model": {"model", "recipe"}}.get(str(location[-1]), {str(location[-1])})
+    return isinstance(holder, Table) and not meant.isdisjoint(holder.meant)
 
 
 def _sentence(kind: str, message: str, context: Mapping[str, Any]) -> str:

@@ -78,8 +78,12 @@ def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Ta
     The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. What contradicts itself is a
     problem; a value of the wrong kind is left for the validation.
     """
-    given = {key: "off" if key == "speculative" and entry.get(key) is False else entry.get(key) for key in KEYS}
-    if not any(isinstance(value, str) for value in given.values()):
+    given = {key: entry[key] if isinstance(entry.get(key), str) else None for key in KEYS}
+    if entry.get("speculative") is False:
+        given["speculative"] = "off"
+    if entry.get("recipe") is not None and given["recipe"] is None:
+        return _with_some_model(entry)
+    if all(value is None for value in given.values()):
         return entry
     path = f"models.{name}"
     file, variant = None, None
@@ -110,7 +114,9 @@ def _looked_up(wanted: str, place: Place, path: str, book: Book, problems: list[
     name, variant = split(wanted)
     file, wrong = book.read(name)
     if file is None:
-        problems += [problem if problem.file else place.problem(f"{path}.recipe: {problem.message}") for problem in wrong]
+        told = [problem if problem.file else place.problem(f"{path}.recipe: {problem.message}") for problem in wrong]
+        # Two models may have one recipe.
+        problems += [problem for problem in told if problem not in problems]
     elif variant is not None and variant not in file.recipe.variants:
         known = ", ".join(file.recipe.variants) or "none"
         problems.append(place.problem(f"{path}.recipe: {name} has no variant {variant[:64]!r}. It has: {known}."))
@@ -119,7 +125,7 @@ def _looked_up(wanted: str, place: Place, path: str, book: Book, problems: list[
 
 
 def _with_some_model(entry: Table) -> Table:
-    """So that a recipe that is not there is told of once, not once more as a model that is missing."""
+    """So that a recipe that cannot be used is told of once, not once more as a model that is missing."""
     stand_in = Table()
     _lay(stand_in, entry)
     if "model" not in stand_in:

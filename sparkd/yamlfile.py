@@ -49,11 +49,12 @@ class Place:
 
 
 class Table(dict[str, Any]):
-    """A map that knows where each of its keys was written."""
+    """A map that knows where each of its keys was written. meant: keys that it lacks, and that misspelt ones seem to stand for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: dict[str, Place] = {}
+        self.meant: set[str] = set()
 
     def put(self, key: str, value: Any, place: Place) -> None:
         self[key] = value

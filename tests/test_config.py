@@ -83,6 +83,19 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
     assert load("log_level: '${env.SPARKD_MINE}'", SPARKD_MINE="debug").log_level == "debug"
 
 
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("modle: /x", "models.a.modle is not a known key; did you mean model?"),
+        ("recepe: r", "models.a.recepe is not a known key; did you mean recipe?"),
+        ("recipe: [x]", "models.a.recipe is a list; it must be text (put it in quotes)."),
+        ("recipe: gpt-oss-120b, profile: {x: y}", "models.a.profile is a map; it must be 'single-user', 'balanced' or 'throughput'."),
+    ],
+)
+def test_one_cause_is_told_once(complain, entry: str, told: str) -> None:
+    assert complain(f"models: {{a: {{{entry}}}}}") == [f"F:1: {told}"]
+
+
 def test_flags_add_models_and_preloads(load) -> None:
     config = load(
         "models: {a: {model: o/a, ttl: 5}, b: {model: o/b}}",
