@@ -113,6 +113,7 @@ def _show_node(node: NodeView) -> None:
         (metrics.NODE_READING_AGE_SECONDS, reading.age_s),
         (metrics.NODE_MEM_UNACCOUNTED_BYTES, reading.unaccounted_bytes),
         (metrics.NODE_MEM_SLOPE, reading.slope_bytes_per_s),
+        (metrics.NODE_MEM_FLOOR_SECONDS, reading.floor_in_s),
         (metrics.NODE_SCANNED_PAGES, reading.scanned_per_s),
         (metrics.NODE_SWAPPED_PAGES, reading.swapped_per_s),
         (metrics.GPU_POWER_WATTS, reading.gpu_power_w),
@@ -120,12 +121,10 @@ def _show_node(node: NodeView) -> None:
         (metrics.GPU_CELSIUS, reading.gpu_celsius),
         (metrics.NODE_MEMORY_LEVEL, LEVELS.index(reading.level)),
     ]
-    if reading.floor_in_s is None:
-        _remove(metrics.NODE_MEM_FLOOR_SECONDS, node.node_id)
-    else:
-        metrics.NODE_MEM_FLOOR_SECONDS.labels(node.node_id).set(reading.floor_in_s)
     for gauge, value in values:
-        if value is not None:
+        if value is None:
+            _remove(gauge, node.node_id)
+        else:
             gauge.labels(node.node_id).set(value)
 
 

@@ -93,6 +93,12 @@ class Pulse:
         told = f"{record.in_flight} requests run, and for {silent_s:.0f} s no token came and {how}"
         return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
 
+    @property
+    def condition(self) -> str | None:
+        """What an operator reads where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
+        silent = "; ".join(f"{node}: {one.device_trouble}" for node, one in self._readings.items() if one.device_trouble)
+        return f"GpuSilent: {silent}. What the GPU draws and holds is not known; see `sparkd doctor`." if silent else None
+
     async def _ask(self, record: Record) -> None:
         try:
             page = await self._page_of(record.upstream) if record.upstream else None

@@ -135,7 +135,7 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        told = (self._refused, self.ledger.trouble, seen, self._pressure.condition, self._release.condition)
+        told = (self._refused, self.ledger.trouble, seen, self._pressure.condition, self._release.condition, self._pulse.condition)
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,

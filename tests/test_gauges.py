@@ -172,3 +172,26 @@ def test_what_is_gone_leaves_no_series() -> None:
 
     gauges.show(snapshot())
     assert metrics.text() == before
+
+
+def test_what_a_node_says_no_longer_is_shown_no_longer() -> None:
+    drawing = replace(READING, gpu_power_w=41.0, gpu_busy_percent=96.0, gpu_celsius=60.0, floor_in_s=3.0)
+    gauges.show(snapshot(nodes=(replace(NODE, reading=drawing),)))
+    families = (
+        "sparkd_gpu_power_draw_watts",
+        "sparkd_gpu_utilization_ratio",
+        "sparkd_gpu_temperature_celsius",
+        "sparkd_node_mem_floor_seconds",
+    )
+    assert [shown(family, node="n1") for family in families] == [{"": 41.0}, {"": 0.96}, {"": 60.0}, {"": 3.0}]
+
+    gauges.show(snapshot(nodes=(NODE,)))
+    assert [shown(family, node="n1") for family in families] == [{}] * 4
+
+
+def test_swaps_go_with_their_model() -> None:
+    gauges.show(snapshot(view("m")))
+    metrics.SWAPS.labels("m").inc()
+    assert shown("sparkd_swaps", model="m") == {"_total": 1.0}
+    gauges.show(snapshot())
+    assert shown("sparkd_swaps", model="m") == {}

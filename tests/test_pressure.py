@@ -78,7 +78,9 @@ async def test_who_waits_for_a_load_that_may_not_begin_is_told_who_holds_the_mem
         await made.tick(2)
         with pytest.raises(Unavailable) as caught:
             await asking
-        assert caught.value.message.startswith("absent cannot be loaded now: n is tight, 0.0 GiB available. Memory is held by there (4 GiB)")
+        assert caught.value.message.startswith(
+            "absent cannot be loaded now: n is tight, 0.0 GiB available. Memory is held by there (4 GiB)"
+        )
         assert ([row["model"] for row in caught.value.held_by], caught.value.headers()) == (["there"], {"retry-after": "30"})
         assert (made.state("absent"), made.cluster.log.count("place absent")) == ("STOPPED", 0)
         assert made.supervisor.snapshot().conditions == ("MemoryShort: n is tight, 0.0 GiB available; no load begins.",)

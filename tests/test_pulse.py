@@ -114,6 +114,17 @@ async def test_an_engine_on_one_node_has_longer(watts: float | None, busy: float
     assert told is not None and told.endswith("it hangs; all of it is started again.")
 
 
+async def test_a_gpu_that_tells_nothing_is_said_to_and_is_no_evidence() -> None:
+    scene = Scene()
+    scene.record.world, scene.record.nodes = 1, ("n",)
+    scene.readings = {"n": replace(READING, device_trouble="nvidia-smi did not answer within 4 s"), "o": READING}
+    assert scene.pulse.condition is None
+    await scene.after(0)
+    assert (scene.pulse.condition or "").startswith("GpuSilent: n: nvidia-smi did not answer within 4 s. What the GPU draws and holds is")
+    await scene.after(ALONE_ASK_EVERY_S)
+    assert await scene.after(ALONE_IDLE_S) is not None, "the ranks' own idleness still counts"
+
+
 async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         waits = []

@@ -67,6 +67,9 @@ class Holders:
         """Blocks, at worst for two DEVICE_TIMEOUT_S, or for as long as /proc does."""
         ids = rank_ids(self._run_dir)
         stats, boot = (processes.table(), processes.boot_id()) if ids else ({}, "")
+        if not ids:
+            # Nobody is asked, so nobody answers.
+            self.gpu, self.device_trouble = {}, None
         if ids and ask_device and self.has_device and now_s - self._asked_at_s >= DEVICE_EVERY_S:
             self._asked_at_s = now_s
             self._ask_device()
