@@ -29,18 +29,27 @@ BEFORE_S = 6.0
 
 @dataclass(slots=True)
 class Pending:
-    """One rank that ended. held: bytes that it had; available: the least of MemAvailable just before its end."""
+    """One rank that ended. held: bytes that it had, of which `device` on the device; available and unaccounted: the least of MemAvailable
+    and the most that no line of /proc/meminfo accounts for, just before its end. cure: what was said of it once the limit had passed."""
 
     model: str
     node: str
     held: int
+    device: int
     available: int
+    unaccounted: int | None
     since_s: float
-    told: bool = False
+    cure: str = ""
 
     def missing(self, available: int) -> int:
         """Bytes that have not come back."""
         return max(0, self.held - (available - self.available))
+
+    def kept(self, reading: Reading) -> int | None:
+        """Bytes of it that the driver still has: CUDA's memory is in no line of /proc/meminfo. None where that cannot be told."""
+        if self.unaccounted is None or reading.unaccounted_bytes is None or not self.device:
+            return None
+        return max(0, min(self.device, reading.unaccounted_bytes - (self.unaccounted - self.device)))
 
     def is_back(self, available: int) -> bool:
         return self.missing(available) <= (1 - SHARE) * self.held + SLACK_BYTES
@@ -52,8 +61,8 @@ class Release:
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._living: dict[str, tuple[str, str, int]] = {}
-        self._lately: dict[str, deque[tuple[float, int]]] = {}
+        self._living: dict[str, tuple[str, str, int, int]] = {}
+        self._lately: dict[str, deque[tuple[float, int, int | None]]] = {}
         self._pending: list[Pending] = []
 
     @property
@@ -65,10 +74,9 @@ class Release:
         """What an operator reads; None where nothing is waited for."""
         if not self._pending:
             return None
-        stuck = [one for one in self._pending if one.told]
+        stuck = [f"what {one.model} on {one.node} held has not come back; {one.cure}" for one in self._pending if one.cure]
         if stuck:
-            names = ", ".join(f"{one.model} on {one.node}" for one in stuck)
-            return f"MemoryNotReleased: what {names} held has not come back; no load begins before that node was restarted."
+            return f"MemoryNotReleased: {'; '.join(stuck)}."
         return f"MemoryReturns: {', '.join(f'{one.model} on {one.node}' for one in self._pending)}."
 
     def look(self, observation: Observation) -> None:
@@ -78,20 +86,24 @@ class Release:
         now_s, readings = self._clock(), _readings(observation)
         for fact in observation.ranks:
             if fact.alive and (held := _held(fact)) is not None:
-                before = self._living.get(fact.handle.rank_id, ("", "", 0))[2]
-                self._living[fact.handle.rank_id] = (fact.handle.model, fact.handle.node_id, max(held, before))
+                _, _, before, device = self._living.get(fact.handle.rank_id, ("", "", 0, 0))
+                if held >= before:
+                    before, device = held, fact.device_bytes or 0
+                self._living[fact.handle.rank_id] = (fact.handle.model, fact.handle.node_id, before, device)
         alive = {fact.handle.rank_id for fact in observation.ranks if fact.alive or fact.processes}
         for rank_id in self._living.keys() - alive:
-            model, node, held = self._living[rank_id]
+            model, node, held, device = self._living[rank_id]
             if node in observation.unseen:
                 continue
             del self._living[rank_id]
-            least = min((available for _, available in self._lately.get(node, ())), default=None)
+            lately = self._lately.get(node, ())
+            least = min((available for _, available, _ in lately), default=None)
+            most = max((unaccounted for _, _, unaccounted in lately if unaccounted is not None), default=None)
             if held >= LEAST_BYTES and least is not None:
-                self._pending.append(Pending(model, node, held, least, now_s))
+                self._pending.append(Pending(model, node, held, device, least, most, now_s))
         for node, reading in readings.items():
             lately = self._lately.setdefault(node, deque())
-            lately.append((now_s, reading.mem_available_bytes))
+            lately.append((now_s, reading.mem_available_bytes, reading.unaccounted_bytes))
             while lately[0][0] < now_s - BEFORE_S:
                 lately.popleft()
         self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), now_s)]
@@ -103,17 +115,23 @@ class Release:
         if one.is_back(reading.mem_available_bytes):
             metrics.RELEASE_SECONDS.labels(one.node).observe(waited_s)
             metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(0)
-            told = f"{one.held / GIB:.1f} GiB of it came back to {one.node} within {waited_s:.1f} s."
+            told = f"{(one.held - missing) / GIB:.1f} of {one.held / GIB:.1f} GiB came back to {one.node} within {waited_s:.1f} s."
             self._ledger.say("release", one.model, told, node=one.node, seconds=round(waited_s, 2))
             return False
-        if waited_s < LIMIT_S or one.told:
+        if waited_s < LIMIT_S or one.cure:
             return True
         metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(missing)
         needs_restart = missing >= REBOOT_BYTES and missing >= REBOOT_SHARE * one.held
-        cure = "no load begins before that node was restarted" if needs_restart else "it is given up"
-        told = f"{missing / GIB:.1f} of {one.held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s: {cure}."
-        self._ledger.say("release", one.model, told, node=one.node, missing_bytes=missing)
-        one.told = True
+        kept = one.kept(reading)
+        who = "" if kept is None else f", {kept / GIB:.1f} of them in the driver"
+        if not needs_restart:
+            one.cure = "it is given up"
+        elif kept is not None and kept < REBOOT_BYTES:
+            one.cure = "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins before it is back"
+        else:
+            one.cure = "no load begins before that node was restarted"
+        told = f"{missing / GIB:.1f} of {one.held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."
+        self._ledger.say("release", one.model, told, node=one.node, missing_bytes=missing, driver_bytes=kept)
         return needs_restart
 
 
