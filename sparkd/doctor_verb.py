@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +53,8 @@ def _of_this_node(root: Path, *, disk: bool) -> tuple[dict[str, Any], dict[str, 
     from sparkd.doctor import report
     from workers.host_reading import sample
 
-    raw = sample(root)
+    # Engines' default Python is sparkd's own; a daemon, which knows the configuration, is asked first.
+    raw = sample(root, sys.executable if root == HERE else None)
     if disk:
         raw["disk_rate"] = _disk_rate(raw)
     return raw, report({str(raw["host"]): raw})

@@ -61,11 +61,14 @@ def ls(session: Session) -> None:
 
 def show_one(session: Session, incident: Annotated[str, argument(metavar="INCIDENT", help="Its id, as ls shows it.")]) -> None:
     """One incident: two minutes of memory, who held it, the engine's last lines."""
+    from workers.incidents import INCIDENT_ID, read
+
+    if not INCIDENT_ID.fullmatch(incident):
+        # Else a part of a path might be asked for.
+        raise UnknownIncident(incident)
     try:
         bundle: dict[str, Any] | None = session.client.get(f"/incidents/{quote(incident, safe='')}")
     except Unavailable:
-        from workers.incidents import read
-
         bundle = read(_folder(), incident)
     if bundle is None:
         raise UnknownIncident(incident)

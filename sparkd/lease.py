@@ -184,8 +184,9 @@ class Door:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
-        # Of what its owner has to mend there is no log: no engine was started.
-        more = record.message if record.reason == ModelUnusable.__name__ else "See `sparkd ps` and `sparkd logs`."
+        # No engine was started, so there is no log. What its owner has to mend may be told; who has the room may be nobody's business.
+        no_log = {ModelUnusable.__name__: record.message, DoesNotFit.__name__: "`sparkd ps` says how much it asks for."}
+        more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. {more}",
             retry_after_s=max(1, math.ceil(left_s)),

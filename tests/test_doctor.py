@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -236,8 +237,12 @@ def test_the_daemon_is_asked_first(capsys: pytest.CaptureFixture[str], monkeypat
         raise Unavailable("No sparkd answers.")
 
     monkeypatch.setattr("sparkd.client.Client.get", nobody)
+    raw = host_reading.sample() | {"caches": [{"path": "/root/.triton/cache", "foreign": False, "newest_at_s": 5.0}]}
+    monkeypatch.setattr(host_reading, "sample", lambda root, runtime: raw | {"runtime_at_s": 9.0 if runtime == sys.executable else None})
     exit_code(["doctor"])
-    assert capsys.readouterr().err == "This node alone, since no daemon answers.\n"
+    told = capsys.readouterr()
+    assert told.err == "This node alone, since no daemon answers.\n"
+    assert "older than the vLLM that would use it" in told.out
 
 
 def test_a_fix_is_asked_for_made_and_can_be_undone(

@@ -151,6 +151,10 @@ def shown(agent: Agent, incident_id: str, capsys: pytest.CaptureFixture[str]) ->
         assert exit_code(["--json", "incidents", "show", incident_id]) == 0
         assert json.loads(capsys.readouterr().out)["id"] == incident_id
         assert exit_code(["incidents", "show", "20260101-000000-x"]) == 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparkd.client.Client.get", lambda client, path: pytest.fail(f"{path} is asked for"))
+        assert exit_code(["incidents", "show", "../../etc/passwd"]) == 5
+        assert "There is no incident '../../etc/passwd'" in capsys.readouterr().err
 
 
 class RealNode(FakeCluster):
