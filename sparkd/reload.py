@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.config import Config
-from sparkd.errors import SparkdError
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.systemd import Systemd
 
 log = logging.getLogger("sparkd")
@@ -64,7 +64,7 @@ class Reloader:
         async with self._one_at_a_time:
             self._systemd.reloading("reading the configuration")
             try:
-                config = await asyncio.to_thread(self._load)
+                config = await asyncio.to_thread(self._read)
             except SparkdError as error:
                 log.error("the configuration was not taken, the old one stays: %s", error.message)
                 self._refused(error.message)
@@ -79,6 +79,17 @@ class Reloader:
             self._refused(None)
             self._systemd.ready("serving")
             return {"changed": changed, "later": later, **models}
+
+    def _read(self) -> Config:
+        """Whatever a file makes us stumble over, the daemon and its streams must not end by it."""
+        try:
+            return self._load()
+        except SparkdError:
+            raise
+        except Exception as error:
+            log.exception("the configuration could not be read")
+            why = f"sparkd made an error while it read the configuration ({type(error).__name__}); its log has more. Please report it."
+            raise ConfigError(why) from error
 
 
 def _only_guard(config: Config, before: Config) -> bool:

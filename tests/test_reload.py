@@ -63,6 +63,18 @@ async def test_a_bad_one_is_refused_and_the_next_good_one_taken() -> None:
     assert (len(made.taken), made.refused[-1]) == (1, None)
 
 
+async def test_an_error_of_our_own_is_a_refusal_like_any_other() -> None:
+    made = Taker()
+
+    def stumbles() -> Config:
+        raise TypeError("unhashable")
+
+    made.given = stumbles
+    with pytest.raises(ConfigError, match=r"sparkd made an error while it read the configuration \(TypeError\)"):
+        await made.reloader.now()
+    assert (made.taken, len(made.refused)) == ([], 1)
+
+
 async def test_signals_that_come_while_one_is_followed_are_one_more_and_a_bad_file_ends_nothing() -> None:
     made, reading, go_on = Taker(), threading.Semaphore(0), threading.Semaphore(0)
 
