@@ -31,7 +31,7 @@ def findings(host: Host) -> Iterator[Finding]:
 
 
 def _limits(host: Host) -> Iterator[Finding]:
-    limit = re.search(r"^Max locked memory\s+(\S+)", host.text("proc/self/limits"), re.MULTILINE)
+    limit = re.search(r"^Max locked memory\s+(\d+|unlimited)\b", host.text("proc/self/limits"), re.MULTILINE)
     if limit is None:
         return
     ample = limit[1] == "unlimited" or int(limit[1]) >= LEAST_MEMLOCK_BYTES

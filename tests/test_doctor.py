@@ -125,6 +125,13 @@ def test_an_empty_folder_is_no_crash(tmp_path: Path) -> None:
     assert {one["verdict"] for one in found_in(tmp_path)["findings"]} <= {"ok", "warn"}
 
 
+def test_what_nobody_understands_is_no_crash(tmp_path: Path) -> None:
+    changes = {"proc/self/limits": "Max locked memory  lots\n", "proc/meminfo": "MemTotal: x kB\nSwapTotal: 200000000 kB\n", SMI: "\n,,,\n"}
+    found = found_in(write(tmp_path, changes | {"proc/swaps": "Filename\n\n/swap.img file much 0\n", "proc/sys/vm/dirty_bytes": "-5\n"}))
+    assert "memlock" not in {one["check"] for one in found["findings"]}
+    assert "sudo swapoff AREA" in of_check(found, "swap")[0]["cure"]
+
+
 def test_this_machine_can_be_looked_at() -> None:
     raw = host_reading.sample()
     found = report({raw["host"]: raw})
