@@ -147,7 +147,8 @@ def _speculation(
 ) -> Table:
     """What the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
     method, place = given["speculative"], entry.places.get("speculative", entry.places.get("recipe", Place()))
-    own_args = [str(arg) for arg in entry.get(_ARGS) or () if isinstance(arg, str | int | float)]
+    given_args = entry.get(_ARGS)
+    own_args = [str(arg) for arg in given_args if isinstance(arg, str | int | float)] if isinstance(given_args, list) else []
     configured = any(flag_name(arg) == SPECULATIVE[2:] for arg in own_args)
     if method is None and not configured:
         method = PROFILES[given["profile"]].speculative if given["profile"] in PROFILES else None

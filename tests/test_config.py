@@ -89,6 +89,14 @@ def test_an_unknown_variable_is_an_error_unless_the_file_names_it(load, complain
         ("modle: /x", "models.a.modle is not a known key; did you mean model?"),
         ("recepe: r", "models.a.recepe is not a known key; did you mean recipe?"),
         ("recipe: [x]", "models.a.recipe is a list; it must be text (put it in quotes)."),
+        (
+            "recipe: gpt-oss-120b, extra_args: yes",
+            'models.a.extra_args: must be a list, because no shell splits a line here: write extra_args: ["--max-num-seqs", "8"].',
+        ),
+        (
+            "recipe: gpt-oss-120b, extra_args: 5",
+            "models.a.extra_args is something else (not shown, it may be a secret); it must be a list.",
+        ),
         ("recipe: gpt-oss-120b, profile: {x: y}", "models.a.profile is a map; it must be 'single-user', 'balanced' or 'throughput'."),
     ],
 )
