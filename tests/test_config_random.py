@@ -24,6 +24,12 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+# What else a model's entry has: with a recipe, its keys are laid over those of that.
+BASES = st.sampled_from([
+    {"model": "o/m"}, {"recipe": "gpt-oss-120b"}, {"recipe": "qwen3.6-35b-a3b-nvfp4", "speculative": "dflash", "profile": "single-user"},
+])  # fmt: skip
+
+
 def written(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{written(str(key))}: {written(inner)}" for key, inner in value.items()) + "}"
@@ -33,11 +39,13 @@ def written(value: Any) -> str:
 
 
 @settings(max_examples=300, deadline=None, database=None)
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
-def test_random_configurations_load_or_raise_a_config_error(tmp_path_factory, top: dict[str, Any], entry: dict[str, Any]) -> None:
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), BASES, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_random_configurations_load_or_raise_a_config_error(
+    tmp_path_factory, top: dict[str, Any], base: dict[str, Any], entry: dict[str, Any]
+) -> None:
     file = tmp_path_factory.getbasetemp() / "random.yaml"
     if "models" not in top:
-        top["models"] = {"m": {"model": "o/m", **entry}}
+        top["models"] = {"m": {**base, **entry}}
     file.write_text(written(top))
     try:
         load_config(file, environ={"A": "1", "HOME": "/"}).preload()
@@ -46,9 +54,9 @@ def test_random_configurations_load_or_raise_a_config_error(tmp_path_factory, to
 
 
 @settings(max_examples=200, deadline=None, database=None)
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), st.booleans())
-def test_random_models_parse_or_raise_a_config_error(raw: dict[str, Any], over_admin: bool) -> None:
+@given(BASES | st.just({}), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), st.booleans())
+def test_random_models_parse_or_raise_a_config_error(base: dict[str, Any], raw: dict[str, Any], over_admin: bool) -> None:
     try:
-        parse_model("m", raw, over_admin=over_admin).vllm_flags()
+        parse_model("m", {**base, **raw}, over_admin=over_admin).vllm_flags()
     except ConfigError:
         pass
