@@ -232,9 +232,12 @@ def _nodes(table: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def _kind(image: str) -> str:
-    if image.startswith("vllm/vllm-openai"):
-        return "vllm-openai"
-    return "ngc" if "nvidia/vllm" in image else "other"
+    """By the repository's name, whatever registry and tag stand before and behind it."""
+    place, _, last = image.partition("@")[0].rpartition("/")
+    name = last.partition(":")[0]
+    if name == "vllm-openai":
+        return name
+    return "ngc" if name == "vllm" and place.endswith("nvidia") else "other"
 
 
 def _text(recipe: Mapping[str, Any], shown: str, version: str, notes: list[str]) -> str:

@@ -259,6 +259,23 @@ def test_what_cannot_be_imported_says_why(text: str, words: str) -> None:
     assert caught.value.message.startswith("their.yaml")
 
 
+@pytest.mark.parametrize(
+    ("image", "kind"),
+    [
+        ("vllm/vllm-openai", "vllm-openai"),
+        ("docker.io/vllm/vllm-openai:v0.27.1", "vllm-openai"),
+        ("registry:5000/vllm/vllm-openai@sha256:00", "vllm-openai"),
+        ("me/vllm-openai:v1", "vllm-openai"),
+        ("vllm/vllm-openai-rocm:v1", "other"),
+        ("nvcr.io/nvidia/vllm:26.04-py3", "ngc"),
+        ("nvidia/vllm-of-mine:1", "other"),
+    ],
+)
+def test_how_an_image_takes_its_command(image: str, kind: str) -> None:
+    found = taken(with_command("vllm serve owner/model", container=image))
+    assert found.recipe["container"] == {"image": image, "kind": kind}
+
+
 def test_what_no_release_understands_is_refused_in_the_notes() -> None:
     found = taken(with_command("vllm serve o/m --rope-scaling x", env="{VLLM_USE_FLASHINFER_MOE_FP8: 0}"))
 

@@ -342,6 +342,15 @@ def test_there_is_a_recipe_for_every_model_of_the_sources() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
+def test_an_image_of_ours_is_where_docker_looks_for_it(name: str) -> None:
+    """A name without a registry is Docker Hub's, which has vLLM's images and none of NVIDIA's vLLM."""
+    recipe = BOOK.find(name).recipe
+    images = [each.container for each in (recipe, *recipe.variants.values()) if each.container is not None]
+    assert all(one.image.startswith("nvcr.io/") == (one.kind == "ngc") == ("nvidia" in one.image) for one in images)
+    assert all(one.image.startswith("vllm/vllm-openai:") == (one.kind == "vllm-openai") for one in images)
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_a_recipe_of_ours_can_be_used_in_every_way_and_needs_no_translation(name: str) -> None:
     file = BOOK.find(name)
     found = checked(file, BOOK)
