@@ -14,7 +14,7 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError
 from sparkd.kv_cost import Serving
 from sparkd.model_shape import Shape, shape_of
-from sparkd.weight_cost import Inventory, Part, inventory
+from sparkd.weight_cost import Inventory, Part, has_layers_ahead, inventory
 
 if TYPE_CHECKING:
     from sparkd.recipe_file import Method, RecipeFile
@@ -43,8 +43,11 @@ class Drafting:
     recipe: str | None = None
 
     def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
-        """Of model and draft together. What is a draft's own is never quantized here."""
+        """Of model and draft together. What is a draft's own is never quantized here. Raises ConfigError where nothing drafts."""
         own = inventory(checkpoint, shape, ahead=self.ahead)
+        if self.ahead and not has_layers_ahead(own):
+            told = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
+            raise ConfigError(f"speculative {self.method}: {told}: choose off, ngram or suffix.", param="speculative")
         if self.draft is None:
             return own
         parts = tuple(_beside(inventory(self.draft, shape_of(self.draft.config))))

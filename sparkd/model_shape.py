@@ -29,7 +29,9 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 256,
         "max_position_embeddings": 131_072,
         "rope_local_base_freq": 10_000.0,
-    }
+    },
+    # Its one layer that predicts ahead is in the checkpoints, and no key names it (vllm/model_executor/models/qwen3_next_mtp.py).
+    "qwen3_next": {"num_nextn_predict_layers": 1},
 }
 # Every n-th layer sees all tokens, the others a window.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.drafting import Drafting, drafting, kv_dtype
+from sparkd.errors import ConfigError
 from sparkd.fit import Wish, choose
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
 from sparkd.planned import Offer, learned_with, to_json
-from sparkd.weight_cost import inventory
+from sparkd.weight_cost import Inventory, inventory
 
 MAX_TOKENS = 1 << 30
 # What a question may ask for at most.
@@ -112,12 +114,19 @@ def answer(
         wish = replace(wish, learned=learned_with(source, wish, profiles, hardware))
     choice = choose(known, hardware, wish)
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
-    of = inventory if drafted is None else drafted.inventory
     offers = [
         Offer(name, each, choose(each, hardware, _as_stored(wish, each.checkpoint, question, drafted)))
-        for name, each in ((name, of(found, shape_of(found.config))) for name, found in there)
+        for name, each in _counted(there, drafted)
     ]
     return to_json(source, known, hardware, wish, choice, offers)
+
+
+def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) -> Iterator[tuple[str, Inventory]]:
+    """But for those that lack the layers that were asked for."""
+    for name, found in there:
+        shape = shape_of(found.config)
+        with suppress(ConfigError):
+            yield name, inventory(found, shape) if drafted is None else drafted.inventory(found, shape)
 
 
 def _as_stored(wish: Wish, checkpoint: Checkpoint, question: Question, drafted: Drafting | None) -> Wish:

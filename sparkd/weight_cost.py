@@ -229,6 +229,11 @@ def sides(tensor: TensorRef, shape: Shape) -> tuple[int, int]:
     return (columns, rows) if last in _INPUT_FIRST else (rows, columns)
 
 
+def has_layers_ahead(known: Inventory) -> bool:
+    """Whether it holds layers that predict tokens ahead; only one made with `ahead` can."""
+    return any(_ahead(part.tensor.name, part.kind, known.shape) for part in known.parts)
+
+
 def _ahead(name: str, kind: str, shape: Shape) -> bool:
     if not {"mtp", "mtp_layers"}.isdisjoint(name.split(".")):
         return True

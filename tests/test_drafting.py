@@ -18,10 +18,11 @@ from sparkd.hardware import SPARK
 from sparkd.kv_cost import DRAFTED_REQUESTS, Serving, kv_cost
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
-from sparkd.plan_question import Question, answer
+from sparkd.plan_question import Question, _counted, answer
 from sparkd.recipe_file import Speculation
 from sparkd.speculation import BATCH_LIMIT
 from sparkd.weight_cost import inventory
+from tests.published_headers import checkpoint_of
 from tests.sketches import Tensor, dense, tensors_of, write
 from workers.stream.recipe import Recipe
 
@@ -107,6 +108,31 @@ def test_what_cannot_be_is_said(folder: Path, model: str, method: str, asked: di
     source = str(folder.parent.parent / model) if model == "plain" else model
     with pytest.raises(ConfigError, match=told):
         drafting(method, source, shape_of(dense()), asked, read_checkpoint)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b-instruct", "qwen3-coder-next"])
+def test_a_configuration_without_a_word_on_layers_ahead_is_judged_by_its_checkpoint(name: str) -> None:
+    """The two are of one class; the coder's checkpoint lacks the layer."""
+    checkpoint = checkpoint_of(name)
+    shape = shape_of(checkpoint.config)
+    counted = drafting("mtp", name, shape, {}, read_checkpoint)
+    assert counted is not None and counted.ahead and counted.layers == 1
+    if name == "qwen3-coder-next":
+        with pytest.raises(ConfigError, match="qwen3_next comes without its layers that predict tokens ahead: choose off"):
+            counted.inventory(checkpoint, shape)
+        return
+    more = counted.inventory(checkpoint, shape).stored_bytes - inventory(checkpoint, shape).stored_bytes
+    assert more == sum(one.nbytes for one in checkpoint.tensors.values() if one.name.startswith("mtp.")) > 1 << 30
+
+
+def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path) -> None:
+    """Quantizers leave them out, and the configuration goes on naming them."""
+    whole = read_checkpoint(write(tmp_path / "whole", PREDICTS, [*tensors_of(PREDICTS), *AHEAD]))
+    bare = read_checkpoint(write(tmp_path / "bare", PREDICTS, tensors_of(PREDICTS)))
+    counted = of_config(MTP, shape_of(PREDICTS), read_checkpoint)
+    there = [("whole", whole), ("bare", bare)]
+    assert [name for name, _ in _counted(there, counted)] == ["whole"]
+    assert [name for name, _ in _counted(there, None)] == ["whole", "bare"]
 
 
 @pytest.mark.parametrize(

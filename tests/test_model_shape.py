@@ -174,6 +174,8 @@ def test_experts_and_layers_ahead() -> None:
 
     assert (found.experts, found.active_experts, found.expert_width, found.mtp_layers) == (256, 8, 2048, 1)
     assert shape("nemotron-3-super-120b-a12b-bf16").mtp_layers == 1
+    # No key of its configuration names the layer that its checkpoints have.
+    assert shape("qwen3-next-80b-a3b-instruct").mtp_layers == 1
     assert shape("qwen3-32b").experts == shape("qwen3-32b").mtp_layers == 0
 
 
