@@ -97,7 +97,7 @@ def rows(only: str) -> Iterator[Row]:
 
 def case_of(entry: Mapping[str, Any]) -> Case:
     given = dict(entry["conditions"])
-    given |= given.pop("inferred", {})
+    given |= {**given.get("inferred", {}), **given.get("assumed", {})}
     stored, made, known = next((one[1:] for one in FORMATS if entry["format"].startswith(one[0])), ("bf16", "bf16", False))
     if given.get("shape_only") and stored == "as published":
         # Another build of the same model: its list of formats is not known, all of it in that format is the nearest.
@@ -182,7 +182,7 @@ def _tokens(case: Case) -> Iterator[Row]:
     gib = float(given[0] if isinstance(given, list) else given)
     least, likely, most = (case.kv.tokens(int((gib + slack) * GIB)) for slack in (-0.005, 0.0, 0.005))
     exact = not unknown and not conditions.get("approximate")
-    inferred = f"inferred: {case.entry['conditions']['inferred']}" if "inferred" in case.entry["conditions"] else ""
+    inferred = _listed("inferred", conditions)
     # Between the two roundings of the printed GiB, and of approximate figures that of the tokens.
     bar = "its rounding" if exact else ""
     yield Row(
@@ -209,8 +209,16 @@ BESIDE = "what vLLM counts beside its cache: weights, context, the largest batch
 
 def _room(case: Case) -> Row:
     """The cache that we would give it on that machine, in requests: releases before 0.21 count a hybrid's tokens in another way."""
-    predicted, note = case.kv.requests(max(0, case.footprint().room)), "how much its engine and system take is not known"
-    return Row("KV cache of all that is left", case.name, predicted, case.conditions["concurrency"], "requests", note=note)
+    predicted, conditions = case.kv.requests(max(0, case.footprint().room)), case.conditions
+    told = "how much its engine and system take is not known"
+    note = "; ".join(filter(None, (told, _listed("assumed", conditions))))
+    shown = f"{case.name}, {case.entry['value']:,} tokens"
+    return Row("KV cache of all that is left", shown, predicted, conditions["concurrency"], "requests", note=note)
+
+
+def _listed(what: str, conditions: Mapping[str, Any]) -> str:
+    told = ", ".join(f"{name} {value}" for name, value in conditions.get(what, {}).items())
+    return f"{what}: {told}" if told else ""
 
 
 def _per_token(case: Case) -> Iterator[Row]:
