@@ -59,7 +59,7 @@ def test_the_picture_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str],
 
     assert lines[0] == f"{folder}: Qwen3MoeForCausalLM, 4 layers, 0.0 GiB on disk, up to 4,096 tokens"
     assert lines[1] == "on spark with 121.6 GiB each, 1 request at once of as many tokens as fit"
-    assert [line.split("  ")[0] for line in lines[4:10]] == ["as stored", "fp8", "nvfp4", "int4-g32", "int4-g64", "mxfp4"]
+    assert [line.split("  ")[0] for line in lines[4:11]] == ["as stored", "fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4"]
     (bar,) = re.findall(r"^node 0  ([SWKBGCPM]+\.+)  121\.6 GiB$", out, re.MULTILINE)
     # In the order of what is held, and none of it left out.
     assert len(bar) == 64 and re.fullmatch(r"S+W+K+B+G+C+P+M+\.+", bar)
@@ -148,12 +148,12 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     small.write_text(f"memory_bytes: {2**30}\nsystem_bytes: 0\n")
     out = drawn(capsys, monkeypatch, folder, "--hardware", small, code=4)
 
-    assert "Nothing fits." in out and "to load them." in out and "In sparkd.yaml" not in out
+    assert "Nothing fits." in out and "for the loader" in out and "before any KV cache." in out and "In sparkd.yaml" not in out
     assert exit_code(["plan", "--json", str(folder), "--hardware", str(small)]) == 4
     found = json.loads(capsys.readouterr().out)
     assert found["choice"] is None and found["floor"] == [] and all(one["reason"] for one in found["options"])
     out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
-    assert "and 2 more: 5,000 tokens are more than the 4,096 that the model was made for." in out
+    assert "and 3 more: 5,000 tokens are more than the 4,096 that the model was made for." in out
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80])
@@ -175,7 +175,7 @@ def test_a_model_may_be_configured_by_name(folder: Path, tmp_path: Path, capsys:
     assert [one["format"] for one in planned(capsys, "moe", "--config", file)["options"]] == ["mxfp4"]
     # The daemon quantizes nothing unasked.
     assert [one["format"] for one in planned(capsys, "plain", "--config", file)["options"]] == ["as stored"]
-    assert len(planned(capsys, folder)["options"]) == 6
+    assert len(planned(capsys, folder)["options"]) == 7
 
 
 def test_a_name_that_would_steer_the_terminal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
