@@ -105,6 +105,10 @@ def _imported(table: yamlfile.Table, shown: str, overrides: dict[str, Any], rele
     if not isinstance(defaults, Mapping):
         raise ConfigError("defaults must be a map of 'key: value' lines.")
     values = {**defaults, **overrides}
+    if (_nodes(table) or {}).get("max") == 1 and "tensor_parallel" not in overrides and defaults.get("tensor_parallel", 1) != 1:
+        # As their launcher has it on one node (run-recipe.py, main), where a Spark has one GPU.
+        values["tensor_parallel"] = 1
+        notes.append(f"tensor_parallel is 1 in place of {defaults['tensor_parallel']}: the recipe is for one node.")
     if isinstance(table.get("model"), str):
         values["model"] = table["model"]
     command = _command(table, values, version, notes)
@@ -180,6 +184,9 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
         recipe["container"] = {"image": table["container"], "kind": _kind(table["container"])}
     if nodes := _nodes(table):
         recipe["nodes"] = nodes
+        if nodes.get("min", 1) > 1 and settings.get("tensor_parallel") == 1:
+            del settings["tensor_parallel"]
+            notes.append("tensor_parallel is left out: its nodes are the stages of a pipeline, and auto decides how they share the model.")
     recipe["settings"] = settings
     if speculative:
         recipe["speculative"] = speculative

@@ -184,7 +184,10 @@ def _speculation(
 
 
 def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[Problem], place: Place) -> None:
-    nodes, size = file.recipe.nodes, merged.get("tensor_parallel", 1)
+    """Of a number, and auto stays within one node where the recipe is for one."""
+    nodes, size = file.recipe.nodes, merged.get("tensor_parallel", "auto")
+    if size == "auto" and nodes.max == 1:
+        merged.put("tensor_parallel", 1, place)
     if isinstance(size, bool) or not isinstance(size, int):
         return
     if size < nodes.min or (nodes.max is not None and size > nodes.max):

@@ -209,6 +209,24 @@ def test_on_how_many_nodes(keys: str, nodes: dict[str, int] | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "overrides", "kept", "words"),
+    [
+        ("solo_only: true", {}, 1, "tensor_parallel is 1 in place of 2: the recipe is for one node."),
+        ("max_nodes: 1", {}, 1, "tensor_parallel is 1 in place of 2"),
+        ("solo_only: true", {"tensor_parallel": 2}, 2, None),
+        ("solo_only: false", {}, 2, None),
+        ("cluster_only: true", {}, 2, None),
+        ("cluster_only: true", {"tensor_parallel": 1}, None, "its nodes are the stages of a pipeline, and auto decides"),
+    ],
+)
+def test_over_how_many_ranks(keys: str, overrides: dict[str, Any], kept: int | None, words: str | None) -> None:
+    command = "vllm serve owner/model -tp {tensor_parallel} -pp 2"
+    found = taken(f"{keys}\nrecipe_version: '1'\ndefaults: {{tensor_parallel: 2}}\ncommand: {command}\n", **overrides)
+    assert found.recipe["settings"].get("tensor_parallel") == kept
+    assert [note for note in found.notes if "tensor_parallel" in note and words is not None and words in note] or words is None
+
+
+@pytest.mark.parametrize(
     ("command", "expected"),
     [
         ("vllm serve owner/a", {}),

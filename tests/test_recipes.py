@@ -125,6 +125,21 @@ def test_arguments_come_in_the_order_in_which_the_last_one_wins(folder: Path) ->
     assert found.extra_args[-2:] == ("--moe-backend", "triton")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "keys", "size"),
+    [
+        ("{min: 2}", {}, "auto"),
+        ("{min: 2}", {"tensor_parallel": "auto"}, "auto"),
+        ("{min: 1, max: 1}", {}, 1),
+        ("{min: 1, max: 1}", {"tensor_parallel": "auto"}, 1),
+        ("{min: 1, max: 2}", {}, "auto"),
+    ],
+)
+def test_a_recipe_for_one_node_stays_on_one_and_auto_is_no_number(folder: Path, nodes: str, keys: dict[str, Any], size: Any) -> None:
+    (folder / "recipes" / "n.yaml").write_text(RECIPE.replace("{min: 1, max: 2}", nodes))
+    assert model(folder, recipe="n", **keys).tensor_parallel == size
+
+
 def test_profile_and_speculation_need_no_recipe(folder: Path) -> None:
     found = model(folder, model="o/m", profile="throughput", speculative="mtp")
 
