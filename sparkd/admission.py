@@ -120,8 +120,8 @@ def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> Recipe:
     return Recipe.parse("bf16") if spec.quantize in (None, AUTO) else Recipe.parse(spec.quantize or None, dict(env))
 
 
-def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int) -> str:
-    """What would fit into offered_bytes instead, as the end of a sentence; empty where nothing is known that would."""
+def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int, ways: Ways = (1, 1)) -> str:
+    """What would fit into offered_bytes of each node instead, split the same way; empty where nothing is known that would."""
     known = inventory_of(spec, env)
     if known is None:
         return ""
@@ -129,7 +129,7 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offere
     if serving is None:
         return ""
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
-    asked = Wish(serving.max_model_len, 1, 1, serving, None, spec.enforce_eager, 0)
+    asked = Wish(serving.max_model_len, 1, ways[0] * ways[1], serving, None, spec.enforce_eager, 0, ways=(ways,))
     found = choose(known, machine, asked)
     own = (Recipe.parse(spec.quantize).default.spelling if spec.quantize else AS_STORED) if spec.quantize is not None else AS_STORED
     told = []

@@ -34,7 +34,7 @@ _CURE = "Choose a smaller context or format"
 @dataclass(frozen=True, slots=True)
 class Need:
     """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
-    version where it is known."""
+    version where it is known. ways: over how many ranks that is counted."""
 
     spec: ModelConfig
     platform: str
@@ -42,6 +42,7 @@ class Need:
     gib: int
     account: Account | None
     vllm: str | None = None
+    ways: Ways = (1, 1)
 
 
 class Node(Protocol):
@@ -72,7 +73,7 @@ def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offe
     spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB), ways, str(config.profiles_path()), found.get("vllm"))
     known = account_of(spec, config, platform, ways, found.get("vllm"))
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
-    return Need(spec, platform, entrypoint, gib, known, found.get("vllm"))
+    return Need(spec, platform, entrypoint, gib, known, found.get("vllm"), ways)
 
 
 def account_of(spec: ModelConfig, config: Config, platform: str, ways: Ways = (1, 1), vllm: str | None = None) -> Account | None:
@@ -103,10 +104,10 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
     kept = spec.kv_margin_gib or 0.0 if utilization_of(spec) is None else 0.0
     if known is not None and spec.memory_gib == "auto" and known.least > (most_gib - kept) * GIB:
         free = f", of which kv_margin_gib keeps {kept:g} free" if kept else ""
-        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int((most_gib - kept) * GIB)) or _CURE
+        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int((most_gib - kept) * GIB), need.ways) or _CURE
         return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
     if known is not None and outgrown(need) and need.gib <= most_gib:
-        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int(float(spec.memory_gib) * GIB)) or _CURE
+        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int(float(spec.memory_gib) * GIB), need.ways) or _CURE
         return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. Allow it more, or: {cure}."
     if need.gib > most_gib:
         return (

@@ -106,13 +106,22 @@ def answer(
             options += [(option, one) for option in every if _is_beside(option, options[-1][0])]
     options.sort(key=lambda each: rank(each[0], headers.known, asked))
     best = options[0] if options and options[0][0].fits else None
-    notes = [] if best is not None or spec.quantize == AUTO else [advice(spec, hardware, env, _free(hardware))]
+    notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
     there = others(spec.model, checkpoint) if others is not None and spec.quantize == AUTO else ()
     notes += [_beside(name, found.quantization) for name, found in there if found.quantization is not None]
     choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
     told = to_json(spec.model, headers.known, hardware, asked, choice, how=how)
     return told if how is None else {**told, "notes": [*told["notes"], *how["said"]]}
+
+
+def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
+    """What would fit over as many nodes as the entry asks for, or else on one."""
+    spec, env, free = entry.spec, entry.env, _free(hardware)
+    told = advice(spec, hardware, env, free, (ranks, 1))
+    if told or ranks == 1:
+        return told
+    return advice(spec, hardware, env, free).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
 
 
 def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:

@@ -257,6 +257,20 @@ def test_a_model_that_no_node_can_hold_is_told_what_would(folder: Path) -> None:
     assert "quantize: fp8" in advice(spec_of(folder, max_model_len=32_768, max_num_seqs=16), SPARK, {}, 19 * GIB)
 
 
+def test_what_would_fit_is_said_of_the_nodes_that_were_asked_for(folder: Path) -> None:
+    """18 GiB a node hold half of the weights and a shorter request, and not all of the weights beside an engine."""
+    spec = spec_of(folder, tensor_parallel=2, max_num_seqs=16)
+    known = account(spec, SPARK, {}, ways=(2, 1))
+    why = too_large(Need(spec, "cuda", "x", 121, known, ways=(2, 1)), 18, "each of 2 nodes", {})
+    assert why is not None and "What would fit: max_model_len " in why and "as it is" in why
+    assert "as it is" not in advice(spec, SPARK, {}, 18 * GIB)
+    shorter = int(why.partition("max_model_len ")[2].partition(" ")[0].replace(",", ""))
+    less = account(spec_of(folder, max_num_seqs=16, max_model_len=shorter), SPARK, {}, ways=(2, 1))
+    assert less is not None and known is not None and less.least <= 18 * GIB < known.least
+    # Three ranks cannot share its 32 heads: nothing of that kind would fit.
+    assert advice(spec, SPARK, {}, 100 * GIB, (3, 1)) == ""
+
+
 def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
     keys = {"max_model_len": 8192, "max_num_seqs": 16}
     known = of(folder, **keys)

@@ -156,6 +156,16 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "and 3 more: 5,000 tokens are more than the 4,096 that the model was made for." in out
 
 
+def test_ranks_that_cannot_share_a_model_are_told_what_one_node_holds(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "tensor_parallel": 3}}}))
+    out = drawn(capsys, monkeypatch, "m", "--config", file, code=4)
+    assert "attention heads do not divide by 3 ranks." in out
+    assert "What would fit one node (tensor_parallel: 1): max_model_len 4,096 as it is" in out
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80])
 def test_a_narrow_terminal_is_no_obstacle(
     columns: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
