@@ -78,6 +78,11 @@ class Footprint:
         return (there if self.limit_bytes is None else min(there, self.limit_bytes)) - self.total
 
     @property
+    def withheld_bytes(self) -> int:
+        """What is there, and limit_bytes keeps from the engine."""
+        return self.memory_bytes - self.system_bytes - self.margin_bytes - self.total - self.free_bytes
+
+    @property
     def fits(self) -> bool:
         return self.free_bytes >= 0 and self.load_free_bytes >= 0
 

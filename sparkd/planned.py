@@ -140,6 +140,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "system": found.system_bytes,
             "margin": found.margin_bytes,
             "free": found.free_bytes,
+            "withheld": found.withheld_bytes,
             "memory": found.memory_bytes,
             "total": found.total,
             "requests": found.requests,

@@ -21,6 +21,7 @@ SEGMENTS = (
     ("context", "C", "cyan"),
     ("processes", "P", "cyan"),
     ("margin", "M", "red"),
+    ("withheld", "-", "bright_black"),
     ("free", ".", "dim"),
 )
 _WORDS = {
@@ -32,6 +33,7 @@ _WORDS = {
     "context": "CUDA context",
     "processes": "processes",
     "margin": "margin",
+    "withheld": "beyond the entry's limit",
     "free": "free",
 }
 _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")

@@ -86,6 +86,20 @@ def test_the_entry_is_one_that_sparkd_takes(
     assert "4 requests at once" in out
 
 
+def test_the_bar_is_the_whole_node_where_an_entry_has_a_limit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "memory_gib": 30, "kv_cache": {"sequences": 1}}}}))
+    out = drawn(capsys, monkeypatch, "m", "--config", file)
+    (bar,) = re.findall(r"^node 0  ([SWKBGCPM]+-+\.+)  121\.6 GiB$", out, re.MULTILINE)
+    parts = planned(capsys, "m", "--config", file)["choice"]["footprint"]
+    assert parts["free"] + parts["total"] == 30 * 2**30
+    assert parts["withheld"] + parts["free"] + parts["total"] + parts["system"] + parts["margin"] == parts["memory"]
+    assert len(bar) == 64 and bar.count("-") == round(64 * parts["withheld"] / parts["memory"])
+    assert f"- beyond the entry's limit {parts['withheld'] / 2**30:.1f} GiB" in out
+
+
 def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, folder, "--nodes", "2", "--ctx", "2048", "--seqs", "3", "--quantize", "int4-g32")
 
@@ -95,7 +109,7 @@ def test_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         parts = option["footprint"]
         assert option["fits"] and option["reason"] is None and option["format"] == "int4-g32" and option["max_model_len"] == 2048
         assert sum(parts[name] for name in PARTS) == parts["total"]
-        assert parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"]
+        assert parts["free"] == parts["memory"] - parts["system"] - parts["margin"] - parts["total"] and parts["withheld"] == 0
         assert sum(parts["by_class"].values()) <= parts["weights"] and parts["requests"] == 3
         assert parts["kv_bytes_per_request"] == parts["kv_bytes_per_token"] * 2048
     choice = found["choice"]
