@@ -61,11 +61,11 @@ def imported(raw: bytes, shown: str, overrides: Mapping[str, Any] | None = None,
 
     overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for.
     """
-    document = yamlfile.parse(raw, shown, {})
+    document = yamlfile.parse(raw, shown, {}, last_counts=True)
     if document.problems:
         raise error_of(document.problems)
     try:
-        return _imported(document.table, shown, dict(overrides or {}), release)
+        return _imported(document, shown, dict(overrides or {}), release)
     except ConfigError as error:
         raise error if error.file else ConfigError(error.message, file=shown) from None
 
@@ -91,13 +91,14 @@ def substituted(text: str, values: Mapping[str, Any], collapse: bool) -> str:
     return text.replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _imported(table: yamlfile.Table, shown: str, overrides: dict[str, Any], release: Release) -> Imported:
+def _imported(document: yamlfile.Document, shown: str, overrides: dict[str, Any], release: Release) -> Imported:
+    table = document.table
     if not is_foreign(table):
         raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's version 2.")
     version = str(table.get("recipe_version") or ("1" if "build_args" in table or "mods" in table else "2"))
     if version not in ("1", "2"):
         raise ConfigError(f"recipe_version is {version!r}; 1 (eugr) and 2 (sparkrun) are read.")
-    notes = list(_left_out(table))
+    notes = [*document.repeated, *_left_out(table)]
     runtime = str(table.get("runtime") or "")
     if runtime not in _RUNTIMES:
         raise ConfigError(f"runtime is {runtime!r}, and sparkd runs vLLM only.")

@@ -71,15 +71,20 @@ class Items(list[Any]):
 
 @dataclass(slots=True)
 class Document:
-    """A parsed file: its values, what was wrong with it, and the environment variables that it names."""
+    """A parsed file: its values, what was wrong with it, and the environment variables that it names.
+
+    repeated: a sentence for each key that stands more than once, where the last one counts.
+    """
 
     table: Table = field(default_factory=Table)
     problems: list[Problem] = field(default_factory=list)
     env_names: set[str] = field(default_factory=set)
+    repeated: list[str] = field(default_factory=list)
 
 
-def parse(raw: bytes, file: str, environ: Mapping[str, str]) -> Document:
-    """Parses one YAML document whose top is a map. Never raises: whatever is wrong stands in `problems`.
+def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: bool = False) -> Document:
+    """Parses one YAML document whose top is a map. Never raises: whatever is wrong stands in `problems`. last_counts: of a key that stands
+    more than once, as PyYAML has it; otherwise that is a problem.
 
     Scalars follow the YAML 1.2 core schema (yaml.org/spec/1.2.2 section 10.3), not PyYAML's 1.1: `no` and `1:30` are text, and dates
     stay text. Keys are always text, as they were written. Anchors and merge keys work; tags do not.
@@ -88,7 +93,7 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str]) -> Document:
     root = _compose(raw, file, document)
     if root is None:
         return document
-    builder = _Builder(file, environ, document)
+    builder = _Builder(file, environ, document, last_counts)
     try:
         value = builder.build(root, 0)
     except _TooMuchError as error:
@@ -177,7 +182,8 @@ def _line(node: yaml.Node) -> int:
 
 
 class _Builder:
-    def __init__(self, file: str, environ: Mapping[str, str], document: Document) -> None:
+    def __init__(self, file: str, environ: Mapping[str, str], document: Document, last_counts: bool = False) -> None:
+        self._last_counts = last_counts
         self._file = file
         self._environ = environ
         self._document = document
@@ -212,7 +218,9 @@ class _Builder:
             if key is None:
                 self._wrong(key_node, _BROKEN)
                 continue
-            if key in table:
+            if key in table and self._last_counts:
+                self._document.repeated.append(f"{_shown(key)} stands more than once: the one on line {_line(key_node)} counts.")
+            elif key in table:
                 first = table.places[key].line
                 self._wrong(key_node, f"The key {_shown(key)} stands here a second time; it was first set on line {first}. Keep one.")
                 continue

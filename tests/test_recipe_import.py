@@ -294,6 +294,13 @@ def test_how_an_image_takes_its_command(image: str, kind: str) -> None:
     assert found.recipe["container"] == {"image": image, "kind": kind}
 
 
+def test_of_a_key_that_stands_twice_the_last_counts_as_for_their_launchers() -> None:
+    """eugr's recipe of Nemotron 3 Super names its container twice."""
+    found = taken("recipe_version: '1'\ncontainer: a\ncommand: vllm serve owner/model\ncontainer: b\n")
+    assert found.recipe["container"]["image"] == "b"
+    assert found.notes[0] == "'container' stands more than once: the one on line 4 counts."
+
+
 def test_what_no_release_understands_is_refused_in_the_notes() -> None:
     found = taken(with_command("vllm serve o/m --rope-scaling x", env="{VLLM_USE_FLASHINFER_MOE_FP8: 0}"))
 
