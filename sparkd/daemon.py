@@ -134,11 +134,9 @@ class Daemon:
             include_aliases_in_list=config.include_aliases_in_list,
         )
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
-        told = self._supervisor.tell_refused
-        self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=told)
+        self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
         self._ending = asyncio.Event()
-        self._stop_engines = True
-        self._ended = False
+        self._stop_engines, self._ended = True, False
         self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.keys.open)
 
     async def run(self) -> None:
