@@ -50,8 +50,11 @@ class Node(Protocol):
         """What a Python environment has: `platform`, and `entrypoint` and `vllm` (its version) or None."""
 
 
-def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1)) -> Need:
-    """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own.
+def need_of(
+    spec: ModelConfig, config: Config, node: Node, free_gib: float, offered_gib: float, ways: Ways = (1, 1), beside: bool = False
+) -> Need:
+    """free_gib: the most that a node has beside the other models. ways: over how many ranks, each on a node of its own. beside:
+    see sparkd.resolving.resolved.
 
     Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model.
     """
@@ -70,7 +73,8 @@ def need_of(spec: ModelConfig, config: Config, node: Node, free_gib: float, offe
             "to the Python interpreter of an environment that has it."
         )
     here = _this_node(platform)
-    spec = resolved(spec, here, spec.environment(engine), int(free_gib * GIB), ways, str(config.profiles_path()), found.get("vllm"))
+    env, profiles = spec.environment(engine), str(config.profiles_path())
+    spec = resolved(spec, here, env, int(free_gib * GIB), ways, profiles, found.get("vllm"), beside=beside)
     known = account_of(spec, config, platform, ways, found.get("vllm"))
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
     return Need(spec, platform, entrypoint, gib, known, found.get("vllm"), ways)

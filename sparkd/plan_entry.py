@@ -26,7 +26,7 @@ from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
 from sparkd.needs import runtime_of, said_to
 from sparkd.plan_question import Others, Question
-from sparkd.planned import MASTER_PORT, OWN, network, to_json
+from sparkd.planned import MASTER_PORT, OWN, Offer, network, to_json
 from sparkd.quantizing import AUTO
 from sparkd.rank_fields import rank_fields
 from sparkd.recipe_book import split
@@ -95,10 +95,17 @@ def answer(
     fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
     nodes = max(question.nodes, fixed or 1)
     asked = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
+    there = dict(others(spec.model, checkpoint)) if others is not None and spec.quantize == AUTO else {}
     options: list[tuple[Option, ModelConfig]] = []
+    taken: list[Offer] = []
     for ways in [(fixed, 1)] if fixed is not None else list(_ways(nodes)):
-        one = resolved(spec, hardware, env, _free(hardware), ways, str(entry.config.profiles_path()), entry.vllm, headers)
+        profiles = str(entry.config.profiles_path())
+        one = resolved(spec, hardware, env, _free(hardware), ways, profiles, entry.vllm, headers, beside=nodes == 1)
         found = replace(asked, ways=(ways,), quantize=recipe_of(one, env), max_model_len=_length(one, headers))
+        if one.model in there:
+            taken = [_taken(replace(entry, spec=one), there[one.model], hardware, found, read)]
+            options += [(option, one) for option in choose(headers.known, hardware, replace(found, quantize=None)).options]
+            continue
         options += [(option, one) for option in choose(headers.known, hardware, found).options]
         if spec.quantize == AUTO:
             # Why none of the better ones, and what else there would be.
@@ -106,13 +113,22 @@ def answer(
             options += [(option, one) for option in every if _is_beside(option, options[-1][0])]
     options.sort(key=lambda each: rank(each[0], headers.known, asked))
     best = options[0] if options and options[0][0].fits else None
+    if taken:
+        best = taken[0].choice.options[0], one
     notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
-    there = others(spec.model, checkpoint) if others is not None and spec.quantize == AUTO else ()
-    notes += [_beside(name, found.quantization) for name, found in there if found.quantization is not None]
+    notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
-    told = to_json(spec.model, headers.known, hardware, asked, choice, how=how)
+    told = to_json(spec.model, headers.known, hardware, asked, choice, taken, how)
     return told if how is None else {**told, "notes": [*told["notes"], *how["said"]]}
+
+
+def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, asked: Wish, read: Callable[[str], Checkpoint]) -> Offer:
+    """What `quantize: auto` takes instead of quantizing. entry: with its model for that of the configuration."""
+    spec, headers = entry.spec, Headers.of(entry.spec, checkpoint, read)
+    serving = serving_of(spec, headers.known, hardware, entry.env, headers) or asked.serving
+    own = _wish(entry, spec, headers, hardware, serving)
+    return Offer(spec.model, headers.known, choose(headers.known, hardware, replace(own, ways=asked.ways, quantize=asked.quantize)))
 
 
 def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
@@ -196,7 +212,7 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
 
 def _beside(name: str, quantization: SourceQuantization) -> str:
     how = f"{name} is on this machine: the same model, quantized already ({quantization.method})"
-    return f"{how}. It goes before quantizing one here: name it in `model:` to have it served."
+    return f"{how}. Where the model does not fit as it is stored, and this is the only node, it is served before one is quantized here."
 
 
 def _is_beside(option: Option, chosen: Option) -> bool:
@@ -235,6 +251,8 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
     if said.refused:
         raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}", param="model")
     decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}
+    if spec.model != entry.spec.model:
+        decided = {"model": spec.model} | decided
     if entry.spec.tensor_parallel == AUTO and option.nodes > 1:
         decided["tensor_parallel"] = option.tensor
     fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, said, entry.vllm)

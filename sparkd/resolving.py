@@ -4,7 +4,8 @@ model is let in (sparkd.admission), and reserves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +17,10 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.kv_sizing import cpu_space_gib, utilization_of, vllm_sizes
 from sparkd.legal import refusal
 from sparkd.model_config import ModelConfig
+from sparkd.model_shape import shape_of
+from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
-from sparkd.weight_cost import Inventory
+from sparkd.weight_cost import Inventory, inventory
 from workers.command import CPU_KV_CACHE_GIB
 from workers.kv.arithmetic import margin_of
 from workers.stream.recipe import Recipe
@@ -63,10 +66,13 @@ def resolved(
     profiles: str | None = None,
     vllm: str | None = None,
     headers: Headers | None = None,
+    *,
+    beside: bool = False,
 ) -> ModelConfig:
     """With `quantize: auto` and `max_model_len: auto` decided: the best format in which a request of the asked length fits into free_bytes
     and the entry's own limits, and the longest context that fits, at most the model's own. Where nothing fits, as small as can be: what
-    refuses it says so. profiles, vllm, headers: as in sparkd.admission.account, which counts here too.
+    refuses it says so. profiles, vllm, headers: as in sparkd.admission.account, which counts here too. beside: whether `quantize: auto` may
+    take what this machine has of the model quantized already (sparkd.prequantized), before anything is quantized here.
 
     Raises RankError for `quantize: auto` beside a kind of cache that is not counted.
     """
@@ -82,7 +88,8 @@ def resolved(
     room = room_of(spec, hardware, env, free_bytes)
 
     def at(one: ModelConfig, tokens: int) -> Account | None:
-        return account(one.model_copy(update={"max_model_len": tokens}), hardware, env, profiles, ways, vllm, headers)
+        own = headers if one.model == spec.model else None
+        return account(one.model_copy(update={"max_model_len": tokens}), hardware, env, profiles, ways, vllm, own)
 
     def fits(one: ModelConfig, tokens: int) -> bool:
         found = at(one, tokens)
@@ -91,7 +98,8 @@ def resolved(
     most = spec.max_model_len if isinstance(spec.max_model_len, int) else known.shape.max_len
     steps = (most - 1) // CONTEXT_STEP if spec.max_model_len == AUTO else 0
     enough = min(most, DEFAULT_CONTEXT) if spec.max_model_len == AUTO else most
-    found = [(one, _longest(partial(fits, one), most, steps)) for one in _legal(spec, plain, known, env, ways)]
+    others = _neighbours(plain, known, env, ways) if beside and spec.quantize == AUTO else ()
+    found = [(one, _longest(partial(fits, one), most, steps)) for one in _ranked(_legal(spec, plain, known, env, ways), others)]
     best = next((pair for pair in found if pair[1] >= enough), None) or max(found, key=lambda pair: pair[1], default=(plain, 0))
     if not best[1] and found:
         best = min(found, key=lambda pair: _least(at(pair[0], min(most, CONTEXT_STEP))))
@@ -112,6 +120,23 @@ def _longest(fits: Callable[[int], bool], most: int, steps: int) -> int:
 
 def _least(known: Account | None) -> float:
     return float("inf") if known is None else known.least
+
+
+def _ranked(legal: Iterable[ModelConfig], others: Iterable[ModelConfig]) -> list[ModelConfig]:
+    """As it is stored, then as others have quantized it, who had data to calibrate with, then by ourselves (sparkd.fit.rank)."""
+    own = list(legal)
+    return [*(one for one in own if one.quantize is None), *others, *(one for one in own if one.quantize is not None)]
+
+
+def _neighbours(plain: ModelConfig, known: Inventory, env: Mapping[str, str], ways: Ways) -> Iterator[ModelConfig]:
+    """The entry with each checkpoint of the same model that this machine has in four or eight bits."""
+    for name, checkpoint in prequantized(plain.model, known.checkpoint, {**os.environ, **env}):
+        try:
+            why = refusal(inventory(checkpoint, shape_of(checkpoint.config)), Recipe.parse("bf16"), *ways)
+        except (CheckpointError, ConfigError):
+            continue
+        if why is None:
+            yield plain.model_copy(update={"model": name, "revision": None})
 
 
 def _legal(spec: ModelConfig, plain: ModelConfig, known: Inventory, env: Mapping[str, str], ways: Ways) -> Iterator[ModelConfig]:

@@ -119,7 +119,9 @@ class Siting:
 
     async def _need(self, config: Config, spec: ModelConfig, ways: Ways) -> Need:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
-        need = await asyncio.to_thread(need_of, spec, config, self._here, free_gib, self._total_gib, ways)
+        # What lies beside a model here need not lie beside it on another node.
+        beside = ways == ALONE and len(self._in_sight()) == 1
+        need = await asyncio.to_thread(need_of, spec, config, self._here, free_gib, self._total_gib, ways, beside)
         if refused := said_to(need.spec, config, need.vllm).refused:
             raise RankError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
         return need

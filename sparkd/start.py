@@ -55,6 +55,8 @@ class Starter:
 
         Raises RankError or AgentLost, and leaves nothing running where it can reach the nodes.
         """
+        if placement.spec is not None and placement.spec.model != spec.model:
+            (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
         spec = placement.spec or spec
         said = said_to(spec, config, placement.vllm)
         for note in said.notes:

@@ -345,7 +345,7 @@ PUBLISHED = {
     # NVIDIA's own list of what is in four bits was not found: the FP8 weights are larger.
     "qwen3-next-80b-a3b-nvfp4": ("qwen3-next-80b-a3b-instruct-fp8", "as published"),
     "qwen3.5-27b@nvfp4": ("qwen3.5-27b", "as published"),
-    "qwen3.5-397b-a17b-fp8@int4": ("qwen3.5-397b-a17b", "fp8_block"),
+    "qwen3.5-397b-a17b-fp8": ("qwen3.5-397b-a17b", "fp8_block"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.__main__ import exit_code
-from sparkd.admission import advice
+from sparkd.admission import account, advice
 from sparkd.checkpoint import read_checkpoint
 from sparkd.config import parse_model
 from sparkd.hardware import GIB, SPARK
@@ -162,7 +162,7 @@ def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.C
     assert (
         found["choice"]["config"] == {**found["choice"]["config"], "model": f"{model}-AWQ"} and "quantize" not in found["choice"]["config"]
     )
-    assert any("It goes before quantizing" in note and "never in the other's place" in note for note in found["notes"])
+    assert any("It goes before quantizing" in note for note in found["notes"])
     assert exit_code(["plan", str(model), *ASKED, "--hardware", small]) == 0
     assert "awq (m-awq)" in capsys.readouterr().out
     # Who names a format gets that one.
@@ -176,6 +176,31 @@ def test_a_configured_model_that_would_be_quantized_hears_of_it(
     file.write_text(f"models: {{m: {{model: {model}, quantize: auto, max_model_len: 256}}, n: {{model: {model}, max_model_len: 256}}}}")
     assert any(note.startswith(f"{model}-AWQ is on this machine") for note in planned(capsys, "m", "--config", str(file))["notes"])
     assert planned(capsys, "n", "--config", str(file))["notes"] == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_auto_takes_it_before_anything_is_quantized_where_there_is_one_node(
+    nodes: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The daemon and the plan of the entry alike."""
+    keys = {"model": str(model), "max_model_len": 256, "max_num_batched_tokens": 16, "kv_margin_gib": 0}
+    auto = parse_model("m", {**keys, "quantize": "auto"}, over_admin=False)
+    stored, awq = (account(auto.model_copy(update={"model": f"{model}{end}", "quantize": None}), SPARK, {}) for end in ("", "-AWQ"))
+    assert stored is not None and awq is not None
+    room = (stored.least + awq.least) // 2
+    assert awq.least < room < stored.least
+    for free, expected in ((room, f"{model}-AWQ"), (2 * stored.least, str(model))):
+        taken = resolved(auto, SPARK, {}, free, beside=nodes == 1)
+        assert (taken.model, taken.quantize is None) == ((expected, True) if nodes == 1 or free > room else (str(model), False))
+
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {**keys, "quantize": "auto"}}}))
+    (tmp_path / "spark.yaml").write_text(f"memory_bytes: {room}\nsystem_bytes: 0\n")
+    found = planned(capsys, "m", "--config", str(file), "--hardware", str(tmp_path / "spark.yaml"), "--nodes", str(nodes))
+    assert (found["choice"]["model"], found["choice"]["config"].get("model")) == (
+        (f"{model}-AWQ", f"{model}-AWQ") if nodes == 1 else (str(model), None)
+    )
+    assert found["choice"]["model"] in found["choice"]["ranks"][0]["command"]
 
 
 def test_what_refuses_a_model_tells_of_it_and_takes_it_not(model: Path) -> None:
