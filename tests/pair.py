@@ -111,6 +111,10 @@ class Pair:
         """The engine's process below the rank's shim."""
         return next(pid for pid in self.engines() if _stat(pid)[0] == rank["pid"])
 
+    def child_of(self, rank: dict[str, Any]) -> int:
+        """The shim's own child, whatever engine it is."""
+        return next(pid for pid in self.members(rank) if _stat(pid)[0] == rank["pid"])
+
     def members(self, rank: dict[str, Any]) -> list[int]:
         return [pid for pid in (*self.here.pids(), *self.there.pids()) if _stat(pid)[1] == rank["pid"]]
 

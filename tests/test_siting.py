@@ -143,6 +143,23 @@ async def test_auto_is_the_best_format_and_then_the_fewest_nodes(model: str, tmp
     assert found.nodes == (A,)
 
 
+async def test_what_has_lost_a_node_moves_to_fewer_where_its_entry_allows_it(model: str, tmp_path: Path) -> None:
+    """The next try after a loss is placed anew, over the nodes that are in sight then, and over both again once the other is back."""
+    alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
+    offered = dict.fromkeys((A, B), alone - 0.5)
+    scene = Scene(tmp_path, offered)
+    asked = {"quantize": "auto", "kv_margin_gib": 0}
+    assert (await scene.place(model, **asked)).nodes == (A, B)
+    gone = offered.pop(B)
+    await scene.places.release("m")
+    assert (await scene.place(model, **asked)).nodes == (A,)
+    await scene.places.release("m")
+    assert "this node offers" in await scene.refused(model)
+    assert "1 node is in sight" in await scene.refused(model, tensor_parallel=2)
+    offered[B] = gone
+    assert (await scene.place(model, **asked)).nodes == (A, B)
+
+
 async def test_a_number_of_nodes_is_kept_to(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20.0, B: 20.0})
     assert (await scene.place(model, tensor_parallel=2)).nodes == (A, B)

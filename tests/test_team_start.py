@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoints import qwen3_moe
 from tests.daemon_process import until
 from tests.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
+from tests.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
 from workers.status import worker_of
 
 DETECTED_S = 10.0
 OUT_S = 20.0
 LOSSY_S = 8.0
 START_S = 400.0
-POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
-API_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pr")
-    # Alone it needs 5 GiB with the larger cache, and split 4.
-    vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
-    vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
+    found = vllm_models(folder)
     models = {
         "pair": shared_model(folder / "model", **SLOW),
         "stuck": shared_model(folder / "model", SPARKD_STUB_HANG_AT="request"),
-        "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
-        "rayed": vllm | {"kv_cache": {"tokens": 1_500_000}, "executor": "ray"},
-        "whole": vllm | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
+        **{name: found[name] for name in ("split", "rayed", "whole")},
     }
     with two_sparks(folder, models) as made:
         yield made
@@ -66,7 +58,7 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         ready = pair.daemon.wait_for(name, "READY", START_S)
         assert len(ready["ranks"]) == (1 if name == "whole" else 2)
         assert pair.daemon.chat(name, "hello", max_tokens=4).status_code == 200
-        said[name] = _log_probabilities(pair, name)
+        said[name] = log_probabilities(pair, name)
         if name == "split":
             assert "ranks do not share the same SHM group name" in pair.daemon.get("/admin/v1/models/split/log")["text"]
         if name == "rayed":
@@ -75,11 +67,7 @@ def test_vllm_splits_what_no_node_holds_alone_and_says_what_it_says_on_one(pair:
         pair.daemon.wait_for(name, "STOPPED", 60)
 
     for name in ("split", "rayed"):
-        both = zip(said[name], said["whole"], strict=True)
-        shared = [{token: (one[token], other[token]) for token in one.keys() & other.keys()} for one, other in both]
-        assert len(shared) == POSITIONS
-        assert all(len(tokens) >= TOP_TOKENS for tokens in shared)
-        assert max(abs(one - other) for tokens in shared for one, other in tokens.values()) < AGREED
+        assert furthest(said[name], said["whole"]) < AGREED
     assert [
         pid for node in (pair.here, pair.there) for pid in node.pids() if b"vllm" in command_of(pid) or b"RayWorkerProc" in command_of(pid)
     ] == []
@@ -225,21 +213,3 @@ def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     reason, after_s = pair.failure(at_s, "rayed")
     assert (reason, after_s < DETECTED_S) == ("EngineExited", True)
-
-
-def _log_probabilities(pair: Pair, model: str) -> list[dict[str, float]]:
-    """Of the first positions of one prompt, by token."""
-    body = {"model": model, "prompt": list(range(30, 35 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": 2 * TOP_TOKENS}
-    answer = pair.daemon.client.post("/v1/completions", json=body)
-    answer.raise_for_status()
-    found = answer.json()["choices"][0]["prompt_logprobs"][1:]
-    return [{token: one["logprob"] for token, one in at.items()} for at in found]
-
-
-def _chat_model(folder: Path) -> Path:
-    """Every expert answers for every token: rounding could choose others, and other values."""
-    qwen3_moe(folder)
-    path = folder / "tokenizer_config.json"
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    return folder

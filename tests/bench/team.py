@@ -1,0 +1,112 @@
+"""`python -m tests.bench.team`: real vLLM over two nodes, in each way that it can be shared, and what it says after a rank was killed.
+
+Two network namespaces, a real daemon, two raylets, vLLM's CPU build: tensor parallelism by native ranks and by vLLM's Ray executor, and a
+pipeline of two stages. For each: seconds until READY; the largest difference of a log-probability from the same model on one node; then
+rank 1 is killed: as what and when that was noticed, READY again after how long, the difference then, and processes left behind. Exit code
+1 where a difference is 0.05 or more, nothing was noticed within 10 s, or anything was left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.pair import Pair, command_of, two_sparks
+from tests.pair_vllm import AGREED, Said, furthest, log_probabilities, vllm_models
+from workers.status import worker_of
+
+START_S, DETECTED_S = 600.0, 10.0
+HEAD = "way                     READY s    apart noticed         after s  again s    apart  left"
+WAYS = (("split", "whole", "TP=2, native ranks"), ("rayed", "whole", "TP=2, executor: ray"), ("piped", "alone", "PP=2, native ranks"))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Seconds, and differences of log-probabilities."""
+
+    way: str
+    ready_s: float
+    before: float
+    reason: str
+    noticed_s: float
+    again_s: float
+    after: float
+    left: int
+
+    @property
+    def is_well(self) -> bool:
+        return max(self.before, self.after) < AGREED and self.noticed_s < DETECTED_S and not self.left
+
+
+def main() -> int:
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="st") as name:
+        folder = Path(name)
+        with two_sparks(folder, vllm_models(folder)) as pair:
+            alone = {model: _said_by(pair, model) for model in ("whole", "alone")}
+            print(HEAD, flush=True)
+            for model, single, way in WAYS:
+                one = _broken(pair, model, alone[single], way)
+                outcomes.append(one)
+                told = f"{one.ready_s:>8.1f} {one.before:>8.4f} {one.reason:14} {one.noticed_s:>8.1f} {one.again_s:>8.1f} {one.after:>8.4f}"
+                print(f"{way:22} {told} {one.left:>5}", flush=True)
+    well = all(one.is_well for one in outcomes)
+    print(f"{'held  ' if well else 'MISSED'} differences under {AGREED}, noticed within {DETECTED_S:.0f} s, nothing left behind")
+    return 0 if well else 1
+
+
+def _said_by(pair: Pair, model: str) -> Said:
+    pair.daemon.load(model)
+    pair.daemon.wait_for(model, "READY", START_S)
+    said = log_probabilities(pair, model)
+    _unloaded(pair, model)
+    return said
+
+
+def _broken(pair: Pair, model: str, alone: Said, way: str) -> Outcome:
+    pair.both()
+    began_s = time.time()
+    pair.daemon.load(model)
+    ranks = pair.daemon.wait_for(model, "READY", START_S)["ranks"]
+    ready_s = time.time() - began_s
+    if len(ranks) != 2:
+        raise RuntimeError(f"{model} has {len(ranks)} ranks where two are asked for")
+    before = furthest(log_probabilities(pair, model), alone)
+
+    victim, at_s = _process_of(pair, ranks[1], of_ray=model == "rayed"), time.time()
+    os.kill(victim, signal.SIGKILL)
+    reason, noticed_s = pair.failure(at_s, model)
+    after_ranks = pair.daemon.wait_for(model, "READY", START_S)["ranks"]
+    again_s = time.time() - at_s
+    after = furthest(log_probabilities(pair, model), alone)
+    kept = {rank["pid"] for rank in after_ranks}
+    left = sum(len(pair.members(rank)) for rank in ranks if rank["pid"] not in kept)
+    _unloaded(pair, model)
+    everywhere = (*pair.here.pids(), *pair.there.pids())
+    left += sum(b"vllm.entrypoints" in command_of(pid) or b"RayWorkerProc" in command_of(pid) for pid in everywhere)
+    return Outcome(way, ready_s, before, reason, noticed_s, again_s, after, left)
+
+
+def _process_of(pair: Pair, rank: dict[str, object], *, of_ray: bool) -> int:
+    """The engine below the rank's shim; with vLLM's Ray executor the worker, whose parent is the second node's raylet."""
+    if not of_ray:
+        return pair.child_of(rank)
+    (folder,) = {path.parent for path in pair.ray_node.runtime_dir.rglob(f"{rank['rank_id']}.worker")}
+    worker = worker_of(str(folder), str(rank["rank_id"]))
+    if worker is None:
+        raise RuntimeError(f"rank {rank['rank_id']} has no worker")
+    return worker.pid
+
+
+def _unloaded(pair: Pair, model: str) -> None:
+    pair.daemon.unload(model)
+    pair.daemon.wait_for(model, "STOPPED", 60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

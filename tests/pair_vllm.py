@@ -1,0 +1,55 @@
+"""Real vLLM over two nodes: one model in each way that it can be shared, and how far apart two ways of it speak. Never starts one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import qwen3_moe
+from tests.pair import Pair
+
+POSITIONS, TOP_TOKENS, AGREED = 32, 5, 0.05
+API_SERVER = "vllm.entrypoints.openai.api_server"
+Said = list[dict[str, float]]
+
+
+def vllm_models(folder: Path) -> dict[str, dict[str, Any]]:
+    """split (native ranks) and rayed (vLLM's Ray executor) share tensors, and whole is the same model on one node; piped has three heads,
+    which no two ranks share, and alone is that on one. The shared ones need 5 GiB on one node, and 4 on each of two."""
+    vllm = {"model": str(_chat_model(folder / "moe")), "entrypoint": API_SERVER, "max_model_len": 1024, "max_num_seqs": 4}
+    vllm |= {"max_num_batched_tokens": 1024, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}}
+    odd = vllm | {"model": str(_chat_model(folder / "odd", heads=3, kv_heads=3))}
+    return {
+        "split": vllm | {"kv_cache": {"tokens": 1_500_000}},
+        "rayed": vllm | {"kv_cache": {"tokens": 1_500_000}, "executor": "ray"},
+        "whole": vllm | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
+        "piped": odd | {"kv_cache": {"tokens": 1_000_000}},
+        "alone": odd | {"kv_cache": {"tokens": 8192}, "tensor_parallel": 1},
+    }
+
+
+def log_probabilities(pair: Pair, model: str) -> Said:
+    """Of the first positions of one prompt, by token. Teacher-forced: sampled text of a random model would diverge on rounding."""
+    body = {"model": model, "prompt": list(range(30, 35 + 5 * POSITIONS, 5)), "max_tokens": 1, "prompt_logprobs": 2 * TOP_TOKENS}
+    answer = pair.daemon.client.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    found = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return [{token: one["logprob"] for token, one in at.items()} for at in found]
+
+
+def furthest(one: Said, other: Said) -> float:
+    """The largest difference of a log-probability that both tell of. Each position must have the most likely tokens of both."""
+    shared = [{token: (here[token], there[token]) for token in here.keys() & there.keys()} for here, there in zip(one, other, strict=True)]
+    assert len(shared) == POSITIONS
+    assert all(len(tokens) >= TOP_TOKENS for tokens in shared)
+    return max(abs(here - there) for tokens in shared for here, there in tokens.values())
+
+
+def _chat_model(folder: Path, **shape: int) -> Path:
+    """Every expert answers for every token: rounding could choose others, and other values."""
+    qwen3_moe(folder, **shape)
+    path = folder / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return folder
