@@ -202,7 +202,7 @@ def test_a_record_that_is_not_ours_is_refused(text: str, tmp_path: Path) -> None
     config = config_of(tmp_path)
     config.state_dir.mkdir()
     (config.state_dir / joined.RECORD).write_text(text)
-    with pytest.raises(StateError, match=r"join\.json cannot be read"):
+    with pytest.raises(StateError, match=r"join\.json is not what sparkd wrote: remove it"):
         joined.read(config)
 
 
