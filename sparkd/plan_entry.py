@@ -100,7 +100,7 @@ def answer(
     taken: list[Offer] = []
     for ways in [(fixed, 1)] if fixed is not None else list(_ways(nodes)):
         profiles = str(entry.config.profiles_path())
-        one = resolved(spec, hardware, env, _free(hardware), ways, profiles, entry.vllm, headers, beside=nodes == 1)
+        one = resolved(spec, hardware, env, _free(hardware), ways, profiles, entry.vllm, headers, beside=nodes == 1 and bool(there))
         found = replace(asked, ways=(ways,), quantize=recipe_of(one, env), max_model_len=_length(one, headers))
         if one.model in there:
             taken = [_taken(replace(entry, spec=one), there[one.model], hardware, found, read)]
@@ -113,7 +113,7 @@ def answer(
             options += [(option, one) for option in every if _is_beside(option, options[-1][0])]
     options.sort(key=lambda each: rank(each[0], headers.known, asked))
     best = options[0] if options and options[0][0].fits else None
-    if taken:
+    if taken and taken[0].choice.options[0].fits:
         best = taken[0].choice.options[0], one
     notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
