@@ -36,7 +36,10 @@ AskFunction = Callable[[str, float], Awaitable[None]]
 
 
 class Actions:
-    """The supervisor's hands. `tasks` is set while it runs; `strays` are ranks of unknown models that are being removed."""
+    """The supervisor's hands. `tasks` is set while it runs; `strays` are ranks of unknown models that are being removed.
+
+    left: hears what a rank that was ended has left behind on its node.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Actions:
         door: Door,
         *,
         ask: AskFunction,
+        left: Callable[[RankHandle, Sequence[Mapping[str, Any]]], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -56,6 +60,7 @@ class Actions:
         self._cluster = cluster
         self._door = door
         self._ask = ask
+        self._left = left
         self._wake = wake
         self._clock = clock
         self._wall = wall
@@ -178,9 +183,10 @@ class Actions:
     async def _end(self, ranks: Sequence[RankFact]) -> None:
         """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
         results = await asyncio.gather(*(self._cluster.destroy(fact) for fact in ranks), return_exceptions=True)
-        for fact, failed in zip(ranks, results, strict=True):
-            if failed is None:
+        for fact, left in zip(ranks, results, strict=True):
+            if not isinstance(left, BaseException):
                 self._ledger.forget_handle(fact.handle.rank_id)
+                self._left(fact.handle, left)
         if error := next((one for one in results if isinstance(one, BaseException)), None):
             raise error
 

@@ -184,8 +184,11 @@ class Cluster:
         """See Starter.start."""
         return await self._starter.start(self._config, placement, spec, attempt, tell)
 
-    async def destroy(self, fact: RankFact) -> None:
-        """Stop a rank and verify that nothing of it is left. Raises RankError naming the processes that would not die."""
+    async def destroy(self, fact: RankFact) -> Sequence[Mapping[str, Any]]:
+        """Stop a rank and verify that no process of it is left. Raises RankError naming those that would not die.
+
+        Returns what else it left behind on its node: see workers.rank.stop.
+        """
         # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
@@ -197,6 +200,7 @@ class Cluster:
                 f"Processes {pids} of rank {fact.handle.rank_id} do not end even after SIGKILL: they hang in the kernel, usually in "
                 "the GPU driver. If they stay, the node must be rebooted."
             )
+        return ended.get("left") or ()
 
     async def upstream(self, handle: RankHandle) -> Upstream:
         """The way to a rank 0: its Unix socket on this node, else its private address with its own key."""

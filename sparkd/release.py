@@ -1,4 +1,4 @@
-"""The release gate: after an engine ended, no load begins until its memory is back, and what does not come back is said. Never kills.
+"""The release gate: after an engine ended, no load begins until its memory is back, and what stays away or behind is said. Never kills.
 
 On a Spark memory comes back up to a minute after the process is gone, an engine that crashes may leave 33 GB in the driver, and a start
 into that is an out-of-memory that one made oneself. A port that is free, or a `systemctl stop` that has returned, says nothing of it.
@@ -7,13 +7,14 @@ into that is an out-of-memory that one made oneself. A port that is free, or a `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sparkd import metrics
 from sparkd.ledger import Ledger
 from sparkd.sight import Observation
-from sparkd.state import RankFact, Reading
+from sparkd.state import RankFact, RankHandle, Reading
 
 GIB = 1 << 30
 # Below this an engine's end cannot be told from what else happens on a machine.
@@ -25,6 +26,8 @@ LIMIT_S = 90.0
 REBOOT_BYTES, REBOOT_SHARE = 4 * GIB, 0.25
 # Memory that goes before the last process does belongs to the same end.
 BEFORE_S = 6.0
+# Files that one sentence names.
+NAMED = 3
 
 
 @dataclass(slots=True)
@@ -64,6 +67,8 @@ class Release:
         self._living: dict[str, tuple[str, str, int, int]] = {}
         self._lately: dict[str, deque[tuple[float, int, int | None]]] = {}
         self._pending: list[Pending] = []
+        # By model and node: what its last rank there left behind and nobody removed.
+        self._stays: dict[tuple[str, str], str] = {}
 
     @property
     def allows(self) -> bool:
@@ -78,6 +83,22 @@ class Release:
         if stuck:
             return f"MemoryNotReleased: {'; '.join(stuck)}."
         return f"MemoryReturns: {', '.join(f'{one.model} on {one.node}' for one in self._pending)}."
+
+    def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
+        """What a rank that has ended left behind on its node besides memory: see workers.rank.stop. Told at once, and again with what
+        does not come back."""
+        where, node = (handle.model, handle.node_id), handle.node_id
+        self._stays.pop(where, None)
+        if removed := [one for one in found if one["removed"]]:
+            size = sum(one["bytes"] for one in removed)
+            told = f"It left {_named(removed)} on {node}, {_size(size)}: removed, since nothing that lives holds it."
+            self._ledger.say("release", handle.model, told, node=node, removed_bytes=size)
+        if stays := [one for one in found if not one["removed"]]:
+            self._stays[where] = f"{_named(stays)}, {_size(sum(one['bytes'] for one in stays))}"
+            for one in stays:
+                cure = f"no process holds it; if nobody needs it, `rm {one['path']}` on {node}"
+                told = f"It may have left {one['path']} ({_size(one['bytes'])}) on {node}. It stays, because {one['why']}: {cure}."
+                self._ledger.say("release", handle.model, told, node=node, left_bytes=one["bytes"])
 
     def look(self, observation: Observation) -> None:
         """Once in each tick, with what the nodes showed."""
@@ -130,9 +151,21 @@ class Release:
             one.cure = "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins before it is back"
         else:
             one.cure = "no load begins before that node was restarted"
+        if stays := self._stays.get((one.model, one.node)):
+            one.cure += f", and it may have left {stays}"
         told = f"{missing / GIB:.1f} of {one.held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."
         self._ledger.say("release", one.model, told, node=one.node, missing_bytes=missing, driver_bytes=kept)
         return needs_restart
+
+
+def _named(found: Sequence[Mapping[str, Any]]) -> str:
+    """The largest come first."""
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"{', '.join(str(one['path']) for one in found[:NAMED])}{more}"
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
 
 
 def _held(fact: RankFact) -> int | None:

@@ -75,17 +75,9 @@ class Supervisor:
         self._release = Release(self.ledger, clock)
         self._pressure = Pressure(self.ledger, self._door, self.want, clock, self._roster.holders)
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
-        self._actions = Actions(
-            self._roster,
-            self.ledger,
-            cluster,
-            self._door,
-            ask=ask,
-            wake=self.wake,
-            clock=clock,
-            wall=wall,
-            rng=rng or random.Random(),  # jitter only
-        )
+        hands = (self._roster, self.ledger, cluster, self._door)
+        jitter = rng or random.Random()
+        self._actions = Actions(*hands, ask=ask, left=self._release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
         self._pulse = Pulse(self._actions.spawn, clock)
         self._expect(store.handles().values())
         for record in self._roster.missing():
@@ -274,10 +266,13 @@ class Supervisor:
     async def stop_everything(self) -> None:
         """Stop every rank that can be found, READY or not, whatever is wished; wishes stay as they are for the next start."""
         observation = await self._cluster.observe()
-        results = await asyncio.gather(*(self._cluster.destroy(fact) for fact in observation.ranks or ()), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                log.error("a rank was not stopped: %s", error)
+        ranks = observation.ranks or ()
+        results = await asyncio.gather(*(self._cluster.destroy(fact) for fact in ranks), return_exceptions=True)
+        for fact, left in zip(ranks, results, strict=True):
+            if isinstance(left, BaseException):
+                log.error("a rank was not stopped: %s", left)
+            else:
+                self._release.left(fact.handle, left)
         for node in sorted(observation.unseen):
             log.error("what runs on %s was not stopped: that node does not answer", node)
         for record in self._roster.records.values():

@@ -46,6 +46,7 @@ class FakeCluster:
         self.log: list[str] = []
         self.place_error: SparkdError | None = None
         self.immortal = False
+        self.left: tuple[Mapping[str, Any], ...] = ()
         self.names: list[str] | None = None
         self.placing = asyncio.Event()
         self.placing.set()
@@ -100,12 +101,13 @@ class FakeCluster:
         if self.offered:
             self.held[spec.name] = tuple((node, gib or 4) for node in nodes)
 
-    async def destroy(self, fact: RankFact) -> None:
+    async def destroy(self, fact: RankFact) -> Sequence[Mapping[str, Any]]:
         self.log.append(f"destroy {fact.handle.model}")
         if self.immortal:
             raise RankError("Processes 42 do not end.")
         if self.ranks is not None:
             self.ranks.pop(fact.handle.rank_id, None)
+        return self.left
 
     async def release(self, model: str) -> None:
         self.log.append(f"release {model}")

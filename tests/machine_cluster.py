@@ -106,10 +106,11 @@ class MachineCluster(FakeCluster):
         self._places.hold(spec.name, gib, nodes)
         await self._places.again(nodes)
 
-    async def destroy(self, fact: RankFact) -> None:
+    async def destroy(self, fact: RankFact) -> tuple[()]:
         if self.refuses_to_end:
             raise ClusterError("Its processes do not end.")
         self.live.pop(fact.handle.rank_id, None)
+        return ()
 
     async def release(self, model: str) -> None:
         await self._places.release(model)

@@ -130,6 +130,46 @@ def test_only_the_last_moments_count_as_before(gate: Gate) -> None:
     assert not gate.look(79), "28 GiB came back, not 58"
 
 
+def file(path: str, size: int, why: str = "") -> dict[str, object]:
+    return {"path": path, "bytes": size, "removed": not why, "why": why}
+
+
+def test_what_it_left_is_told_with_its_size(gate: Gate) -> None:
+    removed = [file(f"/dev/shm/psm_{number}", 512 << 20) for number in range(4)]
+
+    gate.release.left(SERVING.handle, [*removed, file("/dev/shm/notes", 3 << 20, "nobody saw it")])
+
+    assert gate.told == [
+        "It left /dev/shm/psm_0, /dev/shm/psm_1, /dev/shm/psm_2 and 1 more on n, 2.0 GiB: removed, since nothing that lives holds it.",
+        "It may have left /dev/shm/notes (3.0 MiB) on n. It stays, because nobody saw it: no process holds it; if nobody needs it, "
+        "`rm /dev/shm/notes` on n.",
+    ]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["it stays", "an end after it left nothing"])
+def test_what_stays_is_named_where_memory_does_not_come_back(gate: Gate, again: bool) -> None:
+    gate.look(50, SERVING)
+    gate.release.left(SERVING.handle, [file("/dev/shm/psm_1", 5 * GIB, "other users may open it")])
+    if again:
+        gate.release.left(SERVING.handle, [])
+    gate.look(100)
+    assert gate.look(100, seconds=LIMIT_S), "8 of 58 GiB are no reason for a restart"
+
+    named = "" if again else ", and it may have left /dev/shm/psm_1, 5.0 GiB"
+    assert gate.told[-1] == f"8.0 of 58.0 GiB have not come back to n after 90 s: it is given up{named}."
+
+
+async def test_the_stop_of_a_rank_tells_what_it_left(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.left = (file("/dev/shm/psm_1", 3 << 20),)
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(4)
+
+        told = [event.message for event in made.supervisor.ledger.events(0, 100) if event.kind == "release"]
+        assert told == ["It left /dev/shm/psm_1 on n, 3.0 MiB: removed, since nothing that lives holds it."]
+
+
 async def test_the_next_start_waits_for_it(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,9 @@ class RealNode(FakeCluster):
         mine = {"rank_id": attempt.rank_id, "config_hash": attempt.config_hash, "generation": attempt.generation}
         return (RankHandle(**await asyncio.to_thread(self.agent.spawn, order(self.folder) | mine, False)),)
 
-    async def destroy(self, fact: RankFact) -> None:
-        await asyncio.to_thread(self.agent.destroy, {"rank_id": fact.handle.rank_id}, 0.0)
+    async def destroy(self, fact: RankFact) -> Sequence[Mapping[str, Any]]:
+        ended = await asyncio.to_thread(self.agent.destroy, {"rank_id": fact.handle.rank_id}, 0.0)
+        return list(ended["left"])
 
     async def served_names(self, upstream: Upstream) -> list[str] | None:
         return await served_names(upstream)

@@ -29,7 +29,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "13"
+VERSION = "14"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -211,7 +211,7 @@ class Agent:
         self._rating.end(job)
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
-        """Stop a rank, verify that every process is gone, and forget it. `survivors` names what even SIGKILL did not end."""
+        """Stop a rank, verify that every process is gone, and forget it: see workers.rank.stop."""
         ended = rank.stop(handle, run_dir=self.run_dir, grace_s=grace_s)
         if ended["gone"]:
             rank.forget(handle["rank_id"], self.run_dir)

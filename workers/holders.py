@@ -8,9 +8,10 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from workers import processes
+from workers import processes, shared
 from workers.child import ask, stuck
 from workers.processes import Identity
 from workers.status import identity_of, rank_ids, read_status, status_path, worker_of
@@ -20,6 +21,8 @@ GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
 RETIRED_S = 60.0
+# What an engine shares between its processes it makes while it starts; later hardly anything comes.
+SHARED_EVERY_S = 10.0
 MIB = 1 << 20
 
 
@@ -62,6 +65,7 @@ class Holders:
         self._retired: list[tuple[float, int]] = []
         self._device: dict[int, int] = {}
         self._asked_at_s = float("-inf")
+        self._noted_at_s: dict[str, float] = {}
 
     def refresh(self, now_s: float, *, ask_device: bool = True) -> None:
         """Blocks, at worst for two DEVICE_TIMEOUT_S, or for as long as /proc does."""
@@ -89,6 +93,18 @@ class Holders:
         self._retired += [(now_s, self._fds.pop(who)) for who in self._fds.keys() - kept]
         while self._retired and now_s - self._retired[0][0] >= RETIRED_S:
             os.close(self._retired.pop(0)[1])
+        self._note_shared(now_s)
+
+    def _note_shared(self, now_s: float) -> None:
+        """Last, since maps are read for it: what the ranks share, for whoever clears up after them."""
+        before, self._noted_at_s = self._noted_at_s, {}
+        for one in self.ranks:
+            at_s = before.get(one.rank_id, float("-inf"))
+            due = one.phase != "serving" or now_s - at_s >= SHARED_EVERY_S
+            if due:
+                with suppress(OSError):  # a full disk: what is not written down is told, and not removed
+                    shared.note(self._run_dir, one.rank_id, one.pids)
+            self._noted_at_s[one.rank_id] = now_s if due else at_s
 
     def _held(
         self, rank_id: str, status: dict[str, object], shim: Identity | None, engine: Identity | None, members: list[Identity]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
-from workers import processes
+from workers import processes, shared
 from workers.command import build_command, build_environment, ipc_dir
 from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
 from workers.loadfile import load_path, read_load, remove_load, together
@@ -115,7 +115,8 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
 
     handle: the fields of a handle, or rank_id alone where no more is known. Works with a dead and with a stuck shim too, and is
     harmless for a rank that is gone, of an earlier boot, or whose pid belongs to somebody else by now. Returns gone, survivors (pids
-    that live in an uninterruptible wait: report them and call again), exit_code and stop_ordered as the status file has them.
+    that live in an uninterruptible wait: report them and call again), exit_code and stop_ordered as the status file has them, and left:
+    what it left behind, sockets and shared memory, as workers.shared.clear says it.
     """
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
@@ -131,12 +132,13 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
         status |= {"state": "exited", "stop_ordered": True}
         with suppress(OSError):  # a full disk: what was asked for is done, and the rank is about to be forgotten
             write_status(path, status)
-    remove_sockets(run_dir, rank_id, handle.get("socket_path") or (status.get("handle") or {}).get("socket_path"))
+    left = _clear_sockets(run_dir, rank_id, handle.get("socket_path") or (status.get("handle") or {}).get("socket_path"))
     return {
         "gone": not survivors,
         "survivors": survivors,
         "exit_code": status.get("exit_code"),
         "stop_ordered": bool(status.get("stop_ordered")),
+        "left": left if survivors else [*left, *shared.clear(run_dir, rank_id)],
     }
 
 
@@ -156,7 +158,8 @@ def forget(rank_id: str, run_dir: str) -> None:
     remove_sockets(run_dir, rank_id, None)
     remove_load(run_dir, rank_id)
     remove_kv(run_dir, rank_id)
-    for path in (worker_path(run_dir, rank_id), status_path(run_dir, rank_id), *Path(run_dir).glob(f".{rank_id}.json.*")):
+    known = (worker_path(run_dir, rank_id), shared.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
+    for path in (*known, *Path(run_dir).glob(f".{rank_id}.json.*"), *Path(run_dir).glob(f".{rank_id}.shm.*")):
         path.unlink(missing_ok=True)
 
 
@@ -222,6 +225,16 @@ def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine
     return sorted({*survivors, shim.pid}) if shim and processes.is_alive(shim) else survivors
 
 
+def _clear_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> list[dict[str, Any]]:
+    """Removes them, and looks: a socket that stays is told, not raised, since the rank is gone all the same."""
+    why = {socket_path: "it is not a socket", ipc_dir(run_dir, rank_id): "it cannot be emptied"}
+    try:
+        remove_sockets(run_dir, rank_id, socket_path)
+    except OSError as error:
+        why[socket_path] = error.strerror or str(error)
+    return [{"path": path, "bytes": 0, "removed": False, "why": told} for path, told in why.items() if path and os.path.lexists(path)]
+
+
 def _prepare_folders(spec: RankSpec) -> None:
     try:
         for folder in (spec.run_dir, ipc_dir(spec.run_dir, spec.rank_id), spec.socket_path and os.path.dirname(spec.socket_path)):
@@ -229,6 +242,7 @@ def _prepare_folders(spec: RankSpec) -> None:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
         if spec.socket_path:
             _remove_stale_socket(spec.socket_path)
+        shared.begin(spec.run_dir, spec.rank_id)
     except OSError as error:
         raise RankError(f"The rank {spec.rank_id} has no place to run: {error}. Give this user write access to {spec.run_dir}.") from error
 

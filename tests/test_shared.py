@@ -1,0 +1,205 @@
+"""Shared memory that an engine leaves behind: what is surely a dead rank's is removed, what may be its is told, the rest stays."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import Place, a_place, stop, until
+from workers import rank, shared
+from workers.holders import Held, Holders
+from workers.shared import Note, Segment, judge
+
+place = pytest.fixture(name="place")(a_place)
+
+USER, MIB = 1000, 1 << 20
+FILE = Segment("psm_0123abcd", 27, 7, MIB, USER, 0o600)
+OURS = Note(frozenset({(27, 1)}), frozenset({(27, 7)}))
+UNSEEN = Note(frozenset({(27, 1)}))
+NOT_SEEN, NO_NAME = "nobody saw it in its processes' hands", "its name is none that an engine's libraries give"
+OPEN = "other users may open it, and not every process can be looked into"
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the same tmpfs: what others do in /dev/shm meanwhile is not this test's."""
+    folder = Path(tempfile.mkdtemp(prefix="sparkd-test-", dir="/dev/shm"))
+    (folder / "psm_before").write_bytes(b"somebody's")
+    monkeypatch.setattr(shared, "FOLDER", folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "known", "held", "blind", "verdict"),
+    [
+        (FILE, OURS, (), False, "sure"),
+        (FILE, OURS, (), True, "sure"),
+        (FILE, OURS, (FILE.key,), False, None),
+        (FILE, Note(frozenset({FILE.key}), frozenset({FILE.key})), (), False, None),
+        (Segment("psm_0123abcd", 27, 7, MIB, USER + 1, 0o600), OURS, (), False, None),
+        (FILE, UNSEEN, (), False, NOT_SEEN),
+        (Segment("weights.bin", 27, 7, MIB, USER, 0o600), UNSEEN, (), False, None),
+        (Segment("weights.bin", 27, 7, MIB, USER, 0o600), OURS, (), False, NO_NAME),
+        (Segment("psm_0123abcd", 27, 8, MIB, USER, 0o600), OURS, (), False, NOT_SEEN),
+        (Segment("psm_0123abcd", 27, 7, MIB, USER, 0o660), OURS, (), False, "sure"),
+        (Segment("psm_0123abcd", 27, 7, MIB, USER, 0o660), OURS, (), True, OPEN),
+    ],
+    ids=[
+        "its own", "its own, for its user only", "somebody holds it", "older than the rank", "another user's", "never seen with it",
+        "never seen, and named by a person", "named by a person", "the name, given again", "its own, for a group",
+        "its own, for a group that cannot be looked into",
+    ],
+)  # fmt: skip
+def test_what_is_surely_a_dead_rank_s(file: Segment, known: Note, held: tuple[Any, ...], blind: bool, verdict: str | None) -> None:
+    sure, unsure = judge([file], known, held, user=USER, blind=blind)
+
+    assert (sure, unsure) == {"sure": ([file], []), None: ([], [])}.get(verdict, ([], [(file, verdict)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("psm_742baa8f", True),
+        ("42011-tp:0-[0-1]-cpushm_0", True),
+        ("vllm_dist_31a31fc7be134aec91366907245db453-tp:0-[0-1]-cpushm_1", True),
+        ("vllm_offload_9f.mmap", True),
+        ("torch_4711_1804289383_0", True),
+        ("nccl-Xa3Gh1", True),
+        ("sem.loky-1234", True),
+        ("my-vllm_notes", False),
+        ("model.safetensors", False),
+        ("plasma", False),
+    ],
+)
+def test_names_that_an_engine_s_libraries_give(name: str, is_one: bool) -> None:
+    assert bool(shared.NAMES.match(name)) is is_one
+
+
+# In the order of their sizes; the last is mapped and its descriptor closed, as cpushm's and torch's are.
+MAKER = """
+import mmap, os, sys, time
+folder = {folder!r}
+for number, name in enumerate(("psm_large", "notes.txt", "x-cpushm_0")):
+    fd = os.open(os.path.join(folder, name), os.O_CREAT | os.O_RDWR, 0o600)
+    os.write(fd, bytes(4096 * (300 - 100 * number)))
+    held = globals().setdefault("held", [])
+    if name.startswith("x-"):
+        held.append(mmap.mmap(fd, 4096))
+        os.close(fd)
+os.close(os.open(os.path.join(folder, "psm_closed"), os.O_CREAT | os.O_RDWR, 0o600))
+os.open(os.path.join(folder, "psm_before"), os.O_RDWR)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["ordered", "killed", "killed with its shim"])
+def test_a_rank_s_shared_memory_goes_with_it(place: Place, memory: Path, end: str) -> None:
+    handle = place.start(MAKER.format(folder=str(memory)))
+    holders = Holders(place.run_dir, unified=False)
+    holders.refresh(0.0)
+    assert stat.S_IMODE(shared.note_path(place.run_dir, "r1").stat().st_mode) == 0o600
+    if end != "ordered":
+        os.kill(handle["pid"] if "shim" in end else place.fact()["engine_pid"], signal.SIGKILL)
+        until(lambda: not place.fact()["alive"] and not place.fact()["processes"])
+
+    left = {Path(one["path"]).name: one for one in stop(place, handle, 0.0)["left"]}
+
+    assert sorted(os.listdir(memory)) == ["notes.txt", "psm_before", "psm_closed"]
+    assert {name: one["bytes"] for name, one in left.items() if one["removed"]} == {"psm_large": 300 * 4096, "x-cpushm_0": 100 * 4096}
+    assert {name: one["why"] for name, one in left.items() if not one["removed"]} == {
+        "notes.txt": NO_NAME,
+        "psm_closed": NOT_SEEN,
+    }
+    assert list(left) == ["psm_large", "notes.txt", "x-cpushm_0", "psm_closed"], "the largest first"
+    rank.forget("r1", place.run_dir)
+    assert os.listdir(place.run_dir) == []
+
+
+def test_what_another_process_holds_stays_until_that_has_gone(place: Place, memory: Path) -> None:
+    handle = place.start(MAKER.format(folder=str(memory)))
+    Holders(place.run_dir, unified=False).refresh(0.0)
+    with open(memory / "x-cpushm_0", "r+b") as file:
+        held = mmap.mmap(file.fileno(), 0)
+
+    first = {Path(one["path"]).name for one in stop(place, handle, 0.0)["left"] if one["removed"]}
+    assert (first, (memory / "x-cpushm_0").exists()) == ({"psm_large"}, True)
+    held.close()
+    (second,) = [one for one in stop(place, handle, 0.0)["left"] if one["removed"]]
+    assert (Path(second["path"]).name, (memory / "x-cpushm_0").exists()) == ("x-cpushm_0", False)
+
+
+def test_what_cannot_be_removed_is_told_with_the_reason(place: Place, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = place.start(MAKER.format(folder=str(memory)))
+    Holders(place.run_dir, unified=False).refresh(0.0)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.os, "unlink", refuse)
+        why = {Path(one["path"]).name: one["why"] for one in shared.clear(place.run_dir, "r1")}
+        assert "psm_large" not in why, "its rank lives"
+        os.kill(place.fact()["engine_pid"], signal.SIGKILL)
+        until(lambda: not place.fact()["processes"])
+        why = {Path(one["path"]).name: one["why"] for one in shared.clear(place.run_dir, "r1")}
+    assert why["psm_large"] == "Operation not permitted"
+    assert stop(place, handle)["gone"]
+
+
+def test_a_rank_of_an_earlier_release_loses_nothing(place: Place, memory: Path) -> None:
+    handle = place.start(MAKER.format(folder=str(memory)))
+    shared.note_path(place.run_dir, "r1").unlink()
+    Holders(place.run_dir, unified=False).refresh(0.0)
+
+    assert stop(place, handle, 0.0)["left"] == []
+    assert len(os.listdir(memory)) == 5
+
+
+@pytest.mark.parametrize(("phase", "looks"), [("loading", [0.0, 2.0, 4.0, 10.0]), ("serving", [0.0, 10.0])])
+def test_notes_are_taken_often_while_it_starts_and_seldom_later(monkeypatch: pytest.MonkeyPatch, phase: str, looks: list[float]) -> None:
+    holders, noted, now_s = Holders("/nowhere", unified=False), list[float](), 0.0
+    held = Held("r1", "m", phase, "", None, None, (4711,), (), 0, 0)
+
+    def note(run_dir: str, rank_id: str, pids: tuple[int, ...]) -> None:
+        assert (run_dir, rank_id, pids) == ("/nowhere", "r1", (4711,))
+        noted.append(now_s)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared, "note", note)
+    holders.ranks = (held,)
+    for now_s in (0.0, 2.0, 4.0, 10.0):
+        holders._note_shared(now_s)
+
+    assert noted == looks
+
+
+@pytest.mark.parametrize("kind", ["socket", "file"])
+def test_a_socket_that_stays_is_told(place: Place, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    code = """
+    import socket, sys, time
+    path = sys.argv[sys.argv.index("--uds") + 1]
+    {make}
+    print("up", flush=True)
+    time.sleep(600)
+    """
+    make = "socket.socket(socket.AF_UNIX).bind(path)" if kind == "socket" else "open(path, 'w').close()"
+    handle = place.start(textwrap.dedent(code).format(make=make))
+
+    left = stop(place, handle, 0.0)["left"]
+
+    path = f"{place.run_dir}/r1.sock"
+    told = [{"path": path, "bytes": 0, "removed": False, "why": "it is not a socket"}]
+    assert (left, os.path.lexists(path)) == (([], False) if kind == "socket" else (told, True))
+    Path(path).unlink(missing_ok=True)
