@@ -30,6 +30,8 @@ RETRY_S = 1.0
 COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
+# Its clients were sent away, and it would not answer them: it gets no time to end.
+HANGS = frozenset({"EngineFrozen", "RankHangs"})
 
 Readings = Mapping[str, Mapping[str, Any] | None]
 AskFunction = Callable[[str, float], Awaitable[None]]
@@ -155,7 +157,7 @@ class Actions:
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         try:
-            await self._end(ranks)
+            await self._end(ranks, hangs=record.reason in HANGS)
             await self._cluster.release(record.name)
         except ClusterError as error:
             record.message = error.message
@@ -165,10 +167,11 @@ class Actions:
     async def destroy(self, ranks: Sequence[RankFact], why: str) -> None:
         """ranks: all that were seen of one start."""
         start, model = ranks[0].handle.start, ranks[0].handle.model
+        record = self._roster.records.get(model)
         for fact in ranks:
             self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {why}.")
         try:
-            await self._end(ranks)
+            await self._end(ranks, hangs=record is not None and record.reason in HANGS)
             await self._cluster.release(model)
         except ClusterError as error:
             self._ledger.say("destroy", model, error.message)
@@ -176,13 +179,12 @@ class Actions:
             return
         finally:
             self.strays.discard(start)
-        record = self._roster.records.get(model)
         if record and record.rank_id == start:
             record.rank_id = None
 
-    async def _end(self, ranks: Sequence[RankFact]) -> None:
+    async def _end(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
         """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
-        results = await asyncio.gather(*(self._cluster.destroy(fact) for fact in ranks), return_exceptions=True)
+        results = await asyncio.gather(*(self._cluster.destroy(fact, hangs=hangs) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if not isinstance(left, BaseException):
                 self._ledger.forget_handle(fact.handle.rank_id)

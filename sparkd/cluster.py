@@ -184,13 +184,15 @@ class Cluster:
         """See Starter.start."""
         return await self._starter.start(self._config, placement, spec, attempt, tell)
 
-    async def destroy(self, fact: RankFact) -> Sequence[Mapping[str, Any]]:
+    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
         """Stop a rank and verify that no process of it is left. Raises RankError naming those that would not die.
 
-        Returns what else it left behind on its node: see workers.rank.stop.
+        hangs: its engine has been found to; it will finish nothing, and is killed at once. Returns what else it left behind on its node:
+        see workers.rank.stop.
         """
         # An engine that never served has nothing to finish, and one that compiles does not listen to SIGTERM.
         grace_s = float(self._config.engine.stop_timeout_s) if fact.progress.server_up else UNSERVED_GRACE_S
+        grace_s = 0.0 if hangs else grace_s
         handle = {name: getattr(fact.handle, name) for name in RankHandle.__slots__}
         node_ip = fact.handle.node_id
         ended = await self.ask(node_ip, "destroy", handle, grace_s, timeout_s=grace_s + DESTROY_TIMEOUT_S)

@@ -101,8 +101,8 @@ class FakeCluster:
         if self.offered:
             self.held[spec.name] = tuple((node, gib or 4) for node in nodes)
 
-    async def destroy(self, fact: RankFact) -> Sequence[Mapping[str, Any]]:
-        self.log.append(f"destroy {fact.handle.model}")
+    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
+        self.log.append(f"{'kill' if hangs else 'destroy'} {fact.handle.model}")
         if self.immortal:
             raise RankError("Processes 42 do not end.")
         if self.ranks is not None:

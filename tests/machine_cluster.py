@@ -106,7 +106,7 @@ class MachineCluster(FakeCluster):
         self._places.hold(spec.name, gib, nodes)
         await self._places.again(nodes)
 
-    async def destroy(self, fact: RankFact) -> tuple[()]:
+    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> tuple[()]:
         if self.refuses_to_end:
             raise ClusterError("Its processes do not end.")
         self.live.pop(fact.handle.rank_id, None)

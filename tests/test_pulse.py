@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from sparkd import metrics
+from sparkd.cluster import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S, Cluster
+from sparkd.config import Config
 from sparkd.pulse import ALONE_ASK_EVERY_S, ALONE_BUSY_S, ALONE_IDLE_S, BUSY_S, IDLE_S, Pulse
 from sparkd.record import Record
 from sparkd.state import Desired, ModelState, Progress, RankFact, Reading, Want
 from sparkd.upstream import Upstream
 from tests.fakes import READING, FakeClock
+from tests.test_plan import ALIVE
 from tests.test_supervisor import make_ready, stage
 from tests.test_team_plan import FIRST, SECOND
 
@@ -158,4 +161,34 @@ async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started
             assert made.supervisor.snapshot().models["m"].reason == "EngineFrozen"
             assert metrics.WATCHDOG_STALLS.labels("m")._value.get() == stalls + 1
             await made.tick(2)
-        assert made.cluster.log[2:] == ["destroy m", "release m", "place m", "spawn m"]
+        assert made.cluster.log[2:] == ["kill m", "release m", "place m", "spawn m"], "without its grace"
+
+
+@pytest.mark.parametrize(("reason", "how"), [("EngineFrozen", "kill m"), ("RankHangs", "kill m"), ("WrongModel", "destroy m")])
+async def test_an_unload_does_not_wait_for_an_engine_that_hangs_either(tmp_path: Path, reason: str, how: str) -> None:
+    async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=60) as made:
+        await make_ready(made)
+        made.supervisor._actions.fail(made.supervisor.record("m"), reason, "It is of no use.")
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(3)
+
+        assert (made.state(), made.cluster.log[2:]) == ("STOPPED", [how, "release m"])
+
+
+@pytest.mark.parametrize(
+    ("server_up", "hangs", "grace_s"),
+    [(True, False, 30.0), (True, True, 0.0), (False, False, UNSERVED_GRACE_S), (False, True, 0.0)],
+    ids=["it serves", "it hangs", "it never served", "it hangs and never served"],
+)
+async def test_the_grace_between_its_order_and_its_kill(tmp_path: Path, server_up: bool, hangs: bool, grace_s: float) -> None:
+    cluster, asked = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {}), list[tuple[object, ...]]()
+
+    async def ask(node_ip: str, method: str, *arguments: object, timeout_s: float) -> dict[str, object]:
+        asked.append((node_ip, method, arguments[1], timeout_s))
+        return {"gone": True, "survivors": []}
+
+    cluster.ask = ask  # type: ignore[method-assign]
+    fact = replace(ALIVE, progress=Progress(phase="serving", server_up=server_up))
+
+    assert await cluster.destroy(fact, hangs=hangs) == (), "an agent of an earlier release says nothing of what is left"
+    assert asked == [("n", "destroy", grace_s, grace_s + DESTROY_TIMEOUT_S)]

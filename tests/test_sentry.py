@@ -175,7 +175,7 @@ class RealNode(FakeCluster):
         mine = {"rank_id": attempt.rank_id, "config_hash": attempt.config_hash, "generation": attempt.generation}
         return (RankHandle(**await asyncio.to_thread(self.agent.spawn, order(self.folder) | mine, False)),)
 
-    async def destroy(self, fact: RankFact) -> Sequence[Mapping[str, Any]]:
+    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
         ended = await asyncio.to_thread(self.agent.destroy, {"rank_id": fact.handle.rank_id}, 0.0)
         return list(ended["left"])
 

@@ -120,6 +120,7 @@ async def test_a_question_that_a_dead_rank_never_answers_is_given_up(tmp_path: P
 
         view = scene.supervisor.snapshot().models["m"]
         assert (view.state, view.reason, view.failures) == ("FAILED", "RankHangs", 1)
+        assert (scene.cluster.log.count("kill m"), scene.cluster.log.count("destroy m")) == (2, 0), "none of them gets its grace"
 
 
 async def test_unloading_ends_both_whatever_becomes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +129,11 @@ async def test_unloading_ends_both_whatever_becomes_of_one(tmp_path: Path, monke
         await made_ready(scene)
         destroy, refusals = scene.cluster.destroy, ["o"]
 
-        async def refusing(fact: object) -> None:
+        async def refusing(fact: object, **how: bool) -> object:
             if refusals and fact.handle.node_id == refusals[0]:  # type: ignore[attr-defined]
                 refusals.clear()
                 raise AgentLost("The agent of node o did not answer.")
-            await destroy(fact)  # type: ignore[arg-type]
+            return await destroy(fact, **how)  # type: ignore[arg-type]
 
         scene.cluster.destroy = refusing  # type: ignore[method-assign]
         operation = scene.supervisor.want("m", Want.STOPPED, "admin")
