@@ -70,6 +70,17 @@ class Actions:
         self.tasks: asyncio.TaskGroup | None = None
         self.strays: set[str] = set()
 
+    def recall(self) -> None:
+        """At the start: engines that hung under an earlier daemon count, and a model that rests for it goes on resting."""
+        for name, ago_s in self._ledger.failed_ago_s("EngineFrozen", STALL_WINDOW_S).items():
+            record = self._roster.records.get(name)
+            if record is None:
+                continue
+            record.stalls = tuple(self._clock() - one for one in ago_s)
+            if len(ago_s) > STALLS and record.desired.want is Want.RUNNING:
+                record.fail("EngineFrozen", _rests(len(ago_s)), self._clock() + STALL_WINDOW_S - ago_s[-1])
+                self.move(record, ModelState.FAILED)
+
     async def place(self, record: Record) -> None:
         spec = record.spec
         if spec is None:
@@ -267,7 +278,7 @@ class Actions:
             metrics.WATCHDOG_STALLS.labels(record.name).inc()
             if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
-                message += f" It has hung {times} times within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
+                message += f" {_rests(times)}"
         record.fail(reason, message, self._clock() + delay_s)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
@@ -324,6 +335,10 @@ class Actions:
         if self.tasks is None:
             raise RuntimeError("the supervisor does not run")
         return self.tasks.create_task(work, name=name)
+
+
+def _rests(times: int) -> str:
+    return f"It has hung {times} times within {STALL_WINDOW_S / 60:.0f} minutes: it rests for as long."
 
 
 def _started(handle: RankHandle) -> str:

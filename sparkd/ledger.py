@@ -13,6 +13,7 @@ from typing import Any
 from sparkd.errors import StateError, UnknownOperation
 from sparkd.record import Record
 from sparkd.state import (
+    EVENTS_KEPT,
     OPERATIONS_KEPT,
     Desired,
     Event,
@@ -115,6 +116,15 @@ class Ledger:
                 record.operation = operation.id
             else:
                 self._keep(replace(operation, state=OperationState.CANCELLED, message="The daemon ended.", finished_at_s=self._wall()))
+
+    def failed_ago_s(self, reason: str, window_s: float) -> dict[str, list[float]]:
+        """model -> how long ago it failed for this reason, seconds, the oldest first; an earlier daemon's failures count too."""
+        found: dict[str, list[float]] = {}
+        for event in self._store.events(0, EVENTS_KEPT, kind="failed"):
+            age_s = max(0.0, self._wall() - event.at_s)
+            if event.model and event.data.get("reason") == reason and age_s < window_s:
+                found.setdefault(event.model, []).append(age_s)
+        return found
 
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""

@@ -340,14 +340,12 @@ class Store:
                 self._db.execute("DELETE FROM events WHERE seq <= ?", (seq - EVENTS_KEPT,))
         return Event(seq, at_s, kind, model, message, dict(data))
 
-    def events(self, after_seq: int = 0, limit: int = 200) -> list[Event]:
-        """Oldest first, at most `limit`, the newest ones when after_seq is 0."""
-        if after_seq:
-            sql = "SELECT seq, at_s, kind, model, message, data FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
-            rows = self._rows(sql, (after_seq, limit))
-        else:
-            rows = self._rows("SELECT seq, at_s, kind, model, message, data FROM events ORDER BY seq DESC LIMIT ?", (limit,))[::-1]
-        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row[5])) for row in rows]
+    def events(self, after_seq: int = 0, limit: int = 200, *, kind: str = "%") -> list[Event]:
+        """Oldest first, at most `limit`, the newest ones when after_seq is 0; of one kind, or of all."""
+        order = "" if after_seq else " DESC"
+        sql = f"SELECT seq, at_s, kind, model, message, data FROM events WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?"
+        rows = self._rows(sql, (after_seq, kind, limit))
+        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row[5])) for row in (rows if after_seq else rows[::-1])]
 
     def _migrate(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()

@@ -83,6 +83,7 @@ class Supervisor:
         for record in self._roster.missing():
             self.want(record.name, Want.RUNNING, "config")
         self.ledger.take_over(self._roster.records)
+        self._actions.recall()
 
     # The three verbs.
 

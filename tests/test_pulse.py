@@ -141,6 +141,56 @@ async def test_the_third_stall_within_the_window_rests(tmp_path: Path) -> None:
         assert "It has hung 3 times within 15 minutes: it rests for as long." in (made.supervisor.record("m").message or "")
 
 
+@pytest.mark.parametrize(
+    ("stalls", "want", "waits", "state"),
+    [
+        (2, Want.RUNNING, [900], "LOADING"),
+        (3, Want.RUNNING, [], "FAILED"),
+        (3, Want.STOPPED, [], "STOPPED"),
+    ],
+    ids=["the next stall rests", "it goes on resting", "nobody wants it"],
+)
+async def test_the_next_daemon_knows_of_the_stalls(tmp_path: Path, stalls: int, want: Want, waits: list[int], state: str) -> None:
+    async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
+        await make_ready(made)
+        for _ in range(stalls):
+            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineFrozen", "It hangs.")
+            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineExited", "It ended.")
+        made.cluster.ranks = {}
+        made.supervisor.want("m", want, "admin")
+    made.store.close()
+
+    async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as again:
+        await again.tick(3)
+        view = again.supervisor.snapshot().models["m"]
+        assert view.state == state
+        if state == "FAILED":
+            assert (view.reason, view.message) == ("EngineFrozen", "It has hung 3 times within 15 minutes: it rests for as long.")
+            assert (view.retry_in_s, again.cluster.log) == (897, [])
+            await again.tick(seconds=900)
+            await again.tick()
+            assert again.state() == "LOADING", "it has rested"
+        for wait_s in waits:
+            again.supervisor._actions.fail(again.supervisor.record("m"), "EngineFrozen", "It hangs.")
+            assert again.supervisor.snapshot().models["m"].retry_in_s == wait_s
+
+
+async def test_an_operator_ends_the_rest(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        for _ in range(3):
+            made.supervisor._actions.fail(made.supervisor.record("m"), "EngineFrozen", "It hangs.")
+        made.cluster.ranks = {}
+    made.store.close()
+
+    async with stage(tmp_path) as again:
+        await again.tick(2)
+        assert again.state() == "FAILED"
+        again.supervisor.want("m", Want.RUNNING, "admin")
+        await again.tick(2)
+        assert again.state() == "LOADING"
+
+
 async def test_an_engine_on_one_node_that_stands_still_is_taken_down_and_started_again(tmp_path: Path) -> None:
     async with stage(tmp_path, backoff__jitter=0, backoff__initial_s=1) as made:
         await make_ready(made)
