@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -158,10 +159,16 @@ def test_what_cannot_be_removed_is_told_with_the_reason(place: Place, memory: Pa
     assert stop(place, handle)["gone"]
 
 
-def test_a_rank_of_an_earlier_release_loses_nothing(place: Place, memory: Path) -> None:
+@pytest.mark.parametrize("of", ["an earlier release", "an earlier boot"])
+def test_a_rank_without_notes_of_this_boot_loses_nothing(place: Place, memory: Path, of: str) -> None:
     handle = place.start(MAKER.format(folder=str(memory)))
-    shared.note_path(place.run_dir, "r1").unlink()
+    notes = shared.note_path(place.run_dir, "r1")
     Holders(place.run_dir, unified=False).refresh(0.0)
+    if of == "an earlier boot":
+        notes.write_text(json.dumps(json.loads(notes.read_text()) | {"boot_id": "00000000-0000-0000-0000-000000000000"}))
+    else:
+        notes.unlink()
+        Holders(place.run_dir, unified=False).refresh(0.0)
 
     assert stop(place, handle, 0.0)["left"] == []
     assert len(os.listdir(memory)) == 5

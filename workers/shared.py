@@ -38,7 +38,7 @@ class Segment:
 
     @property
     def key(self) -> Key:
-        """A name is given again, a tmpfs does not give an inode's number again."""
+        """A name is given again, the number of an inode of a tmpfs is not, before the next boot."""
         return self.device, self.inode
 
 
@@ -72,7 +72,7 @@ def note(run_dir: str, rank_id: str, pids: Iterable[int]) -> None:
 def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
     """Once every process of the rank is gone: removes what is surely its. Returns all of it, largest first: path, bytes, removed, why not.
 
-    Nothing where nobody took notes: a rank of an earlier release.
+    Nothing where nobody took notes, of an earlier release's rank or an earlier boot's.
     """
     known, files = read(run_dir, rank_id), segments()
     if known is None or not candidates(files, known, os.geteuid()):
@@ -86,6 +86,8 @@ def clear(run_dir: str, rank_id: str) -> list[dict[str, Any]]:
 def read(run_dir: str, rank_id: str) -> Note | None:
     try:
         raw = json.loads(note_path(run_dir, rank_id).read_text(encoding="utf-8"))
+        if raw["boot_id"] != processes.boot_id():
+            return None
         return Note(*(frozenset((int(device), int(inode)) for device, inode in raw[name]) for name in ("before", "seen")))
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -189,7 +191,7 @@ def _told(one: Segment, why: str) -> dict[str, Any]:
 
 
 def _write(path: Path, known: Note) -> None:
-    write_status(path, {"before": sorted(known.before), "seen": sorted(known.seen)})
+    write_status(path, {"boot_id": processes.boot_id(), "before": sorted(known.before), "seen": sorted(known.seen)})
 
 
 def _names() -> list[str]:
