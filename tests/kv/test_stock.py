@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.kv.test_sizing import NEED, Machine, at_once, told
 from workers.kv.arithmetic import GIB, Need
 from workers.kv.settings import Settings
+from workers.kv.sized import Sized
 from workers.kv.sizing import Sizing
 from workers.kv.symbols import Missing
 
@@ -53,3 +56,40 @@ def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatc
     assert size == 32 * GIB, "the margin is left, whatever vLLM takes"
     assert says in caplog.text
     assert told(tmp_path)["phase"] == "stock"
+
+
+class Worker:
+    """vLLM's, as far as a cache is concerned."""
+
+    allocated: ClassVar[list[Any]] = []
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        self.allocated.append(kv_cache_config)
+
+
+class Ours(Sized, Worker): ...
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(monkeypatch, lacks):
+    counts = "vllm.v1.core.kv_cache_utils.get_max_concurrency_for_kv_cache_config"
+
+    def need() -> Need:
+        if lacks:
+            raise Missing(counts)
+        return NEED
+
+    def requests_in(*_: Any) -> float:
+        if lacks:
+            raise Missing(counts)
+        return 3.0
+
+    monkeypatch.setattr("workers.kv.sized.requests_in", requests_in)
+    worker, cache = Ours(), SimpleNamespace(kv_cache_groups=["full"])
+    worker.vllm_config = None
+    worker._sizing = Sizing(Machine(40 * GIB), Settings(), need, lambda: {"model": "m"})
+    size = worker._sizing.determine(lambda _limit: 4711)
+    assert (size == 4711) is lacks
+    worker.initialize_from_config(cache)
+    assert Worker.allocated.pop() is cache
+    assert ("3.0 requests of 8,192 tokens" in worker._sizing._sentence) is not lacks

@@ -22,7 +22,7 @@ class Sized:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        if kv_cache_config.kv_cache_groups:
+        if self._sizing.is_sized and kv_cache_config.kv_cache_groups:
             self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -132,6 +132,11 @@ class Sizing:
             why = _another(error)
         return self._by_vllm(stock, why)
 
+    @property
+    def is_sized(self) -> bool:
+        """False where vLLM sizes its cache itself: what counts in it may be what the release lacks."""
+        return self._pool is not None
+
     def allocated(self, requests: float) -> None:
         """The cache is there. requests: of max_model_len tokens that it holds."""
         if self._pool is None or self._need is None:
