@@ -120,8 +120,11 @@ def recipe_of(spec: ModelConfig, env: Mapping[str, str]) -> Recipe:
     return Recipe.parse("bf16") if spec.quantize in (None, AUTO) else Recipe.parse(spec.quantize or None, dict(env))
 
 
-def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int, ways: Ways = (1, 1)) -> str:
-    """What would fit into offered_bytes of each node instead, split the same way; empty where nothing is known that would."""
+def advice(
+    spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offered_bytes: int, ways: Ways = (1, 1), *, as_asked: bool = False
+) -> str:
+    """What would fit into offered_bytes of each node instead, split in `ways`; empty where nothing is known that would. as_asked: that the
+    entry's own length and format fit is an answer too, because it was split otherwise."""
     known = inventory_of(spec, env)
     if known is None:
         return ""
@@ -132,6 +135,8 @@ def advice(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], offere
     asked = Wish(serving.max_model_len, 1, ways[0] * ways[1], serving, None, spec.enforce_eager, 0, ways=(ways,))
     found = choose(known, machine, asked)
     own = (Recipe.parse(spec.quantize).default.spelling if spec.quantize else AS_STORED) if spec.quantize is not None else AS_STORED
+    if not as_asked and any(one.fits and one.format == own for one in found.options):
+        return ""  # then it is another key that stands in the way
     told = []
     shorter = next((one.longest for one in found.options if one.format == own and one.longest), 0)
     if shorter:

@@ -370,6 +370,8 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tu
                     )
         if why := quantizing.unreachable(model, model.environment(engine)):
             yield (model.name, "quantize"), f"models.{model.name}.quantize: {why}"
+        if why := kv_sizing.unreadable(model, model.environment(engine)):
+            yield (model.name, "env"), f"models.{model.name}.env: {why}"
 
 
 def _warnings(config: Config, path: Path) -> Iterator[Problem]:

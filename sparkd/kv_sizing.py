@@ -10,6 +10,7 @@ from sparkd import vllm_args
 from sparkd.errors import ConfigError
 from sparkd.refusal import plain, refuse
 from workers.command import CPU_KV_CACHE_GIB, CPU_KV_SPACE
+from workers.kv.settings import MARGIN_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 if TYPE_CHECKING:
@@ -83,6 +84,30 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
     return int(gib)
 
 
+def margin_bytes(model: Keys, env: Mapping[str, str]) -> int | None:
+    """What is to stay free beside the cache; None for the default. Raises ConfigError for a variable that cannot be read."""
+    if model.kv_margin_gib is not None:
+        return int(model.kv_margin_gib * GIB)
+    mib = env.get(MARGIN_VARIABLE, "").strip()
+    if not mib:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", mib):
+        raise ConfigError(f"{MARGIN_VARIABLE} must be a whole number of MiB: correct it, or set kv_margin_gib instead.", param="env")
+    return int(mib) << 20
+
+
+def unreadable(model: Keys, env: Mapping[str, str]) -> str | None:
+    """Which of the variables that size its cache cannot be read, whatever its platform; None where all can, or none counts."""
+    try:
+        if model.kv_cache is None:
+            cpu_space_gib(env)
+        if not vllm_sizes(model):
+            margin_bytes(model, env)
+    except ConfigError as error:
+        return error.message
+    return None
+
+
 def sizing_of(
     model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, reserved_bytes: int | None
 ) -> dict[str, Any]:
@@ -95,8 +120,8 @@ def sizing_of(
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
         return {}
     told: dict[str, Any] = {"profiles": profiles}
-    if model.kv_margin_gib is not None:
-        told["margin_bytes"] = int(model.kv_margin_gib * GIB)
+    if (margin := margin_bytes(model, env)) is not None:
+        told["margin_bytes"] = margin
     space_gib = cpu_space_gib(env) if platform == "cpu" and model.kv_cache is None else None
     if isinstance(model.kv_cache, dict):
         told |= model.kv_cache

@@ -17,10 +17,11 @@ from sparkd.config import Config, ModelConfig
 from sparkd.errors import ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
-from sparkd.kv_sizing import utilization_of, without_cpu_space
+from sparkd.kv_sizing import margin_bytes, utilization_of, without_cpu_space
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
+from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
 from workers.runtime import API_SERVER
 
@@ -105,9 +106,9 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
     spec, known = need.spec, need.account
     if known is not None and (short := _short_cache(need, known, env)):
         return short
-    kept = spec.kv_margin_gib or 0.0 if utilization_of(spec) is None else 0.0
+    kept = (margin_bytes(spec, env) or 0) / GIB if utilization_of(spec) is None else 0.0
     if known is not None and spec.memory_gib == "auto" and known.least > (most_gib - kept) * GIB:
-        free = f", of which kv_margin_gib keeps {kept:g} free" if kept else ""
+        free = f", of which {'kv_margin_gib' if spec.kv_margin_gib is not None else MARGIN_VARIABLE} keeps {kept:g} free" if kept else ""
         cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int((most_gib - kept) * GIB), need.ways) or _CURE
         return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
     if known is not None and outgrown(need) and need.gib <= most_gib:

@@ -21,7 +21,7 @@ from sparkd.fit import Choice, Option, Wish, choose, gib, quality_of, rank
 from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import Serving
-from sparkd.kv_sizing import utilization_of
+from sparkd.kv_sizing import margin_bytes, utilization_of
 from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
 from sparkd.needs import runtime_of, said_to
@@ -133,11 +133,12 @@ def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, asked: Wish
 
 def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
     """What would fit over as many nodes as the entry asks for, or else on one."""
-    spec, env, free = entry.spec, entry.env, _free(hardware)
+    spec, env = entry.spec, entry.env
+    free = max(0, room_of(spec, hardware, env, _free(hardware)).engine)
     told = advice(spec, hardware, env, free, (ranks, 1))
     if told or ranks == 1:
         return told
-    return advice(spec, hardware, env, free).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
+    return advice(spec, hardware, env, free, as_asked=True).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
 
 
 def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
@@ -181,7 +182,7 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
     elif isinstance(spec.memory_gib, int | float):
         limit = (int(spec.memory_gib * GIB), f"the memory_gib of {spec.memory_gib:g} in its entry")
     cache = spec.kv_cache if isinstance(spec.kv_cache, dict) and "utilization" not in spec.kv_cache else None
-    margin = 0 if share is not None else None if spec.kv_margin_gib is None else int(spec.kv_margin_gib * GIB)
+    margin = 0 if share is not None else margin_bytes(spec, env)
     profiles, held = str(entry.config.profiles_path()), folder_of(spec.model, spec.revision, env)
 
     def learned(recipe: Any, at: Serving) -> Learned | None:

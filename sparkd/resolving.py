@@ -14,7 +14,7 @@ from sparkd.errors import CheckpointError, ConfigError, RankError
 from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
 from sparkd.footprint import PROCESS_BYTES
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_sizing import cpu_space_gib, utilization_of, vllm_sizes
+from sparkd.kv_sizing import cpu_space_gib, margin_bytes, utilization_of, vllm_sizes
 from sparkd.legal import refusal
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
@@ -46,7 +46,7 @@ def room_of(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_
     if (share := utilization_of(spec)) is not None:
         beside = PROCESS_BYTES[hardware.platform] if hardware.unified else 0
         return Room(min(free_bytes, own, int(share * hardware.memory_bytes) + beside))
-    margin = margin_of(hardware.memory_bytes, None if spec.kv_margin_gib is None else int(spec.kv_margin_gib * GIB))
+    margin = margin_of(hardware.memory_bytes, margin_bytes(spec, env))
     return Room(min(free_bytes - margin, own), cache_limit(spec, hardware.platform, env))
 
 

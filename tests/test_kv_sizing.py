@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.admission import machine
+from sparkd.config import Engine, ModelConfig, check, config_hash, load_config, parse_model
 from sparkd.errors import ConfigError
+from sparkd.resolving import room_of
 from workers.kv.settings import VARIABLE, Settings
 from workers.runtime import API_SERVER, COMMAND_LINE
 
@@ -187,6 +189,35 @@ def test_a_space_that_cannot_be_read_is_said_and_not_shown() -> None:
     with pytest.raises(ConfigError, match="VLLM_CPU_KVCACHE_SPACE must be a whole number of GiB") as caught:
         told({"env": {"VLLM_CPU_KVCACHE_SPACE": "sk-canary"}}, "cpu")
     assert "sk-canary" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("keys", "margin"),
+    [
+        ({}, None),
+        ({"env": {"VLLM_KV_CACHE_MEM_MARGIN": "512"}}, 512 << 20),
+        ({"env": {"VLLM_KV_CACHE_MEM_MARGIN": "0"}}, 0),
+        ({"env": {"VLLM_KV_CACHE_MEM_MARGIN": "2GiB"}, "kv_margin_gib": 1}, GIB),
+    ],
+)
+def test_the_forerunners_margin_is_the_plans_too(keys: dict[str, Any], margin: int | None) -> None:
+    spec = parse_model("m", {"model": "/m", **keys}, over_admin=False)
+    spark = machine("cuda", 100 * GIB, 0)
+    assert told(keys, "cuda")["kv_cache"].get("margin_bytes") == margin
+    kept = 3 * GIB if margin is None else margin
+    assert room_of(spec, spark, spec.environment(Engine()), 100 * GIB).engine == 100 * GIB - kept
+
+
+@pytest.mark.parametrize("name", ["VLLM_KV_CACHE_MEM_MARGIN", "VLLM_CPU_KVCACHE_SPACE"])
+def test_a_variable_that_cannot_be_read_is_found_before_the_start(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "sparkd.yaml"
+    path.write_text(f"models:\n  m:\n    model: org/name\n    env: {{{name}: sk-canary}}\n", encoding="utf-8")
+    (found,) = check(path, {})
+    assert found.line == 4
+    assert f"models.m.env: {name} must be a whole number of " in found.message
+    assert "sk-canary" not in found.message
+    path.write_text(path.read_text() + "    gpu_memory_utilization: 0.8\n    kv_cache_dtype: fp8\n", encoding="utf-8")
+    assert bool(check(path, {})) is (name == "VLLM_CPU_KVCACHE_SPACE")
 
 
 def test_a_size_changes_the_engine_and_its_spelling_does_not() -> None:

@@ -245,8 +245,26 @@ def test_every_key_that_bears_on_its_memory_is_heard(
 ) -> None:
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096, **keys}}}))
-    chosen, reasons, _ = fits(capsys, file, *argv)
+    chosen, reasons, found = fits(capsys, file, *argv)
     assert not chosen and all(why in reason for reason in reasons), reasons
+    assert not any(note.startswith(("What would fit: max_model_len 4,096", "What would fit: max_model_len 262")) for note in found["notes"])
+
+
+@pytest.mark.parametrize("keys", [{"memory_gib": 4.2}, {"kv_margin_gib": 113.4}])
+def test_what_is_said_to_fit_fits_within_the_entrys_own_limits(
+    keys: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entry = {"model": str(folder), "max_model_len": 262_144, **keys}
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    chosen, reasons, found = fits(capsys, file)
+    assert not chosen, reasons
+    shorter = [note.partition("max_model_len ")[2].partition(" as it is")[0] for note in found["notes"] if "as it is" in note]
+    assert len(shorter) == 1
+    entry["max_model_len"] = int(shorter[0].replace(",", ""))
+    assert entry["max_model_len"] < 262_144
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    assert fits(capsys, file)[0]
 
 
 def test_what_the_command_line_says_goes_before_the_entry(
