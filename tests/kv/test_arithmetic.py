@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, longest, margin_of, pool, smaller_batch
+from workers.kv.arithmetic import GIB, Demand, DoesNotFit, Need, Reserved, longest, margin_of, pool, smaller_batch, too_little
 from workers.kv.readings import Reading, host
 
 NEED = Need(per_request=4 * GIB, least=4 * GIB + GIB // 64, max_model_len=32768)
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_said_with_the_arithmetic_and_what_would_fit():
         "One request of 32,768 tokens needs a KV cache of 4.02 GiB and 2.00 GiB are left: 10.0 GiB are there, less 2.00 GiB for CUDA "
         "graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. The weights take 60.0 GiB. What helps: a shorter context "
         "(max_model_len 16,128 would fit), or a smaller batch (max_num_batched_tokens, max_num_seqs), or 4-bit weights (quantize: nvfp4 "
-        "frees up to 43.2 GiB of 16-bit ones), or ending what else uses the memory."
+        "frees up to 43.1 GiB of 16-bit ones), or ending what else uses the memory."
     )
 
 
@@ -111,10 +111,19 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
             40 * GIB,
             None,
             GIB,
-            "at most 1.00 GiB were allowed for it: allow more (kv_cache, memory_gib), or less context (max_model_len 7,936)",
+            "at most 1.00 GiB were allowed for it. What helps: a larger cache (kv_cache; up to 32.0 GiB would fit), or a shorter context "
+            "(max_model_len 7,936 would fit).",
         ),
-        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it: allow more (kv_cache, memory_gib)."),
-        (40 * GIB, None, GIB // 64, "at most 0.02 GiB were allowed for it: allow more (kv_cache, memory_gib)."),
+        (40 * GIB, None, 0, "at most 0.00 GiB were allowed for it. What helps: a larger cache (kv_cache; up to 32.0 GiB would fit)."),
+        (
+            40 * GIB,
+            None,
+            GIB // 64,
+            "at most 0.02 GiB were allowed for it. What helps: a larger cache (kv_cache; up to 32.0 GiB would fit).",
+        ),
+        # More would be allowed and is not there.
+        (10 * GIB, None, GIB, "and 2.00 GiB are left: 10.0 GiB are there, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, "),
+        (10 * GIB, None, GIB, "What helps: a shorter context (max_model_len 7,936 would fit), or "),
     ],
 )
 def test_other_sentences(room, asked, at_most, says):
@@ -141,6 +150,74 @@ def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
     with pytest.raises(DoesNotFit) as raised:
         pool(left + demand.ahead + GIB, demand, GIB, NEED, asked)
     assert says in str(raised.value)
+
+
+RESERVED = (
+    "One request of 32,768 tokens needs a KV cache of 4.02 GiB, and at most {} GiB were allowed for it. memory_gib is {}, less {} GiB "
+)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "says", "fits_gib"),
+    [
+        (Reserved(70 * GIB, 61 * GIB), RESERVED.format("2.00", "70", "61.0"), "72.1"),
+        (Reserved(64 * GIB, 61 * GIB), RESERVED.format("0.00", "64", "61.0"), "72.1"),
+        (Reserved(80 * GIB, 62 * GIB, 2), RESERVED.format("2.00", "80", "62.0"), "84.1"),
+    ],
+    ids=["room for half a request", "room for nothing", "two ranks"],
+)
+def test_a_reservation_that_is_too_small_is_said_with_its_sum_and_what_would_fit(reserved, says, fits_gib):
+    with pytest.raises(DoesNotFit) as raised:
+        pool(40 * GIB, SPARK, GIB, NEED, reserved=reserved)
+    said = str(raised.value)
+    assert f"{says}that the engine holds, 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch." in said
+    assert ("The 2 ranks here share that." in said) is (reserved.ranks == 2)
+    assert f"a larger memory_gib ({fits_gib} would fit)" in said
+    larger = replace(reserved, bytes=int(float(fits_gib) * GIB))
+    assert pool(40 * GIB, SPARK, GIB, NEED, reserved=larger).bytes >= NEED.least
+    assert "4-bit weights (quantize: nvfp4 frees up to 43.1 GiB" in said
+    # Of a batch that takes 5 GiB not all can come that is missing.
+    assert ("a smaller batch" in said) is (larger.bytes - reserved.bytes < 5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("bits", "weights", "says"),
+    [
+        (16, 60, "4-bit weights (quantize: nvfp4 frees up to 43.1 GiB of 16-bit ones)"),
+        (8, 60, "4-bit weights (quantize: nvfp4 frees up to 26.2 GiB of 8-bit ones)"),
+        (8, 4, ""),
+        (4, 60, ""),
+    ],
+)
+def test_narrower_weights_are_advised_where_they_can_be_and_would_do(bits, weights, says):
+    with pytest.raises(DoesNotFit) as raised:
+        pool(10 * GIB, replace(SPARK, weights=weights * GIB), GIB, replace(NEED, weight_bits=bits))
+    assert says in str(raised.value)
+    assert ("4-bit" in str(raised.value)) is bool(says)
+
+
+def test_a_start_without_graphs_is_advised_where_it_would_do():
+    with pytest.raises(DoesNotFit, match=r"no CUDA graphs \(enforce_eager: true frees 3\.00 GiB\)"):
+        pool(10 * GIB, replace(SPARK, graphs=3 * GIB), 0, NEED)
+    assert pool(10 * GIB, replace(SPARK, graphs=0), 0, NEED).bytes >= NEED.least
+    with pytest.raises(DoesNotFit) as raised:
+        pool(10 * GIB, SPARK, GIB, NEED)
+    assert "enforce_eager" not in str(raised.value)
+
+
+@pytest.mark.parametrize("learned", [None, SPARK])
+def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned):
+    said = too_little(GIB // 4, GIB // 2, GIB, NEED, 33 * GIB, learned)
+    begin = (
+        "Under 0.50 GiB nothing is tried. One request of 32,768 tokens needs a KV cache of 4.02 GiB and 0.00 GiB are left: 0.25 GiB are "
+    )
+    known = "there, less 2.00 GiB for CUDA graphs, 5.00 GiB for the largest batch, 1.00 GiB of margin. "
+    unknown = "there, less 1.00 GiB of margin; CUDA graphs and the largest batch, which nobody knows yet, come on top. "
+    assert said.startswith(
+        begin + (unknown if learned is None else known) + "The engine, its weights included, holds 33.0 GiB. What helps: "
+    )
+    assert "max_model_len" not in said, "no context is so short"
+    assert "4-bit weights (quantize: nvfp4 frees up to 23.7 GiB of 16-bit ones)" in said
 
 
 def test_no_batch_is_advised_where_none_was_rehearsed():

@@ -17,7 +17,7 @@ from tests.sketches import dense
 from workers.kv.arithmetic import Need, longest
 from workers.kv.floor import Floor
 from workers.kv.readings import Reading
-from workers.kv.symbols import need_of
+from workers.kv.symbols import need_of, weight_bits
 
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
@@ -56,6 +56,26 @@ def test_a_rank_reads_its_own_device_on_any_thread(rehearsal):
     with Floor(rehearsal.read, 8 * GIB, under):
         assert ended.wait(10), "device 0 has more than that"
     assert seen[0].room == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("method", "quantize", "bits"),
+    [
+        (None, None, 16),
+        ("spark", "fp8", 8),
+        ("spark", {"default": "fp8-block"}, 8),
+        ("fp8", None, 8),
+        ("spark", {"default": "nvfp4", "layers": {"lm_head": "fp8"}}, 4),
+        ("modelopt_fp4", None, 4),
+        ("awq", None, 4),
+    ],
+)
+def test_how_wide_the_weights_are_said_to_be(method, quantize, bits):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=method),
+        load_config=SimpleNamespace(model_loader_extra_config={} if quantize is None else {"quantize": quantize}),
+    )
+    assert weight_bits(config) == bits
 
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 GIB = 2**30
 # A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
@@ -13,8 +14,8 @@ MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 # A first real prompt needs up to a quarter more than a dummy batch of the same size (measured by the authors of vLLM's extensible KV
 # cache on a GB200: "more than 25 %" beyond the allocated peak).
 PEAK_FACTOR = 1.25
-# Weights in 4 bits with a scale for every 16 or 32, of 16-bit ones.
-FOUR_BIT_SHARE = 0.28
+# Bits of a weight in 4 bits with its part of a scale for every 16 or 32.
+FOUR_BITS = 4.5
 # Lengths and batches that are advised are whole ones of these.
 STEP_TOKENS = 256
 
@@ -42,7 +43,8 @@ class Demand:
 class Need:
     """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
     one such request. batch_tokens: of the largest batch (max_num_batched_tokens), for the message alone; 0 where nobody knows. of: bytes of
-    a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one.
+    a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one. weight_bits:
+    of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone.
     """
 
     per_request: int
@@ -50,6 +52,7 @@ class Need:
     max_model_len: int
     batch_tokens: int = 0
     of: Callable[[int], int] | None = field(default=None, compare=False)
+    weight_bits: int = 16
 
     @property
     def per_token(self) -> float:
@@ -65,6 +68,20 @@ class Need:
     def per_block(self) -> int:
         """Bytes of one block of all layers; vLLM keeps one for itself."""
         return self.least - self.per_request
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What the whole engine may take on a node (memory_gib), and what its processes and weights hold of that already. ranks: that share it
+    and the node's memory."""
+
+    bytes: int
+    taken: int
+    ranks: int = 1
+
+    def left(self, demand: Demand) -> int:
+        """Of it, what a rank's cache may have; negative where the rest does not fit in."""
+        return (self.bytes - self.taken) // self.ranks - demand.ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +113,16 @@ def margin_of(size: int, asked: int | None) -> int:
     return asked if asked is not None else max(MARGIN_BYTES, int(size * MARGIN_SHARE))
 
 
-def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None = None, at_most: int | None = None) -> Pool:
-    """asked: bytes of a cache of a given size; None for all that is left, or `at_most`. Raises DoesNotFit.
+def pool(
+    room: int,
+    demand: Demand,
+    margin: int,
+    need: Need,
+    asked: int | None = None,
+    at_most: int | None = None,
+    reserved: Reserved | None = None,
+) -> Pool:
+    """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. Raises DoesNotFit.
 
     room: bytes that can be taken at all (Reading.room).
     """
@@ -111,12 +136,25 @@ def pool(room: int, demand: Demand, margin: int, need: Need, asked: int | None =
             raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=left >= need.least))
         size = asked
     else:
-        size = left if at_most is None else min(left, at_most)
+        within = left if reserved is None else reserved.left(demand)
+        size = min(left, within) if at_most is None else min(left, within, at_most)  # negative: refused below
     if size < need.least:
-        what = f"One request of {need.max_model_len:,} tokens needs a KV cache of {_gib(need.least)}"
-        limited = size < left and size == at_most
-        raise DoesNotFit(_limited(what, size, need) if limited else _sentence(what, room, left, demand, margin, need, need.least - left))
+        what = _what(need)
+        if size == left or left < need.least:
+            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, need.least - left, most=size))
+        by_reserve = reserved if asked is None and size != at_most else None
+        raise DoesNotFit(_limited(what, size, demand, need, by_reserve, left))
     return Pool(size, room, margin, demand)
+
+
+def too_little(room: int, floor: int, margin: int, need: Need, weights: int, learned: Demand | None) -> str:
+    """The sentence where less than `floor` is there before anything is tried. weights: bytes that the engine holds. learned: what earlier
+    starts needed beside the cache; None where nobody knows."""
+    demand = replace(learned or Demand(), weights=weights)
+    left = room - demand.ahead - margin
+    more = "" if learned is not None else "; CUDA graphs and the largest batch, which nobody knows yet, come on top"
+    told = _sentence(_what(need), room, min(left, 0), demand, margin, need, max(need.least - left, floor - room), more=more)
+    return f"Under {_gib(floor)} nothing is tried. {told}".replace("The weights take", "The engine, its weights included, holds", 1)
 
 
 def longest(left: int, need: Need) -> int:
@@ -142,41 +180,73 @@ def _of_too_little(asked: int, left: int, need: Need) -> list[str]:
     return cures
 
 
-def _limited(what: str, size: int, need: Need) -> str:
-    cures = "allow more (kv_cache, memory_gib)"
+def _what(need: Need) -> str:
+    return f"One request of {need.max_model_len:,} tokens needs a KV cache of {_gib(need.least)}"
+
+
+def _limited(what: str, size: int, demand: Demand, need: Need, reserved: Reserved | None, left: int) -> str:
+    """Where a limit is in the way and not the machine, which has `left` bytes for the cache. reserved: None where the limit is the cache's
+    own."""
+    missing = need.least - size
+    if reserved is None:
+        sum_of, cures = "", [f"a larger cache (kv_cache; up to {_gib(left)} would fit)"]
+    else:
+        parts = [f"{_gib(reserved.taken)} that the engine holds", *_ahead(demand)]
+        share = "" if reserved.ranks == 1 else f" The {reserved.ranks} ranks here share that."
+        sum_of = f" memory_gib is {reserved.bytes / GIB:g}, less {', '.join(parts)}.{share}"
+        more = (reserved.taken + (need.least + demand.ahead) * reserved.ranks) / GIB
+        cures = [f"a larger memory_gib ({math.ceil(more * 10) / 10:g} would fit)"]
     if tokens := longest(size, need):
-        cures += f", or less context (max_model_len {tokens:,})"
-    return f"{what}, and at most {_gib(size)} were allowed for it: {cures}."
+        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
+    if reserved is not None:
+        cures += _smaller(demand, need, missing)
+    return f"{what}, and at most {_gib(max(0, size))} were allowed for it.{sum_of} What helps: {', or '.join(cures)}."
 
 
-def _sentence(what: str, room: int, left: int, demand: Demand, margin: int, need: Need, missing: int, *, smaller: bool = False) -> str:
-    """missing: bytes. smaller: whether a smaller cache would do for one request."""
-    parts = [f"{_gib(room)} are there"]
-    if demand.graphs:
-        parts.append(f"{_gib(demand.graphs)} for CUDA graphs")
-    if demand.peak:
-        parts.append(f"{_gib(demand.ahead - demand.graphs)} for the largest batch")
-    parts.append(f"{_gib(margin)} of margin")
+def _ahead(demand: Demand) -> list[str]:
+    parts = [f"{_gib(demand.graphs)} for CUDA graphs"] if demand.graphs else []
+    return [*parts, f"{_gib(demand.ahead - demand.graphs)} for the largest batch"] if demand.peak else parts
+
+
+def _sentence(
+    what: str,
+    room: int,
+    left: int,
+    demand: Demand,
+    margin: int,
+    need: Need,
+    missing: int,
+    *,
+    smaller: bool = False,
+    most: int | None = None,
+    more: str = "",
+) -> str:
+    """missing: bytes. smaller: whether a smaller cache would do for one request. most: what the cache may have, where that is less than
+    `left`. more: what else there is to the sum."""
     weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
-    sum_of = f"{parts[0]}, less {', '.join(parts[1:])}."
-    return f"{what} and {_gib(max(0, left))} are left: {sum_of}{weights} {_cures(left, demand, need, missing, smaller)}"
-
-
-def _cures(left: int, demand: Demand, need: Need, missing: int, smaller: bool) -> str:
+    sum_of = f"{_gib(room)} are there, less {', '.join([*_ahead(demand), f'{_gib(margin)} of margin'])}{more}."
     cures: list[str] = []
     if smaller:
         requests = (left - need.per_block) // need.per_request
         cures.append(f"a smaller cache (up to {_gib(left)} would fit, which is {requests} of {need.max_model_len:,} tokens)")
-    elif tokens := longest(left, need):
+    elif tokens := longest(left if most is None else min(left, most), need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
+    cures += [*_smaller(demand, need, missing), "ending what else uses the memory"]
+    return f"{what} and {_gib(max(0, left))} are left: {sum_of}{weights} What helps: {', or '.join(cures)}."
+
+
+def _smaller(demand: Demand, need: Need, missing: int) -> list[str]:
+    """What frees `missing` bytes of the engine's own."""
+    cures: list[str] = []
     if demand.ahead - demand.graphs > missing:
         tokens = smaller_batch(demand, missing, need)
         how = f"max_num_batched_tokens {tokens:,} would about fit" if tokens else "max_num_batched_tokens, max_num_seqs"
         cures.append(f"a smaller batch ({how})")
-    if demand.weights * (1 - FOUR_BIT_SHARE) > missing:
-        cures.append(f"4-bit weights (quantize: nvfp4 frees up to {_gib(int(demand.weights * (1 - FOUR_BIT_SHARE)))} of 16-bit ones)")
-    cures.append("ending what else uses the memory")
-    return f"What helps: {', or '.join(cures)}."
+    if demand.graphs > missing:
+        cures.append(f"no CUDA graphs (enforce_eager: true frees {_gib(demand.graphs)})")
+    if (freed := int(demand.weights * (1 - FOUR_BITS / need.weight_bits))) > missing and need.weight_bits > FOUR_BITS:
+        cures.append(f"4-bit weights (quantize: nvfp4 frees up to {_gib(freed)} of {need.weight_bits}-bit ones)")
+    return cures
 
 
 def _gib(size: int) -> str:

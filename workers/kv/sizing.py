@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from workers.kv.agreement import Course, Gather, Vote, alone, course_of
-from workers.kv.arithmetic import GIB, PEAK_FACTOR, Demand, DoesNotFit, Need, Pool, pool
+from workers.kv.arithmetic import GIB, PEAK_FACTOR, Demand, DoesNotFit, Need, Pool, pool, too_little
 from workers.kv.floor import Floor, floor_of
 from workers.kv.profiles import Learned, Profiles, key_of
 from workers.kv.readings import Reading, lowest
@@ -223,15 +223,13 @@ class Sizing:
             return Vote(self._rank, missing=_another(error))
         self._key = key_of(self._about)
         before = self._rehearsal.read()
-        floor = floor_of(self._wish.margin(before))
+        margin = self._wish.margin(before)
+        floor = floor_of(margin)
+        self._learned = known = self._profiles.find(self._key)
         if before.room < floor:
-            why = (
-                f"{before.room / GIB:.2f} GiB are left with the weights in memory; under {floor / GIB:.2f} GiB nothing is tried. "
-                f"The engine holds {self._rehearsal.taken() / GIB:.2f} GiB by now. What helps: 4-bit weights (quantize: nvfp4), or ending "
-                "what else uses the memory."
-            )
+            demand = None if known is None else known.demand
+            why = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.sharers, demand)
             return Vote(self._rank, refusal=why)
-        self._learned = self._profiles.find(self._key)
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)
         return Vote(self._rank, engine, self._learned is not None, self._wish.is_plenty(need, before), setbacks)
@@ -270,7 +268,8 @@ class Sizing:
             demand, self._seconds = self._learned.demand, self._learned.seconds
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
-        made = pool(reading.room, demand, self._wish.margin(reading), need, self._wish.asked(need), self._wish.at_most(demand, reading))
+        wish = self._wish
+        made = pool(reading.room, demand, wish.margin(reading), need, wish.asked(need), wish.at_most(), wish.reserved(reading))
         self._pool = made
         self._source = course.source
         self._report.tell(
@@ -308,7 +307,7 @@ class Sizing:
         """vLLM's own sizing, within what was asked as far as that can be kept; the rest is said."""
         reading, need = self._rehearsal.read(), self._need
         asked = self._settings.bytes if need is None else self._wish.asked(need)
-        limit = asked if asked is not None else self._wish.at_most(Demand(), reading)
+        limit = asked if asked is not None else self._wish.limit(reading)
         settings = self._settings
         lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None]
         told = "" if limit is None else f", at most {limit / GIB:.2f} GiB"

@@ -47,7 +47,18 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
 
     length = vllm_config.model_config.max_model_len
     per_request = of(length)
-    return Need(per_request, per_request + block_bytes, length, int(vllm_config.scheduler_config.max_num_batched_tokens), of)
+    batch = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    return Need(per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config))
+
+
+def weight_bits(vllm_config: Any) -> int:
+    """Of most weights, as far as their names say: 16, 8, or 4 where they are quantized in another way."""
+    method = getattr(vllm_config.model_config, "quantization", None)
+    if method is None:
+        return 16
+    loader = getattr(getattr(vllm_config, "load_config", None), "model_loader_extra_config", None)
+    said = f"{method} {loader.get('quantize') if isinstance(loader, dict) else ''}".lower()
+    return 8 if "fp8" in said and "fp4" not in said and "int4" not in said else 4
 
 
 def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workers.kv.arithmetic import GIB, Demand, Need, margin_of
+from workers.kv.arithmetic import GIB, Demand, Need, Reserved, margin_of
 from workers.kv.readings import Reading
 from workers.kv.settings import Settings
 
@@ -32,16 +32,27 @@ class Wish:
             return settings.sequences * _whole(need.request(tokens), block) + block
         return None
 
-    def at_most(self, demand: Demand, reading: Reading) -> int | None:
-        """A limit on what `auto` takes: the one that was given, and what the reservation leaves by what the engine really holds."""
-        limits = [one for one in (self._settings.at_most_bytes, self._within_reservation(demand, reading)) if one is not None]
+    def at_most(self) -> int | None:
+        """A limit on what `auto` takes; None for none."""
+        return self._settings.at_most_bytes
+
+    def reserved(self, reading: Reading) -> Reserved | None:
+        """Another one, by what the engine really holds now."""
+        whole = self._settings.reserved_bytes
+        return None if whole is None else Reserved(whole, self._taken(), reading.sharers)
+
+    def limit(self, reading: Reading) -> int | None:
+        """Both, where nobody knows what the engine is going to need beside its cache."""
+        kept = self.reserved(reading)
+        limits = [one for one in (self.at_most(), None if kept is None else max(0, kept.left(Demand()))) if one is not None]
         return min(limits, default=None)
 
     def is_plenty(self, need: Need, reading: Reading) -> bool:
         """Whether a cache of the size that was asked for leaves so much that no batch could need it: then nothing has to be rehearsed."""
         size, within = self.asked(need), None
         if size is None:
-            size, within = self._settings.at_most_bytes, self._within_reservation(Demand(), reading)
+            kept = self.reserved(reading)
+            size, within = self.at_most(), None if kept is None else kept.left(Demand())
         if size is None or (within is not None and within < size + PLENTY_BYTES):
             return False
         left = reading.room - size - self.margin(reading)
@@ -51,10 +62,6 @@ class Wish:
         """This rank's part of what is to stay free on the machine."""
         asked = self._settings.margin_bytes
         return margin_of(reading.size, None if asked is None else asked // reading.sharers)
-
-    def _within_reservation(self, demand: Demand, reading: Reading) -> int | None:
-        reserved = self._settings.reserved_bytes
-        return None if reserved is None else max(0, (reserved - self._taken()) // reading.sharers - demand.ahead)
 
 
 def _whole(size: float, block: int) -> int:
