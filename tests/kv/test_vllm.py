@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from dataclasses import replace
@@ -56,6 +57,41 @@ def test_a_rank_reads_its_own_device_on_any_thread(rehearsal):
     with Floor(rehearsal.read, 8 * GIB, under):
         assert ended.wait(10), "device 0 has more than that"
     assert seen[0].room == 7 * GIB
+
+
+def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
+    did: list[str] = []
+
+    def note(what: str, answer: Any = None) -> Any:
+        return lambda *_args, **_named: (did.append(what), answer)[1]
+
+    @contextlib.contextmanager
+    def minimal(_runner: Any) -> Any:
+        did.append("minimal cache")
+        yield
+        did.append("torn down")
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_args: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_args: 5 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", note("empty"))
+    monkeypatch.setattr("workers.kv.cuda.folders_of", lambda _config: ["/m"])
+    monkeypatch.setattr("workers.kv.cuda.forget_files", note("evict"))
+    monkeypatch.setattr("workers.kv.cuda.give_back", note("trim"))
+    monkeypatch.setattr("workers.kv.cuda.minimal_cache", minimal)
+    monkeypatch.setattr("workers.kv.cuda.largest_batches", note("largest"))
+    monkeypatch.setattr("workers.kv.cuda.graphs_of", note("graphs", 3 * GIB))
+    monkeypatch.setattr("vllm.model_executor.warmup.kernel_warmup.kernel_warmup", note("kernels"))
+    runner = SimpleNamespace(profile_run=note("profile"), model_memory_usage=9 * GIB, max_num_tokens=8192, max_num_reqs=4)
+    runner.scheduler_config = SimpleNamespace(max_num_batched_tokens=8192)
+    rehearsal._worker.model_runner, rehearsal._worker.vllm_config = runner, None
+
+    demand = rehearsal.rehearse(1.0)
+
+    settle = ["evict", "trim", "empty"]
+    compiled = ["evict", "profile", *settle]
+    assert did == [*compiled, "profile", "minimal cache", "kernels", "largest", "torn down", *settle, "graphs", *settle]
+    assert (demand.graphs, demand.peak, demand.reusable, demand.weights) == (3 * GIB, 4 * GIB, 2 * GIB, 9 * GIB)
 
 
 @pytest.mark.parametrize(

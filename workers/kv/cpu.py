@@ -35,6 +35,7 @@ class CpuRehearsal:
 
     def warm(self) -> int:
         """Its batch is a small one, which says nothing of the largest."""
+        forget_files(folders_of(self._worker.vllm_config))
         if method(self._worker, "_should_warm_up_model")():
             self._worker.model_runner.warming_up_model()
         self._settle()

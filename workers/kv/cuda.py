@@ -38,6 +38,8 @@ class CudaRehearsal:
         self._idle_allocated: int | None = None
 
     def warm(self) -> int:
+        # What is left of reading the checkpoint is what the driver cannot take; by now every rank has read it.
+        forget_files(folders_of(self._worker.vllm_config))
         with _refusals():
             peak = self._peak(self._worker.model_runner.profile_run)
             self._settle()
