@@ -341,6 +341,18 @@ def test_what_the_allocator_keeps_is_not_missing(tmp_path):
     assert told(tmp_path)["error_bytes"] == GIB // 4
 
 
+@pytest.mark.parametrize("reserve", [0, GIB // 2, 3 * GIB])
+def test_a_start_from_a_profile_counts_the_reserve_that_it_has_itself(tmp_path, reserve):
+    Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(Demand(GIB, 2 * GIB, reusable=GIB), 1.0), {})
+    machine = Machine(40 * GIB)
+    machine.reserve = reserve
+    sizing, size = start(machine, tmp_path)
+    assert told(tmp_path)["source"] == "profile"
+    assert size == 40 * GIB - GIB - int(max(0, 2 * GIB - reserve) * 1.25) - GIB
+    serve(sizing, machine, size, GIB)
+    assert told(tmp_path)["error_bytes"] == 0
+
+
 def test_nothing_is_tried_where_nothing_is_left(tmp_path):
     machine = Machine(GIB // 4)
     with pytest.raises(

@@ -265,7 +265,9 @@ class Sizing:
                 self._warm_bytes = self._rehearsal.warm()
         if self._learned is not None:
             self._believe(self._learned)
-            demand, self._seconds = self._learned.demand, self._learned.seconds
+            # The allocator's reserve is read like the rest: it is what this start has, whatever another one had.
+            demand = replace(self._learned.demand, reusable=self._rehearsal.idle())
+            self._seconds = self._learned.seconds
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
