@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_what_is_wrong_is_named(text, says):
     with pytest.raises(ValueError, match="SPARKD_KV") as raised:
         Settings.parse({"SPARKD_KV": text})
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "vllms", "expected"),
+    [({}, 5 << 30, 5 << 30), ({}, None, None), ({}, 0, None), ({"bytes": 7}, 5 << 30, 7), ({"tokens": 7}, 5 << 30, None)],
+)
+def test_a_size_that_vllm_was_given_holds_where_nobody_says_another(own, vllms, expected):
+    assert Settings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=vllms)).bytes == expected
+    assert Settings(**own).or_vllms(SimpleNamespace()) == Settings(**own)
 
 
 def test_a_margin_that_is_no_number():

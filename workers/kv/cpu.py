@@ -92,7 +92,7 @@ class SparkCPUWorker(Sized, CPUWorker):
         self._rehearsal = CpuRehearsal(self)
         self._sizing = Sizing(
             self._rehearsal,
-            Settings.parse(os.environ),
+            Settings.parse(os.environ).or_vllms(self.cache_config),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             lambda: identity_of(self.vllm_config, "cpu", self.rank),
             self.rank,

@@ -142,7 +142,7 @@ class SparkWorker(Sized, Worker):
         super().__init__(*args, **kwargs)
         self._sizing = Sizing(
             CudaRehearsal(self),
-            Settings.parse(os.environ),
+            Settings.parse(os.environ).or_vllms(self.cache_config),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             self._identity,
             self.rank,

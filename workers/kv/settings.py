@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VARIABLE = "SPARKD_KV"
@@ -65,6 +65,13 @@ class Settings:
                 raise ValueError(f"{MARGIN_VARIABLE} must be a whole number of MiB.")
             given["margin_bytes"] = int(margin) * 2**20
         return cls(**given)
+
+    def or_vllms(self, cache_config: Any) -> Settings:
+        """With what vLLM's own --kv-cache-memory-bytes says (on a CPU also VLLM_CPU_KVCACHE_SPACE), where this says no size."""
+        size = getattr(cache_config, "kv_cache_memory_bytes", None)
+        if not size or any(getattr(self, name) is not None for name in SIZES):
+            return self
+        return replace(self, bytes=int(size))
 
 
 def _check(name: str, value: Any) -> None:
