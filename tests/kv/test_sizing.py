@@ -341,6 +341,17 @@ def test_what_the_allocator_keeps_is_not_missing(tmp_path):
     assert told(tmp_path)["error_bytes"] == GIB // 4
 
 
+def test_a_profile_tells_how_many_used_it_and_how_the_last_one_went(tmp_path):
+    for number in range(4):
+        machine = Machine(40 * GIB)
+        machine.batch = 2 * GIB + number * GIB // 16
+        sizing, size = start(machine, tmp_path)
+        serve(sizing, machine, size, GIB + number * GIB // 16)
+        known = Profiles(str(tmp_path / "profiles")).find(key_of({"model": "m"}))
+        assert (known.starts, known.error, known.slack) == (number, -number * GIB // 16, told(tmp_path)["slack_bytes"])
+        assert known.warm == (2 * GIB + GIB // 16 if number else 0), "the first start from it"
+
+
 @pytest.mark.parametrize("reserve", [0, GIB // 2, 3 * GIB])
 def test_a_start_from_a_profile_counts_the_reserve_that_it_has_itself(tmp_path, reserve):
     Profiles(str(tmp_path / "profiles")).keep(key_of({"model": "m"}), Learned(Demand(GIB, 2 * GIB, reusable=GIB), 1.0), {})
@@ -389,6 +400,7 @@ def test_where_there_is_plenty_nothing_is_rehearsed_and_nothing_learned(tmp_path
     sizing, size = start(machine, tmp_path, **settings)
     assert machine.did == (["rehearse 1.0"] if rehearses else ["warm"])
     assert told(tmp_path)["source"] == ("rehearsal" if rehearses else "plenty")
+    assert ("peak_bytes" in told(tmp_path)) is rehearses, "what nobody measured is not told as 0"
     serve(sizing, machine, size, 3 * GIB)
     assert bool(list((tmp_path / "profiles").iterdir())) == rehearses
 

@@ -38,6 +38,10 @@ class Demand:
         """What must stay free for it beside the cache."""
         return self.graphs + int(max(0, self.peak - self.reusable) * PEAK_FACTOR)
 
+    def figures(self) -> dict[str, int]:
+        """As reports have them."""
+        return {"graphs_bytes": self.graphs, "peak_bytes": self.peak, "weights_bytes": self.weights}
+
 
 @dataclass(frozen=True, slots=True)
 class Need:

@@ -179,14 +179,14 @@ class Sizing:
                 "the profile is corrected" if self._learned is not None else "the next start knows",
             )
         starts = 0 if self._learned is None else self._learned.starts + 1
-        warm = self._warm_bytes or (self._learned.warm if self._learned is not None else 0)
+        # The first that was seen: against the last one, a little more with each start would never be noticed.
+        warm = (self._learned.warm if self._learned is not None else 0) or self._warm_bytes
         known = Learned(demand, self._seconds, starts, error, slack, warm)
         if self._source != "plenty":
-            if wrong or self._learned is None or starts == 1:
-                self._profiles.keep(self._key, known, self._about)
+            self._profiles.keep(self._key, known, self._about)
             self._watch_load(known)
         self._report.tell("ready", slack_bytes=slack, error_bytes=error)
-        logger.info("sparkd: %s; %.2f GiB are free, %.2f GiB of them the margin.", self._sentence, slack / GIB, self._pool.margin / GIB)
+        logger.info("sparkd: %s; %.2f GiB are free, the margin is %.2f GiB.", self._sentence, slack / GIB, self._pool.margin / GIB)
 
     def _watch_load(self, known: Learned) -> None:
         def beyond(taken: int) -> None:
@@ -281,18 +281,17 @@ class Sizing:
             pool_bytes=made.bytes,
             room_bytes=made.room,
             margin_bytes=made.margin,
-            graphs_bytes=demand.graphs,
-            peak_bytes=demand.peak,
-            weights_bytes=demand.weights,
             spare_bytes=made.spare,
+            **(demand.figures() if course.source != "plenty" else {}),  # nothing was measured there
         )
+        beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "plenty" else ""
         logger.info(
-            "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %.2f GiB for graphs and the largest batch and %.2f GiB margin.",
+            "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin.",
             made.bytes / GIB,
             course.source,
             f" ({course.why})" if course.why else "",
             made.room / GIB,
-            demand.ahead / GIB,
+            beside,
             made.margin / GIB,
         )
         return made.bytes
