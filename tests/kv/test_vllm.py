@@ -23,8 +23,14 @@ from workers.kv.symbols import need_of, weight_bits
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
     warnings.simplefilter("ignore")
+    from vllm.v1.worker import utils
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
     from tests.test_plan_vllm import aligned, attention_spec, state_spec, vllm_config
-    from workers.kv.cuda import CudaRehearsal
+    from workers.kv.cpu import SparkCPUWorker
+    from workers.kv.cuda import CudaRehearsal, SparkWorker
+    from workers.kv.gate import GATE
 
 GIB = 2**30
 # Bytes free and reserved, of which allocated: of each device.
@@ -112,6 +118,24 @@ def test_how_wide_the_weights_are_said_to_be(method, quantize, bits):
         load_config=SimpleNamespace(model_loader_extra_config={} if quantize is None else {"quantize": quantize}),
     )
     assert weight_bits(config) == bits
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_the_way_back_to_vllms_own_sizing_needs_no_symbol_itself(monkeypatch, lacks):
+    if lacks:
+        monkeypatch.delattr(utils, "request_memory")
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: self.requested_memory - 30 * GIB)
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda self: getattr(self, "requested_cpu_memory", 40 * GIB) - 30 * GIB)
+    cache = SimpleNamespace(gpu_memory_utilization=0.5, kv_cache_memory_bytes=None)
+    worker = object.__new__(SparkWorker)
+    worker.init_snapshot = SimpleNamespace(total_memory=80 * GIB, free_memory=70 * GIB, device_="cuda:0")  # type: ignore[assignment]
+    worker.cache_config = cache  # type: ignore[assignment]
+    assert [worker._stock(None), worker._stock(GIB)] == [10 * GIB, GIB]
+    host = object.__new__(SparkCPUWorker)
+    host.cache_config = cache  # type: ignore[assignment]
+    if not lacks:
+        host.requested_cpu_memory = int(80 * GIB * GATE)
+    assert host._stock(None) / GIB == pytest.approx(10, abs=0.001)
 
 
 FULL, WINDOW = Attention(8, 128, 128), Attention(8, 128, 128, window=1024)

@@ -116,7 +116,8 @@ class SparkCPUWorker(Sized, CPUWorker):
     def _stock(self, limit: int | None) -> int:
         if limit is not None and self.cache_config.kv_cache_memory_bytes is None:
             self.cache_config.kv_cache_memory_bytes = limit
-        # As the constructor would have it with the gate as it was.
-        asked: float = self.requested_cpu_memory  # type: ignore[has-type]
-        self.requested_cpu_memory = math.ceil(asked / GATE * self.cache_config.gpu_memory_utilization)
+        # As the constructor would have it with the gate as it was, in releases that keep it.
+        asked: float | None = getattr(self, "requested_cpu_memory", None)
+        if asked is not None:
+            self.requested_cpu_memory = math.ceil(asked / GATE * self.cache_config.gpu_memory_utilization)
         return super().determine_available_memory()

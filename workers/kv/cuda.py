@@ -6,6 +6,7 @@ Importing this module imports vLLM.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -162,9 +163,12 @@ class SparkWorker(Sized, Worker):
         return size if reserve is None else reserve(size)
 
     def _stock(self, limit: int | None) -> int:
-        from vllm.v1.worker.utils import request_memory
-
-        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        try:
+            from vllm.v1.worker.utils import request_memory
+        except ImportError:  # a way back that needs a symbol of its own would be none
+            self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
+        else:
+            self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         size = super().determine_available_memory()
         return size if limit is None else min(size, limit)
 
