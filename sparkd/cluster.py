@@ -17,6 +17,7 @@ from sparkd.errors import AgentLost, ClusterError, RankError
 from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
+from sparkd.model_folder import unusable
 from sparkd.placement import Placement, offered_gib
 from sparkd.places import Places
 from sparkd.rank_folders import agent_arguments, rank_folders
@@ -176,6 +177,10 @@ class Cluster:
         self._places.hold(spec.name, gib, nodes)
         if self._link.connected:
             await self._places.again(nodes)
+
+    async def unusable(self, spec: ModelConfig) -> str | None:
+        """Why there is no model to start, as a sentence, by a look at its folder."""
+        return await asyncio.to_thread(unusable, spec.model, vllm=spec.runs_vllm(self._config.engine))
 
     async def release(self, model: str) -> None:
         await self._places.release(model)

@@ -52,6 +52,7 @@ from sparkd.errors import ConfigError
 from sparkd.installed import dropped
 from sparkd.keys import Keys, load_keys
 from sparkd.model_config import ModelConfig, config_hash
+from sparkd.model_folder import unusable
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
 from sparkd.yamlfile import Place, Problem
@@ -382,8 +383,8 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
     if config.engine.runtime is not None and not config.engine.runtime.exists():
         yield Problem(str(path), None, f"engine.runtime: {config.engine.runtime} does not exist on this node.", "warning")
     for model in config.models.values():
-        if model.model.startswith("/") and not Path(model.model).is_dir():
-            yield Problem(str(path), None, f"models.{model.name}.model: the folder {model.model} does not exist on this node.", "warning")
+        if why := unusable(model.model, vllm=model.runs_vllm(config.engine)):
+            yield Problem(str(path), None, f"models.{model.name}.model: {why}", "warning")
         for remark in quantizing.remarks(model, model.environment(config.engine)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         for remark in dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from sparkd.errors import (
@@ -16,6 +16,7 @@ from sparkd.errors import (
     TooManyRequests,
     Unavailable,
 )
+from sparkd.model_config import ModelConfig
 from sparkd.record import Record
 from sparkd.roster import Roster
 from sparkd.state import STARTING, ModelState, Want
@@ -63,12 +64,19 @@ class Lease:
 class Door:
     """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
 
-    `want(name, Want, by)` and `wake()` are the supervisor's.
+    `want(name, Want, by)` and `wake()` are the supervisor's. unusable: see Cluster.
     """
 
     def __init__(
-        self, roster: Roster, *, want: Callable[[str, Want, str], Any], wake: Callable[[], None], clock: Callable[[], float]
+        self,
+        roster: Roster,
+        *,
+        want: Callable[[str, Want, str], Any],
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        unusable: Callable[[ModelConfig], Awaitable[str | None]],
     ) -> None:
+        self._unusable = unusable
         self._roster = roster
         self._want = want
         self._wake = wake
@@ -122,6 +130,10 @@ class Door:
                     waiter.set_exception(_draining())
 
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
+        await self._refuse_unusable(record)
+        if record.state is ModelState.READY:
+            return
+        self._refuse_closed(record)
         if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
             raise self._failed(record)
         if self._waiting >= self._roster.config.max_queued_requests:
@@ -157,6 +169,13 @@ class Door:
             self._waiting -= 1
             record.waiters.pop(waiter, None)
         self._refuse_closed(record)
+
+    async def _refuse_unusable(self, record: Record) -> None:
+        """Before it waits for its turn behind others, only to hear then that there is no model."""
+        if record.spec is None or record.state not in (ModelState.STOPPED, ModelState.FAILED):
+            return
+        if why := await self._unusable(record.spec):
+            raise ModelFailed(f"The model {record.name} cannot be started. {why}", retry_after_s=60)
 
     def _withdraw(self, record: Record) -> None:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with

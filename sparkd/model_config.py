@@ -29,6 +29,7 @@ from sparkd.config_fields import (
 )
 from sparkd.engine_flags import flags_of
 from sparkd.refusal import refuse
+from workers.runtime import API_SERVER, COMMAND_LINE
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 # vLLM's own reading (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
@@ -164,6 +165,10 @@ class ModelConfig(Section):
     def runtime_of(self, engine: EngineDefaults) -> Path | None:
         """The Python interpreter whose environment has vLLM; None is sparkd's own."""
         return self.runtime or engine.runtime
+
+    def runs_vllm(self, engine: EngineDefaults) -> bool:
+        """Whether its engine is vLLM, as far as the entry says."""
+        return self.entrypoint_of(engine) in ("auto", API_SERVER, COMMAND_LINE)
 
     def entrypoint_of(self, engine: EngineDefaults) -> str:
         return self.entrypoint or engine.entrypoint

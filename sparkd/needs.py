@@ -5,11 +5,9 @@ Never reserves anything. Everything here blocks: it reads headers and asks an in
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd.admission import Account, Ways, account, advice, illegal, machine
@@ -18,17 +16,15 @@ from sparkd.errors import ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
 from sparkd.kv_sizing import margin_bytes, utilization_of, without_cpu_space
+from sparkd.model_folder import unusable
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
-from workers.runtime import API_SERVER
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
-# What vLLM takes a model's shape from: transformers' file or Mistral's.
-_CONFIGS = ("config.json", "params.json")
 _CURE = "Choose a smaller context or format"
 
 
@@ -60,8 +56,8 @@ def need_of(
     Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model.
     """
     engine = config.engine
-    if spec.model.startswith("/"):
-        _look_into(Path(spec.model), vllm=spec.entrypoint_of(engine) in ("auto", API_SERVER))
+    if why := unusable(spec.model, vllm=spec.runs_vllm(engine)):
+        raise ModelUnusable(why)
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
     platform = _platform(found, config)
@@ -141,20 +137,6 @@ def _short_cache(need: Need, known: Account, env: Mapping[str, str]) -> str | No
     said = "kv_cache" if known.cache is not None else "the cache of a CPU's engine"
     one = f"one request of {known.max_model_len:,} tokens needs {gib(known.request)}"
     return f"{spec.name} does not fit: {said} holds {gib(size)}, and {one}. Give kv_cache a larger size, or choose a smaller max_model_len."
-
-
-def _look_into(folder: Path, *, vllm: bool) -> None:
-    """Before an engine takes its time to say less. vllm: what another module reads there is its own affair."""
-    cure = "check the path in `model`, or use a hub id (owner/name)"
-    if not folder.is_dir():
-        raise ModelUnusable(f"The folder {folder} is not on this node: {cure}.")
-    try:
-        names = os.listdir(folder)
-    except OSError as error:
-        raise ModelUnusable(f"The folder {folder} cannot be read ({error.strerror}): let the user that sparkd runs as read it.") from None
-    if vllm and not any(name in _CONFIGS or name.endswith(".gguf") for name in names):
-        what = f"has neither {' nor '.join(_CONFIGS)} in it" if names else "is empty"
-        raise ModelUnusable(f"The folder {folder} {what}, so it holds no model: {cure}.")
 
 
 def _platform(found: Mapping[str, Any], config: Config) -> str:

@@ -65,6 +65,8 @@ def run(
         raise ConfigError(f"--speculative {speculative}: {', '.join(METHODS)} are known.")
     if margin is not None and not math.isfinite(margin):
         raise ConfigError(f"--margin {margin}: a number of GiB is expected.")
+    if json and (docker or compose):
+        raise ConfigError("--json and --docker or --compose are two answers: give one of them.")
     if image is not None and not (docker or compose):
         raise ConfigError("--image belongs to --docker or --compose.")
     asked = Question(

@@ -15,6 +15,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
 from sparkd.planned import Offer, learned_with, to_json
+from sparkd.quantizing import AUTO
 from sparkd.weight_cost import Inventory, inventory
 
 MAX_TOKENS = 1 << 30
@@ -87,7 +88,8 @@ def answer(
 
         return plan_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others)
     shape, platform = shape_of(checkpoint.config), hardware.platform
-    quantize = question.quantize
+    # Of a model without an entry all formats are tried anyway.
+    quantize = None if question.quantize == AUTO else question.quantize
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": question.kv_cache_dtype}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
     known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)

@@ -92,6 +92,7 @@ class Roster:
         for alias in spec.served_names():
             if self._names.get(alias, name) != name:
                 raise Conflict(f"{alias!r} is a name of the model {self._names[alias]} already: choose another.")
+        self._base.with_model(spec)  # raises what would leave it out
         self._store.save_spec(name, raw)
         self.configure(self._base)
 

@@ -71,7 +71,7 @@ class Supervisor:
         self._ticked_at_s = clock()
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
-        self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock)
+        self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock, unusable=cluster.unusable)
         self._release = Release(self.ledger, clock)
         self._pressure = Pressure(self.ledger, self._door, self.want, clock, self._roster.holders)
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
@@ -200,6 +200,9 @@ class Supervisor:
             self._door.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
+        for record in self._roster.records.values():
+            # What it failed for may have been mended in the file, its own entry or another's.
+            record.backoff_until_s = min(record.backoff_until_s, self._clock())
         told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
         self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
         self.wake()

@@ -46,7 +46,7 @@ class Swap:
             record.turn = place if record.name in found.told else None
             if place is not None and record.asked_since_s is None:
                 record.asked_since_s = self._clock()
-            if record.state is ModelState.STOPPED:
+            if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.name in found.told):
                 record.message = found.told.get(record.name)
             if record.yields_to is not None and record.name not in found.leave and record.state in (ModelState.READY, ModelState.DRAINING):
                 record.yields_to = None

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sparkd import __version__, show
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
-from sparkd.errors import ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownRoute
+from sparkd.errors import ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 
 POLL_S = 1.0
 LOG_LINES = 200
@@ -83,8 +83,8 @@ class Session:
                     if left_s <= 0:
                         kind = operation["kind"]
                         raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
-                    view = self.client.model(model)
-                    if not self.json and view["state"] not in _STILL[operation["kind"]]:
+                    view = self._seen(model)
+                    if view is not None and not self.json and view["state"] not in _STILL[operation["kind"]]:
                         line(f"{model}: {show.stage(view['state'], view['progress'], self.err)}  ({waited_s:.0f} s)", view["state"])
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
@@ -96,6 +96,13 @@ class Session:
         if operation["state"] == "CANCELLED":
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
         return operation
+
+    def _seen(self, model: str) -> dict[str, Any] | None:
+        """None for one that was removed meanwhile: its operation is still there, and ends."""
+        try:
+            return self.client.model(model)
+        except UnknownModel:
+            return None
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:

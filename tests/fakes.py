@@ -109,6 +109,9 @@ class FakeCluster:
             self.ranks.pop(fact.handle.rank_id, None)
         return self.left
 
+    async def unusable(self, spec: ModelConfig) -> str | None:
+        return None
+
     async def release(self, model: str) -> None:
         self.log.append(f"release {model}")
         self.held.pop(model, None)

@@ -453,11 +453,13 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
             assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
 
 
-async def test_what_an_added_model_needs_is_not_read_from_a_number_that_cannot_be(tmp_path: Path) -> None:
+async def test_a_model_whose_environment_has_a_number_that_cannot_be_is_not_added(tmp_path: Path) -> None:
     async with admin_of(tmp_path) as made:
         spec = {"model": "/y", "env": {"VLLM_CPU_KVCACHE_SPACE": "much"}}
-        await made.ask("POST", "/models", 202, json={"name": "new", "spec": spec, "load": False})
-        assert "much" not in json.dumps(await made.ask("GET", "/models/new")), "values of the environment are shown to nobody"
+        refused = await made.refused("POST", "/models", 422, json={"name": "new", "spec": spec, "load": False})
+        assert "VLLM_CPU_KVCACHE_SPACE must be a whole number" in refused["message"]
+        assert "much" not in json.dumps(refused), "values of the environment are shown to nobody"
+        assert "new" not in json.dumps(await made.ask("GET", "/models"))
 
 
 # Requests that do not fit

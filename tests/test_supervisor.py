@@ -434,6 +434,36 @@ async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
         await asyncio.gather(waiting, return_exceptions=True)
 
 
+async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+
+        async def look(_spec: object) -> str:
+            return "There is no model in /nowhere."
+
+        made.supervisor._door._unusable = look
+        with pytest.raises(ModelFailed, match=r"m cannot be started\. There is no model in /nowhere"):
+            await asyncio.wait_for(enter(made, "m"), 5)
+        assert made.supervisor.record("m").desired.want is Want.STOPPED
+
+
+async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        looked, look_on = asyncio.Event(), asyncio.Event()
+
+        async def look(_spec: object) -> None:
+            looked.set()
+            await look_on.wait()
+
+        made.supervisor._door._unusable = look
+        asking = asyncio.create_task(enter(made, "m"))
+        await looked.wait()
+        made.supervisor._door._unusable = made.cluster.unusable
+        await make_ready(made)
+        look_on.set()
+        async with asyncio.timeout(5):
+            await asking
+
+
 async def test_a_draining_daemon_takes_nobody_in_and_starts_nothing(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
