@@ -104,9 +104,22 @@ def test_check_says_what_start_would_say_and_warns(tmp_path: Path) -> None:
     problems = check(file, {})
     assert {problem.severity for problem in problems} == {"warning"}
     text = "\n".join(map(str, problems))
-    for words in ("fewer than 16", "no admin key", "Every user of this machine", "/no/python", "folder /no does", "/no/p "):
+    for words in (
+        "fewer than 16",
+        "no admin key",
+        "Every user of this machine",
+        "/no/python",
+        "models.a.model: The folder /no is not on this node",
+        "/no/p ",
+    ):
         assert words in text
     assert KEY not in text
+    (tmp_path / "empty").mkdir()
+    file.write_text(f"models: {{a: {{model: {tmp_path}/empty}}}}")
+    assert [
+        str(one).endswith("empty is empty, so it holds no model: check the path in `model`, or use a hub id (owner/name).")
+        for one in check(file, {})
+    ] == [True]
 
 
 def test_check_finds_errors(tmp_path: Path) -> None:
