@@ -171,8 +171,9 @@ class Door:
         self._refuse_closed(record)
 
     async def _refuse_unusable(self, record: Record) -> None:
-        """Before it waits for its turn behind others, only to hear then that there is no model."""
-        if record.spec is None or record.state not in (ModelState.STOPPED, ModelState.FAILED):
+        """Before it waits for its turn behind others, only to hear then that there is no model. In its back-off nobody waits."""
+        away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
+        if record.spec is None or not away:
             return
         if why := await self._unusable(record.spec):
             raise ModelFailed(f"The model {record.name} cannot be started. {why}", retry_after_s=60)

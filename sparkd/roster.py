@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +83,12 @@ class Roster:
             "adjusted": sorted(name for name in stays if self.records[name].spec != specs[name]),
             "preload": [name for name in self.config.preload() if name not in preloaded],
         }
+
+    def try_again(self, reasons: Collection[str], names: Collection[str] = ()) -> None:
+        """What failed for one of these reasons, or is one of these models, need not wait for its back-off."""
+        for record in self.records.values():
+            if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
+                record.backoff_until_s = self._clock()
 
     def add(self, name: str, raw: Mapping[str, Any]) -> None:
         """See Supervisor.add."""

@@ -14,7 +14,7 @@ from sparkd import gauges, metrics
 from sparkd.actions import Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
-from sparkd.errors import DoesNotFit
+from sparkd.errors import DoesNotFit, ModelUnusable, RankError
 from sparkd.fabric_rates import Rate
 from sparkd.fabric_report import report
 from sparkd.found import Found
@@ -38,6 +38,7 @@ log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
+NEVER_STARTED = frozenset(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))
 
 
 class Supervisor:
@@ -200,9 +201,8 @@ class Supervisor:
             self._door.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
-        for record in self._roster.records.values():
-            # What it failed for may have been mended in the file, its own entry or another's.
-            record.backoff_until_s = min(record.backoff_until_s, self._clock())
+        # What these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
+        self._roster.try_again(NEVER_STARTED, changes["restarted"])
         told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
         self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
         self.wake()
@@ -330,9 +330,7 @@ class Supervisor:
         """With a node that has come, or is back, what had no room may have it: it need not wait for its back-off."""
         agents = {node.node_id for node in observation.nodes if node.agent}
         if agents - self._agents:
-            for record in self._roster.records.values():
-                if record.state is ModelState.FAILED and record.reason == DoesNotFit.__name__:
-                    record.backoff_until_s = self._clock()
+            self._roster.try_again({DoesNotFit.__name__})
         self._agents = agents
 
     def _expect(self, handles: Iterable[RankHandle]) -> None:

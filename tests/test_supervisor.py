@@ -22,7 +22,7 @@ from sparkd.errors import (
     UnknownModel,
     UnknownOperation,
 )
-from sparkd.state import OperationState, Progress, Want
+from sparkd.state import ModelState, OperationState, Progress, Want
 from tests.fakes import Scene, scene, stage
 
 UP = Progress(phase="serving", server_up=True)
@@ -462,6 +462,16 @@ async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_pa
         look_on.set()
         async with asyncio.timeout(5):
             await asking
+
+
+@pytest.mark.parametrize(("reason", "rests"), [("DoesNotFit", False), ("ModelUnusable", False), ("EngineFrozen", True)])
+async def test_a_reload_lets_those_try_again_whose_engine_never_started(reason: str, rests: bool, tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        record = made.supervisor.record("m")
+        record.fail(reason, "why", made.clock() + 900)
+        made.supervisor._actions.move(record, ModelState.FAILED)
+        made.supervisor.reconfigure(made.config)
+        assert (record.backoff_until_s > made.clock()) is rests
 
 
 async def test_a_draining_daemon_takes_nobody_in_and_starts_nothing(tmp_path: Path) -> None:
