@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.daemon_process import DaemonProcess
 
 # LISTEN_PID is the daemon's own number, and descriptors begin at 3 (sd_listen_fds(3)).
 _AS_SYSTEMD = """
@@ -40,18 +38,8 @@ class ActivatedDaemon(DaemonProcess):
         self.configure(settings)
 
     def start(self, *arguments: str) -> None:
-        with self.output.open("ab") as output:
-            serve = [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), "--log-level", "info", *arguments]
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _AS_SYSTEMD, str(self.listener.fileno()), *serve],
-                cwd=ROOT,
-                env=os.environ | self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=[self.listener.fileno()],
-            )
+        number = self.listener.fileno()
+        self._launch([sys.executable, "-I", "-S", "-c", _AS_SYSTEMD, str(number)], arguments, [number])
 
     def restart(self) -> None:
         """As `systemctl restart`: SIGTERM, its end, and the next one."""

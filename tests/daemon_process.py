@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,15 +75,21 @@ class DaemonProcess:
 
     def start(self, *arguments: str) -> None:
         """Without waiting for anything."""
+        self._launch((), arguments)
+
+    def _launch(self, through: Sequence[str], arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
+        """through: a command that becomes the one behind it; pass_fds: descriptors that it inherits."""
+        serve = [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), "--log-level", "info", *arguments]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), "--log-level", "info", *arguments],
+                [*through, *serve],
                 cwd=ROOT,
                 env=os.environ | self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     def settled(self, timeout_s: float = 60.0) -> None:
