@@ -23,6 +23,7 @@ from sparkd.roster import Roster
 from sparkd.start import Attempt
 from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from sparkd.transport import in_order, moved, told_of
+from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -30,6 +31,8 @@ RETRY_S = 1.0
 COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
+# What only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
+LASTING_S = 3600.0
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
 
@@ -279,6 +282,9 @@ class Actions:
             if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
                 message += f" {_rests(times)}"
+        if reason in LASTING:
+            delay_s = max(delay_s, LASTING_S)
+            message += f" Waiting does not heal it: mend it, then `sparkd reload` or `sparkd load {record.name}`."
         record.fail(reason, message, self._clock() + delay_s)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.

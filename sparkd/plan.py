@@ -390,7 +390,8 @@ def _told_failure(name: str, fact: RankFact) -> tuple[str, str] | None:
     if progress.server_up:
         return None
     if progress.failure:
-        return "LoadFailed", f"{progress.failure.rstrip('.')}. See `{logs}`."
+        reason = "LoadRefused" if progress.failure_lasts else "LoadFailed"
+        return reason, f"{progress.failure.rstrip('.')}. See `{logs}`."
     if progress.kv and progress.kv.get("phase") == "refused":
         return "KvCacheDoesNotFit", f"{str(progress.kv.get('why') or 'The KV cache does not fit').rstrip('.')}. See `{logs}`."
     return None

@@ -33,7 +33,7 @@ class Reloader:
         take: Callable[[Config], Mapping[str, list[str]]],
         refused: Callable[[str | None], None],
     ) -> None:
-        self._config = config
+        self._config = self._started_with = config
         self._systemd = systemd
         self._load = load
         self._take = take
@@ -56,8 +56,9 @@ class Reloader:
                 continue
 
     async def now(self) -> dict[str, Any]:
-        """What changed: keys of the file, those of them that take effect at the next start, and names of models: added, removed, restarted,
-        adjusted.
+        """What changed since the file was last read: keys of it, and names of models: added, removed, restarted, adjusted.
+
+        `later`: the keys that are not in force, changed now or before, because the daemon was started with another value.
 
         Raises ConfigError with every problem of the file, and StateError; the old configuration stays then.
         """
@@ -71,9 +72,9 @@ class Reloader:
                 self._systemd.ready("the last reload failed, the old configuration stays")
                 raise
             changed = [name for name in Config.model_fields if name != "models" and getattr(config, name) != getattr(self._config, name)]
-            later = [name for name in _AT_START if name in changed and not (name == "memory" and _only_guard(config, self._config))]
+            later = [name for name in _AT_START if _waits(name, config, self._started_with)]
             for name in later:
-                log.warning("%s changed in the configuration: it takes effect at the next start", name)
+                log.warning("%s is not what this daemon was started with: it takes effect at the next start", name)
             self._config = config
             models = self._take(config)
             self._refused(None)
@@ -92,6 +93,9 @@ class Reloader:
             raise ConfigError(why) from error
 
 
-def _only_guard(config: Config, before: Config) -> bool:
-    """Whether only the guard's settings differ, which the agents take at once."""
-    return (config.memory.sample_s, config.memory.os_reserve_gib) == (before.memory.sample_s, before.memory.os_reserve_gib)
+def _waits(name: str, config: Config, started_with: Config) -> bool:
+    """Whether this key is another than at the start. Of `memory`, the agents take the guard's settings at once."""
+    if name == "memory":
+        now, then = config.memory, started_with.memory
+        return (now.sample_s, now.os_reserve_gib) != (then.sample_s, then.os_reserve_gib)
+    return bool(getattr(config, name) != getattr(started_with, name))

@@ -118,8 +118,9 @@ class Progress:
 
     From units_done on they are the loader's own (workers.loadfile): units are tensors and experts; read_bytes came from the disk, whole
     blocks, past the page cache where direct; source is `checkpoint` or `cache`; cache_state tells of the quantized cache that is written
-    beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended. kv is how
-    the KV cache was sized, as the worker says (workers.kvfile.read_kv), None where vLLM's own sizing says nothing.
+    beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended,
+    and failure_lasts that the next one will end the same way. kv is how the KV cache was sized, as the worker says
+    (workers.kvfile.read_kv), None where vLLM's own sizing says nothing.
     """
 
     phase: str = "starting"
@@ -148,6 +149,7 @@ class Progress:
     cache_bytes: int | None = None
     cache_why: str | None = None
     failure: str | None = None
+    failure_lasts: bool = False
     kv: Mapping[str, Any] | None = None
 
 

@@ -33,12 +33,13 @@ from sparkd.swap import Swap
 from sparkd.turns import Turn
 from sparkd.upstream import Upstream
 from workers.fabric_reading import VARIABLES
+from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
-NEVER_STARTED = frozenset(kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError))
+FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError)}
 
 
 class Supervisor:
@@ -202,7 +203,7 @@ class Supervisor:
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
         # What these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
-        self._roster.try_again(NEVER_STARTED, changes["restarted"])
+        self._roster.try_again(FOR_ITS_OWNER, changes["restarted"])
         told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
         self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
         self.wake()

@@ -42,6 +42,7 @@ def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
         weights_s=max((one.weights_s for one in told if one.weights_s is not None), default=None),
         last_error=next((one.last_error for one in told if one.last_error), None),
         failure=next((one.failure for one in told if one.failure), None),
+        failure_lasts=any(one.failure_lasts for one in told),
         kv=kv or None,
         kv_gib=kv["pool_bytes"] / GIB if kv.get("pool_bytes") is not None else first.kv_gib,
         line_at_s=max((one.line_at_s for one in told if one.line_at_s is not None), default=None),

@@ -153,6 +153,10 @@ def test_why_a_load_failed_is_what_the_loader_says(fact: RankFact) -> None:
     (action,) = plan({"m": running(S.LOADING, replace(fact, progress=failed))}, (), True, NOW_S)
     assert action == Fail("m", "LoadFailed", "a.safetensors: it is cut off: fetch it again. See `sparkd logs m`.")
 
+    lasting = replace(fact, progress=replace(failed, failure_lasts=True))
+    (action,) = plan({"m": running(S.LOADING, lasting)}, (), True, NOW_S)
+    assert isinstance(action, Fail) and action.reason == "LoadRefused"
+
     (action,) = plan({"m": running(S.READY, replace(DEAD, progress=replace(failed, server_up=True)))}, (), True, NOW_S)
     assert isinstance(action, Fail)
     assert action.reason == "EngineExited", "it served after that"

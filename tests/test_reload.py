@@ -48,8 +48,11 @@ async def test_what_changed_is_told_and_what_waits_for_the_next_start() -> None:
     }  # fmt: skip
     made.given = lambda: config(global_ttl_s=9, listen="127.0.0.1:9", memory__sample_s=2, memory__guard="watch")
     found = await made.reloader.now()
-    assert (found["changed"], found["later"]) == (["memory"], [])
-    assert made.refused == [None, None]
+    assert (found["changed"], found["later"]) == (["memory"], ["listen", "memory"]), "what was changed before is not in force yet"
+    made.given = lambda: config(memory__guard="watch")
+    found = await made.reloader.now()
+    assert (found["changed"], found["later"]) == (["listen", "global_ttl_s", "memory"], []), "as it was started"
+    assert made.refused == [None] * 3
 
 
 async def test_a_bad_one_is_refused_and_the_next_good_one_taken() -> None:

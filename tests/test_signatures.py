@@ -12,7 +12,7 @@ from sparkd.plan import Fail, plan
 from sparkd.state import Diagnosis, ModelState
 from tests.test_plan import ALIVE, DEAD, NOW_S, running
 from tests.test_progress import ERROR, read
-from workers.signatures import SIGNATURES, diagnose
+from workers.signatures import LASTING, SIGNATURES, diagnose
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # Wording of vLLM 0.26 and 0.32, transformers 4.57, huggingface_hub 1.1, torch 2.13, NCCL 2.28 and Linux 6.17, as their sources have it.
@@ -33,6 +33,7 @@ LINES = {
     "NcclFailed": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with "
     "NCCL_DEBUG=INFO)",
     "ServeTwice": "vllm: error: unrecognized arguments: serve nvidia/Qwen3.6-35B-A3B-NVFP4",
+    "FlagRefused": "api_server.py: error: argument --block-size: invalid choice: 17 (choose from 1, 8, 16)",
     "UnknownFlag": "api_server.py: error: unrecognized arguments: --no-such-flag",
     "QuantizationUnknown": "  Value error, Unknown quantization method: modelopt_fp5. Must be one of ['awq', 'fp8']. [type=value_error",
     "Fp4KernelFailed": "RuntimeError: [FP4 gemm Runner] Failed to run cutlass FP4 gemm on sm120/sm121. Error: Error Internal",
@@ -104,6 +105,10 @@ def test_every_signature_has_a_line_here_and_sentences() -> None:
         assert one_of.name in proved
         assert re.fullmatch(r"[A-Z]\w+", one_of.name)
         assert one_of.cause.endswith(".") and one_of.cure.endswith(".")
+
+
+def test_what_waiting_does_not_heal_is_a_signature_or_the_loaders_refusal() -> None:
+    assert LASTING - {one.name for one in SIGNATURES} == {"LoadRefused"}
 
 
 def test_numbers_are_taken_over_and_nothing_else() -> None:

@@ -24,6 +24,7 @@ from sparkd.errors import (
 )
 from sparkd.state import ModelState, OperationState, Progress, Want
 from tests.fakes import Scene, scene, stage
+from workers.signatures import diagnose
 
 UP = Progress(phase="serving", server_up=True)
 
@@ -152,6 +153,27 @@ async def test_a_dead_engine_fails_is_cleared_away_and_started_again_after_its_b
         await made.tick(2, seconds=13)
 
         assert made.cluster.log[-2:] == ["place m", "spawn m"]
+
+
+async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "config")
+        await made.tick(2)
+        refused = diagnose("api_server.py: error: unrecognized arguments: --no-such-flag")
+        made.cluster.show(alive=False, processes=0, exit_code=2, diagnosis=refused)
+        await made.tick(2)
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", 3599.0)
+        assert view.message is not None and "`sparkd reload` or `sparkd load m`" in view.message
+        with pytest.raises(ModelFailed, match="UnknownFlag"):
+            await enter(made, "m")
+        made.cluster.log.clear()
+        await made.tick(4, seconds=600)
+        assert made.cluster.log == []
+
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        assert made.cluster.log[:1] == ["place m"]
 
 
 async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: Path) -> None:
@@ -464,7 +486,10 @@ async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_pa
             await asking
 
 
-@pytest.mark.parametrize(("reason", "rests"), [("DoesNotFit", False), ("ModelUnusable", False), ("EngineFrozen", True)])
+RESTS = {"DoesNotFit": False, "ModelUnusable": False, "UnknownFlag": False, "EngineFrozen": True}
+
+
+@pytest.mark.parametrize(("reason", "rests"), RESTS.items(), ids=RESTS)
 async def test_a_reload_lets_those_try_again_whose_engine_never_started(reason: str, rests: bool, tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         record = made.supervisor.record("m")

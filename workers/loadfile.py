@@ -57,6 +57,7 @@ def read_load(path: Path, now_s: float) -> dict[str, Any]:
         "cache_bytes": sum(told["cache_bytes"] for told in files),
         "cache_why": next((told["cache_why"] for told in files if told["cache_why"]), None),
         "failure": failed["failure"] if failed else None,
+        "failure_lasts": bool(failed and failed["failure_lasts"]),
     }
 
 
@@ -102,6 +103,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         "failure": (text(error.get("message"), MESSAGE_CHARS) or "The loader failed and did not say why.")
         if raw["phase"] == "failed"
         else None,
+        "failure_lasts": error.get("lasting") is True,
     }
 
 

@@ -10,6 +10,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+# Waiting heals none of these: a flag, a format, an engine or a device has to become another one.
+LASTING = frozenset(
+    (
+        "HeadsDoNotDivide", "LaunchOptionsDoNotDivide", "ServeTwice", "UnknownFlag", "FlagRefused", "QuantizationMismatch",
+        "QuantizationUnknown", "WeightsDoNotMatch", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
+        "ArchitectureUnknown", "ContextTooLong", "RemoteCode", "LoadRefused",
+    )
+)  # fmt: skip
 # How much a line tells. Among equals the first one counts: later ones are what followed from it.
 HINT, CAUSE, ROOT = 1, 2, 3
 
@@ -173,6 +181,12 @@ SIGNATURES = (
         "UnknownFlag", ROOT, rf"error: unrecognized arguments: (--{_WORD})",
         "This release of vLLM has no flag {0}.",
         "Take it out of extra_args; `sparkd recipes check --parser PYTHON` tries a recipe's flags.",
+    ),
+    _sign(
+        "FlagRefused", ROOT,
+        rf"error: argument (?:-\w{{1,3}}, ?|-\w{{1,3}}/)?(--{_WORD})[^:]{{0,200}}: (?:invalid|expected|ignored explicit|not allowed)",
+        "vLLM does not take the value that {0} was given.",
+        "Correct it in extra_args: `vllm serve --help=all` says what it takes.",
     ),
     _sign(
         "QuantizationMismatch", ROOT,

@@ -118,6 +118,16 @@ def test_a_failure_stands_in_the_progress_file(folder, tmp_path):
     said = json.loads(path.read_text())
     assert said["phase"] == "failed"
     assert "model.safetensors" in said["error"]["message"]
+    assert said["error"]["lasting"] is False, "the file may be whole the next time"
+
+
+def test_what_was_read_and_cannot_be_loaded_fails_every_time(folder, tmp_path):
+    path = tmp_path / "progress"
+    scaleless = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+    save_file({"model.layers.0.mlp.up_proj.weight": scaleless}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="an FP8 weight has no scale beside it"):
+        loader.describe(arguments(folder, model_loader_extra_config={"quantize": "nvfp4", "progress": str(path)}), {})
+    assert json.loads(path.read_text())["error"]["lasting"] is True
 
 
 def test_registering_twice_is_registering_once():

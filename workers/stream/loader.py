@@ -56,6 +56,7 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     A checkpoint that is quantized already, or a recipe that leaves all as it is, changes nothing, but that on a CPU our kernels serve what
     is in one of our formats. Raises ValueError with the reason for what cannot be loaded.
     """
+    checkpoint = None
     try:
         settings = Settings.parse(engine_args.model_loader_extra_config or {}, environ)
         checkpoint = read_checkpoint(
@@ -70,7 +71,8 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     except SparkdError as error:
         given_config = engine_args.model_loader_extra_config
         if isinstance(given_config, Mapping) and isinstance(path := given_config.get("progress"), str):
-            ProgressFile(path).failed(error.message)
+            # What cannot be read may be read once it is whole; what was read stays as it is.
+            ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
         raise ValueError(error.message) from None
     for sentence in (*settings.recipe.notes, *formats.adjustments):
         logger.info("sparkd: %s", sentence)
@@ -164,7 +166,7 @@ class SparkStreamLoader(DefaultModelLoader):
             try:
                 register_cpu_linear_kernels()
             except SparkdError as error:
-                ProgressFile(self._settings.progress).failed(error.message)
+                ProgressFile(self._settings.progress).failed(error.message, lasting=True)
                 raise
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -208,7 +210,7 @@ class SparkStreamLoader(DefaultModelLoader):
             self._progress.failed(ended(error))
             return None
         refused = mismatch(self._virtual, self._handed, type(model).__name__, error)
-        self._progress.failed(refused.message)
+        self._progress.failed(refused.message, lasting=True)
         return refused
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

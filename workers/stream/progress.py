@@ -76,8 +76,9 @@ class ProgressFile:
         self._said |= {"phase": "done", "eta_s": None, "bytes_per_s": rate, "read_bytes": read_bytes, "direct": direct}
         self._write(always=True)
 
-    def failed(self, message: str) -> None:
-        self._said |= {"phase": "failed", "eta_s": None, "error": {"message": message}}
+    def failed(self, message: str, *, lasting: bool = False) -> None:
+        """lasting: the next load of the same model with the same settings ends the same way."""
+        self._said |= {"phase": "failed", "eta_s": None, "error": {"message": message, "lasting": lasting}}
         self._write(always=True)
 
     def _write(self, *, always: bool = False) -> None:
