@@ -1,0 +1,306 @@
+"""`python -m tests.bench.ranks`: one model by one rank and by two, on two GPUs (or CPU processes) of one machine.
+
+    python -m tests.bench.ranks [--preset cpu|h200] [--quantize int4,..] [--dir FOLDER] [--keep] [--json FILE]
+
+Everything that a daemon does to start ranks over nodes, and nothing of Ray's: sparkd.start.Starter gives its orders to two agents
+(workers.agent.Agent), each in a process of its own with one GPU and an address of its own, 127.0.0.2 and 127.0.0.3. They spawn shims and
+vLLM's native ranks, with our loader and our KV worker. The checkpoint is a random Qwen3-MoE (tests/checkpoints.py). For one rank and for
+two: seconds until it answers, bytes that each rank's loader read, KV tokens; then whether both say the same: greedy answers to 8 prompts,
+and the largest difference of a log-probability over 32 positions, teacher-forced. At the end sparkd.measures between the two agents, over
+NCCL where there are GPUs. Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.ranks.
+
+Exit code 1: a log-probability 0.05 or more apart, a rank that read 0.70 or more of what one rank reads, or no measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from sparkd.config import Config, load_config
+from sparkd.errors import ClusterError
+from sparkd.fabric_nodes import FabricNodes
+from sparkd.ledger import Ledger
+from sparkd.measures import ALL, Measures
+from sparkd.placement import Placement
+from sparkd.start import Attempt, Starter
+from sparkd.state import OperationState, RankHandle, Store
+from tests import checkpoints
+from tests.pair_vllm import AGREED, POSITIONS, TOP_TOKENS, Said, furthest
+from workers.agent import Agent
+from workers.runtime import API_SERVER
+
+NODES = ("127.0.0.2", "127.0.0.3")
+NAME = "m"
+START_S, MEASURE_S, POLL_S = 400.0, 120.0, 0.2
+PROMPTS, ANSWER_TOKENS = 8, 32
+READ_BAR = 0.70
+GB = 1e9
+FORMATS = {"cpu": "int4", "h200": "nvfp4"}
+# Every expert answers for every token: rounding could choose others, and other values.
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    "cpu": {"layers": 4, "hidden": 512, "experts": 8, "active": 8, "intermediate": 1024, "heads": 8, "kv_heads": 2},
+    "h200": {"layers": 8, "hidden": 2048, "experts": 32, "active": 32, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128},
+}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "kv_cache": {"tokens": 16384}}
+_agent: Agent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """read_bytes: of each rank. said: log-probabilities; answers: token texts."""
+
+    form: str
+    ranks: int
+    ready_s: float
+    read_bytes: list[int]
+    kv_tokens: int | None
+    said: Said
+    answers: list[list[str]]
+
+
+class Nodes:
+    """Two agents, each in its own process: what Ray carries between a daemon and its agents, without Ray."""
+
+    def __init__(self, folder: Path, *, gpus: bool) -> None:
+        self.node_ip = NODES[0]
+        self._folder = folder
+        context = multiprocessing.get_context("spawn")
+        self._pools = {
+            node: ProcessPoolExecutor(1, context, _begin, (node, str(folder / f"n{number}"), str(number) if gpus else None))
+            for number, node in enumerate(NODES)
+        }
+
+    async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+        """As sparkd.raylink.RayLink.call."""
+        async with asyncio.timeout(timeout_s):
+            return await method(_Proxy(self._pools[node]))
+
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        return await self.call(node_ip, lambda agent: getattr(agent, method).remote(*arguments), timeout_s)
+
+    def in_sight(self) -> list[str]:
+        return list(NODES)
+
+    async def fabric(self) -> dict[str, Mapping[str, Any] | None]:
+        return {node: await self.ask(node, "fabric", timeout_s=30) for node in NODES}
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+class _Proxy:
+    """`agent.method.remote(...)`, as Ray spells it."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: asyncio.wrap_future(self._pool.submit(_do, method, arguments)))
+
+
+def _begin(node: str, folder: str, gpu: str | None) -> None:
+    global _agent
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    _agent = Agent(node, f"{folder}/run", f"{folder}/log")
+
+
+def _do(method: str, arguments: Sequence[Any]) -> Any:
+    return getattr(_agent, method)(*arguments)
+
+
+async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, ranks: int, platform: str) -> Outcome:
+    state = folder / f"state-{form}-{ranks}"
+    shutil.rmtree(state, ignore_errors=True)  # a quantized cache of an earlier start would be read in the checkpoint's place
+    config = _config(state, model, form, platform)
+    spec = config.models[NAME]
+    entrypoint, release = API_SERVER, _release()
+    placement = Placement(NODES[0], NAME, 0, platform, entrypoint, release, None, NODES[1:ranks], ranks)
+    fabric = FabricNodes(lambda node: nodes.ask(node, "fabric", timeout_s=30))
+    attempt = Attempt(f"{NAME}-{form}-{ranks}", 1, "bench")
+    began_s = time.monotonic()
+    handles = await Starter(nodes, fabric, NODES[0]).start(config, placement, spec, attempt)  # type: ignore[arg-type]
+    try:
+        transport = httpx.AsyncHTTPTransport(uds=handles[0].socket_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=120) as client:
+            await _answering(nodes, handles, client)
+            ready_s = time.monotonic() - began_s
+            facts = await _facts(nodes, handles)
+            said = await _log_probabilities(client)
+            answers = [await _answer(client, number) for number in range(PROMPTS)]
+    finally:
+        for handle in reversed(handles):
+            await nodes.ask(handle.node_id, "destroy", asdict(handle), 20.0, timeout_s=60)
+    read = [int(fact["progress"]["read_bytes"] or 0) for fact in facts]
+    return Outcome(form, ranks, ready_s, read, (facts[0]["progress"]["kv"] or {}).get("tokens"), said, answers)
+
+
+def _config(state: Path, model: Path, form: str, platform: str) -> Config:
+    """No RDMA between two GPUs of one machine: the operator says so, as he would for any network that is none."""
+    env = {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    env |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    if platform == "cpu":
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    entry = {**ENGINE, "model": str(model), "quantize": form, "entrypoint": API_SERVER, "enforce_eager": True, "env": env}
+    if platform == "cuda":
+        entry["attention_backend"] = "TRITON_ATTN"  # FlashAttention 2 is not everywhere
+        entry = entry | {"extra_args": ["--attention-backend", entry.pop("attention_backend")]}
+    flags = {"engine.platform": platform, "state_dir": str(state), "models": {NAME: entry}}
+    return load_config(None, flags=flags, environ={})
+
+
+def _release() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+async def _facts(nodes: Nodes, handles: Sequence[RankHandle]) -> list[dict[str, Any]]:
+    """What the agents see of each rank, rank 0's first."""
+    found = []
+    for handle in handles:
+        seen = await nodes.ask(handle.node_id, "observe", timeout_s=30)
+        found.append(next(fact for fact in seen["ranks"] if fact["rank_id"] == handle.rank_id))
+    return found
+
+
+async def _answering(nodes: Nodes, handles: Sequence[RankHandle], client: httpx.AsyncClient) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for handle, fact in zip(handles, await _facts(nodes, handles), strict=True):
+            if not fact["alive"]:
+                raise ClusterError(f"rank {handle.rank} ended (exit code {fact['exit_code']}):\n{_end_of_log(handle)}")
+        try:
+            if (await client.get("/v1/models")).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(POLL_S)
+    raise ClusterError(f"no answer within {START_S:.0f} s:\n{_end_of_log(handles[0])}")
+
+
+def _end_of_log(handle: RankHandle) -> str:
+    return Path(handle.log_path).read_text(errors="replace")[-4000:]
+
+
+async def _complete(client: httpx.AsyncClient, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+    answer = await client.post("/v1/completions", json={"model": NAME, "prompt": list(prompt), "temperature": 0, **more})
+    answer.raise_for_status()
+    return dict(answer.json()["choices"][0])
+
+
+async def _log_probabilities(client: httpx.AsyncClient) -> Said:
+    """As tests.pair_vllm.log_probabilities."""
+    found = await _complete(client, range(30, 35 + 5 * POSITIONS, 5), max_tokens=1, prompt_logprobs=2 * TOP_TOKENS)
+    return [{token: one["logprob"] for token, one in at.items()} for at in found["prompt_logprobs"][1:]]
+
+
+async def _answer(client: httpx.AsyncClient, number: int) -> list[str]:
+    found = await _complete(client, range(7 + number, 200, 3 + number), max_tokens=ANSWER_TOKENS, logprobs=1, ignore_eos=True)
+    return list(found["logprobs"]["tokens"])
+
+
+async def measured(nodes: Nodes, folder: Path, platform: str) -> str:
+    """What `sparkd fabric --measure` says of the two. Raises ClusterError where it fails."""
+    flags = {"engine.platform": platform, "engine.env": {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}}
+    config = load_config(None, flags=flags, environ={})
+    ledger = Ledger(Store(folder / "measures.db"), time.time)
+    snapshot = SimpleNamespace(models={})
+    measures = Measures(nodes, ledger, lambda: config, lambda: snapshot, folder / "rates.json")  # type: ignore[arg-type]
+    running = asyncio.create_task(measures.run())
+    await asyncio.sleep(0)
+    try:
+        operation = measures.start(ALL)
+        async with asyncio.timeout(MEASURE_S):
+            while (now := ledger.operation(operation.id)).state is OperationState.RUNNING:  # noqa: ASYNC110 - as an admin client asks
+                await asyncio.sleep(POLL_S)
+    finally:
+        running.cancel()
+    if now.state is not OperationState.SUCCEEDED:
+        raise ClusterError(now.message)
+    return now.message
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> int:
+    platform = "cuda" if arguments.preset == "h200" else "cpu"
+    model = folder / f"{arguments.preset}-ranks"
+    if not (model / "config.json").exists():
+        checkpoints.qwen3_moe(model, **SHAPES[arguments.preset], device="cuda" if platform == "cuda" else "cpu")
+    nodes, missed, kept = Nodes(folder, gpus=platform == "cuda"), [], []
+    try:
+        print("format   ranks  READY s  read GB by rank     KV tokens   tokens equal   apart", flush=True)
+        for form in arguments.quantize.split(","):
+            alone = await outcome_of(nodes, folder, model, form, 1, platform)
+            print(_row(alone, None), flush=True)
+            both = await outcome_of(nodes, folder, model, form, 2, platform)
+            print(_row(both, alone), flush=True)
+            kept += [asdict(alone), asdict(both)]
+            if (apart := furthest(both.said, alone.said)) >= AGREED:
+                missed.append(f"{form}: a log-probability is {apart:.3f} apart, bar {AGREED}")
+            if max(both.read_bytes) >= READ_BAR * alone.read_bytes[0]:
+                missed.append(f"{form}: a rank read {max(both.read_bytes) / alone.read_bytes[0]:.2f} of what one reads, bar {READ_BAR}")
+        try:
+            print(f"measured {await measured(nodes, folder, platform)}")
+        except (ClusterError, TimeoutError) as error:
+            missed.append(f"the measurement failed: {error}")
+    finally:
+        nodes.close()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    for one in missed:
+        print(f"MISSED   {one}")
+    return 1 if missed else 0
+
+
+def _row(one: Outcome, alone: Outcome | None) -> str:
+    read = " ".join(f"{count / GB:.3f}" for count in one.read_bytes)
+    told = f"{one.form:8} {one.ranks:>5} {one.ready_s:>8.1f}  {read:18} {one.kv_tokens or '-':>10}"
+    if alone is None:
+        return told
+    pairs = [(here, there) for mine, its in zip(one.answers, alone.answers, strict=True) for here, there in zip(mine, its, strict=True)]
+    equal = sum(here == there for here, there in pairs)
+    return f"{told}   {f'{equal} of {len(pairs)}':>12} {furthest(one.said, alone.said):>7.4f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=tuple(FORMATS), default="cpu")
+    parser.add_argument("--quantize", metavar="FORMATS", help="of ours, with commas between; default int4 on CPUs, nvfp4 on GPUs")
+    parser.add_argument("--dir", type=Path, help="where checkpoint, cache and logs go; default a temporary folder")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --dir")
+    parser.add_argument("--json", type=Path, help="write every figure there")
+    arguments = parser.parse_args()
+    arguments.quantize = arguments.quantize or FORMATS[arguments.preset]
+    logging.basicConfig(level=logging.WARNING)
+    folder = Path(tempfile.mkdtemp(prefix="rk", dir=arguments.dir))
+    try:
+        return asyncio.run(run(arguments, arguments.dir or folder))
+    finally:
+        if not (arguments.keep and arguments.dir):
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
