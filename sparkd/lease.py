@@ -30,9 +30,9 @@ _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
 class Lease:
     """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
-    decrement of the in-flight count."""
+    decrement of the in-flight count. Who uses it sets .answered once the engine has begun a good answer."""
 
-    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "model", "upstream")
+    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "answered", "model", "upstream")
 
     model: str
     upstream: Upstream
@@ -44,20 +44,21 @@ class Lease:
         self._probe = probe
         self._waits = waits
         self._held: Record | None = None
+        self.answered = False
 
     async def __aenter__(self) -> Lease:
         record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits)
         upstream = record.upstream
         if upstream is None:
             self._held = None
-            self._door.leave(record)
+            self._door.leave(record, answered=False, probe=self._probe)
             raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
         self.model, self.upstream = record.name, upstream
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._held is not None:
-            self._door.leave(self._held)
+            self._door.leave(self._held, answered=self.answered, probe=self._probe)
             self._held = None
 
 
@@ -87,7 +88,9 @@ class Door:
     async def enter(self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
         record = self._roster.find(name)
-        if probe and record.state in STARTING:
+        if probe:
+            if record.state not in STARTING and record.state is not ModelState.READY:
+                raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
             record.in_flight += 1
             return record
         self._refuse_closed(record)
@@ -99,9 +102,14 @@ class Door:
         record.in_flight += 1
         return record
 
-    def leave(self, record: Record) -> None:
+    def leave(self, record: Record, *, answered: bool, probe: bool) -> None:
         record.in_flight -= 1
-        record.last_used_s = self._clock()
+        if not probe:
+            record.last_used_s = self._clock()
+        if answered:
+            record.unanswered = False
+        elif record.state is ModelState.READY:
+            record.unanswered = True
         if record.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake()
 

@@ -1,15 +1,17 @@
 """Owns whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power. Never ends it.
 
 An engine that has lost a rank without a word (a driver that hangs, packets that are dropped) answers /health with 200 for minutes; its
-counters stand still at once.
+counters stand still at once. What was lost while nobody asked is not even counted as begun: then a question of our own decides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkd.errors import SparkdError
 from sparkd.record import Record
 from sparkd.scrape import page_of, samples
 from sparkd.state import STARTING, ModelState, Reading
@@ -25,6 +27,10 @@ ALONE_ASK_EVERY_S = 5.0
 HANGING_W, HANGING_PERCENT = 30.0, 90.0
 # Ranks that use CPU time may compile a kernel, or wait for a GPU in a loop.
 BUSY_S = 120.0
+# With requests here and none there by its own count, so long until it is asked a question, and so long to answer it: vLLM counts what its
+# first step has ended, and one that hangs in it has nothing in hand. So has one that waits for a slow client.
+QUESTION_S, ANSWER_S = 3.0, 4.0
+ALONE_QUESTION_S, ALONE_ANSWER_S = 15.0, 30.0
 # Of one core; a process that waits wakes up now and then.
 IDLE_SHARE = 0.2
 
@@ -42,20 +48,25 @@ class Beat:
 
 
 class Pulse:
-    """`spawn(work, name)` runs a task beside the loop; `clock` is monotonic, seconds."""
+    """`spawn(work, name)` runs a task beside the loop; `ask(model, timeout_s)` is the supervisor's and puts one question to a model;
+    `clock` is monotonic, seconds."""
 
     def __init__(
         self,
         spawn: Callable[[Any, str], object],
+        ask: Callable[[str, float], Awaitable[None]],
         clock: Callable[[], float],
         page_of: Callable[[Upstream], Awaitable[str | None]] = page_of,
     ) -> None:
         self._spawn = spawn
+        self._put = ask
         self._clock = clock
         self._page_of = page_of
         self._beats: dict[str, Beat] = {}
         self._asking: set[str] = set()
         self._asked_at_s: dict[str, float] = {}
+        # Engines that have nothing in hand by their own count, and when each was asked a question, infinity where it was not yet.
+        self._idle: dict[str, float] = {}
         self._readings: Mapping[str, Reading] = {}
 
     def look(self, records: Iterable[Record], readings: Mapping[str, Reading] | None = None) -> None:
@@ -65,6 +76,7 @@ class Pulse:
             if not _works(record):
                 self._beats.pop(record.name, None)
                 self._asked_at_s.pop(record.name, None)
+                self._idle.pop(record.name, None)
                 continue
             self._beats.setdefault(record.name, self._beat(record, None))
             # What is answered within seconds is never asked about.
@@ -89,8 +101,12 @@ class Pulse:
         quiet = hangs or (is_idle and not computes)
         if silent_s < (idle_s if quiet else busy_s):
             return None
+        question_s = self._idle.get(record.name)
+        if question_s is not None and self._clock() - question_s < (ANSWER_S if record.world > 1 else ALONE_ANSWER_S):
+            return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
-        told = f"{record.in_flight} requests run, and for {silent_s:.0f} s no token came and {how}"
+        asked = f"{record.in_flight} requests run" if question_s is None else "it does not answer a question"
+        told = f"{asked}, and for {silent_s:.0f} s no token came and {how}"
         return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
 
     @property
@@ -105,20 +121,53 @@ class Pulse:
         finally:
             self._asking.discard(record.name)
         beat = self._beats.get(record.name)
+        if page is None and self._idle.get(record.name) == math.inf:
+            del self._idle[record.name]  # one that says nothing needs no question
         if page is None or beat is None:
             return
         values = samples(page)
         steps = sum(values.get(name, 0.0) for name in _STEPS)
-        if steps != beat.steps or not any(values.get(name) for name in _IN_HAND):
+        if beat.steps is None:
             self._beats[record.name] = self._beat(record, steps)
+        elif steps != beat.steps:
+            self._moves(record, steps)
+        elif any(values.get(name) for name in _IN_HAND):
+            self._idle.pop(record.name, None)
+        elif record.state is not ModelState.READY:
+            self._moves(record, steps)
+        else:
+            self._question(record, beat)
+
+    def _moves(self, record: Record, steps: float | None) -> None:
+        self._beats[record.name] = self._beat(record, steps)
+        self._idle.pop(record.name, None)
+        record.unanswered = False
+
+    def _question(self, record: Record, beat: Beat) -> None:
+        put_at_s = self._idle.setdefault(record.name, math.inf)
+        if put_at_s == math.inf and self._clock() - beat.at_s >= (QUESTION_S if record.world > 1 else ALONE_QUESTION_S):
+            self._idle[record.name] = self._clock()
+            self._spawn(self._answered(record, beat), f"question to {record.name}")
+
+    async def _answered(self, record: Record, beat: Beat) -> None:
+        """Whatever it answers, an error too, it lives."""
+        try:
+            await self._put(record.name, ALONE_BUSY_S)
+        except SparkdError:
+            if self._clock() - self._idle.get(record.name, math.inf) >= ALONE_BUSY_S:
+                return
+        if self._beats.get(record.name) is beat:
+            self._moves(record, beat.steps)
 
     def _beat(self, record: Record, steps: float | None) -> Beat:
         return Beat(steps, self._clock(), _cpu_s(record))
 
 
 def _works(record: Record) -> bool:
+    """Whether somebody waits for it, or has given up waiting."""
     serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
-    return serving and record.in_flight > 0 and record.upstream is not None
+    left = record.unanswered and record.state is ModelState.READY
+    return serving and (record.in_flight > 0 or left) and record.upstream is not None
 
 
 def _cpu_s(record: Record) -> dict[int, float]:

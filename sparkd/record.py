@@ -60,6 +60,7 @@ class Record:
         "told_at_s",
         "transport",
         "turn",
+        "unanswered",
         "upstream",
         "waiters",
         "world",
@@ -108,6 +109,8 @@ class Record:
         # What it asked for when there was no room; and for which model it goes.
         self.lack: Lack | None = None
         self.yields_to: str | None = None
+        # Of who asked last, nobody was answered: all gave up, or their connection broke.
+        self.unanswered = False
         self.last_used_s = now_s
         self.last_asked_s = float("-inf")
         self.attempt_since_s = now_s
@@ -168,7 +171,7 @@ class Record:
         self.ready_since_s = self.load_s = self.progress = None
         self.reason = self.message = None
         self.transport = ()
-        self.adopted = False
+        self.adopted = self.unanswered = False
         self.halted_since_s = None
         self.lack = None
         self.moved, self.moved_at_s, self.told_at_s = (None, 0.0), now_s, now_s

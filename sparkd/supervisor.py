@@ -80,7 +80,7 @@ class Supervisor:
         hands = (self._roster, self.ledger, cluster, self._door)
         jitter = rng or random.Random()
         self._actions = Actions(*hands, ask=ask, left=self._release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
-        self._pulse = Pulse(self._actions.spawn, clock)
+        self._pulse = Pulse(self._actions.spawn, ask, clock)
         self._expect(store.handles().values())
         for record in self._roster.missing():
             self.want(record.name, Want.RUNNING, "config")

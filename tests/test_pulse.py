@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,19 @@ import pytest
 from sparkd import metrics
 from sparkd.cluster import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S, Cluster
 from sparkd.config import Config
-from sparkd.pulse import ALONE_ASK_EVERY_S, ALONE_BUSY_S, ALONE_IDLE_S, BUSY_S, IDLE_S, Pulse
+from sparkd.errors import EngineError
+from sparkd.pulse import (
+    ALONE_ANSWER_S,
+    ALONE_ASK_EVERY_S,
+    ALONE_BUSY_S,
+    ALONE_IDLE_S,
+    ALONE_QUESTION_S,
+    ANSWER_S,
+    BUSY_S,
+    IDLE_S,
+    QUESTION_S,
+    Pulse,
+)
 from sparkd.record import Record
 from sparkd.state import Desired, ModelState, Progress, RankFact, Reading, Want
 from sparkd.upstream import Upstream
@@ -33,7 +46,17 @@ class Scene:
         self.record.upstream, self.record.in_flight = Upstream(socket_path="/x"), 2
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
-        self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.clock, self.page_of)
+        self.asked: list[float] = []
+        # What the engine says to a question; None: nothing, for as long as it is waited for.
+        self.answer: Callable[[], None] | None = lambda: None
+        self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
+
+    async def ask(self, model: str, timeout_s: float) -> None:
+        self.asked.append(self.clock())
+        if self.answer is None:
+            await asyncio.Event().wait()
+        else:
+            self.answer()
 
     async def page_of(self, upstream: Upstream) -> str | None:
         return self.page
@@ -83,14 +106,88 @@ async def test_a_rank_that_computes_has_longer() -> None:
     assert await scene.after(1) is not None
 
 
-async def test_what_has_nothing_in_hand_does_not_freeze() -> None:
+IDLE_PAGE = page(1, running=0)
+
+
+def refuse() -> None:
+    raise EngineError("/v1/chat/completions answered 400")
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("answer", [lambda: None, refuse], ids=["an answer", "an error"])
+async def test_what_has_nothing_in_hand_is_asked_a_question_and_lives_if_it_answers(answer: Callable[[], None], world: int) -> None:
+    """Its client may be slow to take what was said long ago."""
     scene = Scene()
-    await scene.after(0)
-    assert await scene.after(100, page=page(1, running=0)) is None
+    scene.record.world, scene.answer = world, answer
+    question_s = ALONE_QUESTION_S if world == 1 else QUESTION_S
+    await scene.after(0, page=IDLE_PAGE)
+    await scene.after(ALONE_ASK_EVERY_S)
+    for rounds in range(1, 4):
+        await scene.after(question_s)
+        assert await scene.after(ALONE_ASK_EVERY_S) is None
+        assert len(scene.asked) >= rounds
+    assert await scene.after(1000) is None, "a daemon that was held up for long has asked nothing yet"
+
+
+@pytest.mark.parametrize(
+    ("world", "question_s", "answer_s", "idle_s"),
+    [(1, ALONE_QUESTION_S, ALONE_ANSWER_S, ALONE_IDLE_S), (2, QUESTION_S, ANSWER_S, IDLE_S)],
+    ids=["one node", "two nodes"],
+)
+async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_not_answer(
+    world: int, question_s: float, answer_s: float, idle_s: float
+) -> None:
+    scene = Scene()
+    scene.record.world, scene.answer = world, None
+    await scene.after(0, page=IDLE_PAGE)
+    if world == 1:
+        await scene.after(ALONE_ASK_EVERY_S)
+    assert (await scene.after(question_s - 1), scene.asked) == (None, [])
+    assert (await scene.after(ALONE_ASK_EVERY_S), len(scene.asked)) == (None, 1)
+    assert await scene.after(answer_s - 1) is None
+    told = await scene.after(idle_s)
+    assert told is not None and told.startswith("it does not answer a question, and for ")
+    assert len(scene.asked) == 1
+
+
+async def test_an_engine_that_says_nothing_more_is_not_waited_for_with_a_question() -> None:
+    scene = Scene()
+    scene.answer = None
+    await scene.after(0, page=IDLE_PAGE)
+    await scene.after(1)
+    await scene.after(1, page=None)
+    assert await scene.after(IDLE_S) is not None
+    assert scene.asked == []
+
+
+async def test_who_gave_up_leaves_a_question_behind() -> None:
+    scene = Scene()
+    scene.answer = None
+    await scene.after(0, page=IDLE_PAGE)
+    await scene.after(1)
+    scene.record.in_flight, scene.record.unanswered = 0, True
+    assert await scene.after(QUESTION_S) is None
+    assert len(scene.asked) == 1
+    assert await scene.after(IDLE_S) is not None
+
+
+async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> None:
+    scene = Scene()
+    await scene.after(0, page=IDLE_PAGE)
     scene.record.in_flight = 0
+    assert await scene.after(1000) is None
+    scene.record.in_flight = 1
+    assert await scene.after(1000) is None
+    assert scene.asked == []
+
+
+async def test_its_first_question_is_the_supervisors() -> None:
+    scene = Scene()
+    scene.record.state = ModelState.SIZING
+    await scene.after(0, page=IDLE_PAGE)
+    await scene.after(1)
     assert await scene.after(100) is None
-    scene.record.in_flight, scene.record.world = 1, 1
-    assert await scene.after(100) is None
+    assert scene.asked == []
 
 
 @pytest.mark.parametrize(

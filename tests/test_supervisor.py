@@ -274,6 +274,32 @@ async def enter(made: Scene, name: str, wait_s: float | None = None) -> str:
         return lease.model
 
 
+async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody_is(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        record = made.supervisor.record("m")
+        for answered in (False, True, False):
+            async with made.supervisor.lease("m") as lease:
+                lease.answered = answered
+            assert record.unanswered is not answered
+        used_s = record.last_used_s
+        made.clock.now_s += 5
+        async with made.supervisor.lease("m", probe=True) as lease:
+            lease.answered = True
+        assert (record.unanswered, record.last_used_s) == (False, used_s), "a question of ours is no use of the model"
+
+
+async def test_a_question_is_asked_past_every_limit_and_loads_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/m", "concurrency_limit": 1}}) as made:
+        with pytest.raises(Unavailable, match="has just gone down"):
+            async with made.supervisor.lease("m", probe=True):
+                pass
+        assert made.state() == "STOPPED"
+        await make_ready(made)
+        async with made.supervisor.lease("m"), made.supervisor.lease("m", probe=True) as lease:
+            assert lease.model == "m"
+
+
 async def test_a_lease_knows_aliases_and_counts(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)

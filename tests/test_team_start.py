@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.daemon_process import until
@@ -18,6 +19,7 @@ from workers.status import worker_of
 DETECTED_S = 10.0
 OUT_S = 20.0
 LOSSY_S = 8.0
+SILENT_S = 20.0
 START_S = 400.0
 
 
@@ -28,6 +30,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     models = {
         "pair": shared_model(folder / "model", **SLOW),
         "stuck": shared_model(folder / "model", SPARKD_STUB_HANG_AT="request"),
+        "mute": shared_model(folder / "model", SPARKD_STUB_HANG_AT="second"),
         **{name: found[name] for name in ("split", "rayed", "whole")},
     }
     with two_sparks(folder, models) as made:
@@ -188,12 +191,30 @@ def test_unloading_ends_every_process_on_both_nodes(pair: Pair) -> None:
 
 def test_an_engine_that_takes_requests_and_computes_nothing_is_noticed(pair: Pair) -> None:
     pair.both()
+    pair.daemon.unload("pair")  # or it may stay for its least residency
+    pair.daemon.wait_for("pair", "STOPPED", 20)
     pair.daemon.load("stuck")
     failed = pair.daemon.wait_for("stuck", "FAILED", 40)
     pair.daemon.unload("stuck")
     pair.daemon.wait_for("stuck", "STOPPED", 20)
 
     assert failed["reason"] == "EngineFrozen"
+    assert pair.engines() == []
+
+
+def test_an_engine_that_hung_while_nobody_asked_is_noticed_though_its_client_gives_up(pair: Pair) -> None:
+    pair.both()
+    pair.daemon.load("mute")
+    pair.daemon.wait_for("mute", "READY", 40)
+    at_s = time.time()
+    asked = {"model": "mute", "messages": [{"role": "user", "content": "hello"}]}
+    with pytest.raises(httpx.ReadTimeout):
+        pair.daemon.client.post("/v1/chat/completions", json=asked, timeout=1.0)
+    reason, after_s = pair.failure(at_s, "mute")
+    pair.daemon.unload("mute")
+    pair.daemon.wait_for("mute", "STOPPED", 20)
+
+    assert (reason, after_s < SILENT_S) == ("EngineFrozen", True)
     assert pair.engines() == []
 
 

@@ -8,7 +8,7 @@ Flags it does not know are recorded and ignored. Its own behaviour comes from th
     SPARKD_STUB_LOAD_BYTES        weights it pretends to load in half of that time, told in the loader's file of progress
     SPARKD_STUB_ROOM_BYTES        what its pretended machine has left, for a worker class that sizes the KV cache
     SPARKD_STUB_TOKENS, _CHUNK_INTERVAL_S, _FIRST_DELAY_S, _MALFORMED, _STATUS    workers.stub_engine.Behaviour
-    SPARKD_STUB_HANG_AT           none, start (never listens), request, health or metrics
+    SPARKD_STUB_HANG_AT           none, start (never listens), request, second, health or metrics
     SPARKD_STUB_EXIT_AT           none, start, load, ready or after_N_requests (when the Nth POST was answered)
     SPARKD_STUB_EXIT_CODE         the exit status of that, 0 included (a dead vLLM engine exits 0: vllm#48966)
     SPARKD_STUB_IGNORE_SIGTERM    1: only SIGKILL ends it

@@ -30,7 +30,8 @@ class Behaviour:
 
     tokens: per answer; a smaller max_tokens wins. chunk_interval_s: 0 is unpaced. first_delay_s: before the first byte.
     malformed: a name in workers.stub_faults.FAULTS, or empty. status: any but 200 answers with vLLM's error body.
-    hang_at: none, request (POSTs are never answered, /health goes on), health or metrics.
+    hang_at: none, request (POSTs are never answered, /health goes on), second (all but the first are not, nor are they counted as
+    running: as in a vLLM that hangs in the step that it begins with), health or metrics.
     """
 
     tokens: int = 7
@@ -43,8 +44,8 @@ class Behaviour:
     def __post_init__(self) -> None:
         if self.malformed and self.malformed not in FAULTS:
             raise ValueError(f"malformed={self.malformed!r} is not a fault; choose one of {', '.join(FAULTS)}")
-        if self.hang_at not in ("none", "start", "request", "health", "metrics"):
-            raise ValueError(f"hang_at={self.hang_at!r} is not one of none, start, request, health, metrics")
+        if self.hang_at not in ("none", "start", "request", "second", "health", "metrics"):
+            raise ValueError(f"hang_at={self.hang_at!r} is not one of none, start, request, second, health, metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,8 @@ def _post(engine: StubEngine, path: str, content: bytes) -> Answer:
         return Answer(how.status, text, behaviour=how)
     if how.hang_at == "request":
         return Answer(behaviour=how, hang=True)
+    if how.hang_at == "second" and engine.posts > 1:
+        return Answer(hang=True)
     return _POSTS[path](engine, path, body, model, len(content) // 4, how)
 
 

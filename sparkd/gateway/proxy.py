@@ -39,7 +39,9 @@ Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class Lease(Protocol):
-    """The right to one engine, for one request."""
+    """The right to one engine, for one request. answered: whether the engine has begun a good answer, for its owner to know."""
+
+    answered: bool
 
     @property
     def model(self) -> str: ...
@@ -159,6 +161,7 @@ class Proxy:
         client: BoundedProtocol = scope["extensions"][CONNECTION]
         pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == "/v1/responses" else None)
         exchange.hang_up = pipe.stop
+        before = exchange.bytes_out  # a client that waited for the load was told so
         try:
             head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
             await source.ask(head, exchange.body, pipe)
@@ -175,6 +178,7 @@ class Proxy:
             raise
         finally:
             exchange.hang_up = None  # else a circle for the garbage collector, at every request
+            lease.answered = exchange.bytes_out > before and exchange.status == 200 and exchange.code is None
             pipe.stop()
 
     def _is_probe(self, headers: dict[bytes, bytes]) -> bool:

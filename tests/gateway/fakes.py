@@ -62,6 +62,7 @@ def view(name: str, **changes: Any) -> ModelView:
 class FakeLease:
     model: str
     upstream: Upstream
+    answered: bool = False
 
 
 class FakeSupervisor:
@@ -78,6 +79,7 @@ class FakeSupervisor:
         self.withdrawn = 0
         self.held = 0
         self.leased: list[tuple[str, bool]] = []
+        self.answered: list[bool] = []
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -100,10 +102,12 @@ class FakeSupervisor:
             raise self.refusal
         self.leased.append((found.name, probe))
         self.held += 1
+        lease = FakeLease(found.name, self.upstream)
         try:
-            yield FakeLease(found.name, self.upstream)
+            yield lease
         finally:
             self.held -= 1
+            self.answered.append(lease.answered)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(time.time(), True, False, 0.0, self.models, (), {})

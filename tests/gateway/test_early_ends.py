@@ -195,6 +195,7 @@ async def test_gone_while_the_engine_works_on_a_whole_answer(gateway: Running) -
     await soon(lambda: gateway.engine.heard)
     await client.close()
     await gone(gateway)
+    assert gateway.supervisor.answered == [False]
 
 
 async def test_gone_before_the_first_byte_of_a_stream(gateway: Running) -> None:
@@ -208,6 +209,7 @@ async def test_gone_before_the_first_byte_of_a_stream(gateway: Running) -> None:
     await client.answer(head_only=True)
     await client.close()
     await gone(gateway)
+    assert gateway.supervisor.answered == [False]
 
 
 async def test_gone_within_a_stream(gateway: Running) -> None:
@@ -221,6 +223,7 @@ async def test_gone_within_a_stream(gateway: Running) -> None:
     await client.reader.readuntil(b"\n\n\r\n")
     client.writer.transport.abort()
     await gone(gateway)
+    assert gateway.supervisor.answered == [True]
 
 
 async def test_gone_within_an_answer_that_is_no_stream(gateway: Running) -> None:
@@ -234,6 +237,7 @@ async def test_gone_within_an_answer_that_is_no_stream(gateway: Running) -> None
     await client.reader.readuntil(b"{")
     await client.close()
     await gone(gateway)
+    assert gateway.supervisor.answered == [True]
 
 
 async def test_gone_while_queued_withdraws_the_wish(gateway: Running) -> None:
