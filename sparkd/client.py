@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from sparkd.errors import (
     ConfigError,
@@ -71,12 +72,22 @@ class Client:
         if "_http" in vars(self):
             self._http.close()
 
+    def listens(self) -> bool:
+        """Whether anybody does at its address; to ask sparkd itself takes the import of httpx."""
+        at = urlsplit(self.base_url)
+        try:
+            socket.create_connection((at.hostname or "", at.port or 443), CONNECT_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
         """`path` below the admin API. wait_s among the parameters lengthens the time that the answer may take."""
         return self._ask("GET", path, parameters)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return self._ask("POST", path, {}, body)
+    def post(self, path: str, body: Mapping[str, Any] | None = None, read_s: float = READ_TIMEOUT_S) -> dict[str, Any]:
+        """read_s: how long the answer may take."""
+        return self._ask("POST", path, {}, body, read_s)
 
     def delete(self, path: str) -> dict[str, Any]:
         return self._ask("DELETE", path, {})
@@ -115,8 +126,10 @@ class Client:
                     delta = choice.get("delta", {})
                     yield Delta(delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or "")
 
-    def _ask(self, method: str, path: str, parameters: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        read_s = READ_TIMEOUT_S + float(parameters.get("wait_s", 0.0))
+    def _ask(
+        self, method: str, path: str, parameters: Mapping[str, Any], body: Mapping[str, Any] | None = None, read_s: float = READ_TIMEOUT_S
+    ) -> dict[str, Any]:
+        read_s += float(parameters.get("wait_s", 0.0))
         limits_s = (CONNECT_TIMEOUT_S, read_s, read_s, read_s)
         with self._translated():
             response = self._http.request(method, ADMIN + path, params=dict(parameters), json=body, timeout=limits_s)

@@ -127,21 +127,29 @@ def meant(
     return (source, None, None, dict(environ)) if source.startswith("/") else _named(model, config_file, dict(environ), ask)
 
 
-def configured(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config] | None:
-    """The entry of that name, and the configuration around it; of a recipe's name, the entry that names it and nothing else. None for
-    anything else. Raises ConfigError."""
+def configured(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config, str] | None:
+    """The entry of that name, the configuration around it and the file of both; None where none has it. Raises ConfigError."""
     path = _config_path(config_file, environ)
-    named = "/" not in model and not model.startswith((".", "~"))
-    if path is None and not named:
+    if path is None:
+        return None
+    from sparkd.config import load_config
+
+    config = load_config(path, environ=environ)
+    found = config.lookup(model)
+    return None if found is None else (found, config, str(path))
+
+
+def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config, str] | None:
+    """Of a recipe's name the entry that names it and nothing else; as `configured`."""
+    if "/" in model or model.startswith((".", "~")):
         return None
     from sparkd.config import load_config, parse_model
     from sparkd.recipe_book import split
 
-    config = load_config(path, environ=environ)
-    found = config.lookup(model)
-    if found is None and named and split(model)[0] in config.book().names():
-        found = parse_model(split(model)[0], {"recipe": model}, over_admin=False, book=config.book())
-    return None if found is None else (found, config)
+    config = load_config(_config_path(config_file, environ), environ=environ)
+    if split(model)[0] not in config.book().names():
+        return None
+    return parse_model(split(model)[0], {"recipe": model}, over_admin=False, book=config.book()), config, f"the recipe {model}"
 
 
 def _config_path(given: Path | None, environ: Mapping[str, str]) -> Path | None:

@@ -6,22 +6,28 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
 from sparkd.drafting import METHODS, recipe_for
-from sparkd.errors import ConfigError, DoesNotFit
-from sparkd.hardware import hardware_of
+from sparkd.errors import ConfigError, DoesNotFit, Unauthorized, Unavailable
+from sparkd.hardware import KNOWN, hardware_of
 from sparkd.hub_headers import checkpoint_of
-from sparkd.layers import configured, meant, value_of
+from sparkd.layers import configured, meant, of_recipe, value_of
 from sparkd.page import headers_of, printable, say_json, standard
 from sparkd.plan_question import KvDtype, Question, answer, beyond
 from sparkd.planned import PROFILES
 from sparkd.prequantized import prequantized
 from sparkd.source import source_of
 
+if TYPE_CHECKING:
+    from sparkd.client import Client
+
+# A daemon looks at a model's headers for at most a minute (sparkd.plan_here).
+DAEMON_S = 75.0
 KV_DTYPES = get_args(KvDtype)
 # What a field of the question is called on the command line.
 _OPTIONS = {
@@ -35,17 +41,17 @@ _OPTIONS = {
 
 
 def run(
-    ask: Callable[[], list[dict[str, Any]]],
+    daemon: Callable[[], Client],
     *,
     json: bool,
     model: str,
-    nodes: int = 1,
+    nodes: int | None = None,
     context: int | None = None,
-    seqs: int = 1,
+    seqs: int | None = None,
     quantize: str | None = None,
     hardware: str = "spark",
     batch: int | None = None,
-    kv_dtype: str = "auto",
+    kv_dtype: str | None = None,
     speculative: str | None = None,
     margin: float | None = None,
     eager: bool = False,
@@ -55,11 +61,11 @@ def run(
     every: bool = False,
     config: Path | None = None,
 ) -> int:
-    """The exit code. ask: the daemon's models, called only where nothing else knows the name. The others are the options of `sparkd plan`.
+    """The exit code. daemon: asked of a name that no sparkd.yaml here has. The others are the options of `sparkd plan`.
 
     Raises ConfigError and CheckpointError.
     """
-    if kv_dtype not in KV_DTYPES:
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
     if speculative is not None and speculative not in METHODS:
         raise ConfigError(f"--speculative {speculative}: {', '.join(METHODS)} are known.")
@@ -79,11 +85,11 @@ def run(
         kv_cache_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
         margin_gib=margin,
         speculative=speculative,
-        enforce_eager=eager,
+        enforce_eager=True if eager else None,
     )
     if (too_much := beyond(asked)) is not None:
         raise ConfigError(f"{_OPTIONS[too_much[0]]}: {too_much[1]}.")
-    plan = found(asked, hardware, config, ask)
+    plan = found(asked, hardware, config, daemon)
     if docker or compose:
         write_containers(plan, image, compose=compose)
     else:
@@ -91,17 +97,37 @@ def run(
     return 0 if plan["choice"] is not None else DoesNotFit.exit_code
 
 
-def found(question: Question, hardware: str, config: Path | None, ask: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-    """The plan as plain JSON. ask: the daemon's models, called only where nothing else knows the name.
+def found(question: Question, hardware: str, config: Path | None, daemon: Callable[[], Client]) -> dict[str, Any]:
+    """The plan as plain JSON. daemon: asked of a name that no sparkd.yaml here has; of its own models it makes the plan itself.
 
     Raises ConfigError and CheckpointError.
     """
-
+    machine, name = hardware_of(hardware), question.model
+    own, views, silent = None, list[dict[str, Any]](), None
+    if not source_of(name).startswith("/") and (own := configured(name, config, os.environ)) is None:
+        try:
+            # A hub id needs no daemon.
+            views = daemon().models() if "/" not in name or daemon().listens() else []
+        except (Unavailable, Unauthorized) as error:
+            silent = error
+        known = next((view for view in views if name in (view["name"], *view["aliases"])), None)
+        if known is not None:
+            return _of_daemon(daemon(), question, str(known["name"]), hardware)
+        own = of_recipe(name, config, os.environ)
     env: dict[str, str] = {}
 
+    def ask() -> list[dict[str, Any]]:
+        if silent is not None:
+            raise silent
+        return views
+
     def find(name: str) -> tuple[str, Checkpoint, Any]:
-        entry = _entry(name, config)
-        if entry is not None:
+        entry = None
+        if own is not None:
+            # What it needs is imported for an entry alone.
+            from sparkd.plan_entry import entry_of
+
+            entry = entry_of(*own)
             source, revision, engine = entry.spec.model, entry.spec.revision, {**os.environ, **entry.env}
         else:
             source, revision, _, engine = meant(name, config, os.environ, ask)
@@ -110,26 +136,27 @@ def found(question: Question, hardware: str, config: Path | None, ask: Callable[
             checkpoint = checkpoint_of(source, revision, env, progress)
         return source, checkpoint, entry
 
-    return answer(
+    plan = answer(
         question,
-        hardware_of(hardware),
+        machine,
         find,
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         read=lambda draft: checkpoint_of(draft, None, env),
         profiles=PROFILES if os.path.isdir(PROFILES) else None,
     )
+    if isinstance(silent, Unauthorized):
+        plan["notes"].append(f"Whether the daemon has an entry for {name} is not known: {silent.message}")
+    return plan
 
 
-def _entry(name: str, config: Path | None) -> Any:
-    """The configuration is read, and what it needs imported, only where the name can be one of its own."""
-    if source_of(name).startswith("/"):
-        return None
-    found = configured(name, config, os.environ)
-    if found is None:
-        return None
-    from sparkd.plan_entry import entry_of
-
-    return entry_of(*found)
+def _of_daemon(client: Client, question: Question, name: str, hardware: str) -> dict[str, Any]:
+    """The daemon's own plan of its entry, for the machine that is asked for here."""
+    if hardware not in KNOWN:
+        cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"
+        raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which knows no such file: {cure}.")
+    asked = {key: value for key, value in asdict(question).items() if value is not None}
+    plan = client.post("/plan", {**asked, "model": name, "hardware": hardware}, DAEMON_S)
+    return {**plan, "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
 
 
 def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:

@@ -5,7 +5,7 @@ starts one, and never shows what an entry keeps secret.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from sparkd.resolving import resolved, room_of
 from sparkd.source import folder_of
 from sparkd.source_quantization import SourceQuantization
 from sparkd.uncounted import uncounted
-from sparkd.vllm_flags import SPECULATIVE, without
+from sparkd.vllm_flags import SPECULATIVE, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER, probe
 from workers.spec import RankSpec
@@ -47,23 +47,31 @@ _INSTEAD = {
     "kv_margin_gib": ("gpu_memory_utilization",),
 }
 
+# And of its extra_args, beside the flag of the key's own name.
+_FLAGS_INSTEAD = {
+    "quantize": ("quantization", "load-format", "model-loader-extra-config"),
+    "kv_cache": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
+    "kv_margin_gib": ("gpu-memory-utilization", "kv-cache-memory-bytes"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A configured model. vllm: the release of its runtime on this machine, None where that has none; entrypoint: the module that is its
-    engine."""
+    engine. origin: whose entry it is, for who asks elsewhere than the daemon that has it."""
 
     spec: ModelConfig
     config: Config
     vllm: str | None
     entrypoint: str
+    origin: str | None = None
 
     @property
     def env(self) -> dict[str, str]:
         return self.spec.environment(self.config.engine)
 
 
-def entry_of(spec: ModelConfig, config: Config) -> Entry:
+def entry_of(spec: ModelConfig, config: Config, origin: str | None = None) -> Entry:
     """It asks the model's runtime what it has, as a start does. Where it is not on this machine, flags are shown as they are written."""
     try:
         found = probe(runtime_of(spec, config))
@@ -72,7 +80,7 @@ def entry_of(spec: ModelConfig, config: Config) -> Entry:
     entrypoint = spec.entrypoint_of(config.engine)
     if entrypoint == AUTO:
         entrypoint = (found.entrypoint if found is not None else None) or API_SERVER
-    return Entry(spec, config, found.vllm if found is not None else None, entrypoint)
+    return Entry(spec, config, found.vllm if found is not None else None, entrypoint, origin)
 
 
 def answer(
@@ -85,6 +93,7 @@ def answer(
     others: Others | None = None,
 ) -> dict[str, Any]:
     """As sparkd.plan_question.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
+    written = entry.spec.tensor_parallel
     entry = replace(entry, spec=_asked(entry.spec, question, checkpoint, read))
     spec, env = entry.spec, entry.env
     headers = Headers.of(spec, checkpoint, read)
@@ -93,7 +102,7 @@ def answer(
     if serving is None:
         raise ConfigError(f"{spec.name}: {_uncounted(spec)}, so nothing can be said of its memory beforehand: leave it out for a plan.")
     fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
-    nodes = max(question.nodes, fixed or 1)
+    nodes = max(question.nodes or 1, fixed or 1)
     asked = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
     there = dict(others(spec.model, checkpoint)) if others is not None and spec.quantize == AUTO else {}
     options: list[tuple[Option, ModelConfig]] = []
@@ -117,9 +126,12 @@ def answer(
         best = taken[0].choice.options[0], one
     notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
+    if written != spec.tensor_parallel:
+        notes.append(f"Its entry asks for {written} nodes (tensor_parallel), and {nodes} {'is' if nodes == 1 else 'are'} asked for here.")
     choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
     told = to_json(spec.model, headers.known, hardware, asked, choice, taken, how)
+    told["entry"] = {"name": spec.name, "origin": entry.origin}
     return told if how is None else {**told, "notes": [*told["notes"], *how["said"]]}
 
 
@@ -142,24 +154,28 @@ def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
 
 
 def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
-    """The entry with what the command line has instead."""
+    """The entry with what is asked for in its place."""
+    short = question.nodes is not None and isinstance(spec.tensor_parallel, int) and question.nodes < spec.tensor_parallel
     given: dict[str, Any] = {
+        "tensor_parallel": AUTO if short else None,
         "max_model_len": question.max_model_len,
         "max_num_seqs": question.max_num_seqs,
         "max_num_batched_tokens": question.max_num_batched_tokens,
-        "kv_cache": {"sequences": question.requests} if question.requests > 1 else None,
-        "kv_cache_dtype": None if question.kv_cache_dtype == "auto" else question.kv_cache_dtype,
+        "kv_cache": {"sequences": question.requests} if question.requests is not None else None,
+        "kv_cache_dtype": question.kv_cache_dtype,
         "kv_margin_gib": question.margin_gib,
         "quantize": question.quantize,
-        "enforce_eager": True if question.enforce_eager else None,
+        "enforce_eager": question.enforce_eager,
     }
     told = {key: value for key, value in given.items() if value is not None}
+    if (args := _free_of(spec.extra_args, told)) != list(spec.extra_args):
+        told["extra_args"] = args
     for key in [key for key in told if key in _INSTEAD]:
         told = dict.fromkeys(_INSTEAD[key]) | told
     if question.speculative is not None and question.speculative != spec.speculative:
         wish = {key: told.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
         drafted = drafting(question.speculative, spec.model, shape_of(checkpoint.config), wish, read)
-        told |= {"speculative": question.speculative, "extra_args": without(spec.extra_args, SPECULATIVE[2:])}
+        told |= {"speculative": question.speculative, "extra_args": without(told.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
         if drafted is not None:
             told |= {**drafted.settings, "extra_args": [*told["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
     if not told:
@@ -170,6 +186,18 @@ def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: 
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the entry"
         raise ConfigError(f"{spec.name}: {where}: {first['msg'].removeprefix('Value error, ')}.", param="model") from None
+
+
+def _free_of(args: Sequence[str], told: Iterable[str]) -> list[str]:
+    """extra_args without what `told` says instead: vLLM takes the last of a flag, and these stand last."""
+    # A switch has no value that would go with it.
+    switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in told else ()
+    kept = [arg for arg in args if flag_name(arg) not in switch]
+    for key in told:
+        if key != "enforce_eager":
+            for flag in (key.replace("_", "-"), *_FLAGS_INSTEAD.get(key, ())):
+                kept = without(kept, flag)
+    return kept
 
 
 def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> Wish:

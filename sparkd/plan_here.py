@@ -40,16 +40,16 @@ class QuestionHere(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1, max_length=MODEL_CHARACTERS)
-    nodes: int = Field(default=1, ge=1, le=MOST["nodes"])
+    nodes: int | None = Field(default=None, ge=1, le=MOST["nodes"])
     max_model_len: int | None = Field(default=None, ge=1, le=MOST["max_model_len"])
-    requests: int = Field(default=1, ge=1, le=MOST["requests"])
+    requests: int | None = Field(default=None, ge=1, le=MOST["requests"])
     quantize: str | dict[str, Any] | None = None
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=MOST["max_num_batched_tokens"])
     max_num_seqs: int | None = Field(default=None, ge=1, le=MOST["max_num_seqs"])
-    kv_cache_dtype: KvDtype = "auto"
+    kv_cache_dtype: KvDtype | None = None
     margin_gib: Annotated[float | None, Field(ge=0, le=MOST["margin_gib"])] = None
     speculative: Literal["off", "ngram", "suffix", "mtp", "dflash"] | None = None
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
     hardware: Literal["node", "spark", "h200"] = "node"
 
 
@@ -71,8 +71,9 @@ async def planned_here(
         async with asyncio.timeout(LIMIT_S):
             hardware = await asyncio.to_thread(hardware_here, question.hardware)
             # Another machine's nodes are nobody's yet, and so are their cables.
-            ours = question.hardware == "node" and question.nodes > 1
-            told = await unlinked(rdma=_wants_rdma(hardware, find(question.model), config)) if ours else {}
+            spec = find(question.model)
+            ours = question.hardware == "node" and _nodes(question, spec) > 1
+            told = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
             return await asyncio.to_thread(_answer, question, hardware, find, told, config)
     except TimeoutError:
         raise _too_slow(question.model) from None
@@ -102,6 +103,12 @@ def _answer(
         read=lambda draft: checkpoint_of(draft, None, env, progress),
         profiles=None if config is None else str(config.profiles_path()),
     )
+
+
+def _nodes(question: QuestionHere, spec: ModelConfig | None) -> int:
+    """As many as there are to be, where nobody says so as many as the entry asks for."""
+    own = spec.tensor_parallel if spec is not None and isinstance(spec.tensor_parallel, int) else 1
+    return question.nodes or own
 
 
 def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config | None) -> bool:

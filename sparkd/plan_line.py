@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,20 +51,18 @@ def run(words: Sequence[str]) -> int | None:
         return None
     if any(os.environ.get(name) for name in ("SPARKD_URL", "SPARKD_ADMIN_KEY")):
         # Refused as any verb refuses them, whether a daemon is asked or not.
-        _client().close()
+        _client()
     from sparkd import plan_command
 
-    return plan_command.run(_models, **asked)
-
-
-def _models() -> list[dict[str, Any]]:
-    client = _client()
     try:
-        return client.models()
+        return plan_command.run(_client, **asked)
     finally:
-        client.close()
+        if _client.cache_info().currsize:
+            _client().close()
+            _client.cache_clear()
 
 
+@cache
 def _client() -> Client:
     from sparkd.client import DEFAULT_URL, Client, admin_key, base_url
 

@@ -40,20 +40,21 @@ class Question:
     """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
     quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of sparkd.drafting.METHODS.
-    Of a configured model, whatever is not as it is here by default goes before its entry.
+    Of a configured model, whatever is not None goes before its entry; of any other, None is one node, one request, a cache of `auto` and
+    CUDA graphs.
     """
 
     model: str
-    nodes: int = 1
+    nodes: int | None = None
     max_model_len: int | None = None
-    requests: int = 1
+    requests: int | None = None
     quantize: str | dict[str, Any] | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
-    kv_cache_dtype: KvDtype = "auto"
+    kv_cache_dtype: KvDtype | None = None
     margin_gib: float | None = None
     speculative: str | None = None
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
 
 
 def beyond(question: Question) -> tuple[str, str] | None:
@@ -90,23 +91,24 @@ def answer(
     shape, platform = shape_of(checkpoint.config), hardware.platform
     # Of a model without an entry all formats are tried anyway.
     quantize = None if question.quantize == AUTO else question.quantize
-    asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": question.kv_cache_dtype}
+    kv_asked = question.kv_cache_dtype or "auto"
+    asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": kv_asked}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
     known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)
     wish = Wish(
         max_model_len=question.max_model_len,
-        requests=question.requests,
-        nodes=question.nodes,
+        requests=question.requests or 1,
+        nodes=question.nodes or 1,
         serving=Serving(
             0,
             max_num_seqs=question.max_num_seqs or SEQUENCES[platform],
             max_num_batched_tokens=question.max_num_batched_tokens or BATCH_TOKENS[platform],
-            kv_dtype=kv_dtype(question.kv_cache_dtype, drafted, _stored_kv_dtype(checkpoint) if platform == "cuda" else "auto"),
+            kv_dtype=kv_dtype(kv_asked, drafted, _stored_kv_dtype(checkpoint) if platform == "cuda" else "auto"),
             platform=platform,
         ),
         quantize=quantize,
         drafting=drafted,
-        eager=question.enforce_eager,
+        eager=bool(question.enforce_eager),
         margin_bytes=None if question.margin_gib is None else int(question.margin_gib * GIB),
         unlinked=unlinked or {},
     )
@@ -133,7 +135,8 @@ def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) 
 
 def _as_stored(wish: Wish, checkpoint: Checkpoint, question: Question, drafted: Drafting | None) -> Wish:
     """For another checkpoint of the model, with the cache that it asks for."""
-    dtype = kv_dtype(question.kv_cache_dtype, drafted, _stored_kv_dtype(checkpoint) if wish.serving.platform == "cuda" else "auto")
+    stored = _stored_kv_dtype(checkpoint) if wish.serving.platform == "cuda" else "auto"
+    dtype = kv_dtype(question.kv_cache_dtype or "auto", drafted, stored)
     return replace(wish, quantize="bf16", serving=replace(wish.serving, kv_dtype=dtype))
 
 

@@ -17,13 +17,13 @@ def register(app: typer.Typer) -> None:
 def plan(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id, or a configured name.")],
-    nodes: Annotated[int, option("--nodes", metavar="N", min=1, max=64, help="How many nodes there are; 1.")] = 1,
+    nodes: Annotated[int | None, option("--nodes", metavar="N", min=1, max=64, help="How many nodes there are; 1.")] = None,
     context: Annotated[int | None, option("--ctx", metavar="TOKENS", min=1, help="Length of a request; as much as fits.")] = None,
-    seqs: Annotated[int, option("--seqs", metavar="N", min=1, help="Requests of that length at once; 1.")] = 1,
+    seqs: Annotated[int | None, option("--seqs", metavar="N", min=1, help="Requests of that length at once; 1.")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe; all formats are tried.")] = None,
     hardware: Annotated[str, option("--hardware", metavar="X", help="spark (the default), h200, or a YAML file.")] = "spark",
     batch: Annotated[int | None, option("--batch", metavar="TOKENS", min=1, help="max_num_batched_tokens; vLLM's default.")] = None,
-    kv_dtype: Annotated[str, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = "auto",
+    kv_dtype: Annotated[str | None, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = None,
     speculative: Annotated[
         str | None, option("--speculative", metavar="HOW", help="Count a draft: off, ngram, suffix, mtp or dflash.")
     ] = None,
@@ -37,12 +37,13 @@ def plan(
 ) -> None:
     """Whether a model fits, how, and vLLM's command for it.
 
-    Reads config.json and the headers of the weights, on the hub where they are not here. No daemon and no GPU are needed.
+    Reads config.json and the headers of the weights, on the hub where they are not here. No daemon and no GPU are needed. Of a configured
+    name the plan is of its entry, in sparkd.yaml, else of the daemon that answers; options go before it.
     """
     from sparkd import plan_command
 
     code = plan_command.run(
-        session.client.models,
+        lambda: session.client,
         json=session.json,
         model=model,
         nodes=nodes,

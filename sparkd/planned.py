@@ -80,7 +80,7 @@ def to_json(
     how: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats. Each option names the model that it is of. how: what the
-    ranks of the best are started with where an entry says it, else how_of."""
+    ranks of the best are started with where an entry says it, else how_of. entry: for who has one to say."""
     checkpoint, shape = inventory.checkpoint, inventory.shape
     ways: list[tuple[Rank, str, Option, str | None]] = [(rank(one, inventory, wish), model, one, None) for one in choice.options]
     ways += [
@@ -90,6 +90,7 @@ def to_json(
     _, of, best, already = ways[0] if ways and ways[0][2].fits else (None, model, None, None)
     return {
         "model": model,
+        "entry": None,
         "folder": checkpoint.folder,
         "architecture": shape.architecture,
         "layers": shape.layers,

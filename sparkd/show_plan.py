@@ -71,6 +71,8 @@ def _head(found: Mapping[str, Any], page: Page) -> None:
     length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
     length += f", drafting by {asked['speculative']}" if asked["speculative"] else ""
     nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
+    if (entry := found.get("entry")) is not None:
+        page.line(printable(f"as the entry {entry['name']} of {entry['origin']} has it"))
     page.line(f"on {nodes} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n")
 
 

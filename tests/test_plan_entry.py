@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -286,6 +288,103 @@ def test_what_the_command_line_says_goes_before_the_entry(
     assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
 
 
+def test_what_the_command_line_says_goes_before_the_entry_also_where_it_is_what_nobody_says(
+    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One request, a cache of `auto`, one node; and flags of its extra_args, of which vLLM would take the last."""
+    file = tmp_path / "sparkd.yaml"
+    entry: dict[str, Any] = {"model": str(folder), "max_model_len": 8192, "kv_cache": {"sequences": 2}, "kv_cache_dtype": "fp8"}
+    entry |= {"tensor_parallel": 2, "extra_args": ["--max-num-batched-tokens=512", "--enforce-eager", "--seed", "7"]}
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    argv = ("--seqs", 1, "--kv-dtype", "auto", "--nodes", 1, "--batch", 2048, "--eager")
+    chosen, _, found = fits(capsys, file, *argv)
+    command = found["choice"]["ranks"][0]["command"]
+    assert chosen and found["asked"]["requests"] == 1 and found["asked"]["nodes"] == 1 and found["choice"]["nodes"] == 1
+    assert json.loads(found["choice"]["ranks"][0]["environment"][VARIABLE])["sequences"] == 1
+    assert [text for _, _, text in values_of(command, "max-num-batched-tokens")] == ["2048"] and command.count("--enforce-eager") == 1
+    assert [text for _, _, text in values_of(command, "kv-cache-dtype")] == ["auto"] and "--seed" in command
+    assert "Its entry asks for 2 nodes (tensor_parallel), and 1 is asked for here." in found["notes"]
+    # More nodes than it asks for take nothing from it.
+    entry["extra_args"] = []
+    file.write_text(json.dumps({"models": {"m": entry}}))
+    chosen, _, found = fits(capsys, file, "--nodes", 3)
+    assert chosen and found["choice"]["nodes"] == 2 and found["asked"]["requests"] == 2 and found["choice"]["footprint"]["requests"] == 2
+
+
+@pytest.fixture
+def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Both routes that `sparkd plan` asks, over HTTP: the models of a configuration, and their plans. `status`: of each answer."""
+    file, told = tmp_path / "theirs.yaml", {"status": 200}
+    entries = {"m": {"model": str(folder), "aliases": ["me/mine"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
+    entries |= {"qwen3-coder-next-fp8": {"model": str(folder), "max_model_len": 2048}}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
+    config = load_config(file, environ={})
+
+    class Admin(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            views = [{"name": name, "aliases": spec.aliases, "source": spec.model} for name, spec in config.models.items()]
+            self._say({"models": views})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            question = plan_here.QuestionHere.model_validate(asked)
+            self._say(plan_here._answer(question, plan_here.hardware_here(question.hardware), config.lookup, {}, config))
+
+        def _say(self, body: dict[str, Any]) -> None:
+            self.send_response(told["status"])
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Admin) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        told["url"] = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("SPARKD_URL", told["url"])
+        yield told
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("before", [[], ["--url"]])
+def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
+    before: list[str], served: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the quick way of reading a command line, and by typer's."""
+    there = [word for flag in before for word in (flag, served["url"])]
+    for name, argv, requests in (("m", (), 2), ("me/mine", ("--seqs", 1), 1)):
+        found = plan(capsys, *there, name, *argv)
+        assert found["entry"] == {"name": "m", "origin": f"sparkd at {served['url']}"}
+        assert found["asked"]["requests"] == requests and found["choice"]["max_model_len"] == 4096 and found["hardware"]["name"] == "spark"
+    assert exit_code(["plan", *there, "m"]) == 0
+    assert f"\nas the entry m of sparkd at {served['url']} has it\n" in capsys.readouterr().out
+    # An entry goes before the recipe of its name, and a sparkd.yaml that is named before the daemon.
+    assert plan(capsys, *there, "qwen3-coder-next-fp8")["choice"]["max_model_len"] == 2048
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 1024}}}))
+    found = plan(capsys, *there, "m", "--config", file)
+    assert found["choice"]["max_model_len"] == 1024 and found["entry"]["origin"] == str(file)
+    small = tmp_path / "small.yaml"
+    small.write_text("{}")
+    assert exit_code(["plan", *there, "m", "--hardware", str(small)]) == 2
+    assert f"m is a model of sparkd at {served['url']}, which knows no such file" in capsys.readouterr().err
+
+
+def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
+    served: dict[str, Any], folder: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served["status"] = 401
+    for name, entry in (("owner/model", None), ("qwen3-coder-next-fp8", "the recipe qwen3-coder-next-fp8")):
+        cached(hub, "Qwen/Qwen3-Coder-Next-FP8" if entry else name, folder)
+        found = plan(capsys, name)
+        assert (found["entry"] or {}).get("origin") == entry
+        assert any(note.startswith(f"Whether the daemon has an entry for {name} is not known: ") for note in found["notes"])
+    assert exit_code(["plan", "m"]) == 6
+    assert "wants an admin key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("free_gib", [100, 34, 26, 20, 14])
 def test_auto_is_what_the_daemon_decides(
     free_gib: int, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -400,5 +499,7 @@ def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path,
     config = load_config(file, environ={})
     question = plan_here.QuestionHere(model="m", hardware="spark")
     found = plan_here._answer(question, plan_here.hardware_here("spark"), config.lookup, {}, config)
-    assert json.loads(json.dumps(found)) == plan(capsys, "m", "--config", file)
+    here = plan(capsys, "m", "--config", file)
+    assert found.pop("entry") == {"name": "m", "origin": None} and here.pop("entry") == {"name": "m", "origin": str(file)}
+    assert json.loads(json.dumps(found)) == here
     assert "s3cret" not in json.dumps(found)

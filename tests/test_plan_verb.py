@@ -291,7 +291,7 @@ def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFi
 def test_a_plain_command_line_is_read_as_typer_reads_it(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[dict[str, Any]] = []
 
-    def run(ask: object, **asked: Any) -> int:
+    def run(daemon: object, **asked: Any) -> int:
         read.append(asked)
         return 0
 
@@ -339,7 +339,7 @@ def test_a_plain_command_line_has_every_option() -> None:
 
     own = {name for name, _ in plan_line.VALUES.values()} | set(plan_line.SWITCHES.values())
     assert found - own == {"ctx", "model", "url", "key_file"} and own <= found
-    assert {*_defaults(), "json", "model"} == inspect.signature(plan_command.run).parameters.keys() - {"ask", "out"}
+    assert {*_defaults(), "json", "model"} == inspect.signature(plan_command.run).parameters.keys() - {"daemon", "out"}
     for name, one in inspect.signature(plan_command.run).parameters.items():
         assert one.default is one.empty or one.default == _defaults()[name]
 
