@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sparkd import __version__, show
+from sparkd.amounts import whole
 from sparkd.errors import ConfigError
 from sparkd.source import CONFIG_PATH, name_of, source_of
 from sparkd.verbs import Asked, Json, argument, option
@@ -38,7 +39,7 @@ def serve(
     name: Annotated[str | None, option(metavar="NAME", help="What to call --model; default its last part.")] = None,
     state_dir: Annotated[Path | None, option(metavar="DIR", help="Folder for what survives a reboot.")] = None,
     listen: Annotated[str | None, option(metavar="HOST:PORT", help="Default 127.0.0.1:4000.")] = None,
-    port: Annotated[int | None, option(metavar="N", min=0, max=65535, help="Another port, the same host.")] = None,
+    port: Annotated[int | None, option(metavar="N", parser=whole("--port", 0, 65535), help="Another port, the same host.")] = None,
     log_level: Annotated[str | None, option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
     ask: Annotated[str | None, option(metavar="QUESTION", help="Put one question to the model when it is ready.")] = None,
     leave_engines: Annotated[bool, option("--leave-engines", help="SIGTERM leaves engines running for the next daemon.")] = False,

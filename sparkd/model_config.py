@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 
 from sparkd import config_fields as kinds
 from sparkd import kv_sizing, quantizing
+from sparkd.amounts import readable
 from sparkd.config_fields import (
     AbsolutePath,
     Arguments,
@@ -32,8 +33,6 @@ from sparkd.refusal import refuse
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
-# vLLM's own reading (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
-_READABLE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)([kmgtKMGT])")
 
 
 class EngineDefaults(Protocol):
@@ -62,11 +61,8 @@ def _readable_int(value: Any) -> Any:
     kinds.no_bool(value)
     if value == -1 or value == "-1":
         return "auto"
-    match = _READABLE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    number, letter = match.groups()
-    return int(float(number) * (1000 if letter.islower() else 1024) ** ("kmgt".index(letter.lower()) + 1))
+    found = readable(value) if isinstance(value, str) else None
+    return value if found is None else found
 
 
 def _minus_one_is_none(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from sparkd.hardware import KNOWN, hardware_of
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import configured, meant, of_recipe, value_of
 from sparkd.page import headers_of, printable, say_json, standard
-from sparkd.plan_question import KvDtype, Question, answer, beyond
+from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.planned import PROFILES
 from sparkd.prequantized import prequantized
 from sparkd.source import source_of
@@ -29,15 +28,6 @@ if TYPE_CHECKING:
 # A daemon looks at a model's headers for at most a minute (sparkd.plan_here).
 DAEMON_S = 75.0
 KV_DTYPES = get_args(KvDtype)
-# What a field of the question is called on the command line.
-_OPTIONS = {
-    "model": "MODEL",
-    "nodes": "--nodes",
-    "max_model_len": "--ctx",
-    "requests": "--seqs",
-    "max_num_batched_tokens": "--batch",
-    "margin_gib": "--margin",
-}
 
 
 def run(
@@ -69,8 +59,9 @@ def run(
         raise ConfigError(f"--kv-dtype {kv_dtype}: {', '.join(KV_DTYPES)} are known.")
     if speculative is not None and speculative not in METHODS:
         raise ConfigError(f"--speculative {speculative}: {', '.join(METHODS)} are known.")
-    if margin is not None and not math.isfinite(margin):
-        raise ConfigError(f"--margin {margin}: a number of GiB is expected.")
+    if not 1 <= len(model) <= MODEL_CHARACTERS:
+        told = f"MODEL has {len(model):,} characters, and 1 to {MODEL_CHARACTERS:,} are expected"
+        raise ConfigError(f"{told}: give a configured name, a folder, or a hub id (owner/name).")
     if json and (docker or compose):
         raise ConfigError("--json and --docker or --compose are two answers: give one of them.")
     if image is not None and not (docker or compose):
@@ -87,8 +78,6 @@ def run(
         speculative=speculative,
         enforce_eager=True if eager else None,
     )
-    if (too_much := beyond(asked)) is not None:
-        raise ConfigError(f"{_OPTIONS[too_much[0]]}: {too_much[1]}.")
     plan = found(asked, hardware, config, daemon)
     if docker or compose:
         write_containers(plan, image, compose=compose)

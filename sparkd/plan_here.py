@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admission import machine
+from sparkd.amounts import MOST
 from sparkd.checkpoint import Checkpoint
 from sparkd.config import Config
 from sparkd.config_memory import Memory
@@ -20,7 +21,7 @@ from sparkd.hardware import KNOWN, Hardware
 from sparkd.hub_headers import checkpoint_of
 from sparkd.model_config import ModelConfig
 from sparkd.plan_entry import Entry, entry_of
-from sparkd.plan_question import MODEL_CHARACTERS, MOST, KvDtype, Question, answer
+from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
 from sparkd.source import source_of
 from workers.meminfo import sample

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkd.amounts import MOST
+
 if TYPE_CHECKING:
     from sparkd.client import Client
 
@@ -26,17 +28,21 @@ def _matching(pattern: re.Pattern[str], kind: Callable[[str], Any]) -> Callable[
     return lambda text: kind(text) if pattern.fullmatch(text) else None
 
 
+def _up_to(most: float, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: None if (found := read(text)) is None or found > most else found
+
+
 _count, _word = _matching(_COUNT, int), _matching(_WORD, str)
 # Option -> parameter of sparkd.plan_command.run, and what reads its value: None for one that is not plain.
 VALUES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "--nodes": ("nodes", _count),
-    "--ctx": ("context", _count),
-    "--seqs": ("seqs", _count),
+    "--nodes": ("nodes", _up_to(MOST["nodes"], _count)),
+    "--ctx": ("context", _up_to(MOST["max_model_len"], _count)),
+    "--seqs": ("seqs", _up_to(MOST["requests"], _count)),
     "--quantize": ("quantize", _word),
     "--hardware": ("hardware", _word),
-    "--batch": ("batch", _count),
+    "--batch": ("batch", _up_to(MOST["max_num_batched_tokens"], _count)),
     "--kv-dtype": ("kv_dtype", _word),
-    "--margin": ("margin", _matching(_SIZE, float)),
+    "--margin": ("margin", _up_to(MOST["margin_gib"], _matching(_SIZE, float))),
     "--speculative": ("speculative", _word),
     "--image": ("image", _word),
     "--config": ("config", _matching(_WORD, Path)),

@@ -18,16 +18,6 @@ from sparkd.planned import Offer, learned_with, to_json
 from sparkd.quantizing import AUTO
 from sparkd.weight_cost import Inventory, inventory
 
-MAX_TOKENS = 1 << 30
-# What a question may ask for at most.
-MOST: Mapping[str, int] = {
-    "nodes": 64,
-    "max_model_len": MAX_TOKENS,
-    "requests": 1 << 16,
-    "max_num_batched_tokens": MAX_TOKENS,
-    "max_num_seqs": 1 << 16,
-    "margin_gib": 1_000_000,
-}
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 # What a user calls a model -> folder or hub id, its headers, and its entry (sparkd.plan_entry.Entry) where it is configured.
@@ -55,16 +45,6 @@ class Question:
     margin_gib: float | None = None
     speculative: str | None = None
     enforce_eager: bool | None = None
-
-
-def beyond(question: Question) -> tuple[str, str] | None:
-    """(field, why) of the first that is more than MOST, in the words that pydantic has for it in the admin API; None where none is."""
-    if not question.model:
-        return "model", "String should have at least 1 character"
-    if len(question.model) > MODEL_CHARACTERS:
-        return "model", f"String should have at most {MODEL_CHARACTERS} characters"
-    found = (name for name, most in MOST.items() if (value := getattr(question, name)) is not None and value > most)
-    return next(((name, f"Input should be less than or equal to {MOST[name]}") for name in found), None)
 
 
 def answer(

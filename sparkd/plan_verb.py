@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
+from sparkd.amounts import MOST, real, whole
 from sparkd.verbs import Session, argument, option, verb
+
+NODES, SEQS = whole("--nodes", 1, MOST["nodes"]), whole("--seqs", 1, MOST["requests"])
+CONTEXT = whole("--ctx", 1, MOST["max_model_len"], tokens=True)
+BATCH = whole("--batch", 1, MOST["max_num_batched_tokens"], tokens=True)
+MARGIN = real("--margin", 0, MOST["margin_gib"], "GiB")
 
 
 def register(app: typer.Typer) -> None:
@@ -17,17 +23,17 @@ def register(app: typer.Typer) -> None:
 def plan(
     session: Session,
     model: Annotated[str, argument(metavar="MODEL", help="A folder, a hub id, or a configured name.")],
-    nodes: Annotated[int | None, option("--nodes", metavar="N", min=1, max=64, help="How many nodes there are; 1.")] = None,
-    context: Annotated[int | None, option("--ctx", metavar="TOKENS", min=1, help="Length of a request; as much as fits.")] = None,
-    seqs: Annotated[int | None, option("--seqs", metavar="N", min=1, help="Requests of that length at once; 1.")] = None,
+    nodes: Annotated[int | None, option("--nodes", metavar="N", parser=NODES, help="How many nodes there are; 1.")] = None,
+    context: Annotated[int | None, option("--ctx", metavar="TOKENS", parser=CONTEXT, help="Length of a request; as much as fits.")] = None,
+    seqs: Annotated[int | None, option("--seqs", metavar="N", parser=SEQS, help="Requests of that length at once; 1.")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe; all formats are tried.")] = None,
     hardware: Annotated[str, option("--hardware", metavar="X", help="spark (the default), h200, or a YAML file.")] = "spark",
-    batch: Annotated[int | None, option("--batch", metavar="TOKENS", min=1, help="max_num_batched_tokens; vLLM's default.")] = None,
+    batch: Annotated[int | None, option("--batch", metavar="TOKENS", parser=BATCH, help="max_num_batched_tokens; vLLM's default.")] = None,
     kv_dtype: Annotated[str | None, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = None,
     speculative: Annotated[
         str | None, option("--speculative", metavar="HOW", help="Count a draft: off, ngram, suffix, mtp or dflash.")
     ] = None,
-    margin: Annotated[float | None, option("--margin", metavar="GIB", min=0, help="To stay free; 1 GiB or 3 %.")] = None,
+    margin: Annotated[float | None, option("--margin", metavar="GIB", parser=MARGIN, help="To stay free; 1 GiB or 3 %.")] = None,
     eager: Annotated[bool, option("--eager", help="Without CUDA graphs.")] = False,
     docker: Annotated[bool, option("--docker", help="Print `docker run` for the choice instead.")] = False,
     compose: Annotated[bool, option("--compose", help="Print a compose file for the choice instead.")] = False,
@@ -37,8 +43,7 @@ def plan(
 ) -> None:
     """Whether a model fits, how, and vLLM's command for it.
 
-    Reads config.json and the headers of the weights, on the hub where they are not here. No daemon and no GPU are needed. Of a configured
-    name the plan is of its entry, in sparkd.yaml, else of the daemon that answers; options go before it.
+    Reads config.json and the headers of the weights, here or on the hub. Of a name its entry, the daemon's too; options go before that.
     """
     from sparkd import plan_command
 

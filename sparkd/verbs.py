@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from sparkd import __version__, show
+from sparkd.amounts import MOST, real, whole
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
 from sparkd.errors import ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 
@@ -33,7 +34,9 @@ KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File
 Json = Annotated[bool, option("--json", help="Print JSON.")]
 Model = Annotated[str, argument(metavar="MODEL", help="Name or alias of a known model.")]
 NoWait = Annotated[bool, option("--no-wait", help="Return at once.")]
-Timeout = Annotated[float | None, option("--timeout", metavar="S", min=0, help="Stop waiting after S seconds.")]
+Timeout = Annotated[
+    float | None, option("--timeout", metavar="S", parser=real("--timeout", 0, None, "seconds"), help="Stop waiting after S seconds.")
+]
 Follow = Annotated[bool, option("-f", "--follow", help="Go on as it happens, until Ctrl-C.")]
 
 
@@ -261,8 +264,13 @@ def logs(
     session: Session,
     model: Model,
     follow: Follow = False,
-    lines: Annotated[int, option("-n", "--lines", min=0, max=LOG_LINES, help="How many of the last lines, at most 200.")] = LOG_LINES,
-    rank: Annotated[int, option("--rank", min=0, help="Of a model over several nodes: whose; 0 serves.")] = 0,
+    lines: Annotated[
+        int,
+        option("-n", "--lines", metavar="N", parser=whole("--lines", 0, LOG_LINES), help="How many of the last lines, at most 200."),
+    ] = LOG_LINES,
+    rank: Annotated[
+        int, option("--rank", metavar="N", parser=whole("--rank", 0, MOST["nodes"]), help="Of a model over several nodes: whose; 0 serves.")
+    ] = 0,
 ) -> None:
     """The log of a model's engine."""
     page = session.client.get(f"{model_path(model)}/log", rank=rank)
@@ -292,7 +300,9 @@ def status(session: Session) -> None:
 def events(
     session: Session,
     follow: Follow = False,
-    lines: Annotated[int, option("-n", "--lines", min=1, max=1000, help="How many of the last events; default 50.")] = 50,
+    lines: Annotated[
+        int, option("-n", "--lines", metavar="N", parser=whole("--lines", 1, 1000), help="How many of the last events; default 50.")
+    ] = 50,
 ) -> None:
     """History: states, loads, failures, restarts."""
     found = session.client.get("/events", limit=lines)["events"]

@@ -226,19 +226,23 @@ def test_what_a_configuration_holds_does_not_steer_the_terminal(
         (["MODEL", "--quantize", "{format: [}"], 2, "--quantize"),
         (["MODEL", "--hardware", "gb11"], 2, "neither spark nor h200 nor a file"),
         (["MODEL", "--kv-dtype", "int4"], 2, "fp8_e5m2 are known"),
-        (["MODEL", "--nodes", "0"], 2, "--nodes"),
-        (["MODEL", "--nodes", "65"], 2, "--nodes"),
-        (["MODEL", "--ctx", "0"], 2, "--ctx"),
-        (["MODEL", "--seqs", "0"], 2, "--seqs"),
-        (["MODEL", "--margin", "-1"], 2, "--margin"),
-        (["MODEL", "--margin", "nan"], 2, "--margin"),
-        (["MODEL", "--margin", "inf"], 2, "--margin"),
-        (["MODEL", "--margin", "1e7"], 2, "--margin: Input should be less than or equal to 1000000."),
-        (["MODEL", "--batch", "0"], 2, "--batch"),
-        (["MODEL", "--batch", "9999999999"], 2, "--batch: Input should be less than"),
-        (["MODEL", "--ctx", "9999999999"], 2, "--ctx: Input should be less than"),
-        (["MODEL", "--seqs", "99999"], 2, "--seqs: Input should be less than"),
-        (["x" * 5000], 2, "MODEL: String should have at most 4096 characters."),
+        (["MODEL", "--nodes", "0"], 2, "--nodes 0: that is less than 1; give a number from 1 to 64."),
+        (["MODEL", "--nodes", "200"], 2, "--nodes 200: that is more than 64; give a number from 1 to 64."),
+        (["MODEL", "--nodes", "two"], 2, "--nodes two: that is no whole number; give one from 1 to 64."),
+        (["MODEL", "--ctx", "0"], 2, "--ctx 0: that is less than 1; give a number from 1 to 1,073,741,824."),
+        (["MODEL", "--ctx", "32q"], 2, "--ctx 32q: that is no whole number; give one from 1 to 1,073,741,824, such as 32768, 32k (32,000)"),
+        (["MODEL", "--ctx", "1.5K"], 2, "--ctx 1.5K: that is no whole number; "),
+        (["MODEL", "--seqs", "0"], 2, "--seqs 0: that is less than 1; give a number from 1 to 65,536."),
+        (["MODEL", "--seqs", "1k"], 2, "--seqs 1k: that is no whole number; give one from 1 to 65,536."),
+        (["MODEL", "--margin", "-1"], 2, "--margin -1: that is less than 0; give a number from 0 to 1,000,000."),
+        (["MODEL", "--margin", "nan"], 2, "--margin nan: that is no number; give GiB from 0 to 1,000,000."),
+        (["MODEL", "--margin", "inf"], 2, "--margin inf: that is no number;"),
+        (["MODEL", "--margin", "1e7"], 2, "--margin 1e7: that is more than 1,000,000; give a number from 0 to 1,000,000."),
+        (["MODEL", "--batch", "0"], 2, "--batch 0: that is less than 1;"),
+        (["MODEL", "--batch", "9999999999"], 2, "--batch 9999999999: that is more than 1,073,741,824;"),
+        (["MODEL", "--ctx", "9999999999"], 2, "--ctx 9999999999: that is more than 1,073,741,824;"),
+        (["MODEL", "--seqs", "99999"], 2, "--seqs 99999: that is more than 65,536;"),
+        (["x" * 5000], 2, "MODEL has 5,000 characters, and 1 to 4,096 are expected: give a configured name"),
         (["/nowhere/model"], 2, "the folder is not there"),
         (["no-such-model"], 2, "No model is called no-such-model"),
         (["owner/model"], 2, "in this machine's hub cache"),
@@ -252,6 +256,12 @@ def test_a_wrong_command_line_is_one_sentence(
 
     out, err = capsys.readouterr()
     assert out == "" and told in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("written", "meant"), [("2k", 2000), ("2K", 2048), ("2.5k", 2500)])
+def test_tokens_are_read_as_vllm_reads_them(folder: Path, capsys: pytest.CaptureFixture[str], written: str, meant: int) -> None:
+    choice = planned(capsys, folder, "--ctx", written, "--batch", written)["choice"]
+    assert choice["max_model_len"] == choice["config"]["max_num_batched_tokens"] == meant
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

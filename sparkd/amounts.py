@@ -1,0 +1,74 @@
+"""Owns how a number of the command line is read, within which bounds, and the sentence where it is none. Never knows a verb."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from sparkd.errors import ConfigError
+
+MAX_TOKENS = 1 << 30
+# What a plan may be asked for at most.
+MOST: Mapping[str, int] = {
+    "nodes": 64,
+    "max_model_len": MAX_TOKENS,
+    "requests": 1 << 16,
+    "max_num_batched_tokens": MAX_TOKENS,
+    "max_num_seqs": 1 << 16,
+    "margin_gib": 1_000_000,
+}
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
+_READABLE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kmgtKMGT])")
+_DECIMAL_CAPITAL = re.compile(r"\..*[KMGT]")
+
+
+def readable(text: str) -> int | None:
+    """`32k` is 32,000 and `32K` 32,768, as vLLM reads them (vllm/utils/argparse_utils.py, human_readable_int: a small letter is a power of
+    1000, a capital one of 1024); None for anything else."""
+    match = _READABLE.fullmatch(text)
+    if match is None:
+        return None
+    return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** ("kmgt".index(match[2].lower()) + 1))
+
+
+def whole(option: str, least: int, most: int | None = None, *, tokens: bool = False) -> Callable[[object], int]:
+    """A reader of whole numbers for `option`, which raises ConfigError. tokens: `32k` and `32K` will do, `1.5K` not, which vLLM refuses."""
+
+    def read(given: object) -> int:
+        text = str(given).strip()
+        found = int(text) if _WHOLE.fullmatch(text) else readable(text) if tokens and not _DECIMAL_CAPITAL.search(text) else None
+        if found is None:
+            letters = ", such as 32768, 32k (32,000) or 32K (32,768)" if tokens else ""
+            raise ConfigError(f"{option} {text}: that is no whole number; give one {_bounds(least, most)}{letters}.")
+        return int(_within(option, text, found, least, most))
+
+    return read
+
+
+def real(option: str, least: float, most: float | None, unit: str) -> Callable[[object], float]:
+    """A reader of numbers for `option`, which raises ConfigError. unit: in the plural."""
+
+    def read(given: object) -> float:
+        text = str(given).strip()
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise ConfigError(f"{option} {text}: that is no number; give {unit} {_bounds(least, most)}.")
+        return _within(option, text, found, least, most)
+
+    return read
+
+
+def _within(option: str, text: str, found: float, least: float, most: float | None) -> float:
+    if found < least:
+        raise ConfigError(f"{option} {text}: that is less than {least:,}; give a number {_bounds(least, most)}.")
+    if most is not None and found > most:
+        raise ConfigError(f"{option} {text}: that is more than {most:,}; give a number {_bounds(least, most)}.")
+    return found
+
+
+def _bounds(least: float, most: float | None) -> str:
+    return f"from {least:,} on" if most is None else f"from {least:,} to {most:,}"
