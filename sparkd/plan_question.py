@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from sparkd.architectures import remark
 from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.drafting import Drafting, drafting, kv_dtype
 from sparkd.errors import ConfigError
@@ -56,10 +58,11 @@ def answer(
     unlinked: Mapping[int, str] | None = None,
     read: Callable[[str], Checkpoint] = read_checkpoint,
     profiles: str | None = None,
+    runtime: Path | None = None,
 ) -> dict[str, Any]:
     """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
     format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. profiles: the folder of what earlier starts measured.
-    Blocks.
+    runtime: the interpreter that would run what has no entry, None for our own. Blocks.
 
     Raises ConfigError and CheckpointError.
     """
@@ -98,6 +101,8 @@ def answer(
         wish = replace(wish, learned=learned_with(source, wish, profiles, hardware))
     choice = choose(known, hardware, wish)
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
+    if (unknown := remark(checkpoint.config, runtime)) is not None:
+        choice = replace(choice, notes=(*choice.notes, unknown))
     offers = [
         Offer(name, each, choose(each, hardware, _as_stored(wish, each.checkpoint, question, drafted)))
         for name, each in _counted(there, drafted)

@@ -54,7 +54,7 @@ def plan(found: Mapping[str, Any], page: Page, *, every: bool = False) -> None:
         _how(choice, page)
         _floor(found, page)
     for note in found["notes"]:
-        page.line(note, "yellow")
+        page.line(printable(note), "yellow")
 
 
 def _head(found: Mapping[str, Any], page: Page) -> None:
