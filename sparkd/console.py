@@ -80,7 +80,7 @@ class Console:
                     return [view.name for view in views]
                 spent = f"  ({time.monotonic() - self._started_at_s:.0f} s)"
                 told = "\n  ".join(_line(view, snapshot, self._terminal) for view in moving)
-                line(told + spent, "\n".join(view.state for view in moving))
+                line(told + spent, "\n".join(f"{view.state} {show.gist(_why(view, snapshot))}" for view in moving))
                 await asyncio.sleep(EVERY_S)
 
     def _wished(self) -> list[ModelView]:
@@ -138,7 +138,8 @@ class Console:
 
 def _line(view: ModelView, snapshot: Snapshot, terminal: Terminal) -> str:
     """How far a model is; while it cannot even begin, what it waits for."""
-    if view.state is ModelState.STOPPED and snapshot.conditions:
-        kind, _, reason = snapshot.conditions[0].partition(": ")
-        return f"{view.name}: {'starting Ray' if kind == 'RayStarting' else reason}"
-    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal)}"
+    return f"{view.name}: {show.stage(view.state.value, asdict(view.progress) if view.progress else None, terminal, _why(view, snapshot))}"
+
+
+def _why(view: ModelView, snapshot: Snapshot) -> str | None:
+    return view.message or (show.waits_for(snapshot.conditions) if view.state is ModelState.STOPPED else None)

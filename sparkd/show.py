@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -76,10 +76,15 @@ def progress(console: Console) -> Iterator[Line]:
         yield lambda text, step: status.update(escape(printable(text)))
 
 
-def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None) -> str:
-    """`loading 50% as nvfp4, 31.7 of 63.4 GiB, 5.82 GB/s, about 5 s left`: only what is known, with a bar where `console` is a terminal."""
+def stage(state: str, progress: Mapping[str, Any] | None, console: Console | None = None, why: str | None = None) -> str:
+    """`loading 50% as nvfp4, 31.7 of 63.4 GiB, 5.82 GB/s, about 5 s left`: only what is known, with a bar where `console` is a terminal.
+
+    why: what it waits for, or why it failed, as the daemon says it."""
     known = dict(progress or {}) if state in ("LOADING", "WARMING", "SIZING") else {}
     words = _STAGES.get(state, state.lower())
+    if why and state in ("STOPPED", "FAILED"):
+        waits = why.removeprefix("It ") if why.startswith("It waits ") else f"{'waits' if state == 'STOPPED' else words}: {why}"
+        words = waits.rstrip(".")
     kv = known.get("kv") or {}
     if state == "SIZING" and kv.get("phase") == "rehearsing":
         words = "rehearsing the largest batches, to size the KV cache"
@@ -100,6 +105,17 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
     if known.get("cache_state") == "writing" and state != "LOADING":
         parts.append("writing the quantized cache")
     return ", ".join(parts)
+
+
+def waits_for(conditions: Sequence[str]) -> str | None:
+    """What keeps the daemon itself from starting any model."""
+    kind, _, reason = conditions[0].partition(": ") if conditions else ("", "", "")
+    return "It waits for Ray to start." if kind == "RayStarting" else reason or None
+
+
+def gist(text: str | None) -> str:
+    """Without its numbers, which change with every look."""
+    return "".join(letter for letter in text or "" if not letter.isdigit())
 
 
 def copying(what: str, progress: Mapping[str, Any], console: Console) -> str:

@@ -88,7 +88,9 @@ class Session:
                         raise Unavailable(f"The {kind} of {model} has not ended after {timeout_s:g} s and goes on. {_how_on(operation)}")
                     view = self._seen(model)
                     if view is not None and not self.json and view["state"] not in _STILL[operation["kind"]]:
-                        line(f"{model}: {show.stage(view['state'], view['progress'], self.err)}  ({waited_s:.0f} s)", view["state"])
+                        why = self._why(view)
+                        told = show.stage(view["state"], view["progress"], self.err, why)
+                        line(f"{model}: {told}  ({waited_s:.0f} s)", f"{view['state']} {show.gist(why)}")
                     operation = self.client.get(f"/operations/{operation['id']}", wait_s=left_s)
         except KeyboardInterrupt:
             self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)
@@ -99,6 +101,12 @@ class Session:
         if operation["state"] == "CANCELLED":
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")
         return operation
+
+    def _why(self, view: dict[str, Any]) -> str | None:
+        """What a model that is not on its way yet waits for."""
+        if view["state"] == "STOPPED" and not view["message"]:
+            return show.waits_for(self.client.get("/status")["conditions"])
+        return None if view["message"] is None else str(view["message"])
 
     def _seen(self, model: str) -> dict[str, Any] | None:
         """None for one that was removed meanwhile: its operation is still there, and ends."""

@@ -45,16 +45,20 @@ class Answers:
     def __init__(self) -> None:
         self.status, self.kind, self.body = 200, "application/json", b"{}"
         self.seen: list[tuple[str, str, str | None]] = []
+        # Path -> bodies, one after the other and then the last for good; before the one body for all.
+        self.by_path: dict[str, list[Any]] = {}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.seen.append((self.command, self.path, self.headers.get("authorization")))
+                left = outer.by_path.get(self.path.partition("?")[0].removeprefix("/admin/v1"))
+                body = outer.body if left is None else json.dumps(left.pop(0) if len(left) > 1 else left[0]).encode()
                 self.send_response(outer.status)
                 self.send_header("content-type", outer.kind)
-                self.send_header("content-length", str(len(outer.body)))
+                self.send_header("content-length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(outer.body)
+                self.wfile.write(body)
 
             do_POST = do_DELETE = do_GET
 
@@ -80,6 +84,34 @@ def answers() -> Iterator[Answers]:
         made.server.shutdown()
         made.server.server_close()
         thread.join()
+
+
+def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the daemon says it: once for each reason, however its seconds run down."""
+    running = {"id": "1", "model": "m", "kind": "load", "state": "RUNNING", "message": ""}
+    room = "It waits for room, 3 GiB: b may stay for another {} s."
+    waits = [
+        (None, "STOPPED"),
+        (room.format(9), "STOPPED"),
+        (room.format(8), "STOPPED"),
+        ("It waits for its turn: c is started first.", "FAILED"),
+    ]
+    waits.append((None, "LOADING"))
+    answers.by_path = {
+        "/models/m/load": [running],
+        "/models/m": [{"state": state, "message": why, "progress": None} for why, state in waits],
+        "/operations/1": [*([running] * 4), {**running, "state": "SUCCEEDED", "message": "It is ready."}],
+        "/status": [{"conditions": ["RayStarting: Ray is not connected yet."]}],
+    }
+    assert exit_code(["--url", answers.url, "load", "m"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.partition("  (")[0] for line in err.splitlines()] == [
+        "m: waits for Ray to start",
+        "m: waits for room, 3 GiB: b may stay for another 9 s",
+        "m: waits for its turn: c is started first",
+        "m: loading",
+    ]
+    assert out == "m: It is ready.\n"
 
 
 def test_without_arguments_the_help_is_shown() -> None:

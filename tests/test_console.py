@@ -190,7 +190,7 @@ async def test_the_first_that_is_ready_is_asked_and_each_is_told(
             made.scene.supervisor.want(name, Want.RUNNING, "config")
         await made.scene.tick()
         await made.begin(QUESTION)
-        assert await made.said() == [f"sparkd listens on {URL}", "a: loading", "  b: waiting for its turn  (0 s)"]
+        assert await made.said() == [f"sparkd listens on {URL}", "a: loading", "  b: waits for its turn: a is started first  (0 s)"]
         made.scene.cluster.show(alive=False, exit_code=1)
         await made.scene.tick()
         assert (await made.said())[0].startswith("a failed (EngineExited): The engine ended by itself (exit code 1).")
@@ -209,7 +209,7 @@ async def test_what_it_waits_for_while_nothing_can_begin(
         made.scene.supervisor.want("m", Want.RUNNING, "config")
         made.scene.supervisor.ledger.trouble = "RayStarting: Ray is not connected yet."
         await made.begin(None)
-        assert (await made.said())[1] == "m: starting Ray  (0 s)"
+        assert (await made.said())[1] == "m: waits for Ray to start  (0 s)"
 
 
 async def test_an_engine_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
