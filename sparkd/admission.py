@@ -4,12 +4,14 @@ anything, decides nothing that is `auto` (sparkd.resolving), and says nothing wh
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
 from sparkd.drafting import FLAG, Drafting, config_in, of_config
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, Wish, choose, gib
@@ -32,6 +34,7 @@ from workers.stream.recipe import Recipe
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
 
+_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 KNOWN_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -155,6 +158,25 @@ def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish
         best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, asked).best
         if best is not None and best.footprint is not None:
             yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
+
+
+def too_long(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
+    """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
+    on this machine tells how long the model's requests may be."""
+    folder, asked = folder_of(spec.model, spec.revision, env), spec.max_model_len
+    own = any((flag_name(arg) or "").startswith("hf-") for arg in spec.extra_args)
+    if folder is None or not isinstance(asked, int) or own or env.get(_LONGER, "0").strip().lower() in ("1", "true"):
+        return None
+    try:
+        config = json.loads((Path(folder) / CONFIG).read_bytes())
+        most = shape_of(config).max_len
+    except (OSError, ValueError, AttributeError, CheckpointError):
+        return None
+    stated = config.get("model_max_length")
+    if asked <= most or (isinstance(stated, int) and asked <= stated):
+        return None
+    cure = f"choose {most:,} or less, scale its rotary embedding (--hf-overrides in extra_args), or set {_LONGER}: 1 in env"
+    return f"{asked:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
 
 
 def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1) -> str:

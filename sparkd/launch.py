@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from sparkd.amounts import whole
 from sparkd.errors import ConfigError
 from sparkd.source import CONFIG_PATH, name_of, source_of
 from sparkd.verbs import Asked, Json, argument, option
+
+if TYPE_CHECKING:
+    from sparkd.yamlfile import Problem
 
 _SECRET = re.compile(r"keys\.(inference|admin)|engine\.env\..*(key|token|secret|passw)", re.IGNORECASE)
 
@@ -121,6 +124,7 @@ def check(
 
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
+    problems += _too_long(config) if not wrong else []
     if json or (ctx.find_root().obj or Asked()).json:
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         show.say_json({"ok": not wrong, "problems": found})
@@ -131,6 +135,17 @@ def check(
         sys.stdout.write(f"{config}: {told}{f', {len(problems) - len(wrong)} to look at' if len(problems) > len(wrong) else ''}\n")
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
+
+
+def _too_long(path: Path) -> Iterator[Problem]:
+    from sparkd.admission import too_long
+    from sparkd.config import load_config
+    from sparkd.yamlfile import Problem
+
+    config = load_config(path, environ=os.environ)
+    for model in config.models.values():
+        if model.runs_vllm(config.engine) and (why := too_long(model, model.environment(config.engine))):
+            yield Problem(str(path), None, f"models.{model.name}.max_model_len: {why}", "warning")
 
 
 def version(ctx: typer.Context, json: Json = False) -> None:
@@ -163,7 +178,7 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
 
     from sparkd.config import Config
     from sparkd.config_source import canonical, error_of, table_of
-    from sparkd.yamlfile import Place, Problem
+    from sparkd.yamlfile import Place
 
     problems: list[Problem] = []
     flags: dict[str, Any] = {}

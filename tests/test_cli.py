@@ -25,6 +25,7 @@ from sparkd.client import admin_key, base_url, refusal
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.source import name_of, source_of
 from tests.daemon_process import ROOT, free_port
+from tests.sketches import mixture, tensors_of, write
 
 KEY = "correct-horse-battery-staple"
 VERBS = (
@@ -345,6 +346,37 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
     assert exit_code(["--json", "check", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and [problem["severity"] for problem in found["problems"]] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "told"),
+    [
+        ({"max_model_len": 4096}, {}, None),
+        ({"max_model_len": "auto"}, {}, None),
+        (
+            {"max_model_len": 4097},
+            {},
+            "4,097 tokens are more than the 4,096 that the model was made for (config.json), and vLLM will refuse",
+        ),
+        ({"max_model_len": "8K"}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+        ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
+        ({"max_model_len": "9K"}, {"model_max_length": 8192}, "9,216 tokens are more than the 4,096"),
+        ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
+        ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
+        ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
+    ],
+)
+def test_check_says_what_is_longer_than_the_model(
+    keys: dict[str, Any], config: dict[str, Any], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = mixture(max_position_embeddings=4096, **config)
+    folder = write(tmp_path / "m", shape, tensors_of(shape))
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys}}}))
+
+    assert exit_code(["check", str(file)]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "max_model_len" in line]
+    assert [told is not None and f"models.m.max_model_len: {told}" in line for line in found] == [True] * (told is not None)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
