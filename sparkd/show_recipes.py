@@ -68,14 +68,14 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     say.head("In sparkd.yaml")
     say.line(f"  {recipe['name']}:")
     for key, value in recipe["choice"].items():
-        say.line(f"    {key}: {value}")
+        say.line(f"    {key}: {_yaml(value)}")
     say.head("It comes to")
     for name, value in recipe["env"].items():
         say.line(f"  {name}={shlex.quote(str(value))}")
     if recipe["spec"].get("quantize"):
-        say.line(f"  quantize: {recipe['spec']['quantize'].get('format')}")
+        say.line(f"  quantize: {_yaml(recipe['spec']['quantize'].get('format'))}")
     if recipe["spec"].get("kv_cache"):
-        say.line(f"  kv_cache: {recipe['spec']['kv_cache']}")
+        say.line(f"  kv_cache: {_yaml(recipe['spec']['kv_cache'])}")
     for pair in _pairs(recipe["flags"]):
         say.line(f"  {pair}")
     say.block("Translated", recipe["translated"])
@@ -132,4 +132,13 @@ def _amount(value: float) -> str:
 
 
 def _flat(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return ", ".join(f"{name} {_yaml(value)}" for name, value in values.items())
+
+
+def _yaml(value: Any) -> str:
+    """On one line, as it can stand behind a key of sparkd.yaml."""
+    import yaml
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    # What it writes behind a plain value alone.
+    return text.removesuffix("...\n").rstrip("\n")

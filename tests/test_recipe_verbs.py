@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from sparkd.__main__ import command_line, exit_code
@@ -68,6 +69,19 @@ def test_show_tells_what_it_comes_to_and_no_value_of_the_environment(
         "recipe": "mine@long", "profile": "single-user", "speculative": "dflash",
     }  # fmt: skip
     assert SECRET not in out + json.dumps(found)
+
+
+def test_show_writes_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"kv_cache": {"sequences": 2}, "quantize": "nvfp4", "max_model_len": 4096}
+    sampling = {"thinking": {"max_tokens": 64, "chat_template_kwargs": {"enable_thinking": True, "effort": None, "word": "yes"}}}
+    recipe = {"description": "d", "model": "o/m", "sources": {"s": "s"}, "settings": settings, "sampling": sampling}
+    (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
+    out, _ = run(capsys, "show", "mine", "--speculative", "off", "--dir", str(tmp_path))
+
+    entry = yaml.safe_load(out[out.index("In sparkd.yaml\n") + len("In sparkd.yaml\n") : out.index("\nIt comes to")])
+    assert entry == {"mine": {"recipe": "mine", "speculative": "off"}}
+    assert "\n  kv_cache: {sequences: 2}\n" in out and "\n  quantize: nvfp4\n" in out
+    assert "thinking: max_tokens 64, chat_template_kwargs {enable_thinking: true, effort: null, word: 'yes'}\n" in out
 
 
 @pytest.mark.parametrize("name", OURS)
