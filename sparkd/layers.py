@@ -31,7 +31,8 @@ Misfit = tuple[Format, int]  # a format, and columns that its groups do not divi
 class Layer:
     """Tensors whose names differ in numbers only and that are alike otherwise. bytes, result_bytes: of all of them.
 
-    format: spelling, None where they are handed on as they are.
+    format: spelling, None where they are handed on as they are. refused: the format that the recipe gives them and that they cannot have;
+    nothing becomes of them then (result_bytes: None), because loading ends there.
     """
 
     name: str
@@ -41,7 +42,8 @@ class Layer:
     dtype: str
     bytes: int
     format: str | None
-    result_bytes: int
+    result_bytes: int | None
+    refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,13 @@ class Listing:
         return sum(layer.bytes for layer in self.layers)
 
     @property
-    def result_bytes(self) -> int:
-        return sum(layer.result_bytes for layer in self.layers)
+    def result_bytes(self) -> int | None:
+        """None where loading would fail."""
+        sizes = [layer.result_bytes for layer in self.layers]
+        return None if None in sizes else sum(filter(None, sizes))
 
     def to_json(self) -> dict[str, Any]:
-        names = ("name", "kind", "count", "shape", "dtype", "bytes", "format", "result_bytes")
+        names = ("name", "kind", "count", "shape", "dtype", "bytes", "format", "result_bytes", "refused")
         return {
             "folder": self.folder,
             "quantization": self.quantization,
@@ -79,18 +83,21 @@ class Listing:
 def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
     """What a checkpoint holds and what `recipe` makes of it, in the order in which the classes first occur."""
     formats = recipe.assign(checkpoint)
-    found: dict[tuple[str, tuple[int, ...], str, str | None], list[int]] = {}
+    found: dict[tuple[str, tuple[int, ...], str, str | None, bool], list[int]] = {}
     misfits: dict[Misfit, int] = {}
     for name, tensor in checkpoint.tensors.items():
-        spelling, result = _result(tensor, formats, checkpoint.config, misfits)
-        key = _NUMBER.sub("*", name), tensor.shape, tensor.dtype, spelling
+        spelling, result = _result(tensor, formats, checkpoint.config)
+        misfit = _misfit(tensor, formats, checkpoint)
+        if misfit is not None and result:
+            misfits[misfit] = misfits.get(misfit, 0) + 1
+        key = _NUMBER.sub("*", name), tensor.shape, tensor.dtype, spelling, misfit is not None
         sums = found.setdefault(key, [0, 0, 0])
         sums[0] += 1
         sums[1] += tensor.nbytes
         sums[2] += result
     layers = tuple(
-        Layer(name, tensor_class(name.replace("*", "0"), shape), count, shape, dtype, stored, spelling, result)
-        for (name, shape, dtype, spelling), (count, stored, result) in found.items()
+        Layer(name, tensor_class(name.replace("*", "0"), shape), count, shape, dtype, stored, *_outcome(spelling, result, fails))
+        for (name, shape, dtype, spelling, fails), (count, stored, result) in found.items()
     )
     told = (
         f"{form.spelling} needs a multiple of {form.group} columns, and there are {columns} in {count} weights: loading them would fail, "
@@ -199,20 +206,41 @@ def value_of(text: str) -> Any:
     return value
 
 
-def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any], misfits: dict[Misfit, int]) -> tuple[str | None, int]:
+def _outcome(spelling: str | None, result: int, fails: bool) -> tuple[str | None, int | None, str | None]:
+    """Format, bytes and the format that was refused, of a Layer."""
+    return (None, None, spelling) if fails else (spelling, result, None)
+
+
+def _scaled(name: str, formats: Assignment) -> str | None:
+    """The module that a tensor of this name is a scale of, where that gets a new format."""
+    stem, _, last = name.rpartition(".")
+    if last in _SOURCE_SCALES and stem in formats:
+        return stem
+    packed = packed_module_of(name) if "scale" in last else None
+    return packed if packed is not None and packed in formats else None
+
+
+def _misfit(tensor: TensorRef, formats: Assignment, checkpoint: Checkpoint) -> Misfit | None:
+    """Where the format of a weight, or of the one that it is a scale of, cannot be (workers/stream/formats/base.py, Quantizer.check)."""
+    module = _scaled(tensor.name, formats) or tensor.name.removesuffix(".weight")
+    weight = checkpoint.tensors.get(f"{module}.weight") or checkpoint.tensors.get(module)
+    chosen = formats.get(module)
+    if weight is None or chosen is None or chosen.group is None:
+        return None
+    columns = _sides(weight, checkpoint.config)[1]
+    return (chosen, columns) if columns % chosen.group else None
+
+
+def _result(tensor: TensorRef, formats: Assignment, config: Mapping[str, Any]) -> tuple[str | None, int]:
     """(spelling, bytes) of what vLLM is handed for one tensor."""
     name = tensor.name
     stem, _, last = name.rpartition(".")
-    if last in _SOURCE_SCALES and stem in formats:
-        return formats[stem].spelling, 0
-    if "scale" in last and (packed := packed_module_of(name)) is not None and packed in formats:
-        return formats[packed].spelling, 0
+    if (module := _scaled(name, formats)) is not None:
+        return formats[module].spelling, 0
     chosen = formats.get(name.removesuffix(".weight")) if last == "weight" else formats.get(name)
     if chosen is None:
         return None, tensor.nbytes
     rows, columns = _sides(tensor, config)
-    if chosen.group is not None and columns % chosen.group:
-        misfits[chosen, columns] = misfits.get((chosen, columns), 0) + 1
     blocks = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if blocks > 1 and (last == "gate_up_proj" or stem.endswith(".input_linear")):
         # One weight each for gate and up.

@@ -199,11 +199,12 @@ def layers(found: Mapping[str, Any], console: Console) -> None:
             "x".join(map(str, layer["shape"])) or "1",
             layer["dtype"],
             size(layer["bytes"]),
-            layer["format"] or "-",
-            size(layer["result_bytes"]),
+            Text(f"not {layer['refused']}", style="red") if layer["refused"] else layer["format"] or "-",
+            _or_dash(layer["result_bytes"], size),
         )
-    share = found["result_bytes"] / found["bytes"] if found["bytes"] else 1.0
-    table.add_row("all", "", f"{found['count']:,}", "", "", size(found["bytes"]), f"{share:.0%}", size(found["result_bytes"]), style="bold")
+    total = found["result_bytes"]
+    share = "-" if total is None else f"{total / found['bytes'] if found['bytes'] else 1.0:.0%}"
+    table.add_row("all", "", f"{found['count']:,}", "", "", size(found["bytes"]), share, _or_dash(total, size), style="bold")
     console.print(table)
     if found["quantization"]:
         console.print(f"The checkpoint is quantized already: {found['quantization']}.", markup=False)

@@ -25,11 +25,11 @@ DENSE = {
     "model.embed_tokens.weight": ("BF16", (512, 384)),
     **layered(2, {"self_attn.o_proj.weight": W, "input_layernorm.weight": (384,), "mlp.down_proj.weight": (384, 256)}),
 }
-COLUMNS = ("name", "class", "count", "shape", "dtype", "bytes", "format", "result_bytes")
+COLUMNS = ("name", "class", "count", "shape", "dtype", "bytes", "format", "result_bytes", "refused")
 
 
 def rows(found: layers.Listing) -> list[tuple[Any, ...]]:
-    return [tuple(layer[column] for column in COLUMNS) for layer in found.to_json()["layers"]]
+    return [tuple(layer[column] for column in COLUMNS[:-1]) for layer in found.to_json()["layers"]]
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +94,30 @@ def test_so_do_those_of_packed_experts() -> None:
 
 
 def test_columns_that_do_not_divide_are_told() -> None:
-    found = listing(checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576)})), Recipe.parse("int4"))
+    made = checkpoint_of(layered(3, {"mlp.down_proj.weight": (64, 576), "mlp.up_proj.weight": (64, 512)}))
+    found = listing(made, Recipe.parse("int4"))
 
     told = "int4-g128 needs a multiple of 128 columns, and there are 576 in 3 weights: "
     assert found.notes == (f"{told}loading them would fail, so keep them or give them int4-g64 or int4-g32.",)
+    # Nothing becomes of them, nor of all together.
+    assert [(layer.format, layer.refused, layer.result_bytes is None) for layer in found.layers] == [
+        (None, "int4-g128", True), ("int4-g128", None, False)
+    ]  # fmt: skip
+    assert found.result_bytes is None and listing(made, Recipe.parse("int4-g64")).result_bytes is not None
+    console = Console(width=200, force_terminal=False, highlight=False)
+    with console.capture() as captured:
+        show.layers(found.to_json(), console)
+    _, misfit, fit, whole, _ = [line.split() for line in captured.get().splitlines()]
+    assert misfit[-3:] == ["not", "int4-g128", "-"] and fit[-3] == "int4-g128" and whole[-2:] == ["-", "-"]
+
+
+def test_nor_do_the_scales_of_a_weight_that_cannot_be() -> None:
+    tensors = layered(1, {"self_attn.o_proj.weight": (64, 192)}, dtype="F8_E4M3")
+    tensors |= layered(1, {"self_attn.o_proj.weight_scale_inv": (1, 2)}, dtype="F32")
+    found = listing(checkpoint_of(tensors, quantization=SourceQuantization("fp8_block")), Recipe.parse("int4"))
+
+    assert [(layer.refused, layer.result_bytes) for layer in found.layers] == [("int4-g128", None)] * 2
+    assert "192 in 1 weights" in found.notes[0]
 
 
 def test_the_table() -> None:
