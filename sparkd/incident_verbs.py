@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from sparkd import show
 from sparkd.errors import Unavailable, UnknownIncident
+from sparkd.ragged import Ragged
 from sparkd.verbs import Session, argument, verb
 
 GIB = 1 << 30
@@ -46,7 +46,7 @@ def ls(session: Session) -> None:
     if session.json:
         show.say_json(found)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Ragged(box=None, pad_edge=False, header_style="bold")
     for title in ("INCIDENT", "MODEL", "NODE", "PHASE", "WHY"):
         table.add_column(title, overflow="fold", no_wrap=title == "INCIDENT")
     for one in found["incidents"]:
@@ -108,7 +108,7 @@ def _readings(bundle: Mapping[str, Any], console: Console) -> None:
         return
     step = max(1, (len(rows) - ROWS // 2) // (ROWS // 2))
     shown = [*rows[: max(0, len(rows) - ROWS // 2) : step], *rows[-(ROWS // 2) :]]
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Ragged(box=None, pad_edge=False, header_style="bold")
     for title in ("SECONDS", "AVAILABLE", "FREE", "CACHED", "SCANNED", "SWAPPED"):
         table.add_column(title, justify="right")
     for row in shown:

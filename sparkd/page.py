@@ -91,10 +91,11 @@ class Styled:
         self._console.print(Text.assemble(*pieces))
 
     def columns(self, table: Columns) -> None:
-        from rich.table import Table
         from rich.text import Text
 
-        made = Table(box=None, pad_edge=False, header_style="bold")
+        from sparkd.ragged import Ragged
+
+        made = Ragged(box=None, pad_edge=False, header_style="bold")
         for name in table.names:
             made.add_column(name, justify="right" if name in table.right else "left", no_wrap=True)
         for cells, style in table.rows:

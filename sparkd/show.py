@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from sparkd.page import PIPE_WIDTH, duration, printable, say_json
+from sparkd.ragged import Ragged
 
 # Beside what is written here, so that a verb needs one module for both.
 __all__ = ["duration", "printable", "say_json"]
@@ -260,7 +260,7 @@ def size(count: int) -> str:
 def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None:
     """`sparkd status`: the daemon, its conditions, nodes, Ray and models, one line each."""
     health = "going down" if status["draining"] else "serving" if status["settled"] else "starting"
-    rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    rows = Ragged(box=None, show_header=False, padding=(0, 2, 0, 0))
     rows.add_column(no_wrap=True, style="bold")
     rows.add_column(overflow="fold")
     costs = status["costs"]
@@ -307,9 +307,9 @@ def bar(fraction: float, width: int, console: Console) -> str:
     return full * filled + empty * (width - filled)
 
 
-def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Table:
+def _table(columns: Iterable[str], right: Iterable[str] = ()) -> Ragged:
     """Only the first column, names, and SOURCE may fold; numbers never do."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         folds = column in ("MODEL", "SOURCE", "ALIASES", "NAME")
         table.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in right else "left", min_width=len(column))

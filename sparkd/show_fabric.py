@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from sparkd.ragged import Ragged
 from sparkd.show import printable
 
 # A Spark's two sockets, for whoever stands behind it.
@@ -37,7 +37,7 @@ def fabric(found: Mapping[str, Any], console: Console) -> None:
 
 def nodes(found: Mapping[str, Any], console: Console) -> None:
     """`sparkd nodes`: what `GET /admin/v1/nodes` answers."""
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    grid = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("NODE", "AGENT", "MEMORY", "FREE", "LENT", "HELD"):
         grid.add_column(column, no_wrap=True, justify="left" if column in ("NODE", "AGENT") else "right")
     for node in found["nodes"]:
@@ -99,7 +99,7 @@ def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console:
 
 
 def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = Ragged.grid(padding=(0, 2, 0, 0))
     for _ in range(7):
         grid.add_column(no_wrap=True)
     for twin in twins:
@@ -132,7 +132,7 @@ def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> lis
 def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str) -> None:
     ends = f"  {cable['a']} {cable['a_cage']} {double}{double} {cable['b_cage']} {cable['b']}"
     console.print(Text.assemble(printable(ends), ("" if cable["seen"] else "  (by subnets, not met yet)", "dim")))
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = Ragged.grid(padding=(0, 2, 0, 0))
     for _ in range(4):
         grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -157,7 +157,7 @@ def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
 
 def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:
     """Worst first; what is fine and needs nothing is one line for each node."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = Ragged.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", max_width=_WRAP if console.is_terminal else None)
     fine: dict[str, list[str]] = {}

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from sparkd.ragged import Ragged
 from sparkd.show import printable
 
 # Figure -> words and unit.
@@ -32,7 +32,7 @@ _FIGURES = {
 
 def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """`sparkd recipes ls`."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column, right in (("RECIPE", False), ("MODEL", False), ("NODES", True), ("TOKENS/S", True), ("SPECULATION", False)):
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for row in rows:

@@ -494,6 +494,27 @@ def test_a_terminal_gets_a_bar() -> None:
     assert show.stage("PLANNED", half, terminal) == "finding room"
 
 
+@pytest.mark.parametrize("colours", [False, True])
+def test_no_line_of_a_table_ends_with_blanks(colours: bool) -> None:
+    models = [
+        {"name": name, "state": state, "want": "RUNNING", "source": "/m", "aliases": aliases, "progress": None}
+        for name, state, aliases in (("a-long-name", "READY", ["one", "two-of-them"]), ("b", "STOPPED", []))
+    ]
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=colours, color_system="standard" if colours else None)
+    show.known(models, console)
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
+    assert lines == [
+        "MODEL        STATE    WANT     SOURCE  ALIASES",
+        "a-long-name  READY    RUNNING  /m      one, two-of-them",
+        "b            STOPPED  RUNNING  /m      -",
+    ]
+    assert ("\x1b[" in out.getvalue()) is colours
+    # Every other table is made of the same.
+    users = [path.name for path in (ROOT / "sparkd").glob("*.py") if "rich.table" in path.read_text()]
+    assert users == ["ragged.py"]
+
+
 def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
     loading = {"phase": "loading", "fraction": 0.5, "bytes_done": 2 << 30, "bytes_total": 4 << 30, "format": "fp8", "eta_s": 9.0}
     unkept = {"phase": "serving", "cache_state": "skipped", "cache_why": "the disk has 3 GiB left"}
