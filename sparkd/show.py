@@ -28,7 +28,7 @@ KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED B
 BAR_CELLS = 20
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
 _STAGES = {
-    "STOPPED": "waiting for its turn",
+    "STOPPED": "about to begin",
     "PLANNED": "finding room",
     "LOADING": "loading",
     "WARMING": "warming up",

@@ -99,7 +99,7 @@ async def test_from_the_start_to_the_answer(tmp_path: Path, monkeypatch: pytest.
     async with showing(tmp_path, monkeypatch, capsys) as made:
         made.scene.supervisor.want("m", Want.RUNNING, "config")
         await made.begin(QUESTION)
-        assert await made.said() == [f"sparkd listens on {URL}", "m: waiting for its turn  (0 s)"]
+        assert await made.said() == [f"sparkd listens on {URL}", "m: about to begin  (0 s)"]
         await made.scene.tick()
         assert await made.said() == ["m: loading  (0 s)"]
         made.scene.cluster.show(progress=Progress(phase="loading", fraction=0.5))

@@ -372,6 +372,10 @@ def test_ray_listens_on_loopback_only_and_every_port_wants_the_token(stage: Daem
     assert listeners
     assert [where for where in listeners if "127.0.0.1:" not in where] == []
     assert not [where for where in listeners if where.split()[0].endswith((":8265", ":10001"))]
+    # Two processes of Ray's dashboard are there with every head, as README.md says, and listen on nothing.
+    dashboard = {"python", "ray::DashboardA"}
+    assert dashboard <= {process["name"] for process in stage.status()["costs"]["ray"]}
+    assert dashboard.isdisjoint(where.partition(" ")[2] for where in listeners)
     assert (stage.state_dir / "ray.token").stat().st_mode & 0o077 == 0
 
 
