@@ -187,7 +187,9 @@ def _named(
         raise ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}.") from None
     if view is None:
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
-    return str(view["source"]), None, None, environ
+    # Of its entry there; this machine's variables are not its engine's.
+    recipe = "bf16" if view.get("quantize") in (None, AUTO) else view["quantize"]
+    return str(view["source"]), None, recipe, environ
 
 
 def value_of(text: str) -> Any:

@@ -205,6 +205,9 @@ def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
     view = {"name": "brought", "aliases": ["b"], "source": str(model)}
 
     assert find("b", ask=asked(view)).folder == str(model)
+    assert formats(find("b", ask=asked(view), environ={"VLLM_FP8_LAYERS": "o_proj"})) == {None}
+    assert formats(find("b", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"nvfp4"}
+    assert formats(find("b", "fp8", ask=asked(view | {"quantize": {"format": "nvfp4"}}))) == {"fp8"}
     with pytest.raises(ConfigError, match="No model is called c: give"):
         find("c", ask=asked(view))
 
