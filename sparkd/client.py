@@ -188,7 +188,9 @@ def base_url(text: str) -> str:
         raise ConfigError(f"--url: {text!r} is not an address; write it as http://host:port.") from None
     if url.userinfo:
         raise ConfigError("--url: no name or password belongs into the address; give the admin key by SPARKD_ADMIN_KEY or --key-file.")
-    odd = url.path.rstrip("/") not in ("", "/v1") or url.query or (url.port or 0) > 65535
+    if (url.port or 0) > 65535:
+        raise ConfigError(f"--url: {text!r} has the port {url.port}, and there is none above 65535; sparkd's own is 4000.")
+    odd = url.path.rstrip("/") not in ("", "/v1") or url.query
     if url.scheme not in ("http", "https") or not url.host or odd:
         raise ConfigError(f"--url: {text!r} is not sparkd's address; write it as http://host:port.")
     # httpx hides a scheme's own port, and http://host:80 must stay on 80.

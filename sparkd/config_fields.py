@@ -65,7 +65,9 @@ def absolute_from(path: Path, base: Path | None) -> Path:
 def split_address(address: str) -> tuple[str, int]:
     """Host, IPv6 without brackets, and port. Raises ValueError."""
     match = _HOST_PORT.fullmatch(address)
-    if match is None or int(match["port"]) > 65535:
+    if match is not None and int(match["port"]) > 65535:
+        raise ValueError(f"there is no port {match['port']}: choose one from 0 to 65535, such as 4000 (0: any that is free)")
+    if match is None:
         raise ValueError("host:port is expected, such as 127.0.0.1:4000, 0.0.0.0:4000 (every address) or [::1]:4000")
     host = match["six"] or match["host"]
     # The socket is bound to what was checked, whatever /etc/hosts says about the name.

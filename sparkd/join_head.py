@@ -42,7 +42,8 @@ def find_head(text: str) -> Head:
         bare = ":" not in text or text.endswith("]")
         host, port = split_address(f"{text}:{PORT}" if bare else text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no address of a head: give host or host:port, such as 192.168.100.10 or spark-1:{PORT}.") from None
+        how = f"give host or host:port, such as 192.168.100.10 or spark-1:{PORT}; a port is at most 65535"
+        raise ConfigError(f"{text!r} is no address of a head: {how}.") from None
     if ":" in host:
         raise ConfigError(
             f"{host} is an IPv6 address: the nodes of a cluster talk to each other by IPv4, as RoCE does here; give the head's IPv4 "

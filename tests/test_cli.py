@@ -159,6 +159,8 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
         (["logs", "m", "-n", "900"], "--lines 900: that is more than 200; give a number from 0 to 200."),
         (["logs", "m", "--rank", "one"], "--rank one: that is no whole number; give one from 0 to 64."),
         (["events", "-n", "0"], "--lines 0: that is less than 1; give a number from 1 to 1,000."),
+        (["serve", "--listen", "127.0.0.1:99999"], "listen: there is no port 99999: choose one from 0 to 65535"),
+        (["ps", "--url", "h:99999"], "--url: 'h:99999' has the port 99999, and there is none above 65535"),
         (["serve", "--port", "99999"], "--port 99999: that is more than 65,535; give a number from 0 to 65,535."),
         (["unload"], "--all"),
         (["unload", "m", "--all"], "--all"),
