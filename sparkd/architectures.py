@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkd.installed import models_of
+from sparkd.installed import models_of, version_in
 from sparkd.vllm_history import READ_OFF
 
 # What vLLM puts in each other's place where it has one of them (vllm/config/model.py, _SUFFIX_TO_DEFAULTS; registry.py, _normalize_arch).
@@ -25,10 +25,10 @@ def remark(config: Mapping[str, Any], runtime: Path | None) -> str | None:
         return "Its config.json names no architecture (architectures), so vLLM may not know what it is."
     name, found = str(names[0]), models_of(runtime)
     known = any(_among(str(each), KNOWN) for each in names)
-    there = found is None or any(_among(str(each), found[1]) for each in names)
+    there = found is None or any(_among(str(each), found) for each in names)
     if known and there:
         return None
-    release = f"vLLM {found[0]}" if found is not None else ""
+    release = f"vLLM {version_in(runtime)}"
     if known:
         newer = ".".join(map(str, READ_OFF))
         return f"{release}, which is installed, has no {name}, and vLLM {newer} has: a start may fail until that is installed."

@@ -24,15 +24,20 @@ def release_in(runtime: Path | None) -> Release | None:
     return next(filter(None, map(release_of, versions)), None)
 
 
-def models_of(runtime: Path | None) -> tuple[str, frozenset[str]] | None:
-    """(version, architectures) of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
+def version_in(runtime: Path | None) -> str:
+    """As release_in, in full; `of an unknown release` where nothing tells it."""
+    return next(iter(_beside_us() if runtime is None else _beside(runtime)), "of an unknown release")
+
+
+def models_of(runtime: Path | None) -> frozenset[str] | None:
+    """The architectures of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
     for packages in _ours() if runtime is None else _packages(runtime):
         try:
             text = (packages / _REGISTRY).read_text("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         if found := frozenset(_MODEL.findall(text)):
-            return next(iter(_beside_us() if runtime is None else _beside(runtime)), "of an unknown release"), found
+            return found
     return None
 
 
