@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -160,7 +161,10 @@ def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) 
 
 
 def _config_path(given: Path | None, environ: Mapping[str, str]) -> Path | None:
-    return given or (Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else CONFIG_PATH if CONFIG_PATH.exists() else None)
+    """The system's file has keys in it and may be sparkd's alone: who may not read it asks the daemon."""
+    if given is not None or environ.get("SPARKD_CONFIG"):
+        return given or Path(environ["SPARKD_CONFIG"])
+    return CONFIG_PATH if os.access(CONFIG_PATH, os.R_OK) else None
 
 
 def _named(
@@ -179,7 +183,8 @@ def _named(
             return found.model, found.revision, recipe, {**environ, **found.environment(config.engine)}
     if "/" in model:
         return model, None, None, environ
-    where = f"in {path}" if path is not None else "and there is no sparkd.yaml"
+    hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
+    where = f"in {path}" if path is not None else hidden
     try:
         view = next((view for view in ask() if model in (view["name"], *view["aliases"])), None)
     except Unavailable:

@@ -212,6 +212,20 @@ def test_a_name_that_only_the_daemon_knows(model: Path) -> None:
         find("c", ask=asked(view))
 
 
+def test_a_system_file_that_this_user_may_not_read_is_left_to_the_daemon(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sparkd.yaml").write_text(f"models: {{small: {{model: {model}, quantize: nvfp4}}}}\n")
+    monkeypatch.setattr(layers, "CONFIG_PATH", tmp_path / "sparkd.yaml")
+    assert formats(find("small")) == {"nvfp4"}
+    # As for another user; tests may run as root, who reads anything.
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path / "sparkd.yaml"))
+    view = {"name": "small", "aliases": [], "source": str(model), "quantize": {"format": "fp8"}}
+    assert formats(find("small", ask=asked(view))) == {"fp8"}
+    with pytest.raises(ConfigError, match=r"No model is called small and this user may not read .*sparkd\.yaml, and no sparkd answers"):
+        find("small")
+
+
 def test_a_hub_id_is_looked_for_in_the_local_cache(tmp_path: Path) -> None:
     home = tmp_path / "hub" / "models--owner--name"
     folder = write_folder(home / "snapshots" / "abc", {"model.safetensors": DENSE})
