@@ -178,6 +178,10 @@ class Cluster:
         if self._link.connected:
             await self._places.again(nodes)
 
+    def shut(self, nodes: frozenset[str]) -> None:
+        """Nothing is placed on these until they are named no more."""
+        self._places.shut = nodes
+
     async def unusable(self, spec: ModelConfig) -> str | None:
         """Why there is no model to start, as a sentence, by a look at its folder."""
         return await asyncio.to_thread(unusable, spec.model, vllm=spec.runs_vllm(self._config.engine))

@@ -20,17 +20,22 @@ PLACE_AGAIN_TIMEOUT_S = 5.0
 class Places:
     """The daemon's own book goes before Ray's: Ray forgets what was reserved on a node that it lost, and the rank there lives on.
 
-    `here` is the daemon's node; `offered()` says what each node in sight lends, GiB.
+    `here` is the daemon's node; `offered()` says what each node in sight lends, GiB. shut: nodes that take nothing new now.
     """
 
     def __init__(self, link: RayLink, here: str, offered: Callable[[], Mapping[str, float]]) -> None:
         self._link = link
         self._here = here
-        self.offered = offered
+        self._offered = offered
+        self.shut: frozenset[str] = frozenset()
         self._held: dict[str, Held] = {}
 
+    def offered(self) -> dict[str, float]:
+        """GiB by node, of those that may take something."""
+        return {node: gib for node, gib in self._offered().items() if node not in self.shut}
+
     def book(self) -> Book:
-        return Book(dict(self.offered()), dict(self._held))
+        return Book(self.offered(), dict(self._held))
 
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that can hold so much beside what the other models hold there: this one first, then the one with the most room."""
@@ -57,7 +62,8 @@ class Places:
 
     def no_room(self, model: str, gib: int, nodes: int = 1) -> NoRoom:
         others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
-        return NoRoom(no_room(model, gib, self.offered(), others, nodes), gib, nodes)
+        shut = f" Nothing is started on {' or '.join(sorted(self.shut))} now: `sparkd status` says why." if self.shut else ""
+        return NoRoom(no_room(model, gib, self.offered(), others, nodes) + shut, gib, nodes)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
         """An adopted model uses it already; Ray is told by `again`."""

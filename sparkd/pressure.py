@@ -20,11 +20,13 @@ GIB = 1 << 30
 # Memory takes up to a minute to come back from an engine that ended: the next one goes only if that was not enough.
 EVICT_EVERY_S = 60.0
 IDLE_S = 30.0
+# So long other nodes wait for one that is short: what has just ended gives its memory back. Then loads begin beside it.
+SHUT_AFTER_S = 90.0
 RETRY_AFTER_S = 30
 
 
 class Pressure:
-    """Asked once in each tick. `allows` says whether a load may begin."""
+    """Asked once in each tick. `allows` says whether a load may begin, `shut` on which nodes none may."""
 
     def __init__(
         self,
@@ -40,21 +42,25 @@ class Pressure:
         self._clock = clock
         self._holders = holders
         self._levels: dict[str, str] = {}
+        self._short_since_s: dict[str, float] = {}
         self._evicted_at_s = float("-inf")
         self.allows = True
+        self.shut: frozenset[str] = frozenset()
         self.condition: str | None = None
 
     def relieve(self, observation: Observation, records: Mapping[str, Record]) -> None:
-        short = {node: reading for node, reading in _readings(observation).items() if reading.level != "ok"}
+        readings, now_s = _readings(observation), self._clock()
+        short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
+        self._short_since_s = {node: self._short_since_s.get(node, now_s) for node in short}
+        self.shut = frozenset(node for node, since_s in self._short_since_s.items() if now_s - since_s >= SHUT_AFTER_S)
+        self.allows = short.keys() == self.shut and bool(readings.keys() - self.shut or not short)
         self._tell(short)
-        self.allows = not short
         if not short:
             return
         for record in records.values():
-            if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
+            if not self.allows and record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
                 self._shed(record, short)
         pressed = {node for node, reading in short.items() if reading.level in ("pressed", "critical")}
-        now_s = self._clock()
         if now_s - self._evicted_at_s >= EVICT_EVERY_S and (victim := evictable(records.values(), pressed, now_s)):
             self._evicted_at_s = now_s
             metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
@@ -82,7 +88,7 @@ class Pressure:
             self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
         self._levels = {node: reading.level for node, reading in short.items()}
         told = "; ".join(_told(node, reading) for node, reading in short.items())
-        self.condition = f"MemoryShort: {told}; no load begins." if short else None
+        self.condition = f"MemoryShort: {told}; no load begins{' there' if self.allows else ''}." if short else None
 
 
 def told_of(records: Iterable[Record]) -> dict[str, dict[str, Any]]:

@@ -59,7 +59,8 @@ class Pending:
 
 
 class Release:
-    """Looks at every observation; a stop, a crash and a kill are the same to it. `allows` says whether a load may begin."""
+    """Looks at every observation; a stop, a crash and a kill are the same to it. `allows` says whether a load may begin, `shut` on which
+    nodes none may until they were seen to."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
@@ -72,7 +73,11 @@ class Release:
 
     @property
     def allows(self) -> bool:
-        return not self._pending
+        return all(one.cure for one in self._pending)
+
+    @property
+    def shut(self) -> frozenset[str]:
+        return frozenset(one.node for one in self._pending if one.cure)
 
     @property
     def condition(self) -> str | None:
@@ -148,9 +153,11 @@ class Release:
         if not needs_restart:
             one.cure = "it is given up"
         elif kept is not None and kept < REBOOT_BYTES:
-            one.cure = "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins before it is back"
+            one.cure = (
+                "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins there before it is back"
+            )
         else:
-            one.cure = "no load begins before that node was restarted"
+            one.cure = "no load begins there before it was restarted"
         if stays := self._stays.get((one.model, one.node)):
             one.cure += f", and it may have left {stays}"
         told = f"{missing / GIB:.1f} of {one.held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."

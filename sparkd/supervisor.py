@@ -350,7 +350,8 @@ class Supervisor:
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        can_place = observation.connected and self._pressure.allows and self._release.allows
+        self._cluster.shut(shut := self._pressure.shut | self._release.shut)
+        can_place = observation.connected and self._pressure.allows and self._release.allows and observation.has_beside(shut)
         whose = self._swap.turn(facts)
         return plan(facts, strangers, can_place, now_s, whose), whose
 

@@ -43,6 +43,7 @@ class FakeCluster:
         self.nodes: tuple[str, ...] = ("n",)
         self.dark_s: dict[str, float] = {}
         self.agents: tuple[str, ...] = ()
+        self.node_readings: dict[str, Reading] = {}
         self.log: list[str] = []
         self.place_error: SparkdError | None = None
         self.immortal = False
@@ -57,6 +58,7 @@ class FakeCluster:
         self.answers: dict[str, dict[str, Any]] = {}
         self.offered: dict[str, float] = {}
         self.held: dict[str, Held] = {}
+        self.shut_nodes: frozenset[str] = frozenset()
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -64,11 +66,14 @@ class FakeCluster:
 
     async def observe(self) -> Observation:
         ranks = None if self.ranks is None else tuple(fact for fact in self.ranks.values() if fact.handle.node_id not in self.unseen)
-        nodes = tuple(NodeView(one, one, one == "n", True, None, 100.0, 0.0) for one in self.agents)
+        nodes = tuple(NodeView(one, one, one == "n", True, self.node_readings.get(one), 100.0, 0.0) for one in self.agents)
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
 
     def book(self) -> Book:
-        return Book(self.offered, dict(self.held))
+        return Book({node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}, dict(self.held))
+
+    def shut(self, nodes: frozenset[str]) -> None:
+        self.shut_nodes = nodes
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.errors import Unavailable
-from sparkd.pressure import EVICT_EVERY_S, IDLE_S
+from sparkd.pressure import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
 from sparkd.state import Want
 from tests.fakes import READING, FakeCluster, Scene, stage
 
@@ -84,3 +84,26 @@ async def test_who_waits_for_a_load_that_may_not_begin_is_told_who_holds_the_mem
         assert ([row["model"] for row in caught.value.held_by], caught.value.headers()) == (["there"], {"retry-after": "30"})
         assert (made.state("absent"), made.cluster.log.count("place absent")) == ("STOPPED", 0)
         assert made.supervisor.snapshot().conditions == ("MemoryShort: n is tight, 0.0 GiB available; no load begins.",)
+
+
+async def test_a_node_that_stays_short_is_shut_and_loads_begin_on_the_other(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=models(tmp_path, there={}, absent={})) as made:
+        well = {node: replace(READING, node_id=node) for node in ("n", "o")}
+        made.cluster.agents, made.cluster.node_readings = ("n", "o"), well | {"o": replace(well["o"], level="tight")}
+        made.supervisor.want("absent", Want.RUNNING, "admin")
+        await made.tick(2, seconds=SHUT_AFTER_S / 2 - 1)
+        assert (made.state("absent"), made.cluster.shut_nodes) == ("STOPPED", frozenset()), "it may be what has just ended"
+        await made.tick(2, seconds=SHUT_AFTER_S / 2)
+        assert (made.state("absent"), made.cluster.shut_nodes) == ("LOADING", {"o"})
+        assert made.supervisor.snapshot().conditions == ("MemoryShort: o is tight, 0.0 GiB available; no load begins there.",)
+
+        made.cluster.node_readings = {node: replace(one, level="tight") for node, one in well.items()}
+        made.supervisor.want("there", Want.RUNNING, "admin")
+        made.cluster.names = ["absent"]
+        made.cluster.serve("absent")
+        await made.tick(3, seconds=SHUT_AFTER_S)
+        assert (made.state("there"), made.cluster.shut_nodes) == ("STOPPED", {"n", "o"}), "no node is left"
+
+        made.cluster.node_readings, made.cluster.names = well, None
+        await made.tick(2)
+        assert (made.state("there"), made.cluster.shut_nodes) == ("LOADING", frozenset())

@@ -32,7 +32,7 @@ class Gate:
         self.clock.now_s += seconds
         seen = replace(self.reading, mem_available_bytes=int(available_gib * GIB))
         self.release.look(Observation(ranks, seen, True, **changes))  # type: ignore[arg-type]
-        return self.release.allows
+        return self.release.allows and not self.release.shut
 
     @property
     def told(self) -> list[str]:
@@ -69,7 +69,7 @@ def test_a_dead_rank_whose_processes_live_still_holds(gate: Gate) -> None:
 @pytest.mark.parametrize(
     ("left_gib", "allowed", "told"),
     [
-        (33.0, False, "33.0 of 58.0 GiB have not come back to n after 90 s: no load begins before that node was restarted."),
+        (33.0, False, "33.0 of 58.0 GiB have not come back to n after 90 s: no load begins there before it was restarted."),
         (8.0, True, "8.0 of 58.0 GiB have not come back to n after 90 s: it is given up."),
     ],
 )
@@ -88,11 +88,11 @@ def test_after_a_limit_it_says_what_is_missing(gate: Gate, left_gib: float, allo
 @pytest.mark.parametrize(
     ("unaccounted_gib", "driver_gib", "cure"),
     [
-        (34.0, 32.8, "no load begins before that node was restarted"),
+        (34.0, 32.8, "no load begins there before it was restarted"),
         (
             2.0,
             0.8,
-            "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins before it is back",
+            "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins there before it is back",
         ),
     ],
     ids=["the driver's", "somebody else's"],
@@ -106,6 +106,8 @@ def test_who_has_what_did_not_come_back(gate: Gate, unaccounted_gib: float, driv
     told = f"33.0 of 58.0 GiB have not come back to n after 90 s, {driver_gib} of them in the driver: {cure}."
     assert gate.told == [told]
     assert gate.release.condition == f"MemoryNotReleased: what m on n held has not come back; {cure}."
+    assert (gate.release.shut, gate.release.allows) == ({"n"}, True), "other nodes need not wait for that"
+    assert gate.look(120)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ async def test_what_one_node_holds_stays_on_one(model: str, tmp_path: Path) -> N
     assert scene.link.groups == {"m": (found.memory_gib, (A,))}
 
 
+async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20, B: 20})
+    scene.places.shut = frozenset({A})
+    assert (await scene.place(model)).nodes == (B,)
+    await scene.places.release("m")
+    scene.places.shut = frozenset({A, B})
+    assert f"Nothing is started on {A} or {B} now: `sparkd status` says why." in await scene.refused(model)
+
+
 async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: str, tmp_path: Path) -> None:
     alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
     scene = Scene(tmp_path, {A: alone - 1.0, B: alone - 1.0, C: alone - 1.0})
