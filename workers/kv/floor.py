@@ -5,14 +5,19 @@ On unified memory nothing else would: there is no out-of-memory kill for what a 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
 from workers.kv.readings import EVERY_S, Reading
 
+logger = logging.getLogger("vllm.sparkd.kv")
+
 LEAST_BYTES, MOST_BYTES = 256 * 2**20, 2 * 2**30
 MARGIN_SHARE = 0.5
+# So many readings in a row that fail are no accident: 2 s.
+BLIND = 40
 
 
 def floor_of(margin: int) -> int:
@@ -21,12 +26,16 @@ def floor_of(margin: int) -> int:
 
 
 class Floor:
-    """While it is entered, `under` is called once, from a thread, with the first reading whose room is less than `floor` bytes."""
+    """While it is entered, `under` is called once, from a thread, with the first reading whose room is less than `floor` bytes.
+
+    A reading that fails ends nothing: the first is logged, and so is that nobody watches where they go on failing.
+    """
 
     def __init__(self, read: Callable[[], Reading], floor: int, under: Callable[[Reading], None]) -> None:
         self._read = read
         self._floor = floor
         self._under = under
+        self._failed = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kv-floor", daemon=True)
 
@@ -37,10 +46,33 @@ class Floor:
     def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _traceback: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
+        if 0 < self._failed < BLIND:
+            self._say_blind()
 
     def _watch(self) -> None:
+        told = False
         while not self._ended.wait(EVERY_S):
-            reading = self._read()
+            try:
+                reading = self._read()
+            except Exception as error:  # /proc, the driver and torch each have their own; this thread must outlive all of them
+                self._failed += 1
+                if not told:
+                    logger.warning("sparkd: the memory that is left could not be read (%s: %s); trying again.", type(error).__name__, error)
+                told = True
+                if self._failed == BLIND:
+                    self._say_blind()
+                continue
+            if self._failed >= BLIND:
+                logger.info("sparkd: the memory that is left can be read again; the floor is watched.")
+            self._failed = 0
             if reading.room < self._floor:
                 self._under(reading)
                 return
+
+    def _say_blind(self) -> None:
+        logger.error(
+            "sparkd: the last %d readings of memory failed: nobody watches the floor of %.2f GiB. Should this machine freeze in a rehearsal, "
+            "give the cache a size (kv_cache) or the batch a smaller one (max_num_batched_tokens).",
+            self._failed,
+            self._floor / 2**30,
+        )

@@ -342,13 +342,15 @@ class Sizing:
         return ValueError(told)
 
     def _ended(self, reading: Reading) -> None:
-        """On the watching thread: the process ends at once, and the system has its memory back."""
-        self._profiles.set_back(self._key)
-        why = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"
-        self._report.tell("refused", why=why)
-        logger.critical("sparkd: %s.", why)
-        logging.shutdown()
-        self._leave(EXIT_CODE)
+        """On the watching thread: the process ends at once, whatever fails of telling why, and the system has its memory back."""
+        try:
+            self._profiles.set_back(self._key)
+            why = f"memory ran out in the rehearsal ({reading.room / GIB:.2f} GiB were left); the next start tries a smaller batch"
+            self._report.tell("refused", why=why)
+            logger.critical("sparkd: %s.", why)
+            logging.shutdown()
+        finally:
+            self._leave(EXIT_CODE)
 
 
 def _another(error: Exception) -> str:

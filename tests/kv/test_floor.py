@@ -1,0 +1,76 @@
+"""Who watches what is left, where the readings fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from workers.kv import floor
+from workers.kv.arithmetic import GIB
+from workers.kv.floor import BLIND, Floor
+from workers.kv.readings import Reading
+
+
+class Memory:
+    """Fails `failures` times, then has `room` left."""
+
+    def __init__(self, failures: int, room: int) -> None:
+        self.failures = failures
+        self.room = room
+        self.read_times = 0
+        self.enough = threading.Event()
+
+    def read(self) -> Reading:
+        self.read_times += 1
+        if self.read_times > BLIND + 5:
+            self.enough.set()
+        if self.read_times <= self.failures:
+            raise OSError("meminfo is not there")
+        return Reading(8 * GIB, self.room, self.room, 0)
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(floor, "EVERY_S", 0.001)
+    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+
+
+@pytest.mark.parametrize("failures", [1, BLIND + 1])
+def test_a_reading_that_fails_does_not_end_the_watch(caplog, failures):
+    memory, seen, ended = Memory(failures, GIB // 8), list[Reading](), threading.Event()
+
+    def under(reading: Reading) -> None:
+        seen.append(reading)
+        ended.set()
+
+    with Floor(memory.read, GIB // 2, under):
+        assert ended.wait(10), "it must go on trying"
+    assert [one.room for one in seen] == [GIB // 8]
+    assert caplog.text.count("could not be read (OSError: meminfo is not there)") == 1
+    assert caplog.text.count(f"the last {BLIND} readings of memory failed") == (failures > BLIND)
+    assert ("can be read again" in caplog.text) is (failures > BLIND)
+
+
+def test_where_nothing_can_be_read_it_is_said_once_that_nobody_watches(caplog):
+    memory = Memory(1 << 30, 8 * GIB)
+    with Floor(memory.read, GIB // 2, lambda _reading: None):
+        assert memory.enough.wait(10)
+    assert caplog.text.count("could not be read") == 1
+    assert caplog.text.count("nobody watches the floor of 0.50 GiB") == 1
+
+
+def test_a_rehearsal_too_short_for_it_says_so_at_its_end(caplog):
+    memory, failed = Memory(1 << 30, 8 * GIB), threading.Event()
+
+    def read() -> Reading:
+        if memory.read_times == 3:
+            failed.set()
+            threading.Event().wait(0.01)
+        return memory.read()
+
+    with Floor(read, GIB // 2, lambda _reading: None):
+        assert failed.wait(10)
+    assert caplog.text.count("nobody watches the floor") == 1
