@@ -9,12 +9,17 @@ __all__ = ["SparkCPUWorker", "SparkWorker"]
 
 def __getattr__(name: str) -> Any:
     """Only when vLLM asks for them, so that the arithmetic can be used where there is no vLLM."""
-    if name == "SparkWorker":
-        from workers.kv.cuda import SparkWorker
+    try:
+        if name == "SparkWorker":
+            from workers.kv.cuda import SparkWorker
 
-        return SparkWorker
-    if name == "SparkCPUWorker":
-        from workers.kv.cpu import SparkCPUWorker
+            return SparkWorker
+        if name == "SparkCPUWorker":
+            from workers.kv.cpu import SparkCPUWorker
 
-        return SparkCPUWorker
+            return SparkCPUWorker
+    except ImportError as error:
+        from workers.kv.stock import in_place_of
+
+        return in_place_of(error)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

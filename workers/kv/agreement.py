@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from workers.kv.symbols import Missing
+from workers.kv.symbols import imported
 
 V = TypeVar("V")
 # What every rank has to say is handed to every rank, in the order of ranks.
@@ -77,11 +77,7 @@ def over_world(mine: Any) -> Sequence[Any]:
 
     Importing vLLM.
     """
-    try:
-        from vllm.distributed.parallel_state import get_world_group
-    except ImportError:
-        raise Missing("vllm.distributed.parallel_state.get_world_group") from None
-    world = get_world_group()
+    world = imported("vllm.distributed.parallel_state", "get_world_group")()
     if world.world_size == 1:
         return [mine]
     import torch

@@ -25,7 +25,7 @@ from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
 from workers.kv.sizing import RanOut, Sizing
-from workers.kv.symbols import Missing, need_of
+from workers.kv.symbols import Missing, imported, need_of
 
 # The driver's part of a process, which no counter of torch's has: 0.35 GiB as vLLM logs it ("non-torch") for one rank.
 CONTEXT_BYTES = 350 << 20
@@ -107,18 +107,13 @@ class CudaRehearsal:
 
     def _largest(self, runner: Any, scale: float) -> None:
         """JIT compilers and autotuners run now, and not after the cache has taken what they need for a moment."""
-        try:
-            from vllm.model_executor.warmup.kernel_warmup import kernel_warmup
-        except ImportError:
-            raise Missing("vllm.model_executor.warmup.kernel_warmup") from None
+        kernel_warmup = imported("vllm.model_executor.warmup.kernel_warmup", "kernel_warmup")
         with smaller_batches(runner, scale):
             kernel_warmup(self._worker)
         largest_batches(runner, scale)
         if is_v2(runner):
             # Its profile run samples without any wish; this asks for every one that a request can have.
-            from vllm.v1.worker.gpu.warmup import warmup_kernels
-
-            warmup_kernels(runner, self._worker.execute_model, self._worker.sample_tokens)
+            imported("vllm.v1.worker.gpu.warmup", "warmup_kernels")(runner, self._worker.execute_model, self._worker.sample_tokens)
 
     def _settle(self) -> None:
         torch.cuda.synchronize()
@@ -164,11 +159,9 @@ class SparkWorker(Sized, Worker):
 
     def _stock(self, limit: int | None) -> int:
         try:
-            from vllm.v1.worker.utils import request_memory
-        except ImportError:  # a way back that needs a symbol of its own would be none
+            self.requested_memory = imported("vllm.v1.worker.utils", "request_memory")(self.init_snapshot, self.cache_config)
+        except Missing:  # a way back that needs a symbol of its own would be none
             self.requested_memory = math.ceil(self.init_snapshot.total_memory * self.cache_config.gpu_memory_utilization)
-        else:
-            self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
         size = super().determine_available_memory()
         return size if limit is None else min(size, limit)
 

@@ -54,7 +54,7 @@ class Floor:
         while not self._ended.wait(EVERY_S):
             try:
                 reading = self._read()
-            except Exception as error:  # /proc, the driver and torch each have their own; this thread must outlive all of them
+            except Exception as error:  # noqa: BLE001 - /proc, the driver and torch have their own; this thread outlives all of them
                 self._failed += 1
                 if not told:
                     logger.warning("sparkd: the memory that is left could not be read (%s: %s); trying again.", type(error).__name__, error)
@@ -71,8 +71,8 @@ class Floor:
 
     def _say_blind(self) -> None:
         logger.error(
-            "sparkd: the last %d readings of memory failed: nobody watches the floor of %.2f GiB. Should this machine freeze in a rehearsal, "
-            "give the cache a size (kv_cache) or the batch a smaller one (max_num_batched_tokens).",
+            "sparkd: the last %d readings of memory failed: nobody watches the floor of %.2f GiB. Should this machine freeze in a "
+            "rehearsal, give the cache a size (kv_cache) or the batch a smaller one (max_num_batched_tokens).",
             self._failed,
             self._floor / 2**30,
         )

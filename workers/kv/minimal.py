@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from workers.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
-from workers.kv.symbols import Missing, function, method, need_of
+from workers.kv.symbols import Missing, function, imported, method, need_of
 
 MINIMAL_BLOCKS = 8
 # Where every sequence cannot have a block of its own within this, fewer sequences are run.
@@ -34,8 +34,7 @@ def is_v2(runner: Any) -> bool:
 def minimal_cache(runner: Any) -> Iterator[None]:
     """For forward passes with attention. Raises Missing."""
     allocate, tear_down = _v2(runner) if is_v2(runner) else _v1(runner)
-    from vllm.config import set_current_vllm_config
-
+    set_current_vllm_config = imported("vllm.config", "set_current_vllm_config")
     try:
         with set_current_vllm_config(runner.vllm_config):
             allocate()
@@ -56,10 +55,8 @@ def largest_batches(runner: Any, scale: float = 1.0) -> None:
         rehearse_prompt_logprobs(runner, run(tokens, skip_eplb=True, context_len=max(0, runner.max_model_len - each))[0])
         run(decoding, uniform_decode=True, skip_eplb=True)
         return
-    from vllm.config import CUDAGraphMode
-
     # V1 would capture what it can: into the pool that the real graphs are to have, and against this cache.
-    plain = {"force_attention": True, "skip_eplb": True, "cudagraph_runtime_mode": CUDAGraphMode.NONE}
+    plain = {"force_attention": True, "skip_eplb": True, "cudagraph_runtime_mode": imported("vllm.config", "CUDAGraphMode").NONE}
     rehearse_prompt_logprobs(runner, run(tokens, profile_seq_lens=runner.max_model_len, **plain)[0])
     run(decoding, uniform_decode=True, **plain)
 
@@ -201,18 +198,14 @@ def _descriptors(manager: Any) -> dict[Any, list[Any]]:
 def _throwaway_pool(runner: Any) -> Iterator[None]:
     """Graphs that are captured meanwhile take their memory from a pool of their own, which goes with them: torch's allocator refuses a
     pool whose last graph is gone (create_or_incref_pool in CUDACachingAllocator.cpp)."""
-    from vllm.compilation.cuda_graph import CUDAGraphWrapper
-    from vllm.platforms import current_platform
-
+    current_platform = imported("vllm.platforms", "current_platform")
     platform: Any = type(current_platform)
     if not hasattr(platform, "_global_graph_pool"):
         raise Missing("vllm.platforms.Platform._global_graph_pool")
     pool = current_platform.graph_pool_handle()
-    kinds = [CUDAGraphWrapper]
-    with contextlib.suppress(ImportError):
-        from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
-
-        kinds.append(BreakableCUDAGraphWrapper)
+    kinds = [imported("vllm.compilation.cuda_graph", "CUDAGraphWrapper")]
+    with contextlib.suppress(Missing):
+        kinds.append(imported("vllm.compilation.breakable_cudagraph", "BreakableCUDAGraphWrapper"))
     wrappers = [(wrapper, wrapper.graph_pool) for kind in kinds for wrapper in list(kind._all_instances)]
     given, platform._global_graph_pool = platform._global_graph_pool, pool
     for wrapper, _ in wrappers:

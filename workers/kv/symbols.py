@@ -66,6 +66,17 @@ def requests_in(vllm_config: Any, kv_cache_config: Any) -> float:
     return float(function("get_max_concurrency_for_kv_cache_config")(vllm_config, kv_cache_config))
 
 
+def imported(module: str, name: str) -> Any:
+    """`name` of one of vLLM's modules, asked for where it is needed: a release without it sizes its cache itself. Raises Missing."""
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        found = None
+    if found is None:
+        raise Missing(f"{module}.{name}")
+    return found
+
+
 def function(name: str) -> Any:
     for module in _MODULES:
         with contextlib.suppress(ImportError):

@@ -1,0 +1,70 @@
+"""vLLM's own worker in place of ours, where a release lacks a symbol that ours is built on. Never sizes anything.
+
+Importing this module imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import logging
+import os
+from typing import Any
+
+from workers.kv.report import Report
+from workers.kv.settings import Settings
+from workers.kv.symbols import Missing, imported
+
+logger = logging.getLogger("vllm.sparkd.kv")
+
+
+class _Base:
+    """vLLM adds a worker extension to the bases of a worker class, which Python refuses where `object` is the only one."""
+
+
+def in_place_of(error: ImportError) -> type:
+    """A class that vLLM can make its worker of: what comes of it is the platform's own. error: why ours cannot be imported.
+
+    Raises ImportError where there is no vLLM at all.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise error
+    why = f"this vLLM lacks what sparkd's worker is built on ({error})"
+
+    class Stock(_Base):
+        def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            _keep(vllm_config.cache_config, why, int(kwargs.get("rank", 0)))
+            own, extensions = _own(vllm_config, why), tuple(one for one in cls.__bases__ if one is not _Base)
+            return (type(own.__name__, (own, *extensions), {}) if extensions else own)(vllm_config, *args, **kwargs)
+
+    return Stock
+
+
+def _keep(cache_config: Any, why: str, rank: int) -> None:
+    """Of what was asked, a size in bytes; the rest is said."""
+    settings = Settings.parse(os.environ)
+    size = settings.bytes or settings.at_most_bytes
+    if size is not None and getattr(cache_config, "kv_cache_memory_bytes", size) is None:
+        cache_config.kv_cache_memory_bytes = size
+    told = "" if size is None else f", {size / 2**30:.2f} GiB"
+    lost = [name for name in ("tokens", "sequences", "margin_bytes", "reserved_bytes") if getattr(settings, name) is not None]
+    told += f"; {' and '.join(lost)} of kv_cache cannot be kept" if lost else ""
+    logger.warning("sparkd: %s; it sizes its KV cache itself, by gpu_memory_utilization%s.", why, told)
+    Report(settings.report, rank).tell("stock", why=f"{why}{told}")
+
+
+def _own(vllm_config: Any, why: str) -> type:
+    """The worker class that this platform takes where nobody names one. Raises RuntimeError."""
+    asked = copy.deepcopy(vllm_config)
+    asked.parallel_config.worker_cls = "auto"
+    try:
+        imported("vllm.platforms", "current_platform").check_and_update_config(asked)
+        module, _, name = str(asked.parallel_config.worker_cls).rpartition(".")
+        own: type = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError, TypeError, Missing) as error:
+        raise RuntimeError(
+            f"The engine cannot start: {why}, and vLLM's own worker was not found either ({error}). Leave out --worker-cls; in sparkd.yaml "
+            "kv_cache: {utilization: 0.8} does."
+        ) from error
+    return own
