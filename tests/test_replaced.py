@@ -24,6 +24,7 @@ REPLACED = {
     ("workers/kv/prompt_logprobs.py", "runner.model"): ("model",),
     ("workers/kv/prompt_logprobs.py", "runner.sampler"): ("sampler",),
     ("workers/kv/cpu.py", "self.cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
+    ("workers/kv/stock.py", "cache_config.kv_cache_memory_bytes"): ("kv_cache_memory_bytes",),
     ("workers/kv/gate.py", "cache_config.gpu_memory_utilization"): ("gpu_memory_utilization",),
     ("workers/kv/symbols.py", "cache_config.num_gpu_blocks_override"): ("num_gpu_blocks_override",),
     ("workers/kv/minimal.py", "cache.num_gpu_blocks"): ("num_gpu_blocks",),
@@ -45,6 +46,7 @@ REPLACED = {
 # Of functions and tensors of our own, of layers that our own methods make, of copies, and of libc.
 OWN = {
     ("workers/kv/symbols.py", "shorter.model_config"),  # of a copy of the configuration
+    ("workers/kv/stock.py", "asked.parallel_config.worker_cls"),  # of another one
     ("workers/kv/prompt_logprobs.py", "pieces.sparkd_stock"),
     ("workers/stream/cpu_linear.py", "layer.input_size_per_partition"),
     ("workers/stream/cpu_linear.py", "layer.logical_widths"),

@@ -56,6 +56,14 @@ def test_a_size_that_vllm_was_given_holds_where_nobody_says_another(own, vllms, 
     assert Settings(**own).or_vllms(SimpleNamespace()) == Settings(**own)
 
 
+@pytest.mark.parametrize("own", [{}, {"bytes": 7}, {"sequences": 7, "at": 9}])
+def test_vllms_blocks_go_before_every_other_size(own):
+    found = Settings(**own).or_vllms(SimpleNamespace(kv_cache_memory_bytes=5 << 30, num_gpu_blocks_override=12))
+    assert found == Settings(**own, blocks=12)
+    with pytest.raises(ValueError, match="has no 'blocks'"):
+        Settings.parse({"SPARKD_KV": '{"blocks": 12}'})
+
+
 def test_a_margin_that_is_no_number():
     with pytest.raises(ValueError, match="VLLM_KV_CACHE_MEM_MARGIN must be a whole number of MiB"):
         Settings.parse({"VLLM_KV_CACHE_MEM_MARGIN": "1.5"})

@@ -157,6 +157,29 @@ def test_a_cache_of_a_given_size(tmp_path, settings, expected):
     assert start(Machine(40 * GIB), tmp_path, **settings)[1] == expected
 
 
+@pytest.mark.parametrize("other", [{}, {"bytes": 50 * GIB}, {"sequences": 9}, {"at_most_bytes": GIB}, {"reserved_bytes": 34 * GIB}])
+def test_vllms_own_number_of_blocks_decides_and_the_report_says_so(tmp_path, caplog, other):
+    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+    assert start(Machine(40 * GIB), tmp_path, blocks=512, **other)[1] == 2 * GIB
+    why = "--num-gpu-blocks-override asks for 512 blocks" + (", which goes before kv_cache and memory_gib" if other else "")
+    assert told(tmp_path)["source_why"] == why
+    assert f"2.00 GiB for the KV cache by plenty ({why})" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        (50 * 256, r"needs 50.0 GiB and 35.5 GiB are left: .* a smaller cache \(--num-gpu-blocks-override 9088 would fit, which is 35 of"),
+        (128, r"is 0\.50 GiB, and one request .* a larger cache \(--num-gpu-blocks-override 257 would do\)"),
+        (0, r"is 0\.00 GiB, and one request .* a larger cache \(--num-gpu-blocks-override 257 would do\)"),
+    ],
+)
+def test_more_or_fewer_blocks_than_fit_are_refused_with_the_number_that_does(tmp_path, blocks, says):
+    with pytest.raises(ValueError, match=says):
+        start(Machine(40 * GIB), tmp_path, blocks=blocks)
+    assert told(tmp_path)["phase"] == "refused"
+
+
 @pytest.mark.parametrize("settings", [{}, {"bytes": 50 * GIB}, {"sequences": 60}])
 def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings):
     machine = Machine(5 * GIB if not settings else 40 * GIB)

@@ -58,6 +58,22 @@ def test_what_can_be_kept_is_kept_and_the_rest_said(tmp_path, caplog, monkeypatc
     assert told(tmp_path)["phase"] == "stock"
 
 
+@pytest.mark.parametrize(("blocks", "fits"), [(512, True), (50 * 256, False)])
+def test_blocks_that_vllm_was_told_to_take_do_not_over_commit(tmp_path, blocks, fits):
+    """It takes them whatever it is told that there is."""
+    machine = Machine(40 * GIB, missing="GPUModelRunner._dummy_run")
+    machine.warm = lambda: int(bool(machine.rehearse(1.0)))  # type: ignore[method-assign]
+    known = Settings(margin_bytes=8 * GIB, report=str(tmp_path / "report"), blocks=blocks)
+    sizing = Sizing(machine, known, lambda: NEED, lambda: {"model": "m"})
+    if fits:
+        assert sizing.determine(lambda _limit: 36 * GIB) == 32 * GIB
+        assert "at most 2.00 GiB (--num-gpu-blocks-override asks for 512 blocks)" in told(tmp_path)["why"]
+        return
+    with pytest.raises(ValueError, match=r"asks for 12,800 blocks needs 50\.00 GiB, and 32\.00 GiB are left .* fewer blocks"):
+        sizing.determine(lambda _limit: 36 * GIB)
+    assert told(tmp_path)["phase"] == "refused"
+
+
 class Worker:
     """vLLM's, as far as a cache is concerned."""
 

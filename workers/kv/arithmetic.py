@@ -16,6 +16,8 @@ MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 PEAK_FACTOR = 1.25
 # Bits of a weight in 4 bits with its part of a scale for every 16 or 32.
 FOUR_BITS = 4.5
+# vLLM's own way to give the cache a size.
+BLOCKS_FLAG = "--num-gpu-blocks-override"
 # Lengths and batches that are advised are whole ones of these.
 STEP_TOKENS = 256
 
@@ -125,19 +127,22 @@ def pool(
     asked: int | None = None,
     at_most: int | None = None,
     reserved: Reserved | None = None,
+    by_blocks: bool = False,
 ) -> Pool:
-    """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. Raises DoesNotFit.
+    """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. by_blocks: the size was
+    given in vLLM's blocks. Raises DoesNotFit.
 
     room: bytes that can be taken at all (Reading.room).
     """
     left = room - demand.ahead - margin
     if asked is not None:
-        if asked < need.least and (cures := _of_too_little(asked, left, need)):
+        if asked < need.least and (cures := _of_too_little(asked, left, need, by_blocks)):
             one = f"one request of {need.max_model_len:,} tokens needs {_gib(need.least)}"
             raise DoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
         if asked > left:
             what = f"The KV cache that was asked for needs {_gib(asked)}"
-            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=left >= need.least))
+            smaller = left >= need.least
+            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=smaller, by_blocks=by_blocks))
         size = asked
     else:
         within = left if reserved is None else reserved.left(demand)
@@ -176,9 +181,10 @@ def smaller_batch(demand: Demand, missing: int, need: Need) -> int:
     return int(need.batch_tokens * peak / demand.peak) // STEP_TOKENS * STEP_TOKENS if peak > 0 else 0
 
 
-def _of_too_little(asked: int, left: int, need: Need) -> list[str]:
+def _of_too_little(asked: int, left: int, need: Need, by_blocks: bool) -> list[str]:
     """What helps a cache whose given size is less than one request, where `left` bytes are there for it."""
-    cures = ["a larger cache (kv_cache)"] if left >= need.least else []
+    way = f"{BLOCKS_FLAG} {-(-need.least // need.per_block)} would do" if by_blocks else "kv_cache"
+    cures = [f"a larger cache ({way})"] if left >= need.least else []
     if tokens := longest(min(asked, left), need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
     return cures
@@ -222,17 +228,20 @@ def _sentence(
     missing: int,
     *,
     smaller: bool = False,
+    by_blocks: bool = False,
     most: int | None = None,
     more: str = "",
 ) -> str:
-    """missing: bytes. smaller: whether a smaller cache would do for one request. most: what the cache may have, where that is less than
+    """missing: bytes. smaller: whether a smaller cache would do for one request; by_blocks: whose size was given in
+    vLLM's blocks. most: what the cache may have, where that is less than
     `left`. more: what else there is to the sum."""
     weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
     sum_of = f"{_gib(room)} are there, less {', '.join([*_ahead(demand), f'{_gib(margin)} of margin'])}{more}."
     cures: list[str] = []
     if smaller:
         requests = (left - need.per_block) // need.per_request
-        cures.append(f"a smaller cache (up to {_gib(left)} would fit, which is {requests} of {need.max_model_len:,} tokens)")
+        way = f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
+        cures.append(f"a smaller cache ({way} would fit, which is {requests} of {need.max_model_len:,} tokens)")
     elif tokens := longest(left if most is None else min(left, most), need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
     cures += [*_smaller(demand, need, missing), "ending what else uses the memory"]

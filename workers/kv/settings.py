@@ -24,7 +24,8 @@ class Settings:
     sequences: that many requests of `at` tokens each (None: of max_model_len). at_most_bytes: a limit on what `auto` takes.
     reserved_bytes: what the whole engine may take on this node, its processes and weights included. margin_bytes: left free beside the
     cache; None: the default of arithmetic.py. profiles: folder of what earlier starts learned; report: file that says what came out;
-    None: neither. engine: by what name whoever starts this engine looks for its profile.
+    None: neither. engine: by what name whoever starts this engine looks for its profile. blocks: vLLM's --num-gpu-blocks-override, which
+    goes before every size and limit of ours as it does before vLLM's own; not of SPARKD_KV.
     """
 
     bytes: int | None = None
@@ -37,6 +38,7 @@ class Settings:
     report: str | None = None
     reserved_bytes: int | None = None
     engine: str | None = None
+    blocks: int | None = None
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Settings:
@@ -50,8 +52,8 @@ class Settings:
                 raise ValueError(f"{VARIABLE} is not a JSON object.") from None
         if not isinstance(given, dict):
             raise ValueError(f"{VARIABLE} is not a JSON object.")
-        known = cls.__dataclass_fields__.keys()
-        if unknown := sorted(given.keys() - known):
+        known = [name for name in cls.__dataclass_fields__ if name != "blocks"]
+        if unknown := sorted(given.keys() - set(known)):
             raise ValueError(f"{VARIABLE} has no {unknown[0]!r}; it has {', '.join(known)}.")
         for name, value in given.items():
             _check(name, value)
@@ -67,7 +69,11 @@ class Settings:
         return cls(**given)
 
     def or_vllms(self, cache_config: Any) -> Settings:
-        """With what vLLM's own --kv-cache-memory-bytes says (on a CPU also VLLM_CPU_KVCACHE_SPACE), where this says no size."""
+        """With what vLLM's own --kv-cache-memory-bytes says (on a CPU also VLLM_CPU_KVCACHE_SPACE), where this says no size; with its
+        --num-gpu-blocks-override whatever this says."""
+        blocks = getattr(cache_config, "num_gpu_blocks_override", None)
+        if blocks is not None:
+            return replace(self, blocks=int(blocks))
         size = getattr(cache_config, "kv_cache_memory_bytes", None)
         if not size or any(getattr(self, name) is not None for name in SIZES):
             return self

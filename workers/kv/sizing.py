@@ -271,13 +271,15 @@ class Sizing:
         long = course.source == "rehearsal" and self._rehearsal.read().is_shared
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
-        made = pool(reading.room, demand, wish.margin(reading), need, wish.asked(need), wish.at_most(), wish.reserved(reading))
+        margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
+        made = pool(reading.room, demand, margin, need, wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks)
+        why = "; ".join(one for one in (wish.why(), course.why) if one) or None
         self._pool = made
         self._source = course.source
         self._report.tell(
             "sized",
             source=course.source,
-            source_why=course.why,
+            source_why=why,
             pool_bytes=made.bytes,
             room_bytes=made.room,
             margin_bytes=made.margin,
@@ -289,7 +291,7 @@ class Sizing:
             "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin.",
             made.bytes / GIB,
             course.source,
-            f" ({course.why})" if course.why else "",
+            f" ({why})" if why else "",
             made.room / GIB,
             beside,
             made.margin / GIB,
@@ -307,18 +309,27 @@ class Sizing:
     def _by_vllm(self, stock: Callable[[int | None], int], why: str) -> int:
         """vLLM's own sizing, within what was asked as far as that can be kept; the rest is said."""
         reading, need = self._rehearsal.read(), self._need
-        asked = self._settings.bytes if need is None else self._wish.asked(need)
-        limit = asked if asked is not None else self._wish.limit(reading)
-        settings = self._settings
-        lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None]
+        settings, by_blocks = self._settings, self._settings.blocks is not None
+        asked = (None if by_blocks else settings.bytes) if need is None else self._wish.asked(need)
+        limit = asked if asked is not None or by_blocks else self._wish.limit(reading)
+        lost = [name for name in ("tokens", "sequences") if getattr(settings, name) is not None and need is None and not by_blocks]
         told = "" if limit is None else f", at most {limit / GIB:.2f} GiB"
+        told += f" ({self._wish.why()})" if by_blocks else ""
         told += f"; {lost[0]} of kv_cache cannot be kept" if lost else ""
         logger.warning("sparkd: %s; it sizes its KV cache itself%s. The margin stays free of it, though no batch was rehearsed.", why, told)
         self._report.tell("stock", why=f"{why}{told}")
         self._pool = None
         size = stock(limit)
         after = self._rehearsal.read()
-        return min(size, max(0, after.room - self._wish.margin(after)))
+        left = max(0, after.room - self._wish.margin(after))
+        if by_blocks and asked is not None and asked > left:  # it would be allocated whatever is returned here
+            sentence = (
+                f"The KV cache of {self._wish.why()} needs {asked / GIB:.2f} GiB, and {left / GIB:.2f} GiB are left beside the margin."
+            )
+            sentence += " What helps: fewer blocks, or ending what else uses the memory."
+            self._report.tell("refused", why=sentence)
+            raise ValueError(sentence)
+        return min(size, left)
 
     def _rehearsed(self, setbacks: int) -> Demand:
         """Raises Missing, RanOut."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workers.kv.arithmetic import GIB, Demand, Need, Reserved, margin_of
+from workers.kv.arithmetic import BLOCKS_FLAG, GIB, Demand, Need, Reserved, margin_of
 from workers.kv.readings import Reading
-from workers.kv.settings import Settings
+from workers.kv.settings import SIZES, Settings
 
 # The largest batches of the models that fit one Spark need 2 to 17 GiB for a moment; those of a CPU's models less than one.
 PLENTY_BYTES, PLENTY_SHARE = 8 * GIB, 0.5
@@ -23,6 +23,8 @@ class Wish:
         """Bytes of a cache of a given size; None for all that is left. The block that vLLM keeps for itself is added."""
         settings = self._settings
         block = need.per_block
+        if settings.blocks is not None:
+            return settings.blocks * block
         if settings.bytes is not None:
             return settings.bytes
         if settings.tokens is not None:
@@ -31,6 +33,14 @@ class Wish:
             tokens = min(settings.at or need.max_model_len, need.max_model_len)
             return settings.sequences * _whole(need.request(tokens), block) + block
         return None
+
+    def why(self) -> str | None:
+        """What else than the wish decides; None for nothing."""
+        settings = self._settings
+        if settings.blocks is None:
+            return None
+        others = any(getattr(settings, name) is not None for name in (*SIZES, "at_most_bytes", "reserved_bytes"))
+        return f"{BLOCKS_FLAG} asks for {settings.blocks:,} blocks{', which goes before kv_cache and memory_gib' if others else ''}"
 
     def at_most(self) -> int | None:
         """A limit on what `auto` takes; None for none."""
