@@ -73,7 +73,34 @@ def test_the_batch_that_is_said_to_fit_fits():
         pool(10 * GIB, SPARK, GIB, need)
     tokens = int(re.search(r"tokens (\d,\d{3}) would", str(raised.value))[1].replace(",", ""))
     assert pool(10 * GIB, replace(SPARK, peak=SPARK.peak * tokens // 8192), GIB, need).bytes >= need.least
-    assert smaller_batch(SPARK, 8 * GIB, need) == 0
+    assert smaller_batch(SPARK, 8 * GIB, need) == {}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decoding", "sequences", "says"),
+    [
+        (6, 6, 512, "max_num_batched_tokens 5,888 and max_num_seqs 374"),
+        (3, 6, 512, "max_num_seqs 374"),
+        (6, 3, 512, "max_num_batched_tokens 5,888"),
+        (6, 5, 512, "max_num_batched_tokens 5,888 and max_num_seqs 449"),
+        (6, 3, 8192, "max_num_batched_tokens 5,888 and max_num_seqs 5,888"),  # vLLM wants a token for each
+        (6, 6, 1, "max_num_batched_tokens, max_num_seqs"),  # one sequence is as few as can be
+    ],
+)
+def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, says):
+    need = replace(NEED, batch_tokens=8192, sequences=sequences)
+    demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(prefill * GIB, decoding * GIB)
+    assert demand.peak == 6 * GIB
+    with pytest.raises(DoesNotFit) as raised:
+        pool(8 * GIB, demand, GIB, need)
+    would = f"{says} would about fit" if any(word.isdecimal() for word in says.replace(",", "").split()) else says
+    assert f"a smaller batch ({would})" in str(raised.value)
+    fits = {name: int(count.replace(",", "")) for name, count in re.findall(r"(max_num_\w+) ([\d,]+\d)", str(raised.value))}
+    if fits:
+        tokens, seqs = fits.get("max_num_batched_tokens", 8192), fits.get("max_num_seqs", sequences)
+        smaller = demand.with_peaks(prefill * GIB * tokens // 8192, decoding * GIB * seqs // sequences)
+        assert pool(8 * GIB, smaller, GIB, need).bytes >= need.least
+        assert seqs <= tokens
 
 
 def test_the_context_that_is_said_to_fit_fits():
@@ -221,7 +248,7 @@ def test_nothing_is_tried_under_the_floor_and_the_sum_is_said(learned):
 
 
 def test_no_batch_is_advised_where_none_was_rehearsed():
-    assert smaller_batch(Demand(), -GIB, NEED) == 0
+    assert smaller_batch(Demand(), -GIB, NEED) == {}
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
     monkeypatch.setattr("workers.kv.cuda.forget_files", note("evict"))
     monkeypatch.setattr("workers.kv.cuda.give_back", note("trim"))
     monkeypatch.setattr("workers.kv.cuda.minimal_cache", minimal)
-    monkeypatch.setattr("workers.kv.cuda.largest_batches", note("largest"))
+    monkeypatch.setattr("workers.kv.cuda.largest_prefill", note("prefill"))
+    monkeypatch.setattr("workers.kv.cuda.all_decoding", note("decoding"))
     monkeypatch.setattr("workers.kv.cuda.graphs_of", note("graphs", 3 * GIB))
     monkeypatch.setattr("vllm.model_executor.warmup.kernel_warmup.kernel_warmup", note("kernels"))
     runner = SimpleNamespace(profile_run=note("profile"), model_memory_usage=9 * GIB, max_num_tokens=8192, max_num_reqs=4)
@@ -96,7 +97,7 @@ def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
 
     settle = ["evict", "trim", "empty"]
     compiled = ["evict", "profile", *settle]
-    assert did == [*compiled, "profile", "minimal cache", "kernels", "largest", "torn down", *settle, "graphs", *settle]
+    assert did == [*compiled, "profile", "minimal cache", "kernels", "prefill", "decoding", "torn down", *settle, "graphs", *settle]
     assert (demand.graphs, demand.peak, demand.reusable, demand.weights) == (3 * GIB, 4 * GIB, 2 * GIB, 9 * GIB)
 
 

@@ -27,13 +27,21 @@ class Demand:
     """Bytes that the engine takes besides its weights and the cache.
 
     graphs: CUDA graphs that are not in memory yet. peak: what the largest batch needs for a moment. reusable: of that, already reserved
-    by the allocator and free. weights: for the message alone, they are in memory already.
+    by the allocator and free. weights: for the message alone, they are in memory already; and so are prefill and decoding, of which peak is
+    the larger: what the longest prefill needs for a moment, and every sequence that decodes; 0 where nobody knows them apart.
     """
 
     graphs: int = 0
     peak: int = 0
     reusable: int = 0
     weights: int = 0
+    prefill: int = 0
+    decoding: int = 0
+
+    def with_peaks(self, prefill: int, decoding: int, scale: float = 1.0, *, apart: bool = True) -> Demand:
+        """scale: of the batches that took so much. apart: whether the two are known apart."""
+        first, second = int(prefill / scale), int(decoding / scale)
+        return replace(self, peak=max(first, second), prefill=first if apart else 0, decoding=second if apart else 0)
 
     @property
     def ahead(self) -> int:
@@ -48,7 +56,8 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Need:
     """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
-    one such request. batch_tokens: of the largest batch (max_num_batched_tokens), for the message alone; 0 where nobody knows. of: bytes of
+    one such request. batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 where
+    nobody knows. of: bytes of
     a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one. weight_bits:
     of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone.
     """
@@ -59,6 +68,7 @@ class Need:
     batch_tokens: int = 0
     of: Callable[[int], int] | None = field(default=None, compare=False)
     weight_bits: int = 16
+    sequences: int = 0
 
     @property
     def per_token(self) -> float:
@@ -172,13 +182,24 @@ def longest(left: int, need: Need) -> int:
     return STEP_TOKENS * bisect_right(steps, left - need.per_block, key=lambda step: need.request(step * STEP_TOKENS))
 
 
-def smaller_batch(demand: Demand, missing: int, need: Need) -> int:
-    """About how many tokens a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its tokens. 0
-    where no batch is small enough, or nobody knows what one needs."""
-    if not demand.peak:
-        return 0
+def smaller_batch(demand: Demand, missing: int, need: Need) -> dict[str, int]:
+    """About how many tokens and sequences a batch may have, so that `missing` bytes less are needed for it: a prefill's peak grows with its
+    tokens, a decoding batch's with its sequences. By vLLM's names, only what must be smaller; empty where no batch is small enough, or
+    nobody knows what one needs."""
     peak = demand.peak - missing / PEAK_FACTOR
-    return int(need.batch_tokens * peak / demand.peak) // STEP_TOKENS * STEP_TOKENS if peak > 0 else 0
+    if not demand.peak or peak <= 0:
+        return {}
+    found = {}
+    prefill = demand.prefill or demand.peak
+    if prefill > peak:
+        tokens = int(need.batch_tokens * peak / prefill) // STEP_TOKENS * STEP_TOKENS
+        found["max_num_batched_tokens"] = tokens
+        if need.sequences > tokens:  # vLLM refuses more sequences than a batch has tokens (vllm/config/scheduler.py)
+            found["max_num_seqs"] = tokens
+    if demand.decoding > peak:
+        sequences = int(need.sequences * peak / demand.decoding)
+        found["max_num_seqs"] = min(sequences, found.get("max_num_seqs", sequences))
+    return found if all(found.values()) else {}
 
 
 def _of_too_little(asked: int, left: int, need: Need, by_blocks: bool) -> list[str]:
@@ -252,8 +273,8 @@ def _smaller(demand: Demand, need: Need, missing: int) -> list[str]:
     """What frees `missing` bytes of the engine's own."""
     cures: list[str] = []
     if demand.ahead - demand.graphs > missing:
-        tokens = smaller_batch(demand, missing, need)
-        how = f"max_num_batched_tokens {tokens:,} would about fit" if tokens else "max_num_batched_tokens, max_num_seqs"
+        fits = [f"{name} {count:,}" for name, count in smaller_batch(demand, missing, need).items()]
+        how = f"{' and '.join(fits)} would about fit" if fits else "max_num_batched_tokens, max_num_seqs"
         cures.append(f"a smaller batch ({how})")
     if demand.graphs > missing:
         cures.append(f"no CUDA graphs (enforce_eager: true frees {_gib(demand.graphs)})")

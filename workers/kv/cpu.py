@@ -16,7 +16,7 @@ from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import folders_of, identity_of
-from workers.kv.minimal import largest_batches, minimal_cache, receive
+from workers.kv.minimal import all_decoding, largest_prefill, minimal_cache, receive
 from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.release import forget_files, give_back, trim
 from workers.kv.settings import Settings
@@ -48,10 +48,15 @@ class CpuRehearsal:
         with minimal_cache(runner):
             if runner.supports_mm_inputs:
                 runner.profile_run()  # the encoders; the rest of it the largest batches cover
-            largest_batches(runner, scale)
-        peak = peak_resident_bytes()
+            largest_prefill(runner, scale)
+            prefill = peak_resident_bytes()
+            known = forget_peak()
+            all_decoding(runner, scale)
+            decoding = peak_resident_bytes()
         self._settle()
-        return Demand(peak=int(max(0, peak - self._resident) / scale), weights=self.weights)
+        taken = [max(0, peak - self._resident) for peak in (prefill, decoding)]
+        # Where the kernel does not let a peak begin anew, the second is that of both.
+        return Demand(weights=self.weights).with_peaks(taken[0], taken[1], scale, apart=known)
 
     def read(self) -> Reading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""

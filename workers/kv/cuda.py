@@ -19,7 +19,7 @@ from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
 from workers.kv.identity import folders_of, identity_of
-from workers.kv.minimal import graphs_of, is_v2, largest_batches, minimal_cache, smaller_batches
+from workers.kv.minimal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, smaller_batches
 from workers.kv.readings import Reading, host, taken_by_session
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
@@ -52,9 +52,10 @@ class CudaRehearsal:
             # The first run compiles; what the compiler takes for a moment is not the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
-                peaks = [self._peak(runner.profile_run)]
+                prefill = self._peak(runner.profile_run)
             with minimal_cache(runner):
-                peaks.append(self._peak(lambda: self._largest(runner, scale)))
+                prefill = max(prefill, self._peak(lambda: self._prefill(runner, scale)))
+                decoding = self._peak(lambda: self._decode(runner, scale))
             self._settle()
             before = self._free()
             graphs = graphs_of(runner)
@@ -62,7 +63,7 @@ class CudaRehearsal:
         # What a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken again.
         left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
-        return Demand(max(0, graphs - left_behind), int(max(peaks) / scale), self.idle(), weights)
+        return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(prefill, decoding, scale)
 
     def taken(self) -> int:
         processes = taken_by_session() if self.read().is_shared else 0
@@ -105,12 +106,15 @@ class CudaRehearsal:
         torch.cuda.synchronize(device)
         return max(0, torch.cuda.max_memory_allocated(device) - base)
 
-    def _largest(self, runner: Any, scale: float) -> None:
+    def _prefill(self, runner: Any, scale: float) -> None:
         """JIT compilers and autotuners run now, and not after the cache has taken what they need for a moment."""
         kernel_warmup = imported("vllm.model_executor.warmup.kernel_warmup", "kernel_warmup")
         with smaller_batches(runner, scale):
             kernel_warmup(self._worker)
-        largest_batches(runner, scale)
+        largest_prefill(runner, scale)
+
+    def _decode(self, runner: Any, scale: float) -> None:
+        all_decoding(runner, scale)
         if is_v2(runner):
             # Its profile run samples without any wish; this asks for every one that a request can have.
             imported("vllm.v1.worker.gpu.warmup", "warmup_kernels")(runner, self._worker.execute_model, self._worker.sample_tokens)
@@ -127,7 +131,10 @@ def _refusals() -> Iterator[None]:
     """Raises RanOut where the device refuses memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # vLLM has one of its own for a sampler that ran out (v1/worker/gpu_model_runner.py, _dummy_sampler_run).
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
         raise RanOut(str(error).partition(". ")[0]) from None
 
 

@@ -43,22 +43,33 @@ def minimal_cache(runner: Any) -> Iterator[None]:
         tear_down()
 
 
-def largest_batches(runner: Any, scale: float = 1.0) -> None:
-    """What the scheduler may ask at most: a prefill of max_num_batched_tokens at the end of the longest context, and every sequence
-    decoding. scale: of the prefill's tokens. Raises Missing."""
-    run = method(runner, "_dummy_run")
+def largest_prefill(runner: Any, scale: float = 1.0) -> None:
+    """Of what the scheduler may ask at most: max_num_batched_tokens at the end of the longest context. scale: of them. Raises Missing."""
     tokens = max(1, int(runner.max_num_tokens * scale))
     each = -(-tokens // min(tokens, runner.max_num_reqs))  # of one sequence
-    decoding = min(runner.max_num_reqs, runner.max_num_tokens)
+    # Releases of V2 before 0.30 take no notice of context_len.
+    at_end = {"context_len": max(0, runner.max_model_len - each)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
+    rehearse_prompt_logprobs(runner, _run(runner, tokens, **at_end)[0])
+
+
+def all_decoding(runner: Any, scale: float = 1.0) -> None:
+    """The other half of it: every sequence decodes, with its drafts, and is sampled. scale: of max_num_seqs. Raises Missing."""
+    each = int(getattr(runner, "uniform_decode_query_len", None) or getattr(runner, "decode_query_len", None) or 1)
+    sequences = max(1, int(min(runner.max_num_reqs, runner.max_num_tokens // each) * scale))
+    hidden, last = _run(runner, sequences * each, uniform_decode=True)
+    rows = last if each == 1 else hidden  # of a draft each token is judged
+    pools = getattr(runner, "is_pooling_model", False) or getattr(runner, "pooling_runner", None) is not None
+    if isinstance(rows, torch.Tensor) and rows.ndim == 2 and not pools:  # else no last stage, or nothing to sample
+        method(runner, "_dummy_sampler_run")(rows[: sequences * each])
+
+
+def _run(runner: Any, tokens: int, **named: Any) -> Any:
+    run = method(runner, "_dummy_run")
     if is_v2(runner):
-        # Releases before 0.30 take no notice of context_len.
-        rehearse_prompt_logprobs(runner, run(tokens, skip_eplb=True, context_len=max(0, runner.max_model_len - each))[0])
-        run(decoding, uniform_decode=True, skip_eplb=True)
-        return
+        return run(tokens, skip_eplb=True, **named)
     # V1 would capture what it can: into the pool that the real graphs are to have, and against this cache.
-    plain = {"force_attention": True, "skip_eplb": True, "cudagraph_runtime_mode": imported("vllm.config", "CUDAGraphMode").NONE}
-    rehearse_prompt_logprobs(runner, run(tokens, profile_seq_lens=runner.max_model_len, **plain)[0])
-    run(decoding, uniform_decode=True, **plain)
+    none = imported("vllm.config", "CUDAGraphMode").NONE
+    return run(tokens, force_attention=True, skip_eplb=True, cudagraph_runtime_mode=none, **named)
 
 
 @contextlib.contextmanager

@@ -47,8 +47,9 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
 
     length = vllm_config.model_config.max_model_len
     per_request = of(length)
-    batch = int(vllm_config.scheduler_config.max_num_batched_tokens)
-    return Need(per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config))
+    scheduler = vllm_config.scheduler_config
+    batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
+    return Need(per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config), sequences)
 
 
 def weight_bits(vllm_config: Any) -> int:
