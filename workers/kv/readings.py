@@ -11,13 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from workers.kv.cgroups import CGROUP, RECLAIMABLE_SHARE, cgroup_left, least
 from workers.meminfo import parse_meminfo
 from workers.processes import read_stat
 
 PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
-# Of the page cache that is clean and not in use, the kernel gives back most at once; some of it is mapped or under write-back.
-RECLAIMABLE_SHARE = 0.8
 EVERY_S = 0.05
 
 
@@ -73,7 +71,7 @@ def host(proc: Path = PROC, cgroup: Path = CGROUP) -> Reading:
     files = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("Active(file):", "Inactive(file):"))]
     reclaimable = sum(files) if files else known["cached_bytes"]
     return Reading(
-        known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=_cgroup_left(proc, cgroup)
+        known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=cgroup_left(proc, cgroup)
     )
 
 
@@ -88,8 +86,8 @@ def lowest(read: Callable[[], Reading], window_s: float, *, sleep: Callable[[flo
             available=min(found.available, now.available),
             free=min(found.free, now.free),
             reclaimable=min(found.reclaimable, now.reclaimable),
-            cgroup_left=_least(found.cgroup_left, now.cgroup_left),
-            device_free=_least(found.device_free, now.device_free),
+            cgroup_left=least(found.cgroup_left, now.cgroup_left),
+            device_free=least(found.device_free, now.device_free),
         )
     return found
 
@@ -136,36 +134,3 @@ def _status(name: str, proc: Path) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{proc}/self/status has no {name}")
-
-
-def _cgroup_left(proc: Path, cgroup: Path) -> int | None:
-    """The least room under the limits of this process's group and those above it (cgroup v2); page cache of the group counts as room."""
-    try:
-        line = next(line for line in (proc / "self" / "cgroup").read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return None
-    left: int | None = None
-    folder = Path(os.path.normpath(f"{cgroup}/{line[3:]}"))
-    while folder.is_relative_to(cgroup):
-        left = _least(left, _left_of(folder))
-        if folder == cgroup:
-            break
-        folder = folder.parent
-    return left
-
-
-def _left_of(folder: Path) -> int | None:
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return max(0, int(limit) - used + int(RECLAIMABLE_SHARE * files))
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else min(one, other)
