@@ -141,9 +141,16 @@ def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
     if "tokens" in size:
         return ceil(size["tokens"] * layout.cost(max_model_len).per_token) + layout.block_bytes
     if "sequences" in size:
-        tokens = min(size.get("at") or max_model_len, max_model_len)
+        tokens = min((size.get("at") or max_model_len) + _lookahead(layout.serving), max_model_len)
         return int(size["sequences"]) * layout.cost(tokens).per_request + layout.block_bytes
     return None
+
+
+def _lookahead(serving: Serving) -> int:
+    """Tokens that a request has slots for beyond its own, for what is drafted: as workers.kv.symbols.lookahead_of counts them."""
+    drafts = serving.speculative_tokens
+    steps = 2 if serving.batches_in_flight > 1 else 1
+    return max(0, (steps + bool(serving.draft_layers)) * drafts - 1)
 
 
 def stages_of(layers: int, stages: int) -> list[int]:

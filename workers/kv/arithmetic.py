@@ -59,7 +59,8 @@ class Need:
     one such request. batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 where
     nobody knows. of: bytes of
     a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one. weight_bits:
-    of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone.
+    of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone. lookahead:
+    tokens that a request has slots for beyond its own, for what is drafted.
     """
 
     per_request: int
@@ -69,6 +70,7 @@ class Need:
     of: Callable[[int], int] | None = field(default=None, compare=False)
     weight_bits: int = 16
     sequences: int = 0
+    lookahead: int = 0
 
     @property
     def per_token(self) -> float:

@@ -49,7 +49,23 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
     per_request = of(length)
     scheduler = vllm_config.scheduler_config
     batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
-    return Need(per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config), sequences)
+    return Need(per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config), sequences, lookahead_of(vllm_config))
+
+
+def lookahead_of(vllm_config: Any) -> int:
+    """Tokens that vLLM has slots for beyond those of a request, up to max_model_len (v1/core/sched/scheduler.py: schedule, and
+    kv_cache_manager.py: allocate_slots). In its last step a request that ends with n tokens has n - 1, the drafts of that step, those of
+    the step before where its result is not awaited, and what the drafter writes itself."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    drafts = int(getattr(speculative, "num_speculative_tokens", None) or 0)
+    if not drafts:
+        return 0
+    written = getattr(vllm_config, "num_lookahead_tokens", None)
+    if written is None:  # releases whose scheduler counts them itself
+        own = getattr(speculative, "use_eagle", bool)() or getattr(speculative, "uses_draft_model", bool)()
+        written = drafts if own else 0
+    steps = 2 if getattr(vllm_config.scheduler_config, "async_scheduling", False) else 1
+    return steps * drafts + int(written) - 1
 
 
 def weight_bits(vllm_config: Any) -> int:

@@ -30,7 +30,7 @@ class Wish:
         if settings.tokens is not None:
             return _whole(settings.tokens * need.per_token, block) + block
         if settings.sequences is not None:
-            tokens = min(settings.at or need.max_model_len, need.max_model_len)
+            tokens = min((settings.at or need.max_model_len) + need.lookahead, need.max_model_len)
             return settings.sequences * _whole(need.request(tokens), block) + block
         return None
 
