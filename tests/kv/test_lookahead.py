@@ -43,10 +43,9 @@ CONFIG = {
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     """Of an engine with so many drafts by n-grams."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     drafts = request.param
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
