@@ -12,17 +12,18 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from workers.kv.agreement import over_world
+from workers.kv.agreement import Gather, over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import folders_of, identity_of
 from workers.kv.minimal import all_decoding, largest_prefill, minimal_cache, receive
-from workers.kv.readings import Reading, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
+from workers.kv.numa import nodes_bound
+from workers.kv.readings import PROC, Reading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.release import forget_files, give_back, trim
 from workers.kv.settings import Settings
 from workers.kv.sized import Sized
 from workers.kv.sizing import Sizing
-from workers.kv.symbols import method, need_of
+from workers.kv.symbols import Missing, method, need_of
 
 
 class CpuRehearsal:
@@ -32,6 +33,20 @@ class CpuRehearsal:
         self.weights = 0
         self._worker = worker
         self._resident = 0
+        self._kept: frozenset[int] | None = None
+        self._sharers = self._ranks = max(1, worker.parallel_config.local_world_size)
+
+    def meet(self, gather: Gather[Any]) -> None:
+        """Which ranks are on this host, and which of those take their memory of the same nodes. On the thread that vLLM has bound, once it
+        has: a policy is a thread's own."""
+        self._kept = nodes_bound(PROC)
+        mine = (boot_id(), self._kept)
+        try:
+            here = [kept for host, kept in gather(mine) if host == mine[0]]
+        except Missing:
+            return  # it is told where the ranks settle what they do
+        self._ranks = len(here)
+        self._sharers = sum(kept is None or self._kept is None or bool(kept & self._kept) for kept in here)
 
     def warm(self) -> int:
         """Its batch is a small one, which says nothing of the largest."""
@@ -60,7 +75,7 @@ class CpuRehearsal:
 
     def read(self) -> Reading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
-        return replace(host(), sharers=max(1, self._worker.parallel_config.local_world_size))
+        return replace(host(kept=self._kept), sharers=self._sharers, ranks=self._ranks)
 
     def taken(self) -> int:
         return taken_by_session()
@@ -116,6 +131,7 @@ class SparkCPUWorker(Sized, CPUWorker):
         return super().compile_or_warm_up_model()
 
     def determine_available_memory(self) -> int:
+        self._rehearsal.meet(over_world)
         return self._sizing.determine(self._stock)
 
     def _stock(self, limit: int | None) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.kv.cgroups import CGROUP, RECLAIMABLE_SHARE, cgroup_left, least
-from workers.meminfo import parse_meminfo
+from workers.kv.numa import NODES, memory_of
+from workers.meminfo import parse_fields, parse_meminfo
 from workers.processes import read_stat
 
 PROC = Path("/proc")
@@ -22,7 +23,9 @@ EVERY_S = 0.05
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Bytes. cgroup_left: under this process's memory limit, None without one. device_free, device_total: as the driver tells, None on a
-    CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory."""
+    CPU. integrated: the device's memory is the host's. sharers: ranks on this host that each take an equal part of the same memory; ranks:
+    all that are on it, where some have the memory of other nodes (0: nobody else). total, available, free, reclaimable: of the nodes bound.
+    """
 
     total: int
     available: int
@@ -33,11 +36,18 @@ class Reading:
     device_total: int | None = None
     integrated: bool = False
     sharers: int = 1
+    ranks: int = 0
+
+    @property
+    def ranks_here(self) -> int:
+        """Those that a limit on all of them is for."""
+        return max(self.ranks, self.sharers)
 
     @property
     def room(self) -> int:
         """What this rank can take now: on a discrete GPU of its own memory, else its part of the host's, by every number there is."""
-        return self._whole_room // self.sharers
+        part = self._whole_room // self.sharers
+        return part if self.cgroup_left is None or not self.is_shared else min(part, self.cgroup_left // self.ranks_here)
 
     @property
     def size(self) -> int:
@@ -55,8 +65,6 @@ class Reading:
         host = self.available
         if self.device_free is not None:  # who allocates for a device waits less for the kernel's page cache than a process does
             host = min(host, self.free + int(RECLAIMABLE_SHARE * self.reclaimable))
-        if self.cgroup_left is not None:
-            host = min(host, self.cgroup_left)
         if self.device_free is None:
             return host
         if not self.integrated:
@@ -64,15 +72,18 @@ class Reading:
         return min(host, self.device_free + int(RECLAIMABLE_SHARE * self.reclaimable))
 
 
-def host(proc: Path = PROC, cgroup: Path = CGROUP) -> Reading:
-    """Raises OSError where /proc/meminfo cannot be read."""
+def host(proc: Path = PROC, cgroup: Path = CGROUP, kept: frozenset[int] | None = None, nodes: Path = NODES) -> Reading:
+    """kept: the NUMA nodes whose memory counts, None for all. Raises OSError where /proc/meminfo cannot be read."""
     text = (proc / "meminfo").read_text()
     known = parse_meminfo(text)
-    files = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(("Active(file):", "Inactive(file):"))]
+    limited = cgroup_left(proc, cgroup)
+    fields = parse_fields(text)
+    of_nodes = None if kept is None else memory_of(kept, fields, nodes)
+    if of_nodes is not None:
+        return Reading(of_nodes.total, of_nodes.available, of_nodes.free, of_nodes.reclaimable, cgroup_left=limited)
+    files = [fields[name] for name in ("Active(file)", "Inactive(file)") if name in fields]
     reclaimable = sum(files) if files else known["cached_bytes"]
-    return Reading(
-        known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=cgroup_left(proc, cgroup)
-    )
+    return Reading(known["mem_total_bytes"], known["mem_available_bytes"], known["mem_free_bytes"], reclaimable, cgroup_left=limited)
 
 
 def lowest(read: Callable[[], Reading], window_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Reading:
@@ -90,6 +101,14 @@ def lowest(read: Callable[[], Reading], window_s: float, *, sleep: Callable[[flo
             device_free=least(found.device_free, now.device_free),
         )
     return found
+
+
+def boot_id(proc: Path = PROC) -> str:
+    """The same for all processes of one running kernel, in any container; empty where it cannot be read."""
+    try:
+        return (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def resident_bytes(proc: Path = PROC) -> int:

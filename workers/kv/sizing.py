@@ -228,7 +228,7 @@ class Sizing:
         self._learned = known = self._profiles.find(self._key)
         if before.room < floor:
             demand = None if known is None else known.demand
-            why = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.sharers, demand)
+            why = too_little(before.room, floor, margin, need, self._rehearsal.taken() // before.ranks_here, demand)
             return Vote(self._rank, refusal=why)
         engine = key_of({name: self._about.get(name) for name in OF_ALL_RANKS})
         setbacks = self._profiles.setbacks(self._key)

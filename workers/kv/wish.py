@@ -49,7 +49,7 @@ class Wish:
     def reserved(self, reading: Reading) -> Reserved | None:
         """Another one, by what the engine really holds now."""
         whole = self._settings.reserved_bytes
-        return None if whole is None else Reserved(whole, self._taken(), reading.sharers)
+        return None if whole is None else Reserved(whole, self._taken(), reading.ranks_here)
 
     def limit(self, reading: Reading) -> int | None:
         """Both, where nobody knows what the engine is going to need beside its cache."""
@@ -71,7 +71,7 @@ class Wish:
     def margin(self, reading: Reading) -> int:
         """This rank's part of what is to stay free on the machine."""
         asked = self._settings.margin_bytes
-        return margin_of(reading.size, None if asked is None else asked // reading.sharers)
+        return margin_of(reading.size, None if asked is None else asked // reading.ranks_here)
 
 
 def _whole(size: float, block: int) -> int:

@@ -1,0 +1,176 @@
+"""A host of several NUMA nodes: what those have that a process is bound to. Files by the kernel's formats (drivers/base/node.c)."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.kv.numa import nodes_bound, policy
+from workers.kv.readings import Reading, host
+from workers.kv.settings import Settings
+from workers.kv.symbols import Missing
+from workers.kv.wish import Wish
+
+MIB, GIB = 2**20, 2**30
+# Of each node in MiB: total, free, active and inactive file pages, reclaimable slabs.
+FULL, EMPTY = (64 * 1024, 2 * 1024, 512, 1536, 1024), (64 * 1024, 60 * 1024, 0, 1024, 0)
+
+
+def node(number: int, total: int, free: int, active: int, inactive: int, slabs: int) -> str:
+    fields = {
+        "MemTotal": total,
+        "MemFree": free,
+        "MemUsed": total - free,
+        "Active": active + 7,
+        "Active(anon)": 7,
+        "Inactive(anon)": 0,
+        "Active(file)": active,
+        "Inactive(file)": inactive,
+        "FilePages": active + inactive,
+        "KReclaimable": slabs,
+        "SReclaimable": slabs,
+    }
+    lines = [f"Node {number} {name + ':':<16}{size * 1024:8d} kB" for name, size in fields.items()]
+    return "\n".join([*lines, f"Node {number} HugePages_Total:     0"]) + "\n"
+
+
+def machine(tmp_path: Path, nodes: Sequence[tuple[int, ...]], allowed: str = "0-1") -> tuple[Path, Path]:
+    """(/proc, /sys/devices/system/node). The kernel keeps 1 GiB of what could be had for itself."""
+    proc, folder = tmp_path / "proc", tmp_path / "node"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "status").write_text(f"Name:\tx\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\n")
+    total, free, active, inactive, slabs = (sum(one[at] for one in nodes) for at in range(5))
+    available = free + active + inactive + slabs - 1024
+    (proc / "meminfo").write_text(
+        f"MemTotal: {total * 1024} kB\nMemFree: {free * 1024} kB\nMemAvailable: {available * 1024} kB\n"
+        f"Active(file): {active * 1024} kB\nInactive(file): {inactive * 1024} kB\nKReclaimable: {slabs * 1024} kB\n"
+    )
+    for number, numbers in enumerate(nodes):
+        (folder / f"node{number}").mkdir(parents=True)
+        (folder / f"node{number}" / "meminfo").write_text(node(number, *numbers))
+    (folder / "possible").write_text("0-1\n")
+    return proc, folder
+
+
+def bound(*nodes: int) -> Any:
+    return lambda: frozenset(nodes) if nodes else None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "policy", "kept"),
+    [
+        ("0-1", bound(), None),
+        ("0-1", bound(1), {1}),
+        ("0-1", bound(0, 1), None),
+        ("1", bound(), {1}),  # cpuset.mems of a container
+        ("1", bound(0, 1), {1}),
+        ("0,1", bound(0), {0}),
+        ("0-7", bound(), None),  # nodes that are possible and not there
+        ("", bound(), None),
+        ("x", bound(1), {1}),
+        ("0", bound(1), None),  # the kernel would refuse it
+    ],
+)
+def test_which_nodes_count(tmp_path, allowed, policy, kept):
+    proc, folder = machine(tmp_path, [FULL, EMPTY], allowed)
+    assert nodes_bound(proc, folder, policy) == (None if kept is None else frozenset(kept))
+
+
+def test_a_machine_without_nodes_has_all_its_memory(tmp_path):
+    assert nodes_bound(tmp_path, tmp_path / "node", bound(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("kept", "total_gib", "room_mib"),
+    [
+        ({0}, 64, 2048 + 2048 + 1024 - 512),  # half of what the kernel keeps
+        ({1}, 64, 60 * 1024 + 1024 - 512),
+        (None, 128, 65 * 1024),
+        ({5}, 128, 65 * 1024),  # a node that does not say what it has
+    ],
+)
+def test_the_room_is_that_of_the_nodes_bound(tmp_path, kept, total_gib, room_mib):
+    proc, folder = machine(tmp_path, [FULL, EMPTY])
+    reading = host(proc, tmp_path, None if kept is None else frozenset(kept), folder)
+    assert (reading.total / GIB, reading.room / MIB) == (total_gib, room_mib)
+    assert reading.free / MIB == {1: 60 * 1024, 0: 2 * 1024}.get(min(kept or {9}), 62 * 1024)
+
+
+@pytest.mark.parametrize("text", ["", "Node 0 MemFree: 5 kB\n", "nonsense\n"])
+def test_a_node_whose_file_says_nothing_is_not_counted(tmp_path, text):
+    proc, folder = machine(tmp_path, [FULL, EMPTY])
+    (folder / "node1" / "meminfo").write_text(text)
+    assert nodes_bound(proc, folder, bound(1)) is None
+    assert host(proc, tmp_path, frozenset({1}), folder).total == 128 * GIB
+
+
+def test_a_thread_that_is_bound_says_so_and_so_do_those_it_starts():
+    """By the kernel itself; where a container's filter refuses to bind, it is bound to nothing."""
+    number, seen = {"x86_64": 238, "aarch64": 237}.get(platform.machine(), -1), list[Any]()
+
+    def bind() -> None:
+        seen.append(policy())
+        mask = (ctypes.c_ulong * 16)(1)
+        seen.append(ctypes.CDLL(None).syscall(number, 2 | 1 << 15, mask, ctypes.c_ulong(1024)))  # MPOL_BIND, MPOL_F_STATIC_NODES
+        seen.append(policy())
+        inner = threading.Thread(target=lambda: seen.append(policy()))
+        inner.start()
+        inner.join()
+
+    thread = threading.Thread(target=bind)
+    thread.start()
+    thread.join()
+    before, refused, *after = seen
+    assert before is None
+    assert after == [None if refused else frozenset({0})] * 2
+    assert policy() is None, "a policy is a thread's own"
+
+
+def test_a_rank_on_another_node_takes_nothing_of_this_ones_and_shares_its_limits(tmp_path):
+    alone = Reading(64 * GIB, 60 * GIB, 60 * GIB, 0, cgroup_left=100 * GIB, sharers=1, ranks=2)
+    both = Reading(128 * GIB, 60 * GIB, 60 * GIB, 0, cgroup_left=100 * GIB, sharers=2, ranks=2)
+    assert [one.room // GIB for one in (alone, both)] == [50, 30]
+    assert [one.size // GIB for one in (alone, both)] == [64, 64]
+    wish = Wish(Settings(margin_bytes=4 * GIB, reserved_bytes=40 * GIB), lambda: 10 * GIB)
+    for one in (alone, both):
+        assert wish.margin(one) == 2 * GIB, "4 GiB of the machine"
+        kept = wish.reserved(one)
+        assert kept is not None and (kept.ranks, kept.bytes) == (2, 40 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks", "sharers"),
+    [
+        ([], 1, 1),
+        ([("here", frozenset({0}))], 2, 1),
+        ([("here", frozenset({1}))], 2, 2),
+        ([("here", frozenset({1, 2}))], 2, 2),
+        ([("here", None)], 2, 2),
+        ([("there", frozenset({1}))], 1, 1),  # by Ray on another host: local_world_size is that of all
+        ([("there", None), ("here", frozenset({0}))], 2, 1),
+    ],
+)
+def test_ranks_find_out_with_whom_they_share(monkeypatch, others, ranks, sharers):
+    from workers.kv import cpu
+
+    monkeypatch.setattr(cpu, "nodes_bound", lambda _proc: frozenset({1}))
+    monkeypatch.setattr(cpu, "boot_id", lambda: "here")
+    monkeypatch.setattr(cpu, "host", lambda kept: Reading(128 * GIB, 60 * GIB, 60 * GIB, 0) if kept == {1} else None)
+    worker: Any = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=1 + len(others)))
+    rehearsal = cpu.CpuRehearsal(worker)
+    rehearsal.meet(lambda mine: [mine, *others])
+    assert (rehearsal.read().ranks, rehearsal.read().sharers) == (ranks, sharers)
+
+    def lacks(_mine: Any) -> Any:
+        raise Missing("get_world_group")
+
+    rehearsal = cpu.CpuRehearsal(worker)
+    rehearsal.meet(lacks)
+    assert (rehearsal.read().ranks, rehearsal.read().sharers) == (1 + len(others),) * 2

@@ -1,0 +1,107 @@
+"""Of which NUMA nodes this process takes its memory, and what those have. Never binds anything: vLLM's CPU backend does.
+
+It binds a worker's memory to the node of its CPUs (VLLM_CPU_OMP_THREADS_BIND; csrc/cpu/utils.cpp: numa_set_membind), and a container may be
+held to some (cpuset.mems). What the other nodes have is then not there for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.meminfo import parse_fields
+
+NODES = Path("/sys/devices/system/node")
+# get_mempolicy(2), by the machine's own numbers: glibc has no function of that name.
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+_MASK_BITS = 1024
+# include/uapi/linux/mempolicy.h: modes that keep to their nodes, or spread over them alone; flags are in the high bits.
+_BIND, _INTERLEAVE, _WEIGHTED_INTERLEAVE = 2, 3, 6
+_MODE = 0xFF
+_FILES = ("Active(file)", "Inactive(file)")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes, as /proc/meminfo names them; reclaimable: page cache of files."""
+
+    total: int
+    available: int
+    free: int
+    reclaimable: int
+
+
+def policy() -> frozenset[int] | None:
+    """The nodes that this thread's memory is bound to, and that of threads it starts; None where it is bound to none or nobody says so."""
+    number = _GET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return None
+    mode, mask = ctypes.c_int(0), (ctypes.c_ulong * (_MASK_BITS // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    if ctypes.CDLL(None).syscall(number, ctypes.byref(mode), mask, ctypes.c_ulong(_MASK_BITS), None, 0) != 0:
+        return None  # a container's seccomp filter: it refuses the binding too
+    if mode.value & _MODE not in (_BIND, _INTERLEAVE, _WEIGHTED_INTERLEAVE):
+        return None
+    width = 8 * ctypes.sizeof(ctypes.c_ulong)
+    return frozenset(node for node in range(_MASK_BITS) if mask[node // width] >> node % width & 1)
+
+
+def nodes_bound(proc: Path, nodes: Path = NODES, bound: Callable[[], frozenset[int] | None] = policy) -> frozenset[int] | None:
+    """The nodes that this process's memory comes from; None for all that there are."""
+    there = frozenset(node for node, _ in _each(nodes))
+    allowed, held = _allowed(proc), bound()
+    kept = there if allowed is None else there & allowed
+    kept = kept if held is None else kept & held
+    return kept if kept and kept != there else None
+
+
+def memory_of(kept: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> Memory | None:
+    """What these nodes have together; None where one does not say. whole: of /proc/meminfo (parse_fields).
+
+    A node has no MemAvailable of its own. The kernel's is free memory, page cache and what can be reclaimed of the slabs, less its
+    watermarks and half of what is little (mm/show_mem.c, si_mem_available): a node bears its part of what is less.
+    """
+    found = [fields for node, fields in _each(nodes) if node in kept]
+    if len(found) != len(kept) or not all({"MemTotal", "MemFree"} <= fields.keys() for fields in found):
+        return None
+    total, free = (sum(fields[name] for fields in found) for name in ("MemTotal", "MemFree"))
+    files = sum(fields.get(name, 0) for fields in found for name in _FILES)
+    less = max(0, _could_be(whole) - whole.get("MemAvailable", 0))
+    share = total / max(1, whole.get("MemTotal", total))
+    available = sum(map(_could_be, found)) - int(less * share)
+    return Memory(total, max(0, min(available, whole.get("MemAvailable", available))), free, files)
+
+
+def _could_be(fields: Mapping[str, int]) -> int:
+    slabs = fields.get("KReclaimable", fields.get("SReclaimable", 0))
+    return fields.get("MemFree", 0) + sum(fields.get(name, 0) for name in _FILES) + slabs
+
+
+def _each(nodes: Path) -> Iterator[tuple[int, dict[str, int]]]:
+    """Every node with memory, and its meminfo: lines such as `Node 0 MemFree:  13127376 kB` (drivers/base/node.c)."""
+    for folder in sorted(nodes.glob("node[0-9]*")):
+        try:
+            text = (folder / "meminfo").read_text()
+        except OSError:
+            continue
+        fields = parse_fields("\n".join(line.partition(" ")[2].partition(" ")[2] for line in text.splitlines()))
+        if fields.get("MemTotal", 0):
+            yield int(folder.name[4:]), fields
+
+
+def _allowed(proc: Path) -> frozenset[int] | None:
+    """Mems_allowed_list of /proc/self/status: `0-1,4`."""
+    try:
+        lines = (proc / "self" / "status").read_text().splitlines()
+    except OSError:
+        return None
+    said = next((line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), "")
+    found: set[int] = set()
+    for part in filter(None, said.split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            return None
+        found |= set(range(int(first), int(last or first) + 1))
+    return frozenset(found) or None
