@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,10 @@ from workers.kv.readings import Reading, host
 from workers.kv.settings import Settings
 from workers.kv.symbols import Missing
 from workers.kv.wish import Wish
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own are not ours
+    from workers.kv import cpu
 
 MIB, GIB = 2**20, 2**30
 # Of each node in MiB: total, free, active and inactive file pages, reclaimable slabs.
@@ -158,8 +163,6 @@ def test_a_rank_on_another_node_takes_nothing_of_this_ones_and_shares_its_limits
     ],
 )
 def test_ranks_find_out_with_whom_they_share(monkeypatch, others, ranks, sharers):
-    from workers.kv import cpu
-
     monkeypatch.setattr(cpu, "nodes_bound", lambda _proc: frozenset({1}))
     monkeypatch.setattr(cpu, "boot_id", lambda: "here")
     monkeypatch.setattr(cpu, "host", lambda kept: Reading(128 * GIB, 60 * GIB, 60 * GIB, 0) if kept == {1} else None)
