@@ -37,8 +37,10 @@ REPLACED = {
     ("workers/kv/minimal.py", "runner.cache_config.num_gpu_blocks"): ("num_gpu_blocks",),
     ("workers/kv/minimal.py", "runner.cudagraph_manager"): ("cudagraph_manager",),
     ("workers/kv/minimal.py", "runner.intermediate_tensors"): ("intermediate_tensors",),
-    ("workers/kv/minimal.py", "runner.max_num_tokens"): ("max_num_tokens",),
-    ("workers/kv/minimal.py", "scheduler.max_num_batched_tokens"): ("max_num_batched_tokens",),
+    ("workers/kv/minimal.py", "setattr(holder, name, value)"): (
+        *("max_num_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_encoder_input_tokens", "encoder_cache_size"),
+        *("mm_max_items_per_batch", "skip_mm_profiling"),
+    ),
     ("workers/kv/minimal.py", "setattr(runner.model_state, name, empty)"): ("model_state",),
     ("workers/stream/loader.py", "engine_args.hf_overrides"): ("hf_overrides",),
     ("workers/stream/loader.py", "config.quantization_config"): ("quantization_config",),

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from workers.kv.minimal import smaller_batches
+from workers.kv.minimal import all_decoding, encoder_items, profiled, smaller_batches
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's own are not ours
+    import vllm.multimodal.encoder_budget  # noqa: F401 - replaced below
 
 
 @pytest.mark.parametrize(("scale", "tokens"), [(1.0, 8192), (0.5, 4096), (0.125, 1024), (0.01, 256)])
@@ -15,3 +23,149 @@ def test_a_smaller_batch_is_the_runners_and_that_of_warm_ups_that_ask_the_schedu
         assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (tokens, tokens)
         raise ZeroDivisionError
     assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (8192, 8192)
+
+
+ITEM_TOKENS, ITEMS = 576, 14
+
+
+class Budget:
+    """As vLLM's MultiModalBudget counts: V1's from the start, V2's from the configuration of the moment."""
+
+    mm_max_toks_per_item = {"image": ITEM_TOKENS, "audio": 0}
+
+    def __init__(self, config: Any, _registry: Any = None, *, enable_cache: bool = True) -> None:
+        assert not enable_cache
+        budget = min(max(config.max_num_encoder_input_tokens, ITEM_TOKENS), max(config.encoder_cache_size, ITEM_TOKENS))
+        self.mm_max_items_per_batch = {"image": max(1, budget // ITEM_TOKENS), "audio": 0}
+
+    def get_encoder_budget(self) -> int:
+        return 1
+
+    def get_modality_with_max_tokens(self) -> str:
+        return "image"
+
+
+class Runner:
+    """What a profile run takes: of each image, of each token, and what images leave for the rest to begin on."""
+
+    supports_mm_inputs = True
+    max_num_tokens, max_num_reqs = 8192, 256
+
+    def __init__(self, v2: bool, item: int, token: int, kept: int) -> None:
+        self.scheduler_config = self.vllm_config = SimpleNamespace(
+            max_num_batched_tokens=8192, max_num_encoder_input_tokens=8192, encoder_cache_size=8192, max_num_seqs=256
+        )
+        self.model_config = SimpleNamespace(multimodal_config=SimpleNamespace(skip_mm_profiling=False))
+        self.mm_registry = None
+        self.v2 = v2
+        if not v2:
+            self.mm_budget = Budget(self.scheduler_config, enable_cache=False)
+        self.each = item, token, kept
+        self.ran: list[tuple[int, int]] = []
+        self.took = 0
+
+    def profile_run(self) -> None:
+        budget = Budget(self.scheduler_config, enable_cache=False) if self.v2 else self.mm_budget
+        items = 0 if self.model_config.multimodal_config.skip_mm_profiling else budget.mm_max_items_per_batch["image"]
+        item, token, kept = self.each
+        self.ran.append((items, self.max_num_tokens))
+        self.took = max(items * item, items * kept + self.max_num_tokens * token)
+
+    def peak(self, run: Callable[[], Any]) -> int:
+        run()
+        return self.took
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.5, 0.25, 0.125, 0.01])
+@pytest.mark.parametrize(("item", "token", "kept"), [(900_000, 100, 1000), (1000, 900, 1000), (50_000, 100, 40_000), (0, 7, 0)])
+def test_encoders_run_fewer_items_too_and_their_part_is_made_whole(monkeypatch, v2, scale, item, token, kept):
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", Budget)
+    runner = Runner(v2, item, token, kept)
+    before = repr(vars(runner.scheduler_config))
+    found = profiled(runner, scale, runner.peak)
+    whole = Runner(v2, item, token, kept)
+    whole.profile_run()
+    items, tokens = runner.ran[0]
+    assert whole.ran == [(ITEMS, 8192)]
+    assert (items, tokens) == (max(1, int(ITEMS * scale)), max(256, int(8192 * scale)))
+    assert len(runner.ran) == (1 if scale == 1 else 2)
+    # Never less than it is, and not much more: what is in the peak of items and not of tokens may be counted twice.
+    assert whole.took <= found + 2 <= 2.1 * whole.took + 2
+    assert (repr(vars(runner.scheduler_config)), runner.max_num_tokens) == (before, 8192)
+    assert runner.model_config.multimodal_config.skip_mm_profiling is False
+    if not v2:
+        assert runner.mm_budget.mm_max_items_per_batch == {"image": ITEMS, "audio": 0}
+
+
+@pytest.mark.parametrize("kind", ["text", "skipped", "no encoder"])
+def test_a_model_without_encoders_is_profiled_once(monkeypatch, kind):
+    runner = Runner(False, 0, 100, 0)
+    runner.supports_mm_inputs = kind != "text"
+    runner.model_config.multimodal_config.skip_mm_profiling = kind == "skipped"
+    if kind == "no encoder":
+        runner.mm_budget.mm_max_toks_per_item = {}
+    assert encoder_items(runner) == 0
+    assert profiled(runner, 0.25, runner.peak) == 819_200
+    assert len(runner.ran) == 1
+
+
+def test_an_item_that_has_to_be_in_one_batch_is_not_refused_for_a_smaller_one():
+    """compute_mm_encoder_budget raises ValueError where an item has more tokens than max_num_batched_tokens."""
+    runner = Runner(True, 0, 0, 0)
+    runner.scheduler_config.disable_chunked_mm_input = True
+    with smaller_batches(runner, 0.01):
+        assert (runner.max_num_tokens, runner.scheduler_config.max_num_batched_tokens) == (256, 8192)
+
+
+@pytest.mark.parametrize(("scale", "sequences"), [(1.0, 256), (0.5, 128), (0.001, 1)])
+def test_the_warm_up_of_requests_is_smaller_by_its_sequences(scale, sequences):
+    runner = Runner(True, 0, 0, 0)
+    with smaller_batches(runner, scale, sequences=True) as share:
+        assert runner.scheduler_config.max_num_seqs == sequences
+        assert share == sequences / 256
+    assert runner.scheduler_config.max_num_seqs == 256
+
+
+class Decoding:
+    """V2 refuses a decode batch that is no multiple of a request's tokens (v1/worker/gpu/model_runner.py)."""
+
+    max_num_tokens, max_num_reqs, max_model_len = 2048, 250, 4096
+    cudagraph_manager = None
+
+    def __init__(self, each: int) -> None:
+        self.decode_query_len = each
+        self.ran: list[int] = []
+        self.sampled: list[int] = []
+
+    def _dummy_run(self, tokens: int, *, uniform_decode: bool = False, **_more: Any) -> Any:
+        assert uniform_decode and tokens % self.decode_query_len == 0 and tokens <= self.max_num_tokens
+        self.ran.append(tokens)
+        return torch.zeros(tokens + 3, 4), torch.zeros(tokens // self.decode_query_len, 4)  # padded
+
+    def _dummy_sampler_run(self, rows: Any) -> None:
+        self.sampled.append(len(rows))
+
+
+@pytest.mark.parametrize(
+    ("each", "scale", "tokens", "share"),
+    [(1, 1.0, 250, 1.0), (5, 1.0, 1250, 1.0), (5, 0.5, 625, 0.5), (9, 1.0, 2043, 1.0), (5, 0.001, 5, 1 / 250), (4000, 1.0, 4000, 1.0)],
+)
+def test_every_sequence_decodes_with_its_drafts_and_is_sampled(each, scale, tokens, share):
+    runner = Decoding(each)
+    if each == 4000:
+        runner.max_num_tokens = 4096
+    assert all_decoding(runner, scale) == pytest.approx(share)
+    assert (runner.ran, runner.sampled) == ([tokens], [tokens])
+
+
+@pytest.mark.parametrize("why", ["pools", "not the last stage", "no text"])
+def test_nothing_is_sampled_where_nothing_is(why):
+    runner: Any = Decoding(1)
+    if why == "pools":
+        runner.pooling_runner = object()
+    else:
+        made = (None, None) if why == "not the last stage" else (torch.tensor([]), torch.tensor([]))
+        runner._dummy_run = lambda *_args, **_named: made
+    all_decoding(runner)
+    assert runner.sampled == []

@@ -38,10 +38,9 @@ class Demand:
     prefill: int = 0
     decoding: int = 0
 
-    def with_peaks(self, prefill: int, decoding: int, scale: float = 1.0, *, apart: bool = True) -> Demand:
-        """scale: of the batches that took so much. apart: whether the two are known apart."""
-        first, second = int(prefill / scale), int(decoding / scale)
-        return replace(self, peak=max(first, second), prefill=first if apart else 0, decoding=second if apart else 0)
+    def with_peaks(self, prefill: int, decoding: int, *, apart: bool = True) -> Demand:
+        """apart: whether the two are known apart."""
+        return replace(self, peak=max(prefill, decoding), prefill=prefill if apart else 0, decoding=decoding if apart else 0)
 
     @property
     def ahead(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from workers.kv.agreement import Gather, over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import GATE, open_gate
 from workers.kv.identity import folders_of, identity_of
-from workers.kv.minimal import all_decoding, largest_prefill, minimal_cache, receive
+from workers.kv.minimal import all_decoding, largest_prefill, minimal_cache, profiled, receive
 from workers.kv.numa import nodes_bound
 from workers.kv.readings import PROC, Reading, boot_id, forget_peak, host, peak_resident_bytes, resident_bytes, taken_by_session
 from workers.kv.release import forget_files, give_back, trim
@@ -59,19 +60,15 @@ class CpuRehearsal:
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
         self.warm()
-        forget_peak()
+        shares = [1.0]
         with minimal_cache(runner):
-            if runner.supports_mm_inputs:
-                runner.profile_run()  # the encoders; the rest of it the largest batches cover
-            largest_prefill(runner, scale)
-            prefill = peak_resident_bytes()
-            known = forget_peak()
-            all_decoding(runner, scale)
-            decoding = peak_resident_bytes()
+            # The encoders; the rest of it the largest batches cover.
+            encoders = profiled(runner, scale, self._peak) if runner.supports_mm_inputs else 0
+            prefill = self._peak(lambda: shares.append(largest_prefill(runner, scale))) / shares[-1]
+            decoding = self._peak(lambda: shares.append(all_decoding(runner, scale))) / shares[-1]
+        apart = forget_peak()  # where the kernel does not let a peak begin anew, each has those before it too
         self._settle()
-        taken = [max(0, peak - self._resident) for peak in (prefill, decoding)]
-        # Where the kernel does not let a peak begin anew, the second is that of both.
-        return Demand(weights=self.weights).with_peaks(taken[0], taken[1], scale, apart=known)
+        return Demand(weights=self.weights).with_peaks(max(encoders, int(prefill)), int(decoding), apart=apart)
 
     def read(self) -> Reading:
         """Ranks of one engine on one host size their caches at the same moment, each from the same numbers."""
@@ -96,6 +93,12 @@ class CpuRehearsal:
     def untouched(self, pool_bytes: int) -> int:
         """The cache's pages are zero pages until a request writes them."""
         return pool_bytes - min(pool_bytes, max(0, resident_bytes() - self._resident))
+
+    def _peak(self, run: Callable[[], Any]) -> int:
+        """Bytes of resident memory at most meanwhile, beyond what an idle engine has."""
+        forget_peak()
+        run()
+        return max(0, peak_resident_bytes() - self._resident)
 
     def _settle(self) -> None:
         forget_files(folders_of(self._worker.vllm_config))

@@ -19,7 +19,7 @@ from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
 from workers.kv.identity import folders_of, identity_of
-from workers.kv.minimal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, smaller_batches
+from workers.kv.minimal import all_decoding, graphs_of, is_v2, largest_prefill, minimal_cache, profiled, smaller_batches
 from workers.kv.readings import Reading, host, taken_by_session
 from workers.kv.release import forget_files, give_back
 from workers.kv.settings import Settings
@@ -52,10 +52,10 @@ class CudaRehearsal:
             # The first run compiles; what the compiler takes for a moment is not the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
-                prefill = self._peak(runner.profile_run)
+            prefill = [profiled(runner, scale, self._peak)]
             with minimal_cache(runner):
-                prefill = max(prefill, self._peak(lambda: self._prefill(runner, scale)))
-                decoding = self._peak(lambda: self._decode(runner, scale))
+                prefill += [self._whole(lambda: self._kernels(runner, scale)), self._whole(lambda: largest_prefill(runner, scale))]
+                decoding = [self._whole(lambda: all_decoding(runner, scale)), self._whole(lambda: self._requests(runner, scale))]
             self._settle()
             before = self._free()
             graphs = graphs_of(runner)
@@ -63,7 +63,7 @@ class CudaRehearsal:
         # What a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken again.
         left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
-        return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(prefill, decoding, scale)
+        return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(max(prefill), max(decoding))
 
     def taken(self) -> int:
         processes = taken_by_session() if self.read().is_shared else 0
@@ -106,18 +106,26 @@ class CudaRehearsal:
         torch.cuda.synchronize(device)
         return max(0, torch.cuda.max_memory_allocated(device) - base)
 
-    def _prefill(self, runner: Any, scale: float) -> None:
+    def _whole(self, run: Callable[[], float]) -> int:
+        """What a batch would take of which `run` runs a share."""
+        share = [1.0]
+        peak = self._peak(lambda: share.append(run()))
+        return int(peak / share[-1])
+
+    def _kernels(self, runner: Any, scale: float) -> float:
         """JIT compilers and autotuners run now, and not after the cache has taken what they need for a moment."""
         kernel_warmup = imported("vllm.model_executor.warmup.kernel_warmup", "kernel_warmup")
-        with smaller_batches(runner, scale):
+        with smaller_batches(runner, scale) as share:
             kernel_warmup(self._worker)
-        largest_prefill(runner, scale)
+        return share
 
-    def _decode(self, runner: Any, scale: float) -> None:
-        all_decoding(runner, scale)
-        if is_v2(runner):
-            # Its profile run samples without any wish; this asks for every one that a request can have.
+    def _requests(self, runner: Any, scale: float) -> float:
+        """V2's profile run samples without any wish; its warm-up asks for every one that a request can have."""
+        if not is_v2(runner):
+            return 1.0
+        with smaller_batches(runner, scale, sequences=True) as share:
             imported("vllm.v1.worker.gpu.warmup", "warmup_kernels")(runner, self._worker.execute_model, self._worker.sample_tokens)
+        return share
 
     def _settle(self) -> None:
         torch.cuda.synchronize()

@@ -43,24 +43,59 @@ def minimal_cache(runner: Any) -> Iterator[None]:
         tear_down()
 
 
-def largest_prefill(runner: Any, scale: float = 1.0) -> None:
-    """Of what the scheduler may ask at most: max_num_batched_tokens at the end of the longest context. scale: of them. Raises Missing."""
+def largest_prefill(runner: Any, scale: float = 1.0) -> float:
+    """Of what the scheduler may ask at most: max_num_batched_tokens at the end of the longest context. scale: of them. The share of them
+    that was run, as all of these. Raises Missing."""
     tokens = max(1, int(runner.max_num_tokens * scale))
     each = -(-tokens // min(tokens, runner.max_num_reqs))  # of one sequence
     # Releases of V2 before 0.30 take no notice of context_len.
     at_end = {"context_len": max(0, runner.max_model_len - each)} if is_v2(runner) else {"profile_seq_lens": runner.max_model_len}
     rehearse_prompt_logprobs(runner, _run(runner, tokens, **at_end)[0])
+    return float(tokens / runner.max_num_tokens)
 
 
-def all_decoding(runner: Any, scale: float = 1.0) -> None:
+def all_decoding(runner: Any, scale: float = 1.0) -> float:
     """The other half of it: every sequence decodes, with its drafts, and is sampled. scale: of max_num_seqs. Raises Missing."""
     each = int(getattr(runner, "uniform_decode_query_len", None) or getattr(runner, "decode_query_len", None) or 1)
-    sequences = max(1, int(min(runner.max_num_reqs, runner.max_num_tokens // each) * scale))
+    most = max(1, min(runner.max_num_reqs, runner.max_num_tokens // each))
+    sequences = max(1, int(most * scale))
     hidden, last = _run(runner, sequences * each, uniform_decode=True)
     rows = last if each == 1 else hidden  # of a draft each token is judged
     pools = getattr(runner, "is_pooling_model", False) or getattr(runner, "pooling_runner", None) is not None
     if isinstance(rows, torch.Tensor) and rows.ndim == 2 and not pools:  # else no last stage, or nothing to sample
         method(runner, "_dummy_sampler_run")(rows[: sequences * each])
+    return sequences / most
+
+
+def profiled(runner: Any, scale: float, peak: Callable[[Callable[[], Any]], int]) -> int:
+    """Bytes that vLLM's own profile run takes for a moment, from one of a smaller batch. peak: what a run takes.
+
+    Encoders run as many items as a batch may have, and one at least, however small the rest is: so their part is measured by itself.
+    Raises Missing.
+    """
+    items = encoder_items(runner) if scale < 1 else 0
+    with smaller_batches(runner, scale) as share:
+        whole = peak(runner.profile_run)
+        if not items:
+            return int(whole / share)
+        of_items = max(1, encoder_items(runner)) / items
+        with _set(runner.model_config.multimodal_config, skip_mm_profiling=True):
+            text = peak(runner.profile_run)
+    # Their outputs are kept while the rest runs, or they took the more by themselves.
+    return int(max(whole / of_items, text / share + max(0, whole - text) / of_items))
+
+
+def encoder_items(runner: Any) -> int:
+    """Images, or whatever is largest, that a profile run has its encoders run at once; 0 for none. Raises Missing."""
+    config = getattr(runner.model_config, "multimodal_config", None)
+    if not runner.supports_mm_inputs or config is None or config.skip_mm_profiling:
+        return 0
+    budget = getattr(runner, "mm_budget", None)
+    if budget is None:  # V2 makes one for each run
+        budget = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")(runner.vllm_config, runner.mm_registry, enable_cache=False)
+    if budget.get_encoder_budget() <= 0 or not budget.mm_max_toks_per_item:
+        return 0
+    return int(budget.mm_max_items_per_batch[budget.get_modality_with_max_tokens()])
 
 
 def _run(runner: Any, tokens: int, **named: Any) -> Any:
@@ -73,16 +108,44 @@ def _run(runner: Any, tokens: int, **named: Any) -> Any:
 
 
 @contextlib.contextmanager
-def smaller_batches(runner: Any, scale: float) -> Iterator[None]:
+def smaller_batches(runner: Any, scale: float, *, sequences: bool = False) -> Iterator[float]:
     """While the runner profiles itself, or tunes kernels, of its own accord with max_num_batched_tokens: it has a copy of the number, and
-    vllm/model_executor/warmup asks the scheduler's configuration."""
+    vllm/model_executor/warmup asks the scheduler's configuration. Its encoders have a budget: V1 one from its start, V2 one that it makes
+    of the configuration (vllm/multimodal/encoder_budget.py). sequences: for V2's warm-up, which runs max_num_seqs short requests
+    (vllm/v1/worker/gpu/warmup.py). The share that is run."""
     scheduler = runner.scheduler_config
-    given, configured = runner.max_num_tokens, scheduler.max_num_batched_tokens
-    runner.max_num_tokens = scheduler.max_num_batched_tokens = max(min(given, runner.max_num_reqs), int(given * scale))
+    given = runner.max_num_tokens
+    tokens = max(min(given, runner.max_num_reqs), int(given * scale))
+    # A budget is refused where an item has to be in one batch and is not.
+    whole_items = getattr(scheduler, "disable_chunked_mm_input", False) and getattr(runner, "supports_mm_inputs", False)
+    configured: dict[str, Any] = {} if whole_items else {"max_num_batched_tokens": tokens}
+    share = tokens / given
+    with contextlib.ExitStack() as stack:
+        if scale < 1:
+            names = ("max_num_encoder_input_tokens", "encoder_cache_size")
+            configured |= {name: max(1, int(getattr(scheduler, name) * scale)) for name in names if hasattr(scheduler, name)}
+            if sequences:
+                configured["max_num_seqs"] = max(1, int(scheduler.max_num_seqs * scale))
+                share = configured["max_num_seqs"] / scheduler.max_num_seqs
+            budget = getattr(runner, "mm_budget", None)
+            if budget is not None:
+                items = {kind: min(count, max(1, int(count * scale))) for kind, count in budget.mm_max_items_per_batch.items()}
+                stack.enter_context(_set(budget, mm_max_items_per_batch=items))
+        stack.enter_context(_set(runner, max_num_tokens=tokens))
+        stack.enter_context(_set(scheduler, **configured))
+        yield share
+
+
+@contextlib.contextmanager
+def _set(holder: Any, **values: Any) -> Iterator[None]:
+    given = {name: getattr(holder, name) for name in values}
+    for name, value in values.items():
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        runner.max_num_tokens, scheduler.max_num_batched_tokens = given, configured
+        for name, value in given.items():
+            setattr(holder, name, value)
 
 
 def graphs_of(runner: Any) -> int:
