@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,24 @@ def test_a_refusal_has_the_arithmetic_and_is_reported(tmp_path, settings):
         start(machine, tmp_path, **settings)
     assert told(tmp_path)["phase"] == "refused"
     assert told(tmp_path)["why"] == str(raised.value)
+
+
+def test_a_context_that_vllm_makes_what_fits_is_not_refused_for_the_longest(tmp_path):
+    """--max-model-len -1 (vllm/v1/core/kv_cache_utils.py, _auto_fit_max_model_len)."""
+    need = replace(NEED, shrinks=True)
+    machine = Machine(5 * GIB)
+    sizing = Sizing(machine, Settings(margin_bytes=GIB, report=str(tmp_path / "report")), lambda: need, dict)
+    size = sizing.determine(lambda _limit: STOCK)
+    assert size == GIB // 2
+    with pytest.raises(ValueError, match="One request of 8,192 tokens"):
+        Sizing(Machine(5 * GIB), Settings(margin_bytes=GIB), lambda: NEED, dict).determine(lambda _limit: STOCK)
+    machine.room -= size + GIB
+    sizing.allocated(127 / 126, 8192 * 126 // 256)  # of 128 blocks one is vLLM's own; it took 126
+    sizing.ready()
+    assert (told(tmp_path)["tokens"], told(tmp_path)["bytes_per_token"]) == (4064, GIB / 8192)
+    assert told(tmp_path)["pool_bytes"] == 127 * BLOCK
+    with pytest.raises(ValueError, match=r"One request of 256 tokens needs a KV cache of 0\.04 GiB and 0\.00 GiB are left"):
+        Sizing(Machine(int(4.5 * GIB)), Settings(margin_bytes=GIB), lambda: need, dict).determine(lambda _limit: STOCK)
 
 
 @pytest.mark.parametrize("settings", [{"tokens": 4096}, {"bytes": GIB // 2}, {"sequences": 1, "at": 4096}])

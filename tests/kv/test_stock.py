@@ -102,7 +102,7 @@ def test_a_cache_that_vllm_sized_is_allocated_without_what_its_release_lacks(mon
 
     monkeypatch.setattr("workers.kv.sized.requests_in", requests_in)
     worker, cache = Ours(), SimpleNamespace(kv_cache_groups=["full"])
-    worker.vllm_config = None
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=8192))
     worker._sizing = Sizing(Machine(40 * GIB), Settings(), need, lambda: {"model": "m"})
     size = worker._sizing.determine(lambda _limit: 4711)
     assert (size == 4711) is lacks

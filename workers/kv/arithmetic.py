@@ -59,7 +59,8 @@ class Need:
     nobody knows. of: bytes of
     a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one. weight_bits:
     of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone. lookahead:
-    tokens that a request has slots for beyond its own, for what is drafted.
+    tokens that a request has slots for beyond its own, for what is drafted. shrinks: vLLM makes max_model_len what fits, which it does for
+    --max-model-len -1.
     """
 
     per_request: int
@@ -70,6 +71,7 @@ class Need:
     weight_bits: int = 16
     sequences: int = 0
     lookahead: int = 0
+    shrinks: bool = False
 
     @property
     def per_token(self) -> float:
@@ -80,6 +82,23 @@ class Need:
         if tokens >= self.max_model_len:
             return self.per_request
         return self.of(tokens) if self.of is not None else -int(-self.per_token * tokens // 1)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the request that a cache must hold at least."""
+        return min(STEP_TOKENS, self.max_model_len) if self.shrinks else self.max_model_len
+
+    @property
+    def floor(self) -> int:
+        """Bytes of a cache that holds it."""
+        return self.request(self.shortest) + self.per_block if self.shrinks else self.least
+
+    def shortened(self, max_model_len: int) -> Need:
+        """Where vLLM has made the context shorter."""
+        if max_model_len >= self.max_model_len:
+            return self
+        per_request = self.request(max_model_len)
+        return replace(self, per_request=per_request, least=per_request + self.per_block, max_model_len=max_model_len)
 
     @property
     def per_block(self) -> int:
@@ -147,21 +166,21 @@ def pool(
     """
     left = room - demand.ahead - margin
     if asked is not None:
-        if asked < need.least and (cures := _of_too_little(asked, left, need, by_blocks)):
-            one = f"one request of {need.max_model_len:,} tokens needs {_gib(need.least)}"
+        if asked < need.floor and (cures := _of_too_little(asked, left, need, by_blocks)):
+            one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor)}"
             raise DoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
         if asked > left:
             what = f"The KV cache that was asked for needs {_gib(asked)}"
-            smaller = left >= need.least
+            smaller = left >= need.floor
             raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=smaller, by_blocks=by_blocks))
         size = asked
     else:
         within = left if reserved is None else reserved.left(demand)
         size = min(left, within) if at_most is None else min(left, within, at_most)  # negative: refused below
-    if size < need.least:
+    if size < need.floor:
         what = _what(need)
-        if size == left or left < need.least:
-            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, need.least - left, most=size))
+        if size == left or left < need.floor:
+            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, need.floor - left, most=size))
         by_reserve = reserved if asked is None and size != at_most else None
         raise DoesNotFit(_limited(what, size, demand, need, by_reserve, left))
     return Pool(size, room, margin, demand)
@@ -173,7 +192,7 @@ def too_little(room: int, floor: int, margin: int, need: Need, weights: int, lea
     demand = replace(learned or Demand(), weights=weights)
     left = room - demand.ahead - margin
     more = "" if learned is not None else "; CUDA graphs and the largest batch, which nobody knows yet, come on top"
-    told = _sentence(_what(need), room, min(left, 0), demand, margin, need, max(need.least - left, floor - room), more=more)
+    told = _sentence(_what(need), room, min(left, 0), demand, margin, need, max(need.floor - left, floor - room), more=more)
     return f"Under {_gib(floor)} nothing is tried. {told}".replace("The weights take", "The engine, its weights included, holds", 1)
 
 
@@ -205,28 +224,28 @@ def smaller_batch(demand: Demand, missing: int, need: Need) -> dict[str, int]:
 
 def _of_too_little(asked: int, left: int, need: Need, by_blocks: bool) -> list[str]:
     """What helps a cache whose given size is less than one request, where `left` bytes are there for it."""
-    way = f"{BLOCKS_FLAG} {-(-need.least // need.per_block)} would do" if by_blocks else "kv_cache"
-    cures = [f"a larger cache ({way})"] if left >= need.least else []
+    way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if by_blocks else "kv_cache"
+    cures = [f"a larger cache ({way})"] if left >= need.floor else []
     if tokens := longest(min(asked, left), need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
     return cures
 
 
 def _what(need: Need) -> str:
-    return f"One request of {need.max_model_len:,} tokens needs a KV cache of {_gib(need.least)}"
+    return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor)}"
 
 
 def _limited(what: str, size: int, demand: Demand, need: Need, reserved: Reserved | None, left: int) -> str:
     """Where a limit is in the way and not the machine, which has `left` bytes for the cache. reserved: None where the limit is the cache's
     own."""
-    missing = need.least - size
+    missing = need.floor - size
     if reserved is None:
         sum_of, cures = "", [f"a larger cache (kv_cache; up to {_gib(left)} would fit)"]
     else:
         parts = [f"{_gib(reserved.taken)} that the engine holds", *_ahead(demand)]
         share = "" if reserved.ranks == 1 else f" The {reserved.ranks} ranks here share that."
         sum_of = f" memory_gib is {reserved.bytes / GIB:g}, less {', '.join(parts)}.{share}"
-        more = (reserved.taken + (need.least + demand.ahead) * reserved.ranks) / GIB
+        more = (reserved.taken + (need.floor + demand.ahead) * reserved.ranks) / GIB
         cures = [f"a larger memory_gib ({math.ceil(more * 10) / 10:g} would fit)"]
     if tokens := longest(size, need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")

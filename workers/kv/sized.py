@@ -23,7 +23,8 @@ class Sized:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if self._sizing.is_sized and kv_cache_config.kv_cache_groups:
-            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config))
+            length = self.vllm_config.model_config.max_model_len
+            self._sizing.allocated(requests_in(self.vllm_config, kv_cache_config), length)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         load = self._sizing.under_load

@@ -137,10 +137,12 @@ class Sizing:
         """False where vLLM sizes its cache itself: what counts in it may be what the release lacks."""
         return self._pool is not None
 
-    def allocated(self, requests: float) -> None:
-        """The cache is there. requests: of max_model_len tokens that it holds."""
+    def allocated(self, requests: float, max_model_len: int | None = None) -> None:
+        """The cache is there. requests: of max_model_len tokens that it holds; None: as many as it was counted for."""
         if self._pool is None or self._need is None:
             return
+        if max_model_len is not None:
+            self._need = self._need.shortened(max_model_len)
         tokens = int(requests * self._need.max_model_len)
         given = round(requests * self._need.per_request)
         # More than a block: another rank had less.

@@ -47,9 +47,12 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
 
     length = vllm_config.model_config.max_model_len
     per_request = of(length)
+    shrinks = getattr(vllm_config.model_config, "original_max_model_len", None) == -1
     scheduler = vllm_config.scheduler_config
     batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
-    return Need(per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config), sequences, lookahead_of(vllm_config))
+    return Need(
+        per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config), sequences, lookahead_of(vllm_config), shrinks
+    )
 
 
 def lookahead_of(vllm_config: Any) -> int:
