@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from pathlib import Path
@@ -50,7 +51,9 @@ def config(model: str = "/no/such/folder", *, draft: str | None = None, **more: 
         parts[part][field] = value
     made = SimpleNamespace(**{part: SimpleNamespace(**fields) for part, fields in parts.items()})
     drafted = SimpleNamespace(model=draft, revision=None)
-    speculative = SimpleNamespace(method="draft_model", num_speculative_tokens=2, model=draft, draft_model_config=drafted)
+    speculative = SimpleNamespace(
+        method="draft_model", num_speculative_tokens=2, model=draft, draft_model_config=drafted, **parts["speculative_config"]
+    )
     made.speculative_config = None if draft is None else speculative
     made.compute_hash = lambda: "hash"
     return made
@@ -72,6 +75,8 @@ OTHERS: dict[str, Any] = {
     "cache_config__enable_prefix_caching": True,
     "scheduler_config__async_scheduling": True,
     "parallel_config__disable_custom_all_reduce": True,
+    "kernel_config__enable_flashinfer_autotune": False,
+    "lora_config__max_cpu_loras": 9,
     "draft": "/no/such/draft",
 }
 
@@ -81,6 +86,26 @@ def test_a_setting_that_changes_what_is_in_memory_is_another_engine(name):
     assert key(config(**{name: OTHERS[name]})) != key(config())
     assert key(config(**{name: OTHERS[name]})) == key(config(**{name: OTHERS[name]}))
     assert key(config(), rank=1) != key(config())
+
+
+@pytest.mark.parametrize("name", sorted(name for part, name in FIELDS if part == "speculative_config"))
+def test_how_a_draft_is_judged_is_another_engine(name):
+    """Probabilities of drafts are [tokens, vocabulary] in float32."""
+    made = config(draft="/no/such/draft", **{f"speculative_config__{name}": "another"})
+    assert key(made) != key(config(draft="/no/such/draft"))
+
+
+def test_the_fields_are_vllms_own():
+    """A name with a slip in it is always None and makes no engine another one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm.config as theirs
+        from vllm.config.lora import LoRAConfig
+
+    classes = {part: getattr(theirs, "".join(word.capitalize() for word in part.split("_")), None) for part, _ in FIELDS}
+    classes["lora_config"] = LoRAConfig
+    known = {part: {*dir(made), *(one.name for one in dataclasses.fields(made))} for part, made in classes.items()}
+    assert [(part, name) for part, name in FIELDS if name not in known[part]] == []
 
 
 def test_the_limits_of_a_request_with_images_are_vllms_own_fields():

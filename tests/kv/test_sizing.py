@@ -269,10 +269,26 @@ def test_what_another_rank_decides_is_no_error_of_this_ones_profile(tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"v": 2}', '{"v": 1, "demand": {"graphs": -1}, "seconds": 1, "starts": 0, "error": 0}', "\x00"]
+    "text", ["", "{", "[]", '{"v": 1}', '{"v": 2, "demand": {"graphs": -1}, "seconds": 1, "starts": 0, "error": 0}', "\x00"]
 )
 def test_a_profile_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "k.json").write_text(text)
+    assert Profiles(str(tmp_path)).find("k") is None
+
+
+def test_a_disk_that_refuses_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_args: Any, **_named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    assert Profiles(str(tmp_path)).keep("k", Learned(DEMAND, 1.0), {}) is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_profiles_of_another_rehearsal_are_not_believed(tmp_path):
+    Profiles(str(tmp_path)).keep("k", Learned(DEMAND, 1.0), {})
+    raw = json.loads((tmp_path / "k.json").read_text())
+    (tmp_path / "k.json").write_text(json.dumps(raw | {"v": raw["v"] - 1}))
     assert Profiles(str(tmp_path)).find("k") is None
 
 

@@ -41,7 +41,16 @@ VARIABLES = (
 FIELDS = (
     *(("model_config", name) for name in ("max_logprobs", "logprobs_mode", "logits_processors", "disable_cascade_attn", "runner_type")),
     *(("cache_config", name) for name in ("enable_prefix_caching", "mamba_cache_mode", "block_size")),
+    *(("model_config", name) for name in ("use_fp64_gumbel", "return_sampling_mask", "pooler_config")),
+    ("cache_config", "kv_sharing_fast_prefill"),
     *(("scheduler_config", name) for name in ("async_scheduling", "enable_chunked_prefill", "max_num_encoder_input_tokens")),
+    *(("scheduler_config", name) for name in ("max_num_active_seqs", "disable_chunked_mm_input")),
+    *(("kernel_config", name) for name in ("enable_flashinfer_autotune", "enable_jit_warmup", "enable_cutedsl_warmup")),
+    ("lora_config", "max_cpu_loras"),
+    # Of a draft vLLM's hash has the model alone; probabilities of drafts are as large as logits.
+    *(("speculative_config", name) for name in ("draft_sample_method", "rejection_sample_method", "parallel_drafting")),
+    *(("speculative_config", name) for name in ("draft_tensor_parallel_size", "max_model_len", "disable_padded_drafter_batch")),
+    ("speculative_config", "num_speculative_tokens_per_batch_size"),
     *(("parallel_config", name) for name in ("disable_custom_all_reduce", "distributed_executor_backend")),
 )
 # What a request may bring besides text; the encoder is profiled with as many and as large items as these allow (vllm/config/multimodal.py).
@@ -70,7 +79,7 @@ def identity_of(vllm_config: Any, device: str, rank: int) -> dict[str, Any]:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "eager": model.enforce_eager,
-        "flags": {name: _plain(getattr(getattr(vllm_config, part), name, None)) for part, name in FIELDS},
+        "flags": {name: _plain(getattr(getattr(vllm_config, part, None), name, None)) for part, name in FIELDS},
         "multimodal": multimodal_of(getattr(model, "multimodal_config", None)),
         "environment": environment_of(os.environ),
         "world": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, rank],

@@ -18,7 +18,8 @@ from typing import Any
 from workers.kv.arithmetic import Demand
 from workers.kv.report import replace_json
 
-VERSION = 1
+# 2: every sequence is rehearsed with its drafts and its sampler.
+VERSION = 2
 MAX_BYTES = 1 << 16
 
 

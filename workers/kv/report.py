@@ -31,6 +31,11 @@ class Report:
 def replace_json(path: str, value: Any) -> None:
     """The whole file at once, so that a reader sees the old one or the new one. Raises OSError."""
     fd, writing = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f"{os.path.basename(path)}.")
-    with os.fdopen(fd, "w") as file:
-        json.dump(value, file, default=str)
-    os.replace(writing, path)
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(value, file, default=str)
+        os.replace(writing, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(writing)
+        raise
