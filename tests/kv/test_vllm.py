@@ -23,6 +23,7 @@ from workers.kv.symbols import need_of, weight_bits
 with warnings.catch_warnings():
     # vLLM's own warnings are not ours.
     warnings.simplefilter("ignore")
+    from vllm.config.multimodal import MultiModalConfig
     from vllm.v1.worker import utils
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
@@ -31,6 +32,7 @@ with warnings.catch_warnings():
     from workers.kv.cpu import SparkCPUWorker
     from workers.kv.cuda import CudaRehearsal, SparkWorker
     from workers.kv.gate import GATE
+    from workers.kv.sizing import RanOut
 
 GIB = 2**30
 # Bytes free and reserved, of which allocated: of each device.
@@ -99,6 +101,53 @@ def test_the_rehearsal_has_its_order(rehearsal, monkeypatch):
     compiled = ["evict", "profile", *settle]
     assert did == [*compiled, "profile", "minimal cache", "kernels", "prefill", "decoding", "torn down", *settle, "graphs", *settle]
     assert (demand.graphs, demand.peak, demand.reusable, demand.weights) == (3 * GIB, 4 * GIB, 2 * GIB, 9 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("release", "images", "gib"),
+    [
+        ("function", 3.0, 3),
+        ("function", 0.0, 0),
+        ("function", None, 0),
+        ("another function", 3.0, 0),
+        ("method", 3.0, 3),
+        ("neither", 3.0, 0),
+    ],
+)
+@pytest.mark.parametrize("integrated", [False, True])
+def test_what_decodes_images_has_its_part_of_the_device(monkeypatch, rehearsal, release, images, gib, integrated):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(is_integrated=integrated))
+    monkeypatch.setattr("workers.kv.cuda.host", lambda: Reading(64 * GIB, 40 * GIB, 7 * GIB, 0))
+    worker = object.__new__(SparkWorker)
+    worker.parallel_config = SimpleNamespace(_api_process_count=1)  # type: ignore[assignment]
+    config = None if images is None else MultiModalConfig(mm_ipc_gpu_memory_gb=images)
+    worker.model_config = SimpleNamespace(multimodal_config=config)  # type: ignore[assignment]
+    if release == "another function":
+        monkeypatch.setattr("vllm.multimodal.gpu_ipc_memory.reserve_mm_ipc_gpu_memory", lambda _size: 0)
+    elif release != "function":
+        monkeypatch.delattr("vllm.multimodal.gpu_ipc_memory.reserve_mm_ipc_gpu_memory")
+    if release == "method":
+        worker._reserve_mm_ipc_gpu_memory = lambda size: size - int(images * GIB)  # type: ignore[attr-defined]
+    worker._rehearsal = rehearsal
+    worker._sizing = SimpleNamespace(determine=lambda _stock: rehearsal.read().room)  # type: ignore[assignment]
+    assert worker.determine_available_memory() == (7 - gib) * GIB == worker.available_kv_cache_memory_bytes
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("CUDA out of memory occurred when")])
+def test_a_device_that_refuses_memory_is_known_by_vllms_own_error_too(rehearsal, monkeypatch, error):
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_args: None)
+    monkeypatch.setattr("workers.kv.cuda.folders_of", lambda _config: [])
+
+    def profile_run() -> None:
+        raise error
+
+    rehearsal._worker.model_runner, rehearsal._worker.vllm_config = SimpleNamespace(profile_run=profile_run), None
+    with pytest.raises(RanOut, match=r"CUDA out of memory"):
+        rehearsal.warm()
+    error = ValueError("another")
+    with pytest.raises(ValueError, match="another"):
+        rehearsal.warm()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Importing this module imports vLLM.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -29,26 +30,33 @@ from workers.kv.symbols import Missing, imported, need_of
 
 # The driver's part of a process, which no counter of torch's has: 0.35 GiB as vLLM logs it ("non-torch") for one rank.
 CONTEXT_BYTES = 350 << 20
+# More than any device has.
+_MUCH = 1 << 60
+
+logger = logging.getLogger("vllm.sparkd.kv")
 
 
 class CudaRehearsal:
     """Peaks are the caching allocator's; what is left is the driver's word, and on an integrated GPU the kernel's too."""
 
+    """frontends: bytes of the device that are other processes' of this engine, and not taken yet."""
+
     def __init__(self, worker: Worker) -> None:
+        self.frontends = 0
         self._worker = worker
         self._idle_allocated: int | None = None
 
     def warm(self) -> int:
         # What is left of reading the checkpoint is what the driver cannot take; by now every rank has read it.
         forget_files(folders_of(self._worker.vllm_config))
-        with _refusals():
+        with _refusals(), self._configured():
             peak = self._peak(self._worker.model_runner.profile_run)
             self._settle()
         return peak
 
     def rehearse(self, scale: float) -> Demand:
         runner: Any = self._worker.model_runner
-        with _refusals():
+        with _refusals(), self._configured():
             # The first run compiles; what the compiler takes for a moment is not the model's peak.
             with smaller_batches(runner, scale):
                 self.warm()
@@ -78,7 +86,10 @@ class CudaRehearsal:
         device = self._worker.device
         free, total = torch.cuda.mem_get_info(device)
         integrated = bool(torch.cuda.get_device_properties(device).is_integrated)
-        return replace(host(), device_free=free, device_total=total, integrated=integrated)
+        found = host()
+        if integrated:
+            found = replace(found, available=max(0, found.available - self.frontends), free=max(0, found.free - self.frontends))
+        return replace(found, device_free=max(0, free - self.frontends), device_total=total, integrated=integrated)
 
     def mark(self) -> None:
         """Only once: the sampler's part of a batch comes after the model's."""
@@ -92,6 +103,11 @@ class CudaRehearsal:
     def untouched(self, pool_bytes: int) -> int:
         """Device memory is taken when it is allocated."""
         return 0
+
+    def _configured(self) -> contextlib.AbstractContextManager[Any]:
+        """As vLLM's own profiling has it: what is compiled may ask for the configuration."""
+        configured: contextlib.AbstractContextManager[Any] = imported("vllm.config", "set_current_vllm_config")(self._worker.vllm_config)
+        return configured
 
     def _free(self) -> int:
         return torch.cuda.mem_get_info(self._worker.device)[0]
@@ -151,8 +167,9 @@ class SparkWorker(Sized, Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._rehearsal = CudaRehearsal(self)
         self._sizing = Sizing(
-            CudaRehearsal(self),
+            self._rehearsal,
             Settings.parse(os.environ).or_vllms(self.cache_config),
             lambda: need_of(self.vllm_config, self.get_kv_cache_spec()),
             self._identity,
@@ -166,11 +183,28 @@ class SparkWorker(Sized, Worker):
 
     def determine_available_memory(self) -> int:
         # vLLM calls it under inference_mode in its own method; the dummy runs need it here.
+        self._rehearsal.frontends = self._frontends()
         with torch.inference_mode():
             size = self._sizing.determine(self._stock)
         self.available_kv_cache_memory_bytes = size
-        reserve = getattr(self, "_reserve_mm_ipc_gpu_memory", None)
-        return size if reserve is None else reserve(size)
+        return size
+
+    def _frontends(self) -> int:
+        """Bytes of the device that vLLM leaves to its API servers for decoded images and videos (--mm-ipc-gpu-memory-gb)."""
+        try:
+            reserve = imported("vllm.multimodal.gpu_ipc_memory", "reserve_mm_ipc_gpu_memory")
+        except Missing:  # a release that has none, or has it as a method
+            own = getattr(self, "_reserve_mm_ipc_gpu_memory", None)
+            return 0 if own is None else _MUCH - int(own(_MUCH))
+        servers = getattr(self.parallel_config, "_api_process_count", 1)
+        try:
+            size = _MUCH - int(reserve(_MUCH, getattr(self.model_config, "multimodal_config", None), servers))
+        except (AttributeError, TypeError) as error:
+            logger.warning("sparkd: this vLLM's reserve_mm_ipc_gpu_memory is another one (%s): nothing is left for it.", error)
+            return 0
+        if size:
+            logger.info("sparkd: %.2f GiB of the device are left to what decodes images and videos.", size / 2**30)
+        return size
 
     def _stock(self, limit: int | None) -> int:
         try:
