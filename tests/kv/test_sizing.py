@@ -138,6 +138,16 @@ def test_a_profile_that_turned_out_wrong_is_corrected_and_said_so(tmp_path, capl
     assert told(tmp_path)["slack_bytes"] == int(3.5 * GIB)
 
 
+def test_what_others_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+    machine = Machine(40 * GIB, Demand(peak=GIB))
+    sizing, size = start(machine, tmp_path)
+    machine.room += 3 * GIB
+    serve(sizing, machine, size, 0)
+    assert told(tmp_path)["error_bytes"] == 3 * GIB
+    assert "5.25 GiB are free where 2.25 GiB were expected; nothing that was learned explains it, and it is kept." in caplog.text
+
+
 def _sized(machine: Machine, folder: Path) -> tuple[Sizing, Machine, int]:
     sizing, size = start(machine, folder)
     return sizing, machine, size

@@ -174,12 +174,11 @@ class Sizing:
         demand = self._pool.demand
         if wrong and self._source != "plenty":
             demand = replace(demand, graphs=max(0, demand.graphs - error))
-            logger.info(
-                "sparkd: %.2f GiB are free where %.2f GiB were expected; %s.",
-                slack / GIB,
-                self._pool.expected_slack / GIB,
-                "the profile is corrected" if self._learned is not None else "the next start knows",
-            )
+            told = "the profile is corrected" if self._learned is not None else "the next start knows"
+            if demand == self._pool.demand:  # more is free than all that was learned, so others gave it
+                told = "nothing that was learned explains it, and it is kept"
+            expected = self._pool.expected_slack
+            logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, told)
         starts = 0 if self._learned is None else self._learned.starts + 1
         # The first that was seen: against the last one, a little more with each start would never be noticed.
         warm = (self._learned.warm if self._learned is not None else 0) or self._warm_bytes
