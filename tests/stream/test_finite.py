@@ -187,8 +187,8 @@ def test_our_own_cache_was_looked_at_when_it_was_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
-@pytest.mark.parametrize("quantize", ["nvfp4", "bf16"])
-def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str) -> None:
+@pytest.mark.parametrize(("quantize", "batch_bytes"), [("nvfp4", 0), ("bf16", 0), ("fp8-block", 0), ("fp8-block", 2**30)])
+def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str, batch_bytes: int) -> None:
     stored, _, config = fp8_source(random_weights(), "fp8_block")
     name = f"{EXPERT.removesuffix('.weight')}.{part}"
     if part == "weight":
@@ -199,7 +199,7 @@ def test_an_fp8_source_and_its_scale(tmp_path: Path, part: str, quantize: str) -
     checkpoint = read_checkpoint(str(folder))
     virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
     with pytest.raises(CheckpointError, match=rf": {name}: it holds NaN or Inf\."):
-        list(Pipeline(virtual, CPU, READER).tensors())
+        list(Pipeline(virtual, CPU, READER, batch_bytes=batch_bytes).tensors())
 
 
 def test_the_flags_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
 from tests.stream import reference
-from workers.stream.formats.source import dequantize_fp8
+from workers.stream.format import Format
+from workers.stream.formats import quantizer
+from workers.stream.formats.source import dequantize_fp8, holds_codes, restated_fp8
 
 
 def every_code(n: int, k: int) -> torch.Tensor:
@@ -48,6 +50,31 @@ def test_any_window(data: st.DataObject) -> None:
     made = dequantize_fp8(weight[top:bottom, left:right], scale, (n, k), (top, left), dtype=dtype)
     assert torch.equal(made, whole[top:bottom, left:right])
     assert made.dtype == dtype
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_layout_that_holds_the_codes_says_the_same_of_any_window(data: st.DataObject) -> None:
+    """Of a window that begins with one of the layout's blocks."""
+    form = data.draw(st.sampled_from([Format("fp8"), Format("fp8_block")]))
+    n, k = data.draw(st.integers(2, 400), label="N"), data.draw(st.integers(2, 400), label="K")
+    blocks = (-(-n // 128), -(-k // 128))
+    shape = data.draw(st.sampled_from([(), (1,), (n,), (n, 1), blocks]))
+    step = 128 if form.name == "fp8_block" else 1
+    top = data.draw(st.integers(0, (n - 1) // step)) * step
+    left = data.draw(st.integers(0, (k - 1) // 128)) * 128 if form.name == "fp8_block" else 0
+    weight = every_code(n, k)
+    scale = torch.from_numpy(np.random.default_rng(n * 1000 + k).uniform(1e-3, 2, size=shape)).float()
+    if not holds_codes(form, shape, (n, k)):
+        assert shape not in ((), (1,))
+        return
+    part = weight[top:, left:]
+    parts = restated_fp8(part, scale, (n, k), form, (top, left))
+    expected = quantizer(form).parts(*part.shape)
+    assert {suffix: (one.dtype, tuple(one.shape)) for suffix, one in parts.items()} == expected
+    assert torch.equal(parts["weight"].view(torch.uint8), part.contiguous().view(torch.uint8))
+    whole = dequantize_fp8(part, scale, (n, k), (top, left), dtype=torch.float32)
+    assert torch.equal(quantizer(form).dequantize(parts, torch.float32), whole)
 
 
 def test_powers_of_two_as_scales() -> None:

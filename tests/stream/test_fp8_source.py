@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
-from tests.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, loaded, random_weights, same_memory, written
+from tests.architectures import llama
+from tests.checkpoints import MIB, fp8_config, linear, write_checkpoint
+from tests.stream.test_pipeline import BATCHES, CPU, HIDDEN, READER, Fused, Rank, loaded, random_weights, same_memory, written
 from workers.stream.ct_config import linear_modules, quantization_config
+from workers.stream.format import Format
+from workers.stream.formats import quantizer
+from workers.stream.formats.source import holds_codes
 from workers.stream.pipeline import Pipeline
 from workers.stream.plan import Batch, steps
 from workers.stream.recipe import Recipe
+from workers.stream.trace import Trace, phantoms
 from workers.stream.virtual import VirtualCheckpoint
 
 
@@ -36,7 +45,7 @@ def fp8_source(
             scale = torch.rand(rows, cols) * 0.01 + 0.01
             spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
         else:
-            scale = torch.rand(n, 1) * 0.01 + 0.01 if kind == "fp8_channel" else torch.tensor(0.0125)
+            scale = torch.rand(n, 1) * 0.01 + 0.01 if kind == "fp8_channel" else torch.rand(()) * 0.01 + 0.01
             spread = scale
         code = (value / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored[name] = code
@@ -93,6 +102,127 @@ def test_a_ranks_part_of_like_experts_is_undone_together(tmp_path, monkeypatch, 
     assert max(len(plans) for batch in batches for plans in batch.alike.values()) >= 6
     together.load(stream)
     same_memory(together, alone)
+
+
+# What a source's scales stand for, and what holds its codes: more than one block of columns has no place in a scale for each row.
+HELD = [("fp8_tensor", "fp8"), ("fp8_tensor", "fp8-block"), ("fp8_channel", "fp8"), ("fp8_block", "fp8-block"), ("fp8_block", "fp8")]
+
+
+FUSED_IN_VLLM = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "self_attn.o_proj": ("o_proj",),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.down_proj": ("down_proj",),
+}
+
+
+def codes(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous().view(torch.uint8)
+
+
+def spread(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """float32 [n, k]: the factor of each element."""
+    scale = scale.float()
+    if scale.numel() == 1 or tuple(scale.shape) in ((n,), (n, 1)):
+        return scale.reshape(-1, 1).expand(n, k)
+    return scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+
+
+def scale_beside(stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    return next(stored[name] for name in (f"{module}.weight_scale", f"{module}.weight_scale_inv") if name in stored)
+
+
+def modules(stored: dict[str, torch.Tensor]) -> list[str]:
+    return [name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn]
+
+
+def scales_of_powers(stored: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Scales that no weight would have been given by its largest value: rounding to them anew moves codes."""
+    for name, tensor in stored.items():
+        if "weight_scale" in name:
+            stored[name] = torch.exp2(torch.randint(-9, -5, tensor.shape).float()).to(dtype)
+
+
+@BATCHES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize(("kind", "quantize"), HELD)
+def test_what_is_kept_in_fp8_keeps_its_own_codes_and_scales(tmp_path, kind, quantize, dtype, batch_bytes):
+    """q/k/v and gate/up with a scale of their own each included."""
+    stored, _, config = fp8_source(random_weights(), kind)
+    scales_of_powers(stored, dtype)
+    got = loaded(described(written(tmp_path / "m", stored), config), quantize, batch_bytes=batch_bytes)
+    held = []
+    for module in modules(stored):
+        n, k = stored[f"{module}.weight"].shape
+        made, scale = got[f"{module}.weight"], got[f"{module}.weight_scale"]
+        assert scale.dtype == torch.float32
+        meant = stored[f"{module}.weight"].float() * spread(scale_beside(stored, module), n, k)
+        if kind == "fp8_block" and scale.shape == (n, 1) and k > 128:
+            whole = quantizer(Format("fp8")).quantize(meant.to(torch.bfloat16))
+            assert torch.equal(codes(made), codes(whole["weight"]))
+            assert torch.equal(scale, whole["weight_scale"])
+            continue
+        held.append(module)
+        assert torch.equal(codes(made), codes(stored[f"{module}.weight"])), module
+        assert torch.equal(spread(scale, n, k), spread(scale_beside(stored, module), n, k)), module
+    assert len(held) >= len(modules(stored)) / 2
+
+
+@pytest.mark.parametrize(("kind", "quantize"), HELD)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ranks_part_of_what_is_kept_has_the_sources_codes(tmp_path, kind, quantize, rank):
+    """Rows of some and columns of others, in whole blocks."""
+    stored, _, config = fp8_source(random_weights(), kind)
+    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    trace = Trace()
+    Rank(rank).load_weights(phantoms(((one.name, one.shape, one.dtype) for one in virtual.emitted()), CPU, trace))
+    regions = {name: taken.region for name, taken in trace.taken.items()}
+    for batch_bytes in (0, 2**30):
+        mine = Rank(rank)
+        mine.load_weights(Pipeline(virtual, CPU, READER, regions=regions, batch_bytes=batch_bytes).tensors())
+        for module in modules(stored):
+            axis = 1 if "down_proj" in module or "o_proj" in module else 0
+            if module.startswith("model.layers.1.") or (axis == 1 and (kind, quantize) == ("fp8_block", "fp8")):
+                continue  # another stage's, or with two blocks in a row
+            want = stored[f"{module}.weight"].chunk(2, dim=axis)[rank]
+            factor = spread(scale_beside(stored, module), *stored[f"{module}.weight"].shape).chunk(2, dim=axis)[rank]
+            made, scale = mine.taken[f"{module}.weight"], mine.taken[f"{module}.weight_scale"]
+            scale = scale.view(-1)[rank] if scale.numel() == 2 else scale  # Rank takes both, as if they were global ones
+            assert torch.equal(codes(made), codes(want)), module
+            assert torch.equal(made.float() * spread(scale, *made.shape), want.float() * factor), module
+
+
+@pytest.mark.parametrize("batch_bytes", [0, 2**30], ids=["alone", "together"])
+@pytest.mark.parametrize(("kind", "quantize"), HELD)
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
+def test_experts_that_are_kept_are_placed_with_their_own_codes(tmp_path, monkeypatch, kind, quantize, ranks, rank, batch_bytes):
+    monkeypatch.setattr("tests.stream.test_pipeline.EXPERTS", 9)
+    stored, _, config = fp8_source(random_weights(), kind)
+    checkpoint = read_checkpoint(str(described(written(tmp_path / "m", stored), config)))
+    virtual = VirtualCheckpoint(checkpoint, Recipe.parse(quantize).assign(checkpoint))
+    got = Fused(ranks, rank)
+    got.load(Pipeline(virtual, CPU, READER, **got.asked(virtual), batch_bytes=batch_bytes))
+    for number in range(9):
+        for which, name in enumerate(("gate_proj", "up_proj")):
+            want = stored[f"model.layers.1.mlp.experts.{number}.{name}.weight"].chunk(ranks)[rank]
+            assert torch.equal(codes(got.memory["model.layers.1.mlp.w13.weight"][number, which]), codes(want))
+
+
+def test_blocks_that_begin_within_a_block_of_the_source_are_rounded_anew() -> None:
+    """Up behind gate in one packed tensor, in a format that counts blocks from its own first row."""
+    block, row = Format("fp8_block"), Format("fp8")
+    whole, own = (768, 256), (6, 2)
+    assert holds_codes(block, own, whole, 0)
+    assert holds_codes(block, own, whole, 384)
+    assert not holds_codes(block, own, whole, 192)
+    assert holds_codes(block, (1, 2), (128, 256), 64), "one row of blocks has no seam"
+    assert not holds_codes(row, own, whole, 0)
+    assert holds_codes(row, (6, 1), (768, 128), 192)
+    assert not holds_codes(block, (768, 1), whole, 0)
+    assert holds_codes(row, (768, 1), whole, 192)
+    assert all(holds_codes(form, (), whole, 192) for form in (row, block))
+    assert not any(holds_codes(Format(name), (), whole) for name in ("bf16", "nvfp4", "mxfp4", "int4"))
 
 
 INDEXER = "model.layers.0.self_attn.indexer.wq_b.weight"
@@ -172,3 +302,41 @@ def test_fp8_of_another_form_is_refused_by_a_cure_that_helps(tmp_path):
     with pytest.raises(CheckpointError, match=r"patch_embed\.proj\.weight: a F8_E4M3 tensor .* cannot be dequantized here\. Leave out"):
         loaded(folder, "nvfp4")
     assert loaded(folder, "bf16")["visual.patch_embed.proj.weight"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("kind", "quantize"), HELD)
+def test_vllms_own_parameters_hold_the_sources_codes(tmp_path, one_rank, kind, quantize):
+    """Through vLLM's model class and its loaders, q/k/v and gate/up in one parameter each, from the checkpoint and from the cache."""
+    from tests.stream.loading import load
+    from workers import plugin
+
+    plugin.register()
+    made = llama()
+    entries = [
+        one for entry in made.entries for one in (linear(entry.name[:-7], *entry.shape, kind) if "_proj." in entry.name else [entry])
+    ]
+    folder = write_checkpoint(tmp_path / "m", {**made.config, "quantization_config": fp8_config(kind)}, entries, shard_bytes=MIB)
+    checkpoint = read_checkpoint(str(folder))
+    stored = {name: tensor for shard in checkpoint.shards for name, tensor in load_file(shard.path).items()}
+    # Of two blocks in a row, whose scales one of a row cannot hold.
+    torn = {name for name, tensor in stored.items() if (kind, quantize) == ("fp8_block", "fp8") and tensor.shape[-1:] > (128,)}
+
+    for source in ("checkpoint", "cache"):
+        progress = tmp_path / source
+        model = load(folder, {"quantize": quantize, "cache_dir": str(tmp_path / "cached"), "progress": str(progress)})
+        for thread in threading.enumerate():
+            if thread.name == "quantized-cache":
+                thread.join()
+        assert json.loads(progress.read_text())["source"] == source
+        parameters = dict(model.named_parameters())
+        for layer, (fused, parts) in product(range(2), FUSED_IN_VLLM.items()):
+            at = f"model.layers.{layer}.{fused.rpartition('.')[0]}"
+            names = [f"{at}.{part}" for part in parts]
+            codes_of = [stored[f"{name}.weight"] for name in names]
+            parameter = parameters[f"model.layers.{layer}.{fused}.weight"]
+            same = torch.equal(codes(parameter), torch.cat([codes(one) for one in codes_of]))
+            assert same != any(f"{name}.weight" in torn for name in names), fused
+            if same:
+                meant = [one.float() * spread(scale_beside(stored, name), *one.shape) for one, name in zip(codes_of, names, strict=True)]
+                scale = parameters[f"model.layers.{layer}.{fused}.weight_scale"]
+                assert torch.equal(parameter.float() * spread(scale, *parameter.shape), torch.cat(meant)), fused

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sparkd.checkpoint import TensorRef, read_checkpoint
 from sparkd.errors import CheckpointError
 from tests.stream.reference import E4M3
 from tests.stream.test_fp8_source import described
 from tests.stream.test_pipeline import CPU, EXPERTS, HIDDEN, READER, Rank, loaded, random_weights, written
+from workers.stream.format import Format
+from workers.stream.formats import quantizer
 from workers.stream.packed import Block
 from workers.stream.packed_scale import block_scale, packed_module_of
 from workers.stream.pipeline import Pipeline
@@ -98,14 +102,32 @@ def test_each_expert_is_what_it_stands_for(tmp_path: Path, layout: str, quantize
     assert [name for name in want if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))] == []
 
 
+PARTS = (("gate_proj", "gate_up_proj", 0, 256), ("up_proj", "gate_up_proj", 256, 256), ("down_proj", "down_proj", 0, HIDDEN))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_that_are_kept_become_fp8_of_their_own(tmp_path: Path, layout: str) -> None:
     """Nobody takes the packed ones beside layers that are quantized anew."""
     fp8, meant = packed(layout, tmp_path, inter=256)
     got = loaded(fp8, {"format": "nvfp4", "keep": ["experts"]})
-    want = loaded(meant, {"format": "nvfp4", "layers": {"experts": "fp8-block" if layout.startswith("blocks") else "fp8"}})
-    assert got.keys() == want.keys()
-    assert [name for name in want if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))] == []
+    form = Format("fp8_block") if layout.startswith("blocks") else Format("fp8")
+    want = loaded(meant, {"format": "nvfp4", "layers": {"experts": form.spelling}})
+    assert {name: (one.dtype, one.shape) for name, one in got.items()} == {name: (one.dtype, one.shape) for name, one in want.items()}
+    stored, values, transposed = tensors_of(fp8), tensors_of(meant), LAYOUTS[layout][2]
+    for layer, expert, (name, packed_name, first, count) in product(range(2), range(EXPERTS), PARTS):
+        experts = f"model.layers.{layer}.mlp.experts"
+        codes, value = (one[f"{experts}.{packed_name}"][expert] for one in (stored, values))
+        codes = (codes.t() if transposed else codes)[first : first + count]
+        made = {suffix: got[f"{experts}.{expert}.{name}.{suffix}"] for suffix in ("weight", "weight_scale")}
+        assert torch.equal(made["weight"].view(torch.uint8), codes.contiguous().view(torch.uint8))
+        value = (value.t() if transposed else value)[first : first + count]
+        assert torch.equal(quantizer(form).dequantize(made, torch.bfloat16), value)
+    others = [name for name in want if ".experts." not in name]
+    assert [name for name in others if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))] == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ MANIFEST = "sparkd-manifest.json"
 USED = "used"
 VERSION = 1
 # Raised whenever the same recipe makes other bytes of the same source; older caches are then made anew.
-CODE_VERSION = 2
+CODE_VERSION = 3
 # The largest real one, of 60 shards and 30 other files, has 12 KiB.
 MAX_BYTES = 16 << 20
 

@@ -23,9 +23,9 @@ from workers.stream.experts import followers, place, place_stacked, straightened
 from workers.stream.feed import Feed
 from workers.stream.finite import Finite
 from workers.stream.formats import amax, amax_each, global_scale, quantizer
-from workers.stream.formats.source import dequantize_fp8
+from workers.stream.formats.base import Parts
 from workers.stream.passing import Passing
-from workers.stream.plan import BATCH_BYTES, Batch, Input, Plan, Run, matrices_of, plan_of, steps
+from workers.stream.plan import BATCH_BYTES, Batch, Plan, Run, WeightPlan, matrices_of, one_behind_the_other, plan_of, steps, undone
 from workers.stream.reader import Reader
 from workers.stream.trace import Region, Taken, Target, streamed
 from workers.stream.virtual import DTYPES, Emitted, Need, VirtualCheckpoint, Weight, cut, dtype_of
@@ -268,23 +268,16 @@ class Pipeline:
                 begin = -(-end // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
                 end = begin + sum(one.nbytes for one in inputs)
                 raw[kind].append((begin, end))
-                into |= {id(one): begin + at for one, at in _one_behind_the_other(inputs)}
+                into |= {id(one): begin + at for one, at in one_behind_the_other(inputs)}
         fills = [(one, into[id(one)]) for inputs in batch.inputs for one in inputs]
         with feed.staged(fills, end) as memory:
             for kind, plans in batch.alike.items():
                 yield from self._alike(plans, matrices_of(plans[0], [memory[begin:end] for begin, end in raw[kind]], self._dtype))
 
-    def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Units of one shape and format: matrices [units * weights of one unit, N, K]."""
-        each = len(plans[0].weights)
+    def _alike(self, plans: Sequence[Plan], matrices: torch.Tensor | Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        """Units of one shape and format: matrices [units * weights of one unit, N, K], or their parts where they are restated."""
         weights = [plan.unit.weights[planned.number] for plan in plans for planned in plan.weights]
-        form = quantizer(weights[0].format)
-        largest = amax_each(matrices)
-        self._finite.note([_made_from(weight) for weight in weights], largest)
-        shared = None
-        if weights[0].format.name == "nvfp4":
-            shared = global_scale(largest.view(-1, each).amax(1, keepdim=True)).expand(-1, each).reshape(-1)
-        parts = form.quantize(matrices) if shared is None else form.quantize(matrices, global_scale=shared)
+        parts = self._restated(weights, matrices) if isinstance(matrices, dict) else self._together(weights, matrices, len(plans))
         emitted = {(plan.index, one.weight, one.suffix): one for plan in plans for one in self._emitted[plan.index]}
         for suffix, tensor in parts.items():
             made = [
@@ -293,6 +286,20 @@ class Pipeline:
                 for planned in plan.weights
             ]
             yield from self._stacked(made, tensor)
+
+    def _together(self, weights: Sequence[Weight], matrices: torch.Tensor, units: int) -> Parts:
+        largest = amax_each(matrices)
+        self._finite.note([weight.made_from for weight in weights], largest)
+        form = quantizer(weights[0].format)
+        if weights[0].format.name != "nvfp4":
+            return form.quantize(matrices)
+        shared = global_scale(largest.view(units, -1).amax(1, keepdim=True)).expand(-1, len(weights) // units)
+        return form.quantize(matrices, global_scale=shared.reshape(-1))
+
+    def _restated(self, weights: Sequence[Weight], parts: Parts) -> Parts:
+        for part, refs in zip(("weight", "weight_scale"), zip(*(weight.made_from for weight in weights), strict=True), strict=True):
+            self._finite.look(refs, parts[part])
+        return parts
 
     def _stacked(self, made: Sequence[tuple[Emitted, Weight, Need]], stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The same part of several weights, [weights, ..]: what goes to places on a line is placed as one."""
@@ -321,28 +328,34 @@ class Pipeline:
 
     def _quantized(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         raw = [feed.take(one) for one in plan.inputs]
-        needed: list[tuple[Weight, int, Need, torch.Tensor]] = []
+        needed: list[tuple[WeightPlan, torch.Tensor]] = []
         for planned in plan.weights:
-            weight, need, box = plan.unit.weights[planned.number], planned.need, planned.box
+            weight, box = plan.unit.weights[planned.number], planned.box
             matrix = raw[planned.slot].view(DTYPES[weight.stored.ref.dtype]).view(box.rows, box.cols)
-            part = cut(matrix, weight.stored, box, need)
+            part: torch.Tensor | Parts = cut(matrix, weight.stored, box, planned.need)
             if weight.scale is not None and planned.scale_slot is not None:
                 scales = raw[planned.scale_slot].view(dtype_of(weight.scale)).view(weight.scale.shape)
-                scales = scales.t() if weight.stored.transposed else scales
-                part = dequantize_fp8(part, scales, weight.scale_shape, weight.scale_origin(need), dtype=self._dtype)
-            needed.append((weight, planned.number, need, part))
-        largest = [amax(part) for *_, part in needed]
+                part = undone(weight, planned, part, scales.t() if weight.stored.transposed else scales, self._dtype)
+            if isinstance(part, dict):
+                yield from self._emit(plan, planned, self._restated([weight], part))
+            else:
+                needed.append((planned, part))
+        largest = [amax(part) for _, part in needed]
         shared = None
-        if needed[0][0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one
+        if needed and plan.unit.weights[0].format.name == "nvfp4":  # its second-level scale stands for all that vLLM multiplies as one
             shared = global_scale(largest[0] if len(largest) == 1 else torch.stack(largest).amax())
-        for (weight, number, need, part), most in zip(needed, largest, strict=True):
-            self._finite.note([_made_from(weight)], most.reshape(1))
+        for (planned, part), most in zip(needed, largest, strict=True):
+            weight = plan.unit.weights[planned.number]
+            self._finite.note([weight.made_from], most.reshape(1))
             form = quantizer(weight.format)
-            parts = form.quantize(part, global_scale=shared) if shared is not None else form.quantize(part)
-            for one in self._emitted[plan.index]:
-                if one.weight == number:
-                    yield from self._stacked([(one, weight, need)], parts[one.suffix].unsqueeze(0))
+            yield from self._emit(plan, planned, form.quantize(part) if shared is None else form.quantize(part, global_scale=shared))
         feed.release()
+
+    def _emit(self, plan: Plan, planned: WeightPlan, parts: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+        for one in self._emitted[plan.index]:
+            if one.weight == planned.number:
+                made = (one, plan.unit.weights[planned.number], planned.need)
+                yield from self._stacked([made], parts[one.suffix].unsqueeze(0))
 
     def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         target = self._straight.get(name)
@@ -365,17 +378,6 @@ class Pipeline:
     def _look(self, refs: Sequence[TensorRef], tensor: torch.Tensor) -> None:
         if not self._trusted:
             self._finite.look(refs, tensor)
-
-
-def _made_from(weight: Weight) -> tuple[TensorRef, ...]:
-    return (weight.stored.ref,) if weight.scale is None else (weight.stored.ref, weight.scale)
-
-
-def _one_behind_the_other(inputs: Sequence[Input]) -> Iterator[tuple[Input, int]]:
-    at = 0
-    for one in inputs:
-        yield one, at
-        at += one.nbytes
 
 
 def _whole(one: Emitted, weight: Weight, need: Need, part: torch.Tensor) -> torch.Tensor:

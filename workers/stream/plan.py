@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from workers.stream.formats.source import dequantize_fp8
+from workers.stream.formats.base import Parts
+from workers.stream.formats.source import dequantize_fp8, holds_codes, restated_fp8
 from workers.stream.reader import Piece
 from workers.stream.trace import Region, Target
 from workers.stream.virtual import DTYPES, Box, Emitted, Need, Unit, Weight, dtype_of, need_of, plain_piece, stored_pieces
@@ -32,7 +33,8 @@ class Input(NamedTuple):
 class WeightPlan:
     """What is read for one weight of a unit. number: its place in `unit.weights`; box: what is read of the file's matrix for `need`.
 
-    slot, scale_slot: which of the plan's inputs hold that box and an FP8 source's scales, None where there are none.
+    slot, scale_slot: which of the plan's inputs hold that box and an FP8 source's scales, None where there are none. restated: its format
+    holds the source's own codes and scales, and nothing is rounded.
     """
 
     number: int
@@ -40,6 +42,7 @@ class WeightPlan:
     box: Box
     slot: int
     scale_slot: int | None = None
+    restated: bool = False
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ def plan_of(index: int, unit: Unit, regions: Mapping[str, Region | None] | None,
         if weight.scale is not None:
             scale_slot = len(plan.inputs)
             plan.inputs.append(Input((Piece(index, weight.scale.path, weight.scale.offset, weight.scale.nbytes),), weight.scale.nbytes))
-        plan.weights.append(WeightPlan(number, need, box, slot, scale_slot))
+        plan.weights.append(WeightPlan(number, need, box, slot, scale_slot, _is_restated(weight)))
     return plan if plan.weights else None
 
 
@@ -132,6 +135,13 @@ def _need(number: int, weight: Weight, regions: Mapping[str, Region | None] | No
         n, k = weight.stored.shape
         return Need(0, n, 0, k)
     return need_of(weight, ((one.suffix, regions.get(one.name)) for one in emitted if one.weight == number))
+
+
+def _is_restated(weight: Weight) -> bool:
+    if weight.scale is None:
+        return False
+    shape = weight.scale.shape[::-1] if weight.stored.transposed else weight.scale.shape
+    return holds_codes(weight.format, shape, weight.scale_shape, 0 if weight.scaled is None else weight.scaled.first)
 
 
 def kind_of(plan: Plan) -> object | None:
@@ -151,7 +161,7 @@ def kind_of(plan: Plan) -> object | None:
         if one.slot != number * each or stored.transposed or not as_needed:
             return None
         scaled = None if scale is None else (scale.dtype, scale.shape, weight.scale_shape, weight.scale_origin(need))
-        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype, scaled))
+        kinds.add((weight.format, box.rows, box.cols, stored.ref.dtype, scaled, one.restated))
     return (len(plan.weights), *kinds) if len(kinds) == 1 else None
 
 
@@ -246,12 +256,29 @@ def _one(inputs: Sequence[Input]) -> Input:
     return Input(tuple(pieces), sum(one.nbytes for one in inputs))
 
 
-def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """[matrices, N, K] of the joined inputs (uint8 [bytes] each) of units like `plan`; those of an FP8 source dequantized to `dtype`."""
+def one_behind_the_other(inputs: Sequence[Input]) -> Iterator[tuple[Input, int]]:
+    """(input, where it begins)"""
+    at = 0
+    for one in inputs:
+        yield one, at
+        at += one.nbytes
+
+
+def matrices_of(plan: Plan, raw: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | Parts:
+    """[matrices, N, K] of the joined inputs (uint8 [bytes] each) of units like `plan`; those of an FP8 source dequantized to `dtype`, or
+    the finished parts of all of them where they are restated."""
     first = plan.weights[0]
-    weight, need = plan.unit.weights[first.number], first.need
+    weight = plan.unit.weights[first.number]
     made = raw[0].view(DTYPES[weight.stored.ref.dtype]).view(-1, first.box.rows, first.box.cols)
     if weight.scale is None:
         return made
     scales = raw[1].view(dtype_of(weight.scale)).view(-1, *weight.scale.shape)
-    return dequantize_fp8(made, scales, weight.scale_shape, weight.scale_origin(need), dtype=dtype)
+    return undone(weight, first, made, scales, dtype)
+
+
+def undone(weight: Weight, planned: WeightPlan, part: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Parts:
+    """part: what is needed of an FP8 weight, [.., rows, columns]; scales: of the whole weight, standing as it does."""
+    shape, origin = weight.scale_shape, weight.scale_origin(planned.need)
+    if planned.restated:
+        return restated_fp8(part, scales, shape, weight.format, origin)
+    return dequantize_fp8(part, scales, shape, origin, dtype=dtype)

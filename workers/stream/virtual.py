@@ -96,6 +96,10 @@ class Weight:
     joint: str = "."
 
     @property
+    def made_from(self) -> tuple[TensorRef, ...]:
+        return (self.stored.ref,) if self.scale is None else (self.stored.ref, self.scale)
+
+    @property
     def scale_shape(self) -> tuple[int, int]:
         """[N, K] of what `scale` is the scale of."""
         return self.stored.shape if self.scaled is None else self.scaled.shape

@@ -1,4 +1,5 @@
-"""Weights that a checkpoint stores in FP8, brought back to the precision they are quantized from. It never reads a file."""
+"""Weights that a checkpoint stores in FP8: brought back to the precision they are quantized from, or told anew in a layout that holds their
+own codes and scales. It never reads a file."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 
 from sparkd.errors import CheckpointError
+from workers.stream.format import Format
 from workers.stream.formats.base import Parts, Quantizer, windows
 
 BLOCK = 128
+# Rows and columns that share a scale in the formats that FP8 is kept in; 0: all.
+_STEPS = {"fp8": (1, 0), "fp8_block": (BLOCK, BLOCK)}
 
 
 class Dequantized(Quantizer):
@@ -71,6 +75,37 @@ def dequantize_fp8(
     return made
 
 
+def holds_codes(form: Format, scale: tuple[int, ...], shape: tuple[int, int], first: int = 0) -> bool:
+    """Whether an FP8 weight can have this format with its own codes: each of the format's scales stands for elements of one own scale.
+
+    scale: the shape of the own scales, as `refuse_scale` takes it, of a weight of this shape [N, K]; first: the row of that at which what
+    has the format begins.
+    """
+    if form.name not in _STEPS:
+        return False
+    (rows, columns), (down, across) = _STEPS[form.name], _cells(scale, *shape)
+    fits_down = not down or rows <= 1 or (rows == down and first % down == 0)
+    return fits_down and (not across or columns == across)
+
+
+def restated_fp8(part: Tensor, scale: Tensor, shape: tuple[int, ...], form: Format, origin: tuple[int, int] = (0, 0)) -> Parts:
+    """The parts of `form` that hold an FP8 weight's own codes and scales, where `holds_codes`: the weight is not rounded a second time.
+
+    part, scale, shape, origin: as `dequantize_fp8` takes them; origin is where a block of `form` begins. What is made is in memory of its
+    own, contiguous.
+    """
+    *lead, n, k = part.shape
+    matrices, rows_each, columns_each = _normal(scale.to(part.device), len(lead), *shape)
+    rows, columns = _STEPS[form.name]
+    down = _index(origin[0], n, rows_each, part.device)[::rows]
+    across = _index(origin[1], k, columns_each, part.device)[:: columns or k]
+    made = matrices.index_select(1, down).index_select(2, across)
+    return {
+        "weight": part.clone(memory_format=torch.contiguous_format),
+        "weight_scale": made.reshape(*lead, *made.shape[1:]),
+    }
+
+
 def refuse_scale(scale: tuple[int, ...], n: int, k: int, *, file: str | None = None, tensor: str | None = None) -> None:
     """Raises CheckpointError where a scale of this shape cannot be that of an FP8 weight [n, k], the tensor of this name."""
     blocks = (-(-n // BLOCK), -(-k // BLOCK))
@@ -87,11 +122,17 @@ def _normal(scale: Tensor, leading: int, n: int, k: int) -> tuple[Tensor, int, i
     """(scale float32 [matrices, rows, columns], rows of the weight that one of its rows stands for, columns likewise); 0: for all."""
     own = tuple(scale.shape[leading:])
     refuse_scale(own, n, k)
-    if math.prod(own) == 1:
-        return scale.float().reshape(-1, 1, 1), 0, 0
-    if own in ((n,), (n, 1)):
-        return scale.float().reshape(-1, n, 1), 1, 0
-    return scale.float().reshape(-1, *own), BLOCK, BLOCK
+    down, across = _cells(own, n, k)
+    return scale.float().reshape(-1, own[0] if down else 1, own[1] if across else 1), down, across
+
+
+def _cells(scale: tuple[int, ...], n: int, k: int) -> tuple[int, int]:
+    """Rows and columns of a weight [n, k] that share one of its scales; 0: all."""
+    if math.prod(scale) == 1:
+        return 0, 0
+    if scale in ((n,), (n, 1)):
+        return 1, 0
+    return BLOCK if n > BLOCK else 0, BLOCK if k > BLOCK else 0
 
 
 def _index(first: int, count: int, each: int, device: torch.device) -> Tensor:
