@@ -140,7 +140,7 @@ def test_a_cache_is_a_checkpoint_of_its_own(cache_dir: str, source: Checkpoint) 
     }
     assert (folder / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     told = json.loads((folder / MANIFEST).read_text())
-    assert (told["version"], told["code"], told["format"], told["recipe"], told["notes"]) == (1, 2, "nvfp4", RECIPE, {"vllm": "0.32.0"})
+    assert (told["version"], told["code"], told["format"], told["recipe"], told["notes"]) == (1, 3, "nvfp4", RECIPE, {"vllm": "0.32.0"})
     assert told["source"]["folder"] == source.folder
     assert {file["name"] for file in told["files"]} == {
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, USED)
@@ -386,7 +386,7 @@ def damage(what: str, folder: Path, source: Path) -> None:
         ("config", "config.json has changed"),
         ("manifest", "it is no manifest of a quantized cache"),
         ("version", "it has version 2, and this sparkd writes 1"),
-        ("code", "it was quantized by version 0 of the code, and this is 2"),
+        ("code", "it was quantized by version 0 of the code, and this is 3"),
         ("escape", "it is no manifest of a quantized cache"),
         ("source time", "of its source has changed"),
         ("source config", "config.json of its source has changed"),

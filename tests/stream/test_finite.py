@@ -178,7 +178,7 @@ def test_our_own_cache_was_looked_at_when_it_was_made(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(str(written(tmp_path / "m", weights)))
     virtual = VirtualCheckpoint(checkpoint, {})
     source = Source.of(virtual, CPU, READER, None, torch.bfloat16, ProgressFile(None))
-    cached: Any = SimpleNamespace(checkpoint=checkpoint, folder=checkpoint.folder, close=lambda: None)
+    cached: Any = SimpleNamespace(checkpoint=checkpoint, folder=checkpoint.folder, close=lambda: None, damaged=frozenset())
     second = source.from_cache(cached, source.pipeline.handed())
     assert second is not None
     assert {name for name, _ in second.tensors()} == weights.keys()

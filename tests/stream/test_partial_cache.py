@@ -139,17 +139,48 @@ def test_what_leaves_out_less_than_it_takes_has_the_wholes_entry(folder: Path, t
     assert same(whole, loaded(folder, tmp_path / "apart")[1])
 
 
-@pytest.mark.parametrize("part", ["input_layernorm", "mlp.down_proj"], ids=["as it is", "quantized"])
-def test_what_is_left_out_and_is_damaged_is_in_no_cache(folder: Path, tmp_path: Path, part: str) -> None:
-    """Nobody has looked at it, and what is read from a cache is not looked at again."""
+@pytest.mark.parametrize("quantize", ["int4-g32", "nvfp4"])
+@pytest.mark.parametrize("part", ["input_layernorm", "mlp.down_proj", "self_attn.k_proj"])
+def test_what_is_left_out_and_is_damaged_harms_who_takes_it_alone(folder: Path, tmp_path: Path, part: str, quantize: str) -> None:
+    """Nobody has looked at it, and what is read from a cache is not looked at again: so the entry says which it is."""
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     ref = read_checkpoint(damaged).tensors[f"{LAYER}{part}.weight"]
     with open(ref.path, "r+b") as file:
         file.seek(ref.offset)
         file.write(b"\xc0\x7f")  # NaN of bfloat16
-    assert loaded(damaged, tmp_path, stage)[0] == "checkpoint"
-    assert not entries(str(tmp_path / "cache"))
+    source, first = loaded(damaged, tmp_path, stage, quantize)
+    again, second = loaded(damaged, tmp_path, stage, quantize)
+
+    assert (source, again) == ("checkpoint", "cache")
+    assert same(first, second)
+    (entry,) = entries(str(tmp_path / "cache"))
+    assert entry.manifest is not None
+    assert entry.manifest.notes["damaged"]
+    fused = ("q_proj", "k_proj", "v_proj") if quantize == "nvfp4" and "k_proj" in part else (part.rpartition(".")[2],)
+    assert {name.split(".")[-2] for name in entry.manifest.notes["damaged"]} == {*fused}
     with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
+        loaded(damaged, tmp_path, quantize=quantize)
+    request = Request(str(damaged), Recipe.parse(quantize).canonical(), str(tmp_path / "copied"), str(tmp_path / "cache"), "cpu")
+    with pytest.raises(CheckpointError, match=rf"{part}.weight: it holds NaN"):
+        export(request, lambda *_: None)
+    assert loaded(damaged, tmp_path, stage, quantize)[0] == "cache", "and it is still there for who does not take it"
+
+
+def test_a_cache_of_a_part_is_not_read_where_it_is_damaged(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model is asked about the checkpoint first, as a rank that may have an entry of its own does."""
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    ref = read_checkpoint(damaged).tensors[f"{LAYER}mlp.down_proj.weight"]
+    with open(ref.path, "r+b") as file:
+        file.seek(ref.offset)
+        file.write(b"\xc0\x7f")
+    loaded(damaged, tmp_path, stage)
+    monkeypatch.setattr(loader.SparkStreamLoader, "_whole_entry", lambda *_: None)
+    monkeypatch.setattr(loader, "rank_of_world", lambda: (0, 2))
+    monkeypatch.setattr(loader, "ranks", lambda: {"tp": 2, "pp": 1, "ep": False})
+    monkeypatch.setattr(Pipeline, "handed_whole", lambda _self: None)
+
+    assert loaded(damaged, tmp_path, stage)[0] == "cache"
+    with pytest.raises(CheckpointError, match=r"down_proj.weight: it holds NaN"):
         loaded(damaged, tmp_path)
 
 

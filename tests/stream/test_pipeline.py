@@ -440,7 +440,7 @@ def test_a_ranks_own_cache_goes_where_its_parts_belong(tmp_path, monkeypatch, qu
     want = Fused(2, 1)
     want.load_weights(first.tensors())
     cache = laid_out(tmp_path, parts)
-    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None)
+    cached = SimpleNamespace(checkpoint=read_checkpoint(str(cache)), folder=str(cache), close=lambda: None, damaged=frozenset())
 
     got = Fused(2, 1)
     trace = got.trace(virtual)

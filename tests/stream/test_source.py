@@ -31,6 +31,7 @@ class Cache:
         self.calls: list[tuple[str, bool]] = []
         self.came: dict[str, torch.Tensor] = {}
         self.again: dict[str, torch.Tensor] = {}
+        self.damaged: set[str] = set()
         self.ended = threading.Event()
 
     def _note(self, call: str) -> None:

@@ -35,6 +35,7 @@ from workers.stream.manifest import (
 )
 
 __all__ = [
+    "DAMAGED",
     "SPELLINGS",
     "CachedCheckpoint",
     "Entry",
@@ -61,7 +62,9 @@ RESERVE_FRACTION = 0.02
 WRITING = ".writing-"
 GONE = ".gone-"
 LOCK = ".lock"
-SPELLINGS = "formats"  # a manifest's note
+# A manifest's notes.
+SPELLINGS = "formats"
+DAMAGED = "damaged"
 _ENTRY = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9a-f]{16}")
 
 logger = logging.getLogger("vllm.sparkd.stream")
@@ -95,6 +98,11 @@ class CachedCheckpoint:
     def spellings(self) -> list[str]:
         """The formats in it, as its writer noted them."""
         return [str(one) for one in self.manifest.notes.get(SPELLINGS, [])] or [self.manifest.format]
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """The names of tensors that hold a NaN, or were made of one; what it was written beside takes none of them."""
+        return frozenset(map(str, self.manifest.notes.get(DAMAGED, ())))
 
     def __enter__(self) -> CachedCheckpoint:
         return self

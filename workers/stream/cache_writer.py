@@ -24,7 +24,7 @@ import torch
 
 from sparkd.checkpoint import Checkpoint, TensorRef
 from sparkd.errors import CheckpointError
-from workers.stream.cache import GIB, WRITING, find, locked, make_room, remove, turn
+from workers.stream.cache import DAMAGED, GIB, WRITING, find, locked, make_room, remove, turn
 from workers.stream.companions import companions_bytes, write_companions
 from workers.stream.finite import holds_nan
 from workers.stream.layout import SHARD_BYTES, ShardLayout, Slot, Tensors, lay_out, neighbours
@@ -56,7 +56,7 @@ class CacheWriter:
     layout: name -> (safetensors dtype code, shape) of everything that will be handed over, about in that order. plain: the names that are
     in the source byte for byte. quantization_config: for config.json. limit_bytes: of the whole cache folder. notes: JSON values for the
     manifest. device: where the tensors are. told: is called with (state, bytes written, reason) at the beginning and when the state
-    changes.
+    changes. damaged: the names of what is written and is not finite, which the manifest tells: the next start trusts the rest.
     Construct it as soon as the layout is known: it makes room and takes the files' space from its own thread, while nothing is read yet.
     Nothing here raises for a disk, a folder or a tensor that is not as expected.
     """
@@ -80,6 +80,7 @@ class CacheWriter:
     ) -> None:
         self.state = "writing"
         self.reason: str | None = None
+        self.damaged: set[str] = set()
         self.folder = os.path.join(cache_dir, entry_name(checkpoint, recipe, tp_slice))
         self._cache_dir = cache_dir
         self._writing = os.path.join(cache_dir, WRITING + os.path.basename(self.folder))
@@ -240,8 +241,8 @@ class CacheWriter:
             raise CheckpointError("it was never handed over", tensor=left[0].name)
 
     def _copy(self, writer: ShardWriter, gaps: list[tuple[Slot, int, int]]) -> None:
-        """From the source's files to ours. Raises CheckpointError, also for a NaN: the next start trusts what the cache holds, and nobody
-        has looked at what the model leaves out."""
+        """From the source's files to ours. Raises CheckpointError; not for a NaN in what the model leaves out, at which nobody has looked:
+        that is no reason to quantize all the rest at every start."""
         pieces = []
         for slot, start, stop in gaps:
             ref = self._checkpoint.tensors[slot.name]
@@ -251,7 +252,8 @@ class CacheWriter:
         with Reader(pieces, block_bytes=MIB, blocks=4, threads=1, pin=False) as reader:
             for chunk in reader:
                 slot, start = chunk.piece.key
-                _refuse_nan(self._checkpoint.tensors[slot.name], start + chunk.start, chunk.view)
+                if _holds_nan(self._checkpoint.tensors[slot.name], start + chunk.start, chunk.view):
+                    self.damaged.add(slot.name)
                 writer.put(slot, start + chunk.start, chunk.view, wait=True)
                 chunk.release()
 
@@ -259,6 +261,11 @@ class CacheWriter:
         """Raises _Skipped, OSError."""
         files = [OwnFile(shard.name, shard.size_bytes, hashlib.sha256(shard.header).hexdigest()) for shard in self._shards]
         files += write_companions(self._checkpoint, self._writing, self._described, self._shards)
+        if self.damaged:
+            self._notes[DAMAGED] = sorted(self.damaged)
+            first, more = min(self.damaged), len(self.damaged) - 1
+            told = f"{first} and {more} more tensors hold" if more > 1 else f"{first} and another tensor hold" if more else f"{first} holds"
+            logger.warning("sparkd: %s NaN or Inf; this model does not take that, and one that does is refused.", told)
         manifest = Manifest(self._source, self._recipe, format_name(self._recipe), self._tp_slice, tuple(files), time.time(), self._notes)
         for name, data in ((USED, b""), (MANIFEST, manifest.dump())):
             with open(os.path.join(self._writing, name), "xb") as file:
@@ -341,11 +348,10 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def _refuse_nan(ref: TensorRef, start: int, data: torch.Tensor) -> None:
+def _holds_nan(ref: TensorRef, start: int, data: torch.Tensor) -> bool:
     """data: uint8 [bytes] of the tensor from `start` on, as they lie in the file."""
     size = dtype_of(ref).itemsize
     if (ref.offset + start) % size or start % size or data.numel() % size:
         data = data[-start % size :].clone()  # a file that aligns nothing: the elements at the seams are passed over
         data = data[: data.numel() // size * size]
-    if holds_nan(data.view(dtype_of(ref))):
-        raise CheckpointError("it holds NaN", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again")
+    return holds_nan(data.view(dtype_of(ref)))

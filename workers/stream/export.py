@@ -115,13 +115,14 @@ def _refuse_unserved(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> N
 def _copied(
     request: Request, checkpoint: Checkpoint, recipe: Recipe, formats: Mapping[str, Format], folder: str, tell: Tell
 ) -> tuple[str, int] | None:
-    """From the cache; None where it has nothing of this, or not all: an engine keeps only what it takes itself."""
+    """From the cache; None where it has nothing of this, or not all, or a part of it is damaged: an engine keeps what it takes itself, and
+    looks at nothing else."""
     cached = find(request.cache_dir, checkpoint, recipe.canonical()) if request.cache_dir else None
     if cached is None:
         return None
     with cached:
         needed = layout_of(VirtualCheckpoint(checkpoint, formats))[0]
-        if not needed.keys() <= cached.checkpoint.tensors.keys():
+        if cached.damaged or not needed.keys() <= cached.checkpoint.tensors.keys():
             return None
         return "cache", _copy(cached, folder, tell)
 

@@ -31,11 +31,13 @@ _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?
 
 
 class Finite:
-    """The flags of one load on one device. weights_only: nobody said which tensors a model takes, so of others `look` sees a NaN only."""
+    """The flags of one load on one device. weights_only: nobody said which tensors a model takes, so of others `look` sees a NaN only.
+    into: what is bad is put there and not refused, because nothing that was loaded takes it."""
 
-    def __init__(self, device: torch.device, *, weights_only: bool = False) -> None:
+    def __init__(self, device: torch.device, *, weights_only: bool = False, into: set[TensorRef] | None = None) -> None:
         self._device = device
         self._weights_only = weights_only
+        self._into = into
         self._seen: list[tuple[Sequence[tuple[TensorRef, ...]], torch.Tensor]] = []
         self._count = 0
 
@@ -68,6 +70,9 @@ class Finite:
             return
         groups = [group for groups, _ in seen for group in groups]
         blamed = dict.fromkeys(ref for at in bad for ref in _blamed(groups[at]))
+        if self._into is not None:
+            self._into.update(blamed)
+            return
         ref = next(iter(blamed))
         others = ("", ", as does another tensor")[len(blamed) - 1] if len(blamed) < 3 else f", as do {len(blamed) - 1} more tensors"
         raise CheckpointError(f"it holds NaN or Inf{others}", file=ref.path, tensor=ref.name, cure="The file is damaged: fetch it again")

@@ -132,6 +132,13 @@ def local_folder(model: str, revision: str | None, download_dir: str | None) -> 
         ) from error
 
 
+def _refuse_damaged(entry: CachedCheckpoint, trace: Trace | None) -> None:
+    """Raises CheckpointError where the model takes what the entry says is damaged."""
+    for name in sorted(entry.damaged):
+        if trace is None or ((taken := trace.taken.get(name)) is not None and taken.region is not None):
+            raise CheckpointError("it holds NaN or Inf, or was made of a tensor that does", file=entry.folder, tensor=name)
+
+
 @contextlib.contextmanager
 def _young_garbage_only() -> Iterator[None]:
     """vLLM and torch are a million objects, and a load makes enough of its own that the collector looks through all of them several times:
@@ -261,6 +268,8 @@ class SparkStreamLoader(DefaultModelLoader):
         self._virtual = virtual
         check = self._settings.enable_weights_track
         trace = ask(virtual, model, model_config, device, checkpoint.folder, quantized=bool(formats) or entry is not None, check=check)
+        if entry is not None:
+            _refuse_damaged(entry, trace)
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,

@@ -202,9 +202,9 @@ class Pipeline:
                 found[one.name] = Handed(one.dtype, one.shape, one.shape, (0,) * len(one.shape), plain)
         return found
 
-    def again(self, names: Collection[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def again(self, names: Collection[str], device: torch.device, damaged: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """What a sink gets of the units that emit `names`, made on `device` in one pass; from any thread, without the model. What it does
-        not take is made too, where it takes everything else whole."""
+        not take is made too, and `damaged` gets the names of what of it is made of a NaN or an infinity."""
         wanted = {index for index, emitted in self._emitted.items() if any(one.name in names for one in emitted)}
         made: list[tuple[str, torch.Tensor]] = []
 
@@ -220,11 +220,15 @@ class Pipeline:
 
         reader = partial(self._make_reader, pin=device.type == "cuda")
         regions = self._regions if self.handed_whole() is None else None
+        bad: set[TensorRef] = set()
         alone = Pipeline(self.virtual, device, reader, regions=regions, dtype=self._dtype, sink=Keep(), only=wanted)
+        alone._finite = Finite(device, weights_only=regions is None, into=bad)
         for _ in alone.tensors():
             yield from ((name, tensor) for name, tensor in made if name in names)
             made.clear()
         yield from ((name, tensor) for name, tensor in made if name in names)
+        harmed = {index for index in wanted if any(not bad.isdisjoint(one.made_from) for one in self.virtual.units[index].weights)}
+        damaged.update(one.name for index in harmed for one in self._emitted[index])
 
     def _unit(self, plan: Plan, feed: Feed) -> Iterator[tuple[str, torch.Tensor]]:
         unit = plan.unit

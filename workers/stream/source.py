@@ -65,6 +65,10 @@ class Source:
         if missing := next((name for name in needed if name not in stored), None):
             logger.info("sparkd: the quantized cache %s has no %s, which this model takes: the checkpoint is read.", cached.folder, missing)
             return None
+        if damaged := next((name for name in needed if name in cached.damaged), None):
+            told = "sparkd: %s is damaged, the quantized cache %s says, and this model takes it: the checkpoint is read."
+            logger.info(told, damaged, cached.folder)
+            return None
         whole = all(stored[name].shape == one.whole for name, one in needed.items())
         if not whole and (odd := next((name for name, one in needed.items() if stored[name].shape != one.shape), None)):
             logger.info("sparkd: the quantized cache %s holds another part of %s: the checkpoint is read.", cached.folder, odd)
@@ -110,12 +114,13 @@ class Source:
             self.trace.straight.clear()
         if self.writer is None:
             return
-        self.writer.leave_device()
+        writer = self.writer
+        writer.leave_device()
 
         def again(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-            return self.pipeline.again(names, torch.device("cpu"))
+            return self.pipeline.again(names, torch.device("cpu"), writer.damaged)
 
-        thread = threading.Thread(target=self.writer.finish, args=(again,), name="quantized-cache", daemon=True)
+        thread = threading.Thread(target=writer.finish, args=(again,), name="quantized-cache", daemon=True)
         thread.start()
         # Unlike atexit's, these are also called in an engine that was forked (multiprocessing.popen_fork ends by os._exit).
         Finalize(None, self._end, args=(thread,), exitpriority=0)
