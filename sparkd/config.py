@@ -55,6 +55,7 @@ from sparkd.model_config import ModelConfig, config_hash
 from sparkd.model_folder import unusable
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
+from sparkd.vllm_table import refused
 from sparkd.yamlfile import Place, Problem
 
 __all__ = ["Config", "ModelConfig", "Problem", "check", "config_hash", "is_loopback", "load_config", "parse_model"]
@@ -389,5 +390,9 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         for remark in dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
+        if model.extra_args and model.runs_vllm(config.engine):
+            env, runtime = model.environment(config.engine), model.runtime_of(config.engine)
+            for remark in refused(model.vllm_flags(), env, runtime, config.state_dir, ask=True):
+                yield Problem(str(path), None, f"models.{model.name}: it will not start: {remark}", "warning")
         if model.runtime is not None and not model.runtime.exists():
             yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

@@ -20,8 +20,13 @@ _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
 
 def release_in(runtime: Path | None) -> Release | None:
     """runtime: its interpreter, None for the one that this runs in. None where there is no vLLM, or nothing tells its version."""
+    return release_of(full_version_in(runtime))
+
+
+def full_version_in(runtime: Path | None) -> str | None:
+    """The same in full, `0.32.0+cpu`."""
     versions = _beside_us() if runtime is None else _beside(runtime)
-    return next(filter(None, map(release_of, versions)), None)
+    return next((version for version in versions if release_of(version) is not None), None)
 
 
 def version_in(runtime: Path | None) -> str:
@@ -29,9 +34,15 @@ def version_in(runtime: Path | None) -> str:
     return next(iter(_beside_us() if runtime is None else _beside(runtime)), "of an unknown release")
 
 
+def packages_of(runtime: Path) -> list[Path]:
+    """The folders that an interpreter's packages are installed in. A virtual environment's python is a link that leads out of it: the
+    folder counts that the link is in."""
+    return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
+
+
 def models_of(runtime: Path | None) -> frozenset[str] | None:
     """The architectures of the vLLM there, without what plugins add; runtime as in release_in. None where there is none to read."""
-    for packages in _ours() if runtime is None else _packages(runtime):
+    for packages in _ours() if runtime is None else packages_of(runtime):
         try:
             text = (packages / _REGISTRY).read_text("utf-8")
         except (OSError, UnicodeDecodeError):
@@ -61,17 +72,12 @@ def _beside_us() -> Iterator[str]:
 
 
 def _beside(runtime: Path) -> Iterator[str]:
-    for packages in _packages(runtime):
+    for packages in packages_of(runtime):
         try:
             names = sorted(os.listdir(packages))
         except OSError:
             continue
         yield from (found["version"] for found in map(_FOLDER.fullmatch, names) if found is not None)
-
-
-def _packages(runtime: Path) -> list[Path]:
-    """A virtual environment's python is a link that leads out of it: the folder counts that the link is in."""
-    return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
 
 
 def _ours() -> Iterator[Path]:

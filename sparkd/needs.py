@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from sparkd.admission import Account, Ways, account, advice, illegal, machine
@@ -15,11 +15,13 @@ from sparkd.config import Config, ModelConfig
 from sparkd.errors import ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
+from sparkd.installed import full_version_in
 from sparkd.kv_sizing import margin_bytes, utilization_of, without_cpu_space
 from sparkd.model_folder import unusable
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
+from sparkd.vllm_table import learn, refused
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
 
@@ -69,6 +71,8 @@ def need_of(
             f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
             "to the Python interpreter of an environment that has it."
         )
+    if _is_ours(spec, config, found.get("vllm")):
+        learn(spec.runtime_of(engine), config.state_dir)
     here = _this_node(platform)
     env, profiles = spec.environment(engine), str(config.profiles_path())
     spec = resolved(spec, here, env, int(free_gib * GIB), ways, profiles, found.get("vllm"), beside=beside)
@@ -89,8 +93,19 @@ def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> st
 
 
 def said_to(spec: ModelConfig, config: Config, vllm: str | None) -> Translation:
-    """The model's flags and variables as its release of vLLM knows them."""
-    return translated(spec.vllm_flags(), without_cpu_space(spec, spec.environment(config.engine)), release_of(vllm))
+    """The model's flags and variables as its release of vLLM knows them; refused too is what its parser here is known not to take."""
+    env = without_cpu_space(spec, spec.environment(config.engine))
+    said = translated(spec.vllm_flags(), env, release_of(vllm))
+    if said.refused or not _is_ours(spec, config, vllm):
+        return said
+    return replace(said, refused=refused(spec.vllm_flags(), env, spec.runtime_of(config.engine), config.state_dir, ask=False))
+
+
+def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:
+    """Whether somebody wrote flags for a vLLM that this node has too, whose parser can be asked."""
+    if vllm is None or not spec.extra_args or not spec.runs_vllm(config.engine):
+        return False
+    return full_version_in(spec.runtime_of(config.engine)) == vllm
 
 
 def runtime_of(spec: ModelConfig, config: Config) -> str:

@@ -307,11 +307,23 @@ def test_whose_end_would_make_room() -> None:
 
 
 class Runtime:
-    def __init__(self, entrypoint: str | None) -> None:
-        self.entrypoint = entrypoint
+    def __init__(self, entrypoint: str | None, vllm: str | None = None) -> None:
+        self.found = {"platform": "cuda", "entrypoint": entrypoint, "vllm": vllm}
 
     def runtime(self, _interpreter: str) -> dict[str, Any]:
-        return {"platform": "cuda", "entrypoint": self.entrypoint}
+        return self.found
+
+
+def test_the_flags_of_a_models_vllm_are_learned_with_its_need(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody wrote some, for a vLLM that is on this node."""
+    learned: list[tuple[Path | None, Path]] = []
+    monkeypatch.setattr("sparkd.needs.learn", lambda *about: learned.append(about))
+    monkeypatch.setattr("sparkd.needs.full_version_in", lambda _runtime: "0.32.0")
+    config = Config.model_validate({"state_dir": tmp_path})
+    for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
+        assert learned == []
+        need_of(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, Runtime("e", vllm), 100.0, 100.0)
+    assert learned == [(None, tmp_path)]
 
 
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:

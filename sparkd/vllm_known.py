@@ -1,0 +1,154 @@
+"""Owns what a vLLM's parser will refuse of a model's arguments, told from the table of its flags. Never runs vLLM, never reads a file.
+
+It follows argparse and vLLM's own parser over it (vllm/utils/argparse_utils.py, FlexibleArgumentParser.parse_args): flags in any spelling
+or cut short, `--flag.key value` for a JSON flag, `-O3`. Whatever is not certainly refused passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
+ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
+# What plugins add values to when an engine starts, ours among them.
+_OPEN = frozenset({"load-format", "quantization", "worker-cls", "attention-backend"})
+_NONE = ("", "None")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number: `int` or `float`. none:
+    whether `None` is a value too."""
+
+    of: int
+    takes: int | None = None
+    choices: tuple[str, ...] | None = None
+    number: str | None = None
+    none: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FlagTable:
+    """The flags of one vLLM: long names without their dashes, with dashes inside. abbreviations: whether they may be cut short."""
+
+    version: str
+    flags: Mapping[str, Flag] = field(default_factory=dict)
+    abbreviations: bool = True
+
+    @classmethod
+    def of(cls, version: str, raw: Mapping[str, Any]) -> FlagTable:
+        """raw: what workers/flag_table.py says. Raises ValueError, TypeError, KeyError for anything else."""
+        flags = {}
+        for spelling, one in raw["flags"].items():
+            if not spelling.startswith("--"):
+                continue
+            choices = None if one["choices"] is None else tuple(map(str, one["choices"]))
+            takes = None if one["takes"] is None else int(one["takes"])
+            flags[spelling[2:].replace("_", "-")] = Flag(int(one["of"]), takes, choices, one["number"], bool(one["none"]))
+        if len(flags) < 2:
+            raise ValueError("no parser has so few flags")
+        return cls(version, flags, bool(raw["abbreviations"]))
+
+    def named(self, name: str) -> set[str]:
+        """The flags that this name, or this beginning of one, may stand for."""
+        if name in self.flags:
+            return {name}
+        return {flag for flag in self.flags if flag.startswith(name)} if self.abbreviations else set()
+
+
+def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> Iterator[str]:
+    """A sentence for each argument that this vLLM will end its start over; values are never shown. env: the engine's own variables."""
+    if any(name in env for name in ANOTHER_PARSER):
+        return
+    names, rest = _apart(args)
+    for name in names:
+        if not table.named(name):
+            yield _unknown(name, table)
+    for index, arg in enumerate(rest):
+        if arg == "--":
+            return  # argparse takes what follows for no flags
+        if not arg.startswith("--"):
+            continue
+        key, equals, value = arg.partition("=")
+        name = key[2:].replace("_", "-")
+        found = table.named(name)
+        following = rest[index + 1] if index + 1 < len(rest) else None
+        if not found:
+            if not _may_be_a_value(rest, index, table):
+                yield _unknown(name, table)
+        elif len({table.flags[one].of for one in found}) > 1:
+            yield f"{_shown(name)}: vLLM {table.version} has {', '.join(f'--{one}' for one in sorted(found)[:3])}. Write out which."
+        elif why := _refused(min(found), value if equals else following, bool(equals), table):
+            yield why
+
+
+def _apart(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the names in `--name.key value` and `--name.key=value`, the other arguments): vLLM takes those out, each with what comes next,
+    whatever that is, and puts them at the end as JSON."""
+    names, rest, skip = [], [], False
+    for arg in args:
+        key, equals, _ = arg.partition("=")
+        if skip:
+            skip = False
+        elif arg.startswith("-") and "." in key:
+            skip = not equals
+            if arg.startswith("--"):
+                names.append(key[2:].partition(".")[0].replace("_", "-"))
+        else:
+            rest.append(arg)
+    return names, rest
+
+
+def _may_be_a_value(args: Sequence[str], index: int, table: FlagTable) -> bool:
+    """argparse takes what has a space and is no flag for a value (ArgumentParser._parse_optional). Behind nothing that wants one it is too
+    many to `vllm serve MODEL`, and nothing at all to the older entry point: in neither does it do what was meant."""
+    if " " not in args[index]:
+        return False
+    behind = next((at for at in range(index - 1, -1, -1) if args[at].startswith("-")), None)
+    if behind is None or (args[behind].startswith("--") and "=" in args[behind]):
+        return False
+    found = table.named(args[behind][2:].replace("_", "-")) if args[behind].startswith("--") else set()
+    most = [table.flags[one].takes for one in found] or [None]
+    return any(takes is None or index - behind - 1 < takes for takes in most)
+
+
+def _unknown(name: str, table: FlagTable) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, table.flags, n=1)
+    cure = f"Did you mean --{near[0]}?" if near else "Remove it."
+    return f"{_shown(name)}: vLLM {table.version} has no such flag. {cure}"
+
+
+def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> str | None:
+    """value: what stands behind the equals sign (joined), or the next argument."""
+    flag = table.flags[name]
+    if flag.takes == 0:
+        return f"--{name}: vLLM {table.version} takes no value for it. Remove what follows the equals sign." if joined else None
+    if flag.takes != 1:
+        return None
+    if value is None or (not joined and value.startswith("--") and " " not in value):
+        return f"--{name}: it needs a value. Give it one, or remove it."
+    if name in _OPEN or (flag.none and value in _NONE) or (not joined and value.startswith("-")):
+        return None
+    try:
+        number = int(value) if flag.number == "int" else float(value) if flag.number == "float" else None
+    except ValueError:
+        return f"--{name}: its value is no {'whole number' if flag.number == 'int' else 'number'}. Give it one, or remove it."
+    if flag.choices is not None and (value if number is None else str(number)) not in flag.choices:
+        return f"--{name}: vLLM {table.version} does not take its value. {_among(value, flag.choices)}"
+    return None
+
+
+def _among(value: str, choices: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(value, choices, n=1)
+    shown = ", ".join(choices[:12]) + (", ..." if len(choices) > 12 else "")
+    return f"Did you mean {near[0]}?" if near else f"It takes {shown}."
+
+
+def _shown(name: str) -> str:
+    return f"--{name if len(name) <= 48 else name[:45] + '...'}"

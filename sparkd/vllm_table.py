@@ -1,0 +1,133 @@
+"""Owns the table of flags of each installed vLLM: read off once by a child in its Python environment, and kept on disk. Never imports it.
+
+What is installed beside it is part of the key, because a plugin may add flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import workers
+from sparkd.installed import full_version_in, packages_of
+from sparkd.vllm_flags import release_of, translated
+from sparkd.vllm_known import FlagTable, misfits
+
+# Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
+TIMEOUT_S = 120.0
+_PROGRAM = Path(workers.__file__).with_name("flag_table.py")
+_tables: dict[str, FlagTable | None] = {}
+
+
+def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[str, ...]:
+    """What the parser of the vLLM of this environment will refuse, a sentence for each; see vllm_known.misfits. Translated as the start
+    translates them."""
+    table = flag_table(runtime, places(state_dir), ask=ask)
+    return () if table is None else tuple(misfits(translated(args, env, release_of(table.version)).args, env, table))
+
+
+def learn(runtime: Path | None, state_dir: Path) -> None:
+    """So that `refused` knows it without asking."""
+    flag_table(runtime, places(state_dir), ask=True)
+
+
+def flag_table(runtime: Path | None, folders: Sequence[Path], *, ask: bool) -> FlagTable | None:
+    """runtime: an interpreter, None for the one that this runs in. folders: where tables are kept, the first that can be written to.
+
+    ask: where none is kept the environment is asked, which takes as long as vLLM's import, once: one that fails is not asked again by
+    this process. None where there is no vLLM, or it did not tell.
+    """
+    interpreter = Path(sys.executable) if runtime is None else runtime
+    version = full_version_in(runtime)
+    if version is None:
+        return None
+    key = _key(interpreter, version)
+    if key not in _tables:
+        found = next(filter(None, (_read(folder / f"{key}.json", version) for folder in folders)), None)
+        if found is None:
+            if not ask:
+                return None
+            found = _asked(interpreter, version, [folder / f"{key}.json" for folder in folders])
+        _tables[key] = found
+    return _tables[key]
+
+
+def places(state_dir: Path) -> list[Path]:
+    """Where tables are kept: the daemon's folder where it is there, and the user's own."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return [*([state_dir / "vllm-flags"] if state_dir.is_dir() else []), *([own / "sparkd" / "vllm-flags"] if own.is_absolute() else [])]
+
+
+def _key(interpreter: Path, version: str) -> str:
+    parts = [str(interpreter), version, _PROGRAM.read_text(), *_neighbours(interpreter)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _neighbours(interpreter: Path) -> Iterator[str]:
+    """The names of what is installed, versions included."""
+    for packages in packages_of(interpreter):
+        with contextlib.suppress(OSError):
+            yield from sorted(name for name in os.listdir(packages) if name.endswith((".dist-info", ".egg-info", ".pth", ".egg-link")))
+
+
+def _read(path: Path, version: str) -> FlagTable | None:
+    try:
+        return FlagTable.of(version, json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _asked(interpreter: Path, version: str, kept: Sequence[Path]) -> FlagTable | None:
+    text = _run(interpreter)
+    try:
+        table = FlagTable.of(version, json.loads(text or ""))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    for path in kept:
+        with contextlib.suppress(OSError):
+            _write(path, text or "")
+            break
+    return table
+
+
+def _run(interpreter: Path) -> str | None:
+    """What the program says; None where it fails or takes too long, and then nothing of it is left."""
+    command = [str(interpreter), "-c", _PROGRAM.read_text()]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        child = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True, cwd="/", start_new_session=True)
+    except OSError:
+        return None
+    with child:
+        try:
+            said, _ = child.communicate(timeout=TIMEOUT_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
+    return said if child.returncode == 0 else None
+
+
+def _write(path: Path, text: str) -> None:
+    """By a rename, so that nobody reads half of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,272 @@
+"""What is told of a model's flags before its engine starts, held against vLLM's own parser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkd import vllm_table
+from sparkd.config import Config, check, parse_model
+from sparkd.needs import said_to
+from sparkd.vllm_known import FlagTable, misfits
+from sparkd.vllm_table import flag_table, places, refused
+from tests.test_installed import environment
+
+TAKEN = [
+    "--max-model-len 8192",
+    "--max_model_len 8192",
+    "--max-model-len=8k",
+    "--max-model-le 8192",
+    "--max-num-seqs=8",
+    "--max-num-seqs ' 8'",
+    "--enforce-eager",
+    "--no-enforce-eager",
+    "--no_enforce_eager",
+    "--no-enable-prefix-caching --seed 1",
+    "-O3",
+    "-O 3",
+    "-O=2",
+    "-cc.mode 3 --seed 1",
+    "--compilation-config.mode 3",
+    "--compilation_config.mode=3",
+    "--compilation-conf.mode 3",
+    "--hf-overrides.a.b --seed",
+    "--compilation-config.cudagraph_capture_sizes+ 1,2,4",
+    """--compilation-config '{"mode": 3}'""",
+    """'--hf-overrides={"rope_theta": 1.5}'""",
+    "--max-num-seqs --compilation-config.mode 3 8",
+    "--gpu-memory-utilization .5",
+    "--dtype bfloat16",
+    "--kv-cache-dtype=fp8",
+    "--quantization anything",
+    "--load-format anything",
+    "--seed -1",
+    "--served-model-name a b c",
+    "--chat-template '--odd=name b'",
+    "--chat-template '--odd name'",
+    "--lora-modules a=b c=d --seed 1",
+    "--cudagraph-capture-sizes 1 2 4",
+    "--limit-mm-per-prompt.image 2",
+    "--moe-backend marlin",
+]
+REFUSED = {
+    "--max-model-length 8192": "--max-model-length: vLLM {} has no such flag. Did you mean --max-model-len?",
+    "--max_model_length=8192": "--max-model-length: vLLM {} has no such flag. Did you mean --max-model-len?",
+    "--no-enforce-eagr": "--no-enforce-eagr: vLLM {} has no such flag. Did you mean --no-enforce-eager?",
+    "--no-max-model-len 1": "--no-max-model-len: vLLM {} has no such flag. Did you mean --max-model-len?",
+    "--compile-config.mode 3": "--compile-config: vLLM {} has no such flag. Did you mean --compilation-config?",
+    "--compile-config.mode=3": "--compile-config: vLLM {} has no such flag. Did you mean --compilation-config?",
+    """--hf-override-it '{"a": 1}'""": "--hf-override-it: vLLM {} has no such flag. Did you mean --hf-overrides?",
+    """'--hf-override-it={"a": 1}'""": "--hf-override-it: vLLM {} has no such flag. Did you mean --hf-overrides?",
+    """--enforce-eager --dtype=half '--hf-override-it={"a": 1}'""": "--hf-override-it: vLLM {} has no such flag. Did you mean",
+    """--seed 1 '--hf-override-it={"a": 1}'""": "--hf-override-it: vLLM {} has no such flag. Did you mean --hf-overrides?",
+    "--qqqq": "--qqqq: vLLM {} has no such flag. Remove it.",
+    "--enable": "--enable: vLLM {} has --enable-",
+    "--max-num-seqs eight": "--max-num-seqs: its value is no whole number. Give it one, or remove it.",
+    "--max-num-seqs=8.5": "--max-num-seqs: its value is no whole number. Give it one, or remove it.",
+    "--max-num-seqs": "--max-num-seqs: it needs a value. Give it one, or remove it.",
+    "--max-num-seqs --enforce-eager": "--max-num-seqs: it needs a value. Give it one, or remove it.",
+    "--gpu-memory-utilization most": "--gpu-memory-utilization: its value is no number. Give it one, or remove it.",
+    "--dtype bfloat": "--dtype: vLLM {} does not take its value. Did you mean float?",
+    "--dty bfloat": "--dtype: vLLM {} does not take its value. Did you mean float?",
+    "--kv-cache-dtype=fp8_e4": "--kv-cache-dtype: vLLM {} does not take its value. Did you mean fp8_e4m3?",
+    "--scheduling-policy zzzz": "--scheduling-policy: vLLM {} does not take its value. It takes ",
+    "--enforce-eager=true": "--enforce-eager: vLLM {} takes no value for it. Remove what follows the equals sign.",
+}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> FlagTable:
+    """Of the vLLM that is installed here, by its own parser."""
+    found = flag_table(None, [tmp_path_factory.mktemp("tables")], ask=True)
+    assert found is not None
+    return found
+
+
+PARSER = """
+import json, os, sys
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from workers.flag_table import parser_here
+parser = parser_here()
+def error(message):
+    raise ValueError(message)
+parser.error = error
+def said(line):
+    try:
+        parser.parse_args(line)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+json.dump([said(line) for line in json.load(sys.stdin)], out)
+out.flush()
+"""
+
+
+def parsed(lines: list[list[str]]) -> list[str | None]:
+    """What vLLM's parser says, null where it takes them; in a process of its own, as an engine is."""
+    done = subprocess.run([sys.executable, "-c", PARSER], input=json.dumps(lines), capture_output=True, text=True, timeout=240, check=True)
+    said: list[str | None] = json.loads(done.stdout)
+    return said
+
+
+@pytest.fixture(scope="module")
+def said(table: FlagTable) -> dict[tuple[str, ...], str | None]:
+    """Every line below, every flag of vLLM's in wrong and shortened spellings, and with values, in one go."""
+    lines = [shlex.split(line) for line in (*TAKEN, *REFUSED)]
+    for flag in table.flags:
+        if flag in ("help", "config", "no-help"):
+            continue  # they print and end, or read a file
+        lines += [[f"--{flag}"], [f"--{flag}=1"], [f"--{flag}", "zz"], [f"--{flag}", "-1"], [f"--{flag[:-2]}", "1"], [f"--{flag}x", "1"]]
+        lines += [[f"--{flag[1:]}"], [f"--{flag}.key", "1"], [f"--{flag.replace('-', '_')}=a b"], ["--seed", f"--{flag[:-1]}q=a b"]]
+    answers = parsed([["m", *line] for line in lines])
+    return {tuple(line): answer for line, answer in zip(lines, answers, strict=True)}
+
+
+@pytest.mark.parametrize("line", TAKEN)
+def test_a_form_that_vllm_takes_is_passed(line: str, table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
+    args = shlex.split(line)
+    assert said[tuple(args)] is None
+    assert list(misfits(args, {}, table)) == []
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_vllm_refuses_is_told_before_it_starts(line: str, table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
+    args = shlex.split(line)
+    assert said[tuple(args)] is not None
+    (told,) = misfits(args, {}, table)
+    assert told.startswith(REFUSED[line].format(table.version))
+
+
+def test_no_flag_of_vllms_is_refused_that_its_parser_takes(table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
+    assert len(said) > 3000
+    told = {line for line in said if list(misfits(line, {}, table))}
+    assert sorted(line for line in told if said[line] is None) == []
+    assert len(told) > 1000
+
+
+def test_another_parser_than_the_one_here_is_not_foretold(table: FlagTable) -> None:
+    args = ["--flag-of-a-plugin", "1"]
+    assert list(misfits(args, {"HF_HOME": "/x"}, table))
+    for name in ("VLLM_PLUGINS", "PYTHONPATH"):
+        assert not list(misfits(args, {name: "mine"}, table))
+
+
+def test_a_value_is_never_shown(table: FlagTable) -> None:
+    secret = "hf_secret"
+    lines = (["--max-num-seqs", secret], ["--dtype", secret], [f"--hf-tokn={secret}"], ["--hf-tokn", secret], [f"--enforce-eager={secret}"])
+    for line in lines:
+        (told,) = misfits(line, {}, table)
+        assert secret not in told
+
+
+ENTRY = "models:\n  m:\n    model: o/m\n    extra_args: [--max-num-seq-s, '8', --enforce-eagr]\n    {}\n"
+
+
+def test_a_check_finds_it_and_a_load_does(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is not asked of vLLM again: a table was kept, and the daemon's own folder comes first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    state = tmp_path / "state"
+    state.mkdir()
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {state}\n" + ENTRY.format(""))
+    wanted = [
+        f"--max-num-seq-s: vLLM {table.version} has no such flag. Did you mean --max-num-seqs?",
+        f"--enforce-eagr: vLLM {table.version} has no such flag. Did you mean --enforce-eager?",
+    ]
+    problems = [problem for problem in check(file, {}) if "no such flag" in problem.message]
+    assert [problem.message for problem in problems] == [f"models.m: it will not start: {each}" for each in wanted]
+    assert {problem.severity for problem in problems} == {"warning"}
+
+    config = Config(state_dir=state)
+    spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seq-s", "8", "--enforce-eagr"]}, over_admin=False)
+    assert list(said_to(spec, config, table.version).refused) == wanted
+    assert said_to(spec, config, "0.1.0").refused == (), "another node's vLLM may know it"
+    stub = parse_model("m", {"model": "o/m", "entrypoint": "workers.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
+    assert said_to(stub, config, table.version).refused == ()
+
+
+# The table on disk.
+
+
+def python(folder: Path, script: str, *packages: str) -> Path:
+    """An environment whose interpreter is this program."""
+    made = environment(folder, *(packages or ("vllm-0.32.0.dist-info",)))
+    made.unlink()
+    made.write_text(f"#!/bin/sh\necho asked >> {folder}/asked\n{script}\n")
+    made.chmod(0o755)
+    return made
+
+
+FLAG = {"of": 1, "takes": 1, "choices": None, "number": None, "none": False}
+SAYS = "echo '" + json.dumps({"abbreviations": True, "flags": {"--one": FLAG, "--two": FLAG | {"of": 2}}}) + "'"
+
+
+def asked(folder: Path) -> int:
+    return len((folder / "asked").read_text().splitlines()) if (folder / "asked").exists() else 0
+
+
+def test_it_is_asked_once_and_again_after_something_was_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, env = tmp_path / "kept", tmp_path / "env"
+    runtime = python(env, SAYS)
+    assert flag_table(runtime, [kept], ask=False) is None
+    assert asked(env) == 0
+    for _ in range(2):
+        found = flag_table(runtime, [kept], ask=True)
+        assert found is not None
+        assert set(found.flags) == {"one", "two"}
+        monkeypatch.setattr(vllm_table, "_tables", {})  # as another process
+    assert flag_table(runtime, [kept], ask=False) is not None
+    assert asked(env) == 1
+    (runtime.parent.parent / "lib/python3.12/site-packages/vllm_plugin-1.0.dist-info").mkdir()
+    assert flag_table(runtime, [kept], ask=False) is None
+    assert flag_table(runtime, [kept], ask=True) is not None
+    assert asked(env) == 2
+
+
+@pytest.mark.parametrize(
+    "script", ["exit 1", "echo", "echo {}", "echo '[]'", "echo 'null'", """echo '{"flags": {}, "abbreviations": 1}'""", "sleep 60"]
+)
+def test_one_that_does_not_tell_costs_nothing_but_its_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(vllm_table, "TIMEOUT_S", 0.5)
+    env = tmp_path / "env"
+    runtime = python(env, script)
+    for _ in range(2):
+        assert flag_table(runtime, [tmp_path / "kept"], ask=True) is None
+    assert asked(env) == 1
+    assert not (tmp_path / "kept").exists()
+    assert refused(["--wrong"], {}, runtime, tmp_path, ask=True) == ()
+
+
+def test_a_kept_table_that_is_damaged_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env, kept = tmp_path / "env", tmp_path / "kept"
+    runtime = python(env, SAYS)
+    flag_table(runtime, [kept], ask=True)
+    (file,) = kept.iterdir()
+    for text in ("", "{", "[]", '{"flags": {"--a": {}}}'):
+        file.write_text(text)
+        monkeypatch.setattr(vllm_table, "_tables", {})
+        assert flag_table(runtime, [kept], ask=True) is not None
+    assert asked(env) == 5
+
+
+def test_a_folder_that_cannot_be_written_to_gives_way_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = tmp_path / "env"
+    (tmp_path / "file").write_text("")
+    assert flag_table(python(env, SAYS), [tmp_path / "file" / "kept", tmp_path / "kept"], ask=True) is not None
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert places(tmp_path) == [tmp_path / "vllm-flags", tmp_path / "cache" / "sparkd" / "vllm-flags"]
+    assert places(tmp_path / "gone") == [tmp_path / "cache" / "sparkd" / "vllm-flags"]
+
+
+def test_no_vllm_is_not_asked(tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    assert flag_table(python(env, SAYS, "numpy-2.0.dist-info"), [tmp_path], ask=True) is None
+    assert asked(env) == 0
+    assert os.listdir(tmp_path) == ["env"]
