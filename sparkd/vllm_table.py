@@ -19,7 +19,7 @@ from pathlib import Path
 import workers
 from sparkd.installed import full_version_in, packages_of
 from sparkd.vllm_flags import release_of, translated
-from sparkd.vllm_known import FlagTable, misfits
+from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits
 
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
 TIMEOUT_S = 120.0
@@ -67,13 +67,15 @@ def places(state_dir: Path) -> list[Path]:
 
 
 def _key(interpreter: Path, version: str) -> str:
-    parts = [str(interpreter), version, _PROGRAM.read_text(), *_neighbours(interpreter)]
+    chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child has these from us, as an engine has
+    parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *_neighbours(interpreter)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _neighbours(interpreter: Path) -> Iterator[str]:
     """The names of what is installed, versions included."""
-    for packages in packages_of(interpreter):
+    own = [Path(entry) for entry in sys.path if entry.endswith("-packages")] if interpreter == Path(sys.executable) else []
+    for packages in dict.fromkeys([*packages_of(interpreter), *own]):
         with contextlib.suppress(OSError):
             yield from sorted(name for name in os.listdir(packages) if name.endswith((".dist-info", ".egg-info", ".pth", ".egg-link")))
 
@@ -103,7 +105,7 @@ def _run(interpreter: Path) -> str | None:
     command = [str(interpreter), "-c", _PROGRAM.read_text()]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
-        child = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True, cwd="/", start_new_session=True)
+        child = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, cwd="/", start_new_session=True)
     except OSError:
         return None
     with child:
@@ -115,7 +117,7 @@ def _run(interpreter: Path) -> str | None:
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
             raise
-    return said if child.returncode == 0 else None
+    return said.decode(errors="replace") if child.returncode == 0 else None
 
 
 def _write(path: Path, text: str) -> None:

@@ -157,6 +157,34 @@ def test_another_parser_than_the_one_here_is_not_foretold(table: FlagTable) -> N
         assert not list(misfits(args, {name: "mine"}, table))
 
 
+PLUGIN = """
+from vllm.engine.arg_utils import EngineArgs
+
+def register():
+    add = EngineArgs.add_cli_args
+
+    def add_ours(parser):
+        parser.add_argument("--flag-of-a-plugin", type=int)
+        return add(parser)
+
+    EngineArgs.add_cli_args = staticmethod(add_ours)
+"""
+
+
+def test_what_a_plugin_adds_is_known(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is installed after the table was made, too."""
+    (tmp_path / "its_plugin.py").write_text(PLUGIN)
+    (tmp_path / "its_plugin-1.0.dist-info").mkdir()
+    (tmp_path / "its_plugin-1.0.dist-info" / "METADATA").write_text("Name: its-plugin\nVersion: 1.0\n")
+    (tmp_path / "its_plugin-1.0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nits = its_plugin:register\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    found = flag_table(None, [tmp_path / "kept"], ask=True)
+    assert found is not None
+    assert found.flags.keys() - table.flags.keys() == {"flag-of-a-plugin"}
+    assert list(misfits(["--flag-of-a-plugin", "1"], {}, found)) == []
+    assert list(misfits(["--flag-of-a-plugin", "x"], {}, found)) != []
+
+
 def test_a_value_is_never_shown(table: FlagTable) -> None:
     secret = "hf_secret"
     lines = (["--max-num-seqs", secret], ["--dtype", secret], [f"--hf-tokn={secret}"], ["--hf-tokn", secret], [f"--enforce-eager={secret}"])
@@ -230,7 +258,17 @@ def test_it_is_asked_once_and_again_after_something_was_installed(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "script", ["exit 1", "echo", "echo {}", "echo '[]'", "echo 'null'", """echo '{"flags": {}, "abbreviations": 1}'""", "sleep 60"]
+    "script",
+    [
+        "exit 1",
+        "printf '\\\\377'",
+        "echo",
+        "echo {}",
+        "echo '[]'",
+        "echo 'null'",
+        """echo '{"flags": {}, "abbreviations": 1}'""",
+        "sleep 60",
+    ],
 )
 def test_one_that_does_not_tell_costs_nothing_but_its_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(vllm_table, "TIMEOUT_S", 0.5)
