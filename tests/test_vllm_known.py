@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from sparkd import vllm_table
+from sparkd.cluster import Cluster
 from sparkd.config import Config, check, parse_model
-from sparkd.needs import said_to
+from sparkd.errors import RankError
+from sparkd.needs import Need, said_to
 from sparkd.vllm_known import FlagTable, misfits
 from sparkd.vllm_table import flag_table, places, refused
 from tests.test_installed import environment
@@ -217,6 +219,20 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, table: FlagTable, monk
     assert said_to(spec, config, "0.1.0").refused == (), "another node's vLLM may know it"
     stub = parse_model("m", {"model": "o/m", "entrypoint": "workers.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
     assert said_to(stub, config, table.version).refused == ()
+
+
+async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
+    cluster._here.sentry.stop()
+    spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
+    need = Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, table.version)
+    monkeypatch.setattr("sparkd.siting.need_of", lambda *_: need)
+    with pytest.raises(RankError) as caught:
+        await cluster.place(spec)
+    assert caught.value.message == (
+        "m cannot be started by the vLLM of its runtime: "
+        f"--max-num-seq-s: vLLM {table.version} has no such flag. Did you mean --max-num-seqs?"
+    )
 
 
 # The table on disk.
