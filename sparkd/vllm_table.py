@@ -29,8 +29,12 @@ _tables: dict[str, FlagTable | None] = {}
 
 def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[str, ...]:
     """What the parser of the vLLM of this environment will refuse, a sentence for each; see vllm_known.misfits. Translated as the start
-    translates them."""
-    table = flag_table(runtime, places(state_dir), ask=ask)
+    translates them. ask: see flag_table; somebody at a terminal is told that it takes a while."""
+    table = flag_table(runtime, places(state_dir), ask=False)
+    if table is None and ask:
+        if sys.stderr.isatty() and full_version_in(runtime) is not None:
+            sys.stderr.write("Reading the flags of the installed vLLM, once: that takes as long as its import.\n")
+        table = flag_table(runtime, places(state_dir), ask=True)
     return () if table is None else tuple(misfits(translated(args, env, release_of(table.version)).args, env, table))
 
 
