@@ -121,9 +121,13 @@ class Pulse:
         finally:
             self._asking.discard(record.name)
         beat = self._beats.get(record.name)
-        if page is None and self._idle.get(record.name) == math.inf:
-            del self._idle[record.name]  # one that says nothing needs no question
-        if page is None or beat is None:
+        if beat is None:
+            return
+        if page is None:
+            if record.in_flight == 0:
+                self._question(record, beat)  # nobody waits: that it says nothing of itself is no proof
+            elif self._idle.get(record.name) == math.inf:
+                del self._idle[record.name]
             return
         values = samples(page)
         steps = sum(values.get(name, 0.0) for name in _STEPS)

@@ -171,6 +171,14 @@ async def test_who_gave_up_leaves_a_question_behind() -> None:
     assert await scene.after(IDLE_S) is not None
 
 
+async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -> None:
+    scene = Scene()
+    scene.record.world, scene.record.in_flight, scene.record.unanswered = 1, 0, True
+    await scene.after(0, page=None)
+    assert await scene.after(1000) is None
+    assert (len(scene.asked), scene.record.unanswered) == (1, False)
+
+
 async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> None:
     scene = Scene()
     await scene.after(0, page=IDLE_PAGE)
