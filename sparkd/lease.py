@@ -30,7 +30,8 @@ _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
 class Lease:
     """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
-    decrement of the in-flight count. Who uses it sets .answered once the engine has begun a good answer."""
+    decrement of the in-flight count. Who uses it sets .answered: whether the engine has begun a good answer, None for one that says
+    nothing of the engine."""
 
     __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "answered", "model", "upstream")
 
@@ -44,7 +45,7 @@ class Lease:
         self._probe = probe
         self._waits = waits
         self._held: Record | None = None
-        self.answered = False
+        self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
         record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits)
@@ -102,14 +103,12 @@ class Door:
         record.in_flight += 1
         return record
 
-    def leave(self, record: Record, *, answered: bool, probe: bool) -> None:
+    def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
         record.in_flight -= 1
         if not probe:
             record.last_used_s = self._clock()
-        if answered:
-            record.unanswered = False
-        elif record.state is ModelState.READY:
-            record.unanswered = True
+        if answered is not None:
+            record.unanswered = not answered and record.state is ModelState.READY
         if record.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake()
 

@@ -102,6 +102,8 @@ class Pulse:
         if silent_s < (idle_s if quiet else busy_s):
             return None
         question_s = self._idle.get(record.name)
+        if question_s is None and record.in_flight == 0:
+            return None
         if question_s is not None and self._clock() - question_s < (ANSWER_S if record.world > 1 else ALONE_ANSWER_S):
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
@@ -137,8 +139,8 @@ class Pulse:
             self._moves(record, steps)
         elif any(values.get(name) for name in _IN_HAND):
             self._idle.pop(record.name, None)
-        elif record.state is not ModelState.READY:
-            self._moves(record, steps)
+        elif record.state is not ModelState.READY or not any(name in values for name in _IN_HAND):
+            self._moves(record, steps)  # without counters (--disable-log-stats) a question may wait behind many others
         else:
             self._question(record, beat)
 

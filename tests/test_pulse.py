@@ -179,6 +179,16 @@ async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -
     assert (len(scene.asked), scene.record.unanswered) == (1, False)
 
 
+async def test_one_that_counts_nothing_is_never_asked_nor_suspected() -> None:
+    """With --disable-log-stats a question might wait behind many others."""
+    scene = Scene()
+    await scene.after(0, page="process_cpu_seconds_total 1\n")
+    await scene.after(1)
+    assert await scene.after(BUSY_S) is None
+    assert await scene.after(BUSY_S) is None
+    assert scene.asked == []
+
+
 async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> None:
     scene = Scene()
     await scene.after(0, page=IDLE_PAGE)

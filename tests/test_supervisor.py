@@ -282,6 +282,9 @@ async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody
             async with made.supervisor.lease("m") as lease:
                 lease.answered = answered
             assert record.unanswered is not answered
+        async with made.supervisor.lease("m") as lease:
+            lease.answered = None
+        assert record.unanswered, "a refusal of the API server's says nothing of the engine"
         used_s = record.last_used_s
         made.clock.now_s += 5
         async with made.supervisor.lease("m", probe=True) as lease:

@@ -39,9 +39,9 @@ Waits = Callable[[Callable[[], Mapping[str, Any]], bool], None]
 
 
 class Lease(Protocol):
-    """The right to one engine, for one request. answered: whether the engine has begun a good answer, for its owner to know."""
+    """The right to one engine, for one request. answered: see sparkd.lease.Lease."""
 
-    answered: bool
+    answered: bool | None
 
     @property
     def model(self) -> str: ...
@@ -178,7 +178,10 @@ class Proxy:
             raise
         finally:
             exchange.hang_up = None  # else a circle for the garbage collector, at every request
-            lease.answered = exchange.bytes_out > before and exchange.status == 200 and exchange.code is None
+            if exchange.bytes_out > before:
+                # A refusal is the API server's, which answers while the engine hangs.
+                well = exchange.status < 500 and exchange.code is None
+                lease.answered = (True if exchange.status == 200 else None) if well else False
             pipe.stop()
 
     def _is_probe(self, headers: dict[bytes, bytes]) -> bool:

@@ -62,7 +62,7 @@ def view(name: str, **changes: Any) -> ModelView:
 class FakeLease:
     model: str
     upstream: Upstream
-    answered: bool = False
+    answered: bool | None = False
 
 
 class FakeSupervisor:
@@ -79,7 +79,7 @@ class FakeSupervisor:
         self.withdrawn = 0
         self.held = 0
         self.leased: list[tuple[str, bool]] = []
-        self.answered: list[bool] = []
+        self.answered: list[bool | None] = []
 
     @contextlib.asynccontextmanager
     async def lease(

@@ -332,3 +332,13 @@ async def test_at_the_servers_end_the_admin_apis_streams_are_cut(engine: RawEngi
     await client.close()
     assert [record.levelname for record in caplog.records].count("ERROR") == 1  # uvicorn's count of what it cancelled
     caplog.clear()
+
+
+SAYS = {b"200 OK": True, b"400 Bad Request": None, b"500 Internal Server Error": False}
+
+
+@pytest.mark.parametrize(("status", "answered"), SAYS.items(), ids=["200", "400", "500"])
+async def test_what_an_answer_says_of_the_engine(gateway: Running, status: bytes, answered: bool | None) -> None:
+    gateway.engine.replies(b"HTTP/1.1 " + status + b"\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+    await gateway.post(CHAT, BODY)
+    assert gateway.supervisor.answered == [answered]
