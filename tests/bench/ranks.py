@@ -156,7 +156,7 @@ async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, ranks: 
 
 def _config(state: Path, model: Path, form: str, platform: str) -> Config:
     """No RDMA between two GPUs of one machine: the operator says so, as he would for any network that is none."""
-    env = {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    env = _network() | {"HF_HUB_OFFLINE": "1"}
     env |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
     if platform == "cpu":
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -166,6 +166,12 @@ def _config(state: Path, model: Path, form: str, platform: str) -> Config:
         entry = entry | {"extra_args": ["--attention-backend", entry.pop("attention_backend")]}
     flags = {"engine.platform": platform, "state_dir": str(state), "models": {NAME: entry}}
     return load_config(None, flags=flags, environ={})
+
+
+def _network() -> dict[str, str]:
+    """What the machine's owner has said of NCCL and its like goes along: a rank has an environment of its own."""
+    said = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_"))}
+    return said | {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def _release() -> str | None:
@@ -224,8 +230,7 @@ async def _answer(client: httpx.AsyncClient, number: int) -> list[str]:
 
 async def measured(nodes: Nodes, folder: Path, platform: str) -> str:
     """What `sparkd fabric --measure` says of the two. Raises ClusterError where it fails."""
-    flags = {"engine.platform": platform, "engine.env": {"NCCL_NET": "Socket", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}}
-    config = load_config(None, flags=flags, environ={})
+    config = load_config(None, flags={"engine.platform": platform, "engine.env": _network()}, environ={})
     ledger = Ledger(Store(folder / "measures.db"), time.time)
     snapshot = SimpleNamespace(models={})
     measures = Measures(nodes, ledger, lambda: config, lambda: snapshot, folder / "rates.json")  # type: ignore[arg-type]
