@@ -30,8 +30,8 @@ _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
 class Lease:
     """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
-    decrement of the in-flight count. Who uses it sets .answered: whether the engine has begun a good answer, None for one that says
-    nothing of the engine."""
+    decrement of the count of requests in flight, or of questions. Who uses it sets .answered: whether the engine has begun a good answer,
+    None for one that says nothing of the engine."""
 
     __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "answered", "model", "upstream")
 
@@ -92,7 +92,7 @@ class Door:
         if probe:
             if record.state not in STARTING and record.state is not ModelState.READY:
                 raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
-            record.in_flight += 1
+            record.questions += 1
             return record
         self._refuse_closed(record)
         if record.state is not ModelState.READY:
@@ -104,10 +104,13 @@ class Door:
         return record
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
-        record.in_flight -= 1
-        if not probe:
+        if probe:
+            record.questions -= 1
+        else:
+            record.in_flight -= 1
             record.last_used_s = self._clock()
-        if answered is not None:
+        # A question of ours leads to no other.
+        if answered or (answered is not None and not probe):
             record.unanswered = not answered and record.state is ModelState.READY
         if record.in_flight == 0 and record.state is ModelState.DRAINING:
             self._wake()

@@ -46,6 +46,7 @@ class Record:
         "operation",
         "progress",
         "promised",
+        "questions",
         "rank_id",
         "ranks",
         "ready_since_s",
@@ -99,6 +100,8 @@ class Record:
         self.transport: tuple[Mapping[str, str], ...] = ()
         self.adopted = False
         self.in_flight = 0
+        # Of our own that the engine works on: they use the model no more than a look at its metrics does.
+        self.questions = 0
         # In the order in which they came.
         self.waiters: dict[asyncio.Future[None], None] = {}
         # Somebody's wait was too long, and it was told to come back.

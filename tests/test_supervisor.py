@@ -290,6 +290,9 @@ async def test_who_is_not_answered_by_a_ready_model_leaves_a_mark_until_somebody
         async with made.supervisor.lease("m", probe=True) as lease:
             lease.answered = True
         assert (record.unanswered, record.last_used_s) == (False, used_s), "a question of ours is no use of the model"
+        async with made.supervisor.lease("m", probe=True):
+            pass
+        assert not record.unanswered, "one question leads to no other"
 
 
 async def test_a_question_is_asked_past_every_limit_and_loads_nothing(tmp_path: Path) -> None:
@@ -301,6 +304,17 @@ async def test_a_question_is_asked_past_every_limit_and_loads_nothing(tmp_path: 
         await make_ready(made)
         async with made.supervisor.lease("m"), made.supervisor.lease("m", probe=True) as lease:
             assert lease.model == "m"
+
+
+async def test_a_question_takes_nobodys_place_and_no_unload_waits_for_it(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/m", "concurrency_limit": 1}}) as made:
+        await make_ready(made)
+        async with made.supervisor.lease("m", probe=True):
+            assert await enter(made, "m") == "m"
+            assert made.supervisor.snapshot().models["m"].in_flight == 0
+            made.supervisor.want("m", Want.STOPPED, "admin")
+            await made.tick(3)
+            assert made.state() == "STOPPED", "it may never be answered"
 
 
 async def test_a_lease_knows_aliases_and_counts(tmp_path: Path) -> None:
