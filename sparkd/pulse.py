@@ -31,6 +31,8 @@ BUSY_S = 120.0
 # first step has ended, and one that hangs in it has nothing in hand. So has one that waits for a slow client.
 QUESTION_S, ANSWER_S = 3.0, 4.0
 ALONE_QUESTION_S, ALONE_ANSWER_S = 15.0, 30.0
+# What was last heard longer ago says how the daemon was held up (a signal, a machine that slept), not how the engine is.
+HEARD_S = 6.0
 # Of one core; a process that waits wakes up now and then.
 IDLE_SHARE = 0.2
 
@@ -65,6 +67,7 @@ class Pulse:
         self._beats: dict[str, Beat] = {}
         self._asking: set[str] = set()
         self._asked_at_s: dict[str, float] = {}
+        self._heard_at_s: dict[str, float] = {}
         # Engines that have nothing in hand by their own count, and when each was asked a question, infinity where it was not yet.
         self._idle: dict[str, float] = {}
         self._readings: Mapping[str, Reading] = {}
@@ -76,6 +79,7 @@ class Pulse:
             if not _works(record):
                 self._beats.pop(record.name, None)
                 self._asked_at_s.pop(record.name, None)
+                self._heard_at_s.pop(record.name, None)
                 self._idle.pop(record.name, None)
                 continue
             self._beats.setdefault(record.name, self._beat(record, None))
@@ -90,7 +94,7 @@ class Pulse:
     def frozen(self, record: Record) -> str | None:
         """The sentence of its failure; None while it moves, or may."""
         beat = self._beats.get(record.name)
-        if beat is None:
+        if beat is None or self._clock() - self._heard_at_s.get(record.name, -math.inf) > HEARD_S:
             return None
         silent_s, now = self._clock() - beat.at_s, _cpu_s(record)
         gpus = [one for node in record.nodes if (one := self._readings.get(node)) and one.gpu_power_w is not None]
@@ -102,12 +106,12 @@ class Pulse:
         if silent_s < (idle_s if quiet else busy_s):
             return None
         question_s = self._idle.get(record.name)
-        if question_s is None and record.in_flight == 0:
+        if question_s is None and not _is_asked(record):
             return None
         if question_s is not None and self._clock() - question_s < (ANSWER_S if record.world > 1 else ALONE_ANSWER_S):
             return None
         how = "its GPU holds a kernel that draws no power" if hangs else "none of its ranks computes" if quiet else "its ranks only wait"
-        asked = f"{record.in_flight} requests run" if question_s is None else "it does not answer a question"
+        asked = f"{record.in_flight + record.questions} requests run" if question_s is None else "it does not answer a question"
         told = f"{asked}, and for {silent_s:.0f} s no token came and {how}"
         return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
 
@@ -125,9 +129,12 @@ class Pulse:
         beat = self._beats.get(record.name)
         if beat is None:
             return
+        self._heard_at_s[record.name] = self._clock()
+        # Then neither silence nor a count that stands still is a proof: vLLM's gauges do not hear of an abort before the next step.
+        nobody_waits = record.state is ModelState.READY and record.in_flight == 0
         if page is None:
-            if record.in_flight == 0:
-                self._question(record, beat)  # nobody waits: that it says nothing of itself is no proof
+            if nobody_waits:
+                self._question(record, beat)
             elif self._idle.get(record.name) == math.inf:
                 del self._idle[record.name]
             return
@@ -137,7 +144,7 @@ class Pulse:
             self._beats[record.name] = self._beat(record, steps)
         elif steps != beat.steps:
             self._moves(record, steps)
-        elif any(values.get(name) for name in _IN_HAND):
+        elif any(values.get(name) for name in _IN_HAND) and not nobody_waits:
             self._idle.pop(record.name, None)
         elif record.state is not ModelState.READY or not any(name in values for name in _IN_HAND):
             self._moves(record, steps)  # without counters (--disable-log-stats) a question may wait behind many others
@@ -173,7 +180,11 @@ def _works(record: Record) -> bool:
     """Whether somebody waits for it, or has given up waiting."""
     serving = record.state in STARTING or record.state in (ModelState.READY, ModelState.DRAINING)
     left = record.unanswered and record.state is ModelState.READY
-    return serving and (record.in_flight > 0 or left) and record.upstream is not None
+    return serving and (_is_asked(record) or left) and record.upstream is not None
+
+
+def _is_asked(record: Record) -> bool:
+    return record.in_flight + record.questions > 0
 
 
 def _cpu_s(record: Record) -> dict[int, float]:

@@ -189,6 +189,41 @@ async def test_one_that_counts_nothing_is_never_asked_nor_suspected() -> None:
     assert scene.asked == []
 
 
+async def test_a_count_that_stands_still_with_nobody_waiting_is_asked_about() -> None:
+    """vLLM publishes its gauges with a step, and an abort is none: the last request that was given up counts on."""
+    scene = Scene()
+    await scene.after(0)
+    await scene.after(1)
+    scene.record.in_flight, scene.record.unanswered = 0, True
+    assert await scene.after(QUESTION_S) is None
+    assert (len(scene.asked), scene.record.unanswered) == (1, False)
+
+    scene.record.unanswered, scene.answer = True, None
+    await scene.after(QUESTION_S)
+    assert await scene.after(IDLE_S) is not None
+
+
+async def test_its_first_question_is_watched_as_a_request_is() -> None:
+    scene = Scene()
+    scene.record.state, scene.record.in_flight, scene.record.questions = ModelState.SIZING, 0, 1
+    await scene.after(0)
+    told = await scene.after(IDLE_S)
+    assert told is not None and told.startswith("1 requests run, and for ")
+    assert scene.asked == []
+
+
+async def test_while_the_daemon_itself_is_held_no_engine_stands_still() -> None:
+    scene = Scene()
+    await scene.after(0)
+    await scene.after(1)
+    scene.clock.now_s += 10 * BUSY_S
+    scene.page = page(5000)
+    scene.pulse.look([scene.record])
+    assert scene.pulse.frozen(scene.record) is None, "nobody has looked yet"
+    assert await scene.after(1) is None
+    assert await scene.after(IDLE_S) is not None
+
+
 async def test_nobody_watches_an_engine_whose_clients_were_all_answered() -> None:
     scene = Scene()
     await scene.after(0, page=IDLE_PAGE)
