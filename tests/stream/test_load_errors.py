@@ -199,6 +199,9 @@ CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\n
 HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."
 )
+TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+MAPPED = RuntimeError("unable to mmap 4294967296 bytes from file </m/model.safetensors>: Cannot allocate memory (12)")
 
 
 class Exhausted:
@@ -231,7 +234,11 @@ def placing(model: Any, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("where", ["quantizing", "placing"])
-@pytest.mark.parametrize("error", [CUDA, HOST, MemoryError()], ids=["device", "torch's allocator", "Python"])
+@pytest.mark.parametrize(
+    "error",
+    [CUDA, HOST, TRITON, CUBLAS, MAPPED, MemoryError()],
+    ids=["device", "torch's allocator", "Triton", "cuBLAS", "a file", "Python"],
+)
 def test_memory_that_is_used_up_in_the_middle(
     sound: Path, tmp_path: Path, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +258,7 @@ def test_memory_that_is_used_up_in_the_middle(
     assert said["error"]["message"] == (
         f"The memory was used up while the weights were loaded ({told}). Free some, or choose a smaller format."
     )
+    assert said["error"]["lasting"] is False
     assert said["cache"]["state"] == "failed"
     assert [one.name for one in cache.rglob("*")] == [".lock"]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("stream-", "quantized-"))]

@@ -15,7 +15,8 @@ from workers.stream.trace import Trace
 from workers.stream.virtual import DTYPES, VirtualCheckpoint
 
 _NO_PLACE = "There is no module or parameter named"
-_NO_MEMORY = "can't allocate memory"
+# torch's CPU allocator (c10/core/impl/alloc_cpu.cpp), Triton's launcher, cuBLAS, and errno 12 of a file that is mapped.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|STATUS_ALLOC_FAILED|Cannot allocate memory")
 _CURE = "Check that config.json and the shards are of one model, and download them again"
 _QUANTIZED = "; if they are, that layer has no such form in this vLLM, and its name in `keep` leaves it as it is"
 # vLLM's sentences go on with every name that it would have taken.
@@ -35,8 +36,9 @@ def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseExcep
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device, or of the host: torch's CPU allocator says that by a RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY in str(error))
+    """Of the device, or of the host: many say that by a RuntimeError."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def ended(error: BaseException) -> str:
