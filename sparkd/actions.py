@@ -32,6 +32,7 @@ COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 # What only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
+# One that has served does so again: a single request may have needed what its build lacks.
 LASTING_S = 3600.0
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
@@ -282,7 +283,7 @@ class Actions:
             if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
                 message += f" {_rests(times)}"
-        if reason in LASTING:
+        if reason in LASTING and record.ready_since_s is None:
             delay_s = max(delay_s, LASTING_S)
             message += f" Waiting does not heal it: mend it, then `sparkd reload` or `sparkd load {record.name}`."
         record.fail(reason, message, self._clock() + delay_s)

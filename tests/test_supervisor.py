@@ -529,6 +529,18 @@ async def test_who_asks_while_it_becomes_ready_does_not_wait_for_it_again(tmp_pa
             await asking
 
 
+async def test_what_has_served_serves_again_whatever_it_died_of(tmp_path: Path) -> None:
+    """One request may need what this build lacks: others do not rest for an hour because of it."""
+    async with stage(tmp_path, backoff__jitter=0) as made:
+        await make_ready(made)
+        died = diagnose("torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device")
+        made.cluster.show(alive=False, processes=0, exit_code=1, diagnosis=died)
+        await made.tick()
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "NoKernelImage", 10.0)
+        assert view.message is not None and "Waiting does not heal it" not in view.message
+
+
 RESTS = {"DoesNotFit": False, "ModelUnusable": False, "UnknownFlag": False, "EngineFrozen": True}
 
 
