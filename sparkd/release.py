@@ -33,7 +33,8 @@ NAMED = 3
 @dataclass(slots=True)
 class Pending:
     """One rank that ended. held: bytes that it had, of which `device` on the device; available and unaccounted: the least of MemAvailable
-    and the most that no line of /proc/meminfo accounts for, just before its end. cure: what was said of it once the limit had passed."""
+    and the most that no line of /proc/meminfo accounts for, just before its end. cure: what was said of it once the limit had passed.
+    away: its node was out of sight by then."""
 
     model: str
     node: str
@@ -43,6 +44,11 @@ class Pending:
     unaccounted: int | None
     since_s: float
     cure: str = ""
+    away: bool = False
+
+    @property
+    def holds_up_others(self) -> bool:
+        return not (self.cure or self.away)
 
     def missing(self, available: int) -> int:
         """Bytes that have not come back."""
@@ -73,18 +79,22 @@ class Release:
 
     @property
     def allows(self) -> bool:
-        return all(one.cure for one in self._pending)
+        return not any(one.holds_up_others for one in self._pending)
 
     @property
     def shut(self) -> frozenset[str]:
-        return frozenset(one.node for one in self._pending if one.cure)
+        return frozenset(one.node for one in self._pending if not one.holds_up_others)
 
     @property
     def condition(self) -> str | None:
         """What an operator reads; None where nothing is waited for."""
         if not self._pending:
             return None
-        stuck = [f"what {one.model} on {one.node} held has not come back; {one.cure}" for one in self._pending if one.cure]
+        stuck = [
+            f"what {one.model} on {one.node} held has not come back; {'that node is out of sight' if one.away else one.cure}"
+            for one in self._pending
+            if not one.holds_up_others
+        ]
         if stuck:
             return f"MemoryNotReleased: {'; '.join(stuck)}."
         return f"MemoryReturns: {', '.join(f'{one.model} on {one.node}' for one in self._pending)}."
@@ -135,9 +145,11 @@ class Release:
         self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), now_s)]
 
     def _waits(self, one: Pending, reading: Reading | None, now_s: float) -> bool:
+        waited_s = now_s - one.since_s
+        one.away = reading is None and waited_s >= LIMIT_S
         if reading is None:
             return True
-        waited_s, missing = now_s - one.since_s, one.missing(reading.mem_available_bytes)
+        missing = one.missing(reading.mem_available_bytes)
         if one.is_back(reading.mem_available_bytes):
             metrics.RELEASE_SECONDS.labels(one.node).observe(waited_s)
             metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(0)

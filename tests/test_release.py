@@ -10,6 +10,7 @@ import pytest
 from sparkd.ledger import Ledger
 from sparkd.release import BEFORE_S, LIMIT_S, Release
 from sparkd.sight import Observation
+from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, Reading, Store, Want
 from tests.fakes import FakeClock
 from tests.test_plan import ALIVE
@@ -124,6 +125,24 @@ def test_a_node_out_of_sight_is_unknown_not_gone(gate: Gate) -> None:
     gate.look(50, SERVING)
     assert gate.look(50, unseen=frozenset({"n"}))
     assert not gate.look(50)
+
+
+def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate) -> None:
+    here, there = READING, replace(READING, node_id="o", mem_available_bytes=50 * GIB)
+    far = replace(SERVING, handle=replace(SERVING.handle, node_id="o"))
+
+    def seen(*readings: Reading) -> tuple[NodeView, ...]:
+        return tuple(NodeView(one.node_id, one.node_id, one is here, True, one, 100.0, 0.0) for one in readings)
+
+    gate.look(110, far, nodes=seen(here, there))
+    assert not gate.look(110, nodes=seen(here, there))
+    assert not gate.look(110, nodes=seen(here)), "it may be back within a moment"
+    gate.look(110, nodes=seen(here), seconds=LIMIT_S)
+    assert (gate.release.allows, gate.release.shut) == (True, {"o"})
+    assert gate.release.condition == "MemoryNotReleased: what m on o held has not come back; that node is out of sight."
+    gate.look(110, nodes=seen(here, there))
+    assert gate.told == ["58.0 of 58.0 GiB have not come back to o after 92 s: no load begins there before it was restarted."]
+    assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB))), "it was restarted"
 
 
 def test_only_the_last_moments_count_as_before(gate: Gate) -> None:
