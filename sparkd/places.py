@@ -35,7 +35,7 @@ class Places:
         return {node: gib for node, gib in self._offered().items() if node not in self.shut}
 
     def book(self) -> Book:
-        return Book(self.offered(), dict(self._held))
+        return Book(self.offered(), dict(self._held), self.shut)
 
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that can hold so much beside what the other models hold there: this one first, then the one with the most room."""
@@ -62,8 +62,7 @@ class Places:
 
     def no_room(self, model: str, gib: int, nodes: int = 1) -> NoRoom:
         others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
-        shut = f" Nothing is started on {' or '.join(sorted(self.shut))} now: `sparkd status` says why." if self.shut else ""
-        return NoRoom(no_room(model, gib, self.offered(), others, nodes) + shut, gib, nodes)
+        return NoRoom(f"{no_room(model, gib, self.offered(), others, nodes)} {self.book().told_shut}".rstrip(), gib, nodes)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
         """An adopted model uses it already; Ray is told by `again`."""

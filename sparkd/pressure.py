@@ -5,7 +5,7 @@ The hard end, a kill, is the guard's own, on the node (workers.guard). Never rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from sparkd import metrics
@@ -51,10 +51,12 @@ class Pressure:
     def relieve(self, observation: Observation, records: Mapping[str, Record]) -> None:
         readings, now_s = _readings(observation), self._clock()
         short = {node: reading for node, reading in readings.items() if reading.level != "ok"}
-        self._short_since_s = {node: self._short_since_s.get(node, now_s) for node in short}
+        # An agent that is short of memory may miss a look: the time goes on.
+        kept = {node: since_s for node, since_s in self._short_since_s.items() if node in short or node in observation.unseen}
+        self._short_since_s = dict.fromkeys(short, now_s) | kept
         self.shut = frozenset(node for node, since_s in self._short_since_s.items() if now_s - since_s >= SHUT_AFTER_S)
-        self.allows = short.keys() == self.shut and bool(readings.keys() - self.shut or not short)
-        self._tell(short)
+        self.allows = short.keys() <= self.shut and bool(readings.keys() - self.shut or not short)
+        self._tell(short, observation.unseen)
         if not short:
             return
         for record in records.values():
@@ -80,13 +82,14 @@ class Pressure:
         if record.desired.by == "request":
             self._want(record.name, Want.STOPPED, "request")
 
-    def _tell(self, short: Mapping[str, Reading]) -> None:
+    def _tell(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:
         for node, reading in short.items():
             if self._levels.get(node) != reading.level:
                 self._ledger.say("memory", None, f"{_told(node, reading)}.", node=node, level=reading.level)
-        for node in self._levels.keys() - short.keys():
+        for node in self._levels.keys() - short.keys() - set(unseen):
             self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
-        self._levels = {node: reading.level for node, reading in short.items()}
+        kept = {node: level for node, level in self._levels.items() if node in unseen}
+        self._levels = kept | {node: reading.level for node, reading in short.items()}
         told = "; ".join(_told(node, reading) for node, reading in short.items())
         self.condition = f"MemoryShort: {told}; no load begins{' there' if self.allows else ''}." if short else None
 

@@ -19,10 +19,16 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """offered: node -> GiB that it lends, of the nodes in sight. held: by model."""
+    """offered: node -> GiB that it lends, of the nodes in sight that take something now. held: by model. shut: those that take nothing."""
 
     offered: Mapping[str, float] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
+    shut: Collection[str] = ()
+
+    @property
+    def told_shut(self) -> str:
+        """A sentence, and empty where no node is shut."""
+        return f"Nothing is started on {' or '.join(sorted(self.shut))} now: `sparkd status` says why." if self.shut else ""
 
     def free_gib(self, without: Collection[str] = ()) -> dict[str, float]:
         """node -> GiB that nobody holds, if the models of `without` held nothing."""

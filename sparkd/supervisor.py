@@ -328,8 +328,8 @@ class Supervisor:
         gauges.engines(observation.ranks or ())
 
     def _welcome(self, observation: Observation) -> None:
-        """With a node that has come, or is back, what had no room may have it: it need not wait for its back-off."""
-        agents = {node.node_id for node in observation.nodes if node.agent}
+        """With a node that has come, is back or takes something again, what had no room may have it: it need not wait for its back-off."""
+        agents = {node.node_id for node in observation.nodes if node.agent} - self._pressure.shut - self._release.shut
         if agents - self._agents:
             self._roster.try_again({DoesNotFit.__name__})
         self._agents = agents

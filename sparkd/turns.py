@@ -90,9 +90,12 @@ def _victims(
         kept_by = " and ".join(keepers) or "nobody that sparkd could unload"
         free = book.free_gib({one.name, *names})
         there = ", ".join(f"{node} {gib:.0f} of {book.offered[node]:.0f} GiB" for node, gib in sorted(free.items()))
+        lacks = f"{one.name} asks for {_size(one)} of unified memory, which is not there even if every model goes that may ({there})"
+        if book.shut:
+            cure = f"Wait for that, unload {kept_by}" if keepers else "Wait for that"
+            return f"{lacks}. {book.told_shut} {cure}, or ask for less (memory_gib, kv_cache)."
         return (
-            f"{one.name} asks for {_size(one)} of unified memory, which is not there even if every model goes that may ({there}): "
-            f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest. Unload that, take its pin away, or ask for less "
+            f"{lacks}: {kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest. Unload that, take its pin away, or ask for less "
             "(memory_gib, kv_cache)."
         )
     spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s))

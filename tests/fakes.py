@@ -70,7 +70,7 @@ class FakeCluster:
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
 
     def book(self) -> Book:
-        return Book({node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}, dict(self.held))
+        return Book({node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}, dict(self.held), self.shut_nodes)
 
     def shut(self, nodes: frozenset[str]) -> None:
         self.shut_nodes = nodes

@@ -107,3 +107,37 @@ async def test_a_node_that_stays_short_is_shut_and_loads_begin_on_the_other(tmp_
         made.cluster.node_readings, made.cluster.names = well, None
         await made.tick(2)
         assert (made.state("there"), made.cluster.shut_nodes) == ("LOADING", frozenset())
+
+
+async def test_what_fits_on_the_shut_node_alone_is_told_so_and_begins_once_that_is_open(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=models(tmp_path, large={"memory_gib": 60})) as made:
+        well = {node: replace(READING, node_id=node) for node in ("n", "o")}
+        made.cluster.agents, made.cluster.node_readings = ("n", "o"), well | {"o": replace(well["o"], level="tight")}
+        made.cluster.offered = {"n": 40.0, "o": 100.0}
+        await made.tick(2, seconds=SHUT_AFTER_S)
+        made.supervisor.want("large", Want.RUNNING, "admin")
+        await made.tick(3)
+        view = made.supervisor.snapshot().models["large"]
+        assert (view.state, view.reason) == ("FAILED", "DoesNotFit")
+        assert view.message is not None and view.message.endswith(
+            " goes that may (n 40 of 40 GiB). Nothing is started on o now: `sparkd status` says why. Wait for that, or ask for less "
+            "(memory_gib, kv_cache)."
+        )
+        made.cluster.node_readings = well
+        await made.tick(3)
+        assert made.state("large") == "LOADING", "it need not wait for its back-off"
+
+
+async def test_a_short_node_that_misses_a_look_is_short_as_before(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=models(tmp_path, small={})) as made:
+        short = {"n": replace(READING, node_id="n"), "o": replace(READING, node_id="o", level="tight")}
+        made.cluster.agents, made.cluster.node_readings = ("n", "o"), short
+        await made.tick(2, seconds=SHUT_AFTER_S / 2)
+        made.cluster.agents, made.cluster.unseen = ("n",), frozenset({"o"})
+        await made.tick()
+        made.cluster.agents, made.cluster.unseen = ("n", "o"), frozenset()
+        made.supervisor.want("small", Want.RUNNING, "admin")
+        await made.tick(2, seconds=SHUT_AFTER_S / 4)
+        assert (made.state("small"), made.cluster.shut_nodes) == ("LOADING", {"o"})
+        told = [event.message for event in made.supervisor.ledger.events(0, 200) if event.kind == "memory"]
+        assert told == ["o is tight, 0.0 GiB available."], "it had no memory again"
