@@ -93,7 +93,10 @@ class Client:
         return self._ask("DELETE", path, {})
 
     def models(self) -> list[dict[str, Any]]:
-        return list(self.get("/models")["models"])
+        found = self.get("/models").get("models")
+        if not isinstance(found, list):
+            raise self._stranger(200)
+        return found
 
     def model(self, name: str) -> dict[str, Any]:
         return self.get(model_path(name))
@@ -154,9 +157,13 @@ class Client:
             return body
         if response.status_code == 401:
             raise _key_refused(self.base_url, self.has_key)
-        if not isinstance(body, dict) or not isinstance(body.get("error"), dict):
-            raise Unavailable(f"What answers at {self.base_url} (status {response.status_code}) is not sparkd: give its address by --url.")
+        # Of other servers with OpenAI's API the code is a number.
+        if not isinstance(body, dict) or not isinstance(body.get("error"), dict) or isinstance(body["error"].get("code"), int):
+            raise self._stranger(response.status_code)
         raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.")
+
+    def _stranger(self, status: int) -> Unavailable:
+        return Unavailable(f"What answers at {self.base_url} (status {status}) is not sparkd: give its address by --url.")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

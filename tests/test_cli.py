@@ -204,6 +204,8 @@ def test_where_nobody_answers_the_code_is_7(capsys: pytest.CaptureFixture[str]) 
         (404, b"<html>nginx</html>", 7, "not sparkd"),
         (200, b"hello", 7, "not sparkd"),
         (302, {}, 7, "not sparkd"),
+        (404, {"error": {"message": "Not Found", "type": "NotFoundError", "code": 404}}, 7, "not sparkd"),
+        (200, {"object": "list", "data": []}, 7, "not sparkd"),
     ],
 )
 def test_a_refusal_keeps_its_meaning(
