@@ -38,6 +38,8 @@ _STAGES = {
     "STOPPING": "stopping",
     "FAILED": "failed",
 }
+# Conditions beside which a load begins all the same.
+_NO_BARS = ("ConfigRefused", "StateNotSaved", "GpuSilent", "NodeUnmet", "ClockSkew")
 
 
 class Line(Protocol):
@@ -109,7 +111,8 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
 
 def waits_for(conditions: Sequence[str]) -> str | None:
     """What keeps the daemon itself from starting any model."""
-    kind, _, reason = conditions[0].partition(": ") if conditions else ("", "", "")
+    bars = (one for one in conditions if not one.startswith(_NO_BARS) and not one.endswith("no load begins there."))
+    kind, _, reason = next(bars, "").partition(": ")
     return "It waits for Ray to start." if kind == "RayStarting" else reason or None
 
 

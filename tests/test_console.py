@@ -207,6 +207,7 @@ async def test_what_it_waits_for_while_nothing_can_begin(
 ) -> None:
     async with showing(tmp_path, monkeypatch, capsys) as made:
         made.scene.supervisor.want("m", Want.RUNNING, "config")
+        made.scene.supervisor.tell_refused("line 3 is no YAML.")
         made.scene.supervisor.ledger.trouble = "RayStarting: Ray is not connected yet."
         await made.begin(None)
         assert (await made.said())[1] == "m: waits for Ray to start  (0 s)"
