@@ -113,6 +113,7 @@ class Cluster:
 
     async def observe(self) -> Observation:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
+        self._sight.begin(time.monotonic())
         could_look = self._link.connected
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
         away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]

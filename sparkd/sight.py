@@ -17,6 +17,8 @@ log = logging.getLogger("sparkd.cluster")
 NODE_GRACE_S = 60.0
 # So long after its agent was last heard a node that only accepts connections counts as alive: Ray starts an agent anew within that.
 ACCEPTED_S = 20.0
+# Between two looks of a daemon that runs lies no more; a longer time was its own (a signal held it), and no node was silent in it.
+HELD_S = 5.0
 # Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a hub and whoever reads two logs.
 CLOCK_S = 5.0
 
@@ -67,7 +69,16 @@ class Sight:
         self._seen: dict[str, tuple[NodeView, float]] = {}
         self._heard_s: dict[str, float] = {}
         self._told_s: dict[str, float] = {}  # by its agent, not by its kernel
+        self._began_s: float | None = None
         self.no_raylet: frozenset[str] = frozenset()
+
+    def begin(self, now_s: float) -> None:
+        """Before each look: the time in which nobody looked at all does not run."""
+        gap_s, self._began_s = now_s - (now_s if self._began_s is None else self._began_s), now_s
+        if gap_s > HELD_S:
+            self._heard_s = {address: at_s + gap_s for address, at_s in self._heard_s.items()}
+            self._told_s = {address: at_s + gap_s for address, at_s in self._told_s.items()}
+            self._seen = {address: (node, at_s + gap_s) for address, (node, at_s) in self._seen.items()}
 
     def heard(self, address: str, now_s: float, *, refused: bool) -> None:
         """It gave a sign of life, although nobody there could tell what runs. refused: where its raylet listened nobody does.

@@ -101,3 +101,15 @@ def test_a_connection_that_is_accepted_is_a_sign_of_life_only_while_its_agent_wa
     assert sight.dark_s("b", 40) == 20
     sight.heard("b", 41, refused=True)
     assert sight.dark_s("b", 41) == 0
+
+
+def test_while_the_daemon_was_held_no_node_was_dark() -> None:
+    """Its agent may not answer the first look after that: Ray has given the daemon up meanwhile."""
+    sight, dark = Sight(), []
+    for at_s, both in ((0, True), (1, True), (2, False), (3, False), (203, False), (204, False)):
+        sight.begin(at_s)
+        missing = sight.look(nodes("a", "b") if both else nodes("a"), could_look=True, now_s=at_s)
+        dark.append([sight.dark_s(node.node_id, at_s) for node in missing])
+    assert dark == [[], [], [1], [2], [2], [3]]
+    sight.heard("b", 205, refused=False)
+    assert sight.dark_s("b", 205) == 0
