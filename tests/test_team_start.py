@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sparkd.pulse import IDLE_S
 from tests.daemon_process import until
 from tests.pair import SLOW, Pair, Stream, command_of, shared_model, two_sparks
 from tests.pair_vllm import AGREED, furthest, log_probabilities, vllm_models
@@ -216,6 +217,19 @@ def test_an_engine_that_hung_while_nobody_asked_is_noticed_though_its_client_giv
 
     assert (reason, after_s < SILENT_S) == ("EngineFrozen", True)
     assert pair.engines() == []
+
+
+def test_an_engine_does_not_end_because_its_daemon_was_held(pair: Pair) -> None:
+    pair.ready()
+    stream = Stream(pair).start()
+    time.sleep(3)
+    assert pair.daemon.process is not None
+    pair.daemon.process.send_signal(signal.SIGSTOP)
+    time.sleep(IDLE_S + 2)
+    pair.daemon.process.send_signal(signal.SIGCONT)
+
+    assert stream.ended.wait(30)
+    assert "[DONE]" in stream.text
 
 
 def _adopted_and_lost(pair: Pair, ranks: list[dict[str, Any]]) -> None:
