@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkd.errors import SparkdError
+from sparkd.errors import SparkdError, Unavailable
 from sparkd.record import Record
 from sparkd.scrape import page_of, samples
 from sparkd.state import STARTING, ModelState, Reading
@@ -31,6 +31,8 @@ BUSY_S = 120.0
 # first step has ended, and one that hangs in it has nothing in hand. So has one that waits for a slow client.
 QUESTION_S, ANSWER_S = 3.0, 4.0
 ALONE_QUESTION_S, ALONE_ANSWER_S = 15.0, 30.0
+# Where it uses CPU time in a step that it has counted nothing of: that one may compile kernels for a shape that nobody has sent before.
+FIRST_STEP_S = 600.0
 # What was last heard longer ago says how the daemon was held up (a signal, a machine that slept), not how the engine is.
 HEARD_S = 6.0
 # Of one core; a process that waits wakes up now and then.
@@ -103,9 +105,9 @@ class Pulse:
         is_idle = all(used - beat.cpu_s.get(rank, 0.0) <= IDLE_SHARE * silent_s for rank, used in now.items())
         idle_s, busy_s = (IDLE_S, BUSY_S) if record.world > 1 else (ALONE_IDLE_S, ALONE_BUSY_S)
         quiet = hangs or (is_idle and not computes)
-        if silent_s < (idle_s if quiet else busy_s):
-            return None
         question_s = self._idle.get(record.name)
+        if silent_s < (idle_s if quiet else busy_s if question_s is None else FIRST_STEP_S):
+            return None
         if question_s is None and not _is_asked(record):
             return None
         if question_s is not None and self._clock() - question_s < (ANSWER_S if record.world > 1 else ALONE_ANSWER_S):
@@ -163,12 +165,15 @@ class Pulse:
             self._spawn(self._answered(record, beat), f"question to {record.name}")
 
     async def _answered(self, record: Record, beat: Beat) -> None:
-        """Whatever it answers, an error too, it lives."""
+        """Whatever it answers, an error too, it lives. What was not even put is put again; what is not answered says enough."""
         try:
-            await self._put(record.name, ALONE_BUSY_S)
+            await self._put(record.name, FIRST_STEP_S)
+        except Unavailable:
+            if self._beats.get(record.name) is beat and self._clock() - self._idle.get(record.name, math.inf) < FIRST_STEP_S:
+                self._idle[record.name] = math.inf
+            return
         except SparkdError:
-            if self._clock() - self._idle.get(record.name, math.inf) >= ALONE_BUSY_S:
-                return
+            pass
         if self._beats.get(record.name) is beat:
             self._moves(record, beat.steps)
 

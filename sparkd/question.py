@@ -21,6 +21,8 @@ _WAYS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/v1/rerank", {"query": "ready", "documents": ["steady"]}, "results"),
 )
 _NOT_THIS_WAY = (400, 404, 405, 422, 501)
+# What the gateway says before an engine has heard anything.
+_NOT_PUT = (429, 503)
 
 
 class Asker:
@@ -43,6 +45,8 @@ class Asker:
                 status, answer = await self._post(path, {"model": model, **fields})
                 if status == 200 and answer.get(expected):
                     return
+                if status in _NOT_PUT:
+                    raise Unavailable(f"The gateway could not put a question to {model}: {path} answered {status}.")
                 refusals.append(f"{path} answered {status}" + (f" without {expected}" if status == 200 else ""))
                 if status not in _NOT_THIS_WAY:
                     break

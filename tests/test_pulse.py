@@ -13,7 +13,7 @@ import pytest
 from sparkd import metrics
 from sparkd.cluster import DESTROY_TIMEOUT_S, UNSERVED_GRACE_S, Cluster
 from sparkd.config import Config
-from sparkd.errors import EngineError
+from sparkd.errors import EngineError, Unavailable
 from sparkd.pulse import (
     ALONE_ANSWER_S,
     ALONE_ASK_EVERY_S,
@@ -22,6 +22,7 @@ from sparkd.pulse import (
     ALONE_QUESTION_S,
     ANSWER_S,
     BUSY_S,
+    FIRST_STEP_S,
     IDLE_S,
     QUESTION_S,
     Pulse,
@@ -177,6 +178,32 @@ async def test_one_that_tells_no_counters_is_asked_where_nobody_waits_for_it() -
     await scene.after(0, page=None)
     assert await scene.after(1000) is None
     assert (len(scene.asked), scene.record.unanswered) == (1, False)
+
+
+async def test_a_first_step_that_computes_may_compile_for_long() -> None:
+    scene = Scene()
+    scene.answer = None
+    await scene.after(0, page=IDLE_PAGE)
+    await scene.after(QUESTION_S)
+    scene.cpu(10 * FIRST_STEP_S)
+    assert len(scene.asked) == 1
+    assert await scene.after(FIRST_STEP_S - QUESTION_S - 1) is None
+    assert await scene.after(1) is not None
+
+
+async def test_a_question_that_the_gateway_had_no_room_for_is_put_again() -> None:
+    def full() -> None:
+        raise Unavailable("The gateway could not put a question to m.")
+
+    scene = Scene()
+    scene.answer = full
+    await scene.after(0, page=IDLE_PAGE)
+    for _ in range(3):
+        assert await scene.after(IDLE_S) is None, "nobody knows whether it lives"
+    assert len(scene.asked) == 3
+    scene.answer = None
+    await scene.after(1)
+    assert await scene.after(ANSWER_S) is not None
 
 
 async def test_one_that_counts_nothing_is_never_asked_nor_suspected() -> None:

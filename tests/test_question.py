@@ -96,7 +96,7 @@ async def test_warm_takes_the_first_way_that_the_model_answers(answers: dict[str
     [
         ({}, EngineError, f"{CHAT} answered 404, {COMPLETION} answered 404, {EMBEDDING} answered 404"),
         ({CHAT: (500, {"error": {"message": "boom"}})}, EngineError, f"m did not answer its first question: {CHAT} answered 500."),
-        ({CHAT: (503, {"error": {}})}, EngineError, "answered 503"),
+        ({CHAT: (503, {"error": {}})}, Unavailable, "could not put a question to m: /v1/chat/completions answered 503"),
         ({CHAT: (200, {"choices": []})}, EngineError, "answered 200 without choices"),
         ({CHAT: (200, ["choices"])}, EngineError, "not a JSON object"),
         ({CHAT: b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"}, EngineError, "not JSON"),

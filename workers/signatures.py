@@ -14,7 +14,7 @@ from dataclasses import dataclass
 LASTING = frozenset(
     (
         "HeadsDoNotDivide", "LaunchOptionsDoNotDivide", "ServeTwice", "UnknownFlag", "FlagRefused", "QuantizationMismatch",
-        "QuantizationUnknown", "WeightsDoNotMatch", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
+        "QuantizationUnknown", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
         "ArchitectureUnknown", "ContextTooLong", "RemoteCode", "LoadRefused",
     )
 )  # fmt: skip
