@@ -49,6 +49,8 @@ class Client:
 
     def __init__(self, base_url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
         self.base_url = base_url
+        # Whether a folder of this machine is one of the daemon's.
+        self.is_here = urlsplit(base_url).hostname in ("127.0.0.1", "localhost", "::1")
         self.has_key = key is not None
         self._key = key
         self._transport = transport
@@ -233,7 +235,9 @@ def refusal(code: object, message: str) -> SparkdError:
 
 
 def model_path(name: str) -> str:
-    """A model's path below the admin API; names may hold '/' and ':'."""
+    """A model's path below the admin API; names may hold '/' and ':'. Raises ConfigError for a folder."""
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"{name} is a folder, and the name of a model is wanted here: `sparkd ls` has them, `sparkd run` brings one in.")
     return f"/models/{quote(name, safe='/:')}"
 
 

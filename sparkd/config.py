@@ -55,6 +55,7 @@ from sparkd.model_config import ModelConfig, config_hash
 from sparkd.model_folder import unusable
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
+from sparkd.uncounted import reserved_whole
 from sparkd.vllm_table import refused
 from sparkd.yamlfile import Place, Problem
 
@@ -388,7 +389,8 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
             yield Problem(str(path), None, f"models.{model.name}.model: {why}", "warning")
         for remark in quantizing.remarks(model, model.environment(config.engine)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
-        for remark in dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine)):
+        said = dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine))
+        for remark in (*said, *reserved_whole(model.extra_args, model.memory_gib, ModelConfig.model_fields)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         if model.extra_args and model.runs_vllm(config.engine):
             env, runtime = model.environment(config.engine), model.runtime_of(config.engine)

@@ -11,6 +11,7 @@
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
     - RankError                 a rank could not be started, found or stopped
+      - FlagRefused             the vLLM of its runtime would not take a flag
       - ModelUnusable           what its entry names is not there or is no model: only its owner can mend it
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
@@ -128,6 +129,10 @@ class NoRoom(DoesNotFit):
 
 class RankError(ClusterError):
     code = "rank_error"
+
+
+class FlagRefused(RankError):
+    """The vLLM of its runtime would not take a flag: nothing was started, and waiting does not heal it."""
 
 
 class ModelUnusable(RankError):

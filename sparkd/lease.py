@@ -21,6 +21,7 @@ from sparkd.record import Record
 from sparkd.roster import Roster
 from sparkd.state import STARTING, ModelState, Want
 from sparkd.upstream import Upstream
+from workers.signatures import LASTING
 
 # A model that waits: how far it is (ModelView.loading), and whether chats are told in words.
 Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
@@ -217,8 +218,9 @@ class Door:
         # No engine was started, so there is no log. What its owner has to mend may be told; who has the room may be nobody's business.
         no_log = {ModelUnusable.__name__: record.message, DoesNotFit.__name__: "`sparkd ps` says how much it asks for."}
         more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
+        lasts = " (waiting does not heal it)" if record.reason in LASTING else ""
         return ModelFailed(
-            f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s. {more}",
+            f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
             held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )

@@ -166,6 +166,7 @@ class Roster:
     def view(self, record: Record, now_s: float) -> ModelView:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
+        gone = record.state is ModelState.FAILED and record.ranks == ()
         max_model_len = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
         return ModelView(
             name=record.name,
@@ -186,14 +187,14 @@ class Roster:
             message=record.message,
             progress=record.progress,
             node=record.node_id,
-            ranks=record.handles,
+            ranks=() if gone else record.handles,
             in_flight=record.in_flight,
             queued=record.queued,
             failures=record.failures,
             restarts=record.restarts,
             retry_in_s=retry_in_s,
             load_s=record.load_s,
-            memory_gib=record.memory_gib,
+            memory_gib=None if gone else record.memory_gib,
             operation=record.operation,
             transport=record.transport,
             turn=record.turn,

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.admission import Ways
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import DoesNotFit, NoRoom, RankError
+from sparkd.errors import DoesNotFit, FlagRefused, NoRoom
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
@@ -123,7 +123,7 @@ class Siting:
         beside = ways == ALONE and len(self._in_sight()) == 1
         need = await asyncio.to_thread(need_of, spec, config, self._here, free_gib, self._total_gib, ways, beside)
         if refused := said_to(need.spec, config, need.vllm).refused:
-            raise RankError(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
+            raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
         return need
 
     async def _too_large(self, config: Config, need: Need, size: int) -> str | None:

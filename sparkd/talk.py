@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -105,6 +106,8 @@ def _is_recipe(client: Client, source: str) -> bool:
 
 def _bring_in(client: Client, model: str, name: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     source = source_of(model)
+    if source.startswith("/") and client.is_here and not Path(source).is_dir():
+        raise ConfigError(f"{model}: there is no such folder. Check the path, or give a hub id (owner/name).")
     spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **asked}
     return client.post("/models", {"name": name or name_of(source), "spec": spec})
 

@@ -6,7 +6,7 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 _FLAGS = frozenset(
     {
@@ -52,6 +52,17 @@ def uncounted(args: Sequence[str]) -> Iterator[str]:
                 yield written
         elif len(arg) > 1 and arg[0] == "-" and not arg[1].isdigit() and written.partition(".")[0] != _PASSED_SHORT:
             yield arg[:2] if arg.startswith(("-q", "-O")) else written
+
+
+def reserved_whole(args: Sequence[str], memory_gib: object, keys: Collection[str]) -> Iterator[str]:
+    """What `sparkd check` says where a flag of extra_args has the whole machine reserved. keys: those that a model's entry may have."""
+    if memory_gib != "auto" or not (flags := list(dict.fromkeys(uncounted(args)))):
+        return
+    named = {flag.strip("-").replace("-", "_") for flag in flags}
+    better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))
+    cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to what it really needs"
+    told = f"{' and '.join(flags)} in extra_args may change what it takes, which is not counted"
+    yield f"{told}: all that a node lends is reserved for it. Better {cure}."
 
 
 def switched(args: Sequence[str], name: str) -> bool | None:

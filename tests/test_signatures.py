@@ -33,6 +33,7 @@ LINES = {
     "NcclFailed": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with "
     "NCCL_DEBUG=INFO)",
     "ServeTwice": "vllm: error: unrecognized arguments: serve nvidia/Qwen3.6-35B-A3B-NVFP4",
+    "BlockSizeRefused": "ValueError: No common block size for 17. ",
     "FlagRefused": "api_server.py: error: argument --block-size: invalid choice: 17 (choose from 1, 8, 16)",
     "UnknownFlag": "api_server.py: error: unrecognized arguments: --no-such-flag",
     "QuantizationUnknown": "  Value error, Unknown quantization method: modelopt_fp5. Must be one of ['awq', 'fp8']. [type=value_error",

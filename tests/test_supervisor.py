@@ -15,6 +15,7 @@ from sparkd.errors import (
     DoesNotFit,
     Draining,
     EngineError,
+    FlagRefused,
     ModelFailed,
     ModelLoading,
     TooManyRequests,
@@ -165,15 +166,26 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         view = made.supervisor.snapshot().models["m"]
         assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "UnknownFlag", 3599.0)
         assert view.message is not None and "`sparkd reload` or `sparkd load m`" in view.message
-        with pytest.raises(ModelFailed, match="UnknownFlag"):
+        with pytest.raises(ModelFailed, match=r"\(UnknownFlag\) and is tried again in 3599 s \(waiting does not heal it\)"):
             await enter(made, "m")
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.memory_gib, view.ranks) == (None, ()), "nothing of it is left"
 
         made.supervisor.want("m", Want.RUNNING, "admin")
         await made.tick()
         assert made.cluster.log[:1] == ["place m"]
+
+
+async def test_what_was_refused_before_it_was_started_rests_as_long(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = FlagRefused("m cannot be started by the vLLM of its runtime: --no-such-flag")
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick()
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.reason, view.retry_in_s) == ("FlagRefused", 3600.0)
 
 
 async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: Path) -> None:

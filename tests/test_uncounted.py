@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from sparkd.uncounted import _FLAGS, switched, uncounted
+from sparkd.model_config import ModelConfig
+from sparkd.uncounted import _FLAGS, reserved_whole, switched, uncounted
 
 FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
 # Of releases before 0.32.
@@ -35,6 +37,25 @@ REFUSED = {"config"}
 )
 def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> None:
     assert list(uncounted(args)) == told
+
+
+@pytest.mark.parametrize(
+    ("args", "memory_gib", "told"),
+    [
+        (
+            ["--max-num-seq", "4", "--block-size=32"],
+            "auto",
+            "--max-num-seq and --block-size in .*Better use max_num_seqs of the",
+        ),
+        (["--block-size", "32"], "auto", "Better set memory_gib to what it really needs"),
+        (["--block-size", "32"], 4, None),
+        (["--seed", "1"], "auto", None),
+    ],
+)
+def test_check_says_what_has_a_whole_machine_reserved(args: list[str], memory_gib: object, told: str | None) -> None:
+    found = list(reserved_whole(args, memory_gib, ModelConfig.model_fields))
+    assert len(found) == (told is not None)
+    assert told is None or re.search(told, found[0])
 
 
 def test_no_flag_of_the_release_is_taken_for_the_beginning_of_another() -> None:

@@ -44,6 +44,7 @@ def probe(runtime: str) -> Runtime:
             timeout=PROBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             cwd="/",
+            start_new_session=True,  # Ctrl-C on a daemon's terminal is not for it
             env={"PATH": os.defpath},
             check=False,
         )

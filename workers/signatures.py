@@ -14,7 +14,7 @@ from dataclasses import dataclass
 LASTING = frozenset(
     (
         "HeadsDoNotDivide", "LaunchOptionsDoNotDivide", "ServeTwice", "UnknownFlag", "FlagRefused", "QuantizationMismatch",
-        "QuantizationUnknown", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
+        "QuantizationUnknown", "BlockSizeRefused", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
         "ArchitectureUnknown", "ContextTooLong", "RemoteCode", "LoadRefused",
     )
 )  # fmt: skip
@@ -187,6 +187,11 @@ SIGNATURES = (
         rf"error: argument (?:-\w{{1,3}}, ?|-\w{{1,3}}/)?(--{_WORD})[^:]{{0,200}}: (?:invalid|expected|ignored explicit|not allowed)",
         "vLLM does not take the value that {0} was given.",
         "Correct it in extra_args: `vllm serve --help=all` says what it takes.",
+    ),
+    _sign(
+        "BlockSizeRefused", ROOT, r"No common block size for (\d{1,6})",
+        "No attention kernel of this vLLM has blocks of {0} tokens.",
+        "Leave --block-size out of extra_args, or set a power of two that the backend has, such as 16 or 32.",
     ),
     _sign(
         "QuantizationMismatch", ROOT,
