@@ -53,6 +53,7 @@ models:
   m:
     recipe: mine
     runtime: {runtime}
+    memory_gib: 4
     env: {{VLLM_ATTENTION_BACKEND: FLASHINFER}}
 recipes_dir: {folder}
 """
