@@ -543,7 +543,8 @@ def _killable(stage: DaemonProcess, name: str, state: str) -> int:
     if not seen["ranks"]:
         return 0
     if state == "SIZING":
-        return int(seen["ranks"][0]["pid"]) if seen["in_flight"] == 1 and seen["state"] != "READY" else 0
+        served = (seen["progress"] or {}).get("server_up")
+        return int(seen["ranks"][0]["pid"]) if served and seen["state"] != "READY" else 0
     return int(seen["ranks"][0]["pid"]) if seen["state"] == state else 0
 
 
