@@ -20,6 +20,7 @@ from sparkd.errors import (
     Unauthorized,
     Unavailable,
 )
+from sparkd.source import FOLDER_SIGNS
 
 if TYPE_CHECKING:
     import httpx
@@ -236,7 +237,7 @@ def refusal(code: object, message: str) -> SparkdError:
 
 def model_path(name: str) -> str:
     """A model's path below the admin API; names may hold '/' and ':'. Raises ConfigError for a folder."""
-    if name.startswith(("/", "./", "../", "~")):
+    if name.startswith(FOLDER_SIGNS):
         raise ConfigError(f"{name} is a folder, and the name of a model is wanted here: `sparkd ls` has them, `sparkd run` brings one in.")
     return f"/models/{quote(name, safe='/:')}"
 

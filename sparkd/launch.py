@@ -14,7 +14,7 @@ import typer
 from sparkd import __version__, show
 from sparkd.amounts import whole
 from sparkd.errors import ConfigError
-from sparkd.source import CONFIG_PATH, name_of, source_of
+from sparkd.source import CONFIG_PATH, check_there, name_of, source_of
 from sparkd.verbs import Asked, Json, argument, option
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def serve(
     flags |= {"listen": listen, "state_dir": state_dir, "log_level": log_level}
     if model is not None:
         source = source_of(model)
-        if source.startswith("/") and not Path(source).is_dir():
-            raise ConfigError(f"--model {model}: there is no such folder. Check the path, or give a hub id (owner/name).")
+        check_there(source, f"--model {model}")
         flags["models"] = {name or name_of(source): {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}}
     elif name is not None:
         raise ConfigError("--name names the model that --model brings: give both, or none.")

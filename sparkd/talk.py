@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ import typer
 from sparkd import show
 from sparkd.client import Client, model_path
 from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
-from sparkd.source import name_of, source_of
+from sparkd.source import check_there, name_of, source_of
 from sparkd.verbs import Session, argument, option, verb
 
 PROMPT = ">>> "
@@ -106,8 +105,8 @@ def _is_recipe(client: Client, source: str) -> bool:
 
 def _bring_in(client: Client, model: str, name: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     source = source_of(model)
-    if source.startswith("/") and client.is_here and not Path(source).is_dir():
-        raise ConfigError(f"{model}: there is no such folder. Check the path, or give a hub id (owner/name).")
+    if client.is_here:
+        check_there(source, model)
     spec: dict[str, Any] = {"recipe" if _is_recipe(client, source) else "model": source, **asked}
     return client.post("/models", {"name": name or name_of(source), "spec": spec})
 
