@@ -98,6 +98,17 @@ def test_encoders_run_fewer_items_too_and_their_part_is_made_whole(monkeypatch, 
         assert runner.mm_budget.mm_max_items_per_batch == {"image": ITEMS, "audio": 0}
 
 
+def test_a_release_whose_v2_profiles_no_encoders_is_asked_for_none(monkeypatch):
+    """0.26: V2's profile_run makes no budget, and a budget takes no enable_cache."""
+
+    class Older:
+        def __init__(self, vllm_config: Any, mm_registry: Any) -> None:
+            raise AssertionError("V2 of this release makes none")
+
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", Older)
+    assert encoder_items(Runner(True, 900, 100, 0)) == 0
+
+
 @pytest.mark.parametrize("kind", ["text", "skipped", "no encoder"])
 def test_a_model_without_encoders_is_profiled_once(monkeypatch, kind):
     runner = Runner(False, 0, 100, 0)

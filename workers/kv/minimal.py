@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,7 +93,10 @@ def encoder_items(runner: Any) -> int:
         return 0
     budget = getattr(runner, "mm_budget", None)
     if budget is None:  # V2 makes one for each run
-        budget = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")(runner.vllm_config, runner.mm_registry, enable_cache=False)
+        made = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")
+        if "enable_cache" not in inspect.signature(made).parameters:
+            return 0  # 0.26: its V2 profiles no encoders
+        budget = made(runner.vllm_config, runner.mm_registry, enable_cache=False)
     if budget.get_encoder_budget() <= 0 or not budget.mm_max_toks_per_item:
         return 0
     return int(budget.mm_max_items_per_batch[budget.get_modality_with_max_tokens()])
