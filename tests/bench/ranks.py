@@ -1,15 +1,22 @@
 """`python -m tests.bench.ranks`: one model by one rank and by two, on two GPUs (or CPU processes) of one machine.
 
-    python -m tests.bench.ranks [--preset cpu|h200] [--quantize int4,..] [--dir FOLDER] [--keep] [--json FILE]
+    python -m tests.bench.ranks [--preset cpu|h200] [--quantize int4,..] [--dtype float32] [--kv-cache auto] [--graphs] [--json FILE]
+                                [--dir FOLDER] [--keep] [--no-measure]
 
 Everything that a daemon does to start ranks over nodes, and nothing of Ray's: sparkd.start.Starter gives its orders to two agents
 (workers.agent.Agent), each in a process of its own with one GPU and an address of its own, 127.0.0.2 and 127.0.0.3. They spawn shims and
 vLLM's native ranks, with our loader and our KV worker. The checkpoint is a random Qwen3-MoE (tests/checkpoints.py). For one rank and for
-two: seconds until it answers, bytes that each rank's loader read, KV tokens; then whether both say the same: greedy answers to 8 prompts,
-and the largest difference of a log-probability over 32 positions, teacher-forced. At the end sparkd.measures between the two agents, over
-NCCL where there are GPUs. Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.ranks.
+two: seconds until it answers, bytes that each rank's loader read, KV tokens and what sized them; then whether both say the same: greedy
+answers to 8 prompts, and the largest difference of a log-probability over 32 positions, teacher-forced. At the end sparkd.measures between
+the two agents, over NCCL where there are GPUs.
 
-Exit code 1: a log-probability 0.05 or more apart, a rank that read 0.70 or more of what one rank reads, or no measurement.
+Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.ranks.
+
+Two ranks add up in another order than one does. bfloat16 has 8 bits for it, and a random model's most likely tokens are as close to each
+other as that: --dtype float32 (with --quantize bf16: the kernels of the others have no such activations) tells rounding from a mistake.
+
+Exit code 1: a log-probability 0.05 or more apart, in float32 a token that differs, a rank that read 0.70 or more of what one rank reads, or
+no measurement.
 """
 
 from __future__ import annotations
@@ -59,19 +66,21 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "cpu": {"layers": 4, "hidden": 512, "experts": 8, "active": 8, "intermediate": 1024, "heads": 8, "kv_heads": 2},
     "h200": {"layers": 8, "hidden": 2048, "experts": 32, "active": 32, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128},
 }
-ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "kv_cache": {"tokens": 16384}}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+TOKENS = {"tokens": 16384}
+EXACT = "float32"
 _agent: Agent | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """read_bytes: of each rank. said: log-probabilities; answers: token texts."""
+    """read_bytes: of each rank. kv: what each rank's worker class told. said: log-probabilities; answers: token texts."""
 
     form: str
     ranks: int
     ready_s: float
     read_bytes: list[int]
-    kv_tokens: int | None
+    kv: list[dict[str, Any]]
     said: Said
     answers: list[list[str]]
 
@@ -128,10 +137,11 @@ def _do(method: str, arguments: Sequence[Any]) -> Any:
     return getattr(_agent, method)(*arguments)
 
 
-async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, ranks: int, platform: str) -> Outcome:
+async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, ranks: int, platform: str, more: Mapping[str, Any]) -> Outcome:
+    """more: of the model's entry."""
     state = folder / f"state-{form}-{ranks}"
     shutil.rmtree(state, ignore_errors=True)  # a quantized cache of an earlier start would be read in the checkpoint's place
-    config = _config(state, model, form, platform)
+    config = _config(state, model, form, platform, more)
     spec = config.models[NAME]
     entrypoint, release = API_SERVER, _release()
     placement = Placement(NODES[0], NAME, 0, platform, entrypoint, release, None, NODES[1:ranks], ranks)
@@ -151,19 +161,18 @@ async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, ranks: 
         for handle in reversed(handles):
             await nodes.ask(handle.node_id, "destroy", asdict(handle), 20.0, timeout_s=60)
     read = [int(fact["progress"]["read_bytes"] or 0) for fact in facts]
-    return Outcome(form, ranks, ready_s, read, (facts[0]["progress"]["kv"] or {}).get("tokens"), said, answers)
+    return Outcome(form, ranks, ready_s, read, [fact["progress"]["kv"] or {} for fact in facts], said, answers)
 
 
-def _config(state: Path, model: Path, form: str, platform: str) -> Config:
+def _config(state: Path, model: Path, form: str, platform: str, more: Mapping[str, Any]) -> Config:
     """No RDMA between two GPUs of one machine: the operator says so, as he would for any network that is none."""
     env = _network() | {"HF_HUB_OFFLINE": "1"}
     env |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
     if platform == "cpu":
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    entry = {**ENGINE, "model": str(model), "quantize": form, "entrypoint": API_SERVER, "enforce_eager": True, "env": env}
+    entry = {**ENGINE, **more, "model": str(model), "quantize": form, "entrypoint": API_SERVER, "env": env}
     if platform == "cuda":
-        entry["attention_backend"] = "TRITON_ATTN"  # FlashAttention 2 is not everywhere
-        entry = entry | {"extra_args": ["--attention-backend", entry.pop("attention_backend")]}
+        entry["extra_args"] = ["--attention-backend", "TRITON_ATTN", *entry["extra_args"]]  # FlashAttention 2 is not everywhere
     flags = {"engine.platform": platform, "state_dir": str(state), "models": {NAME: entry}}
     return load_config(None, flags=flags, environ={})
 
@@ -254,20 +263,25 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
     if not (model / "config.json").exists():
         checkpoints.qwen3_moe(model, **SHAPES[arguments.preset], device="cuda" if platform == "cuda" else "cpu")
     nodes, missed, kept = Nodes(folder, gpus=platform == "cuda"), [], []
+    more: dict[str, Any] = {"kv_cache": arguments.kv_cache, "enforce_eager": not arguments.graphs}
+    more["extra_args"] = ["--dtype", arguments.dtype] if arguments.dtype else []
     try:
-        print("format   ranks  READY s  read GB by rank     KV tokens   tokens equal   apart", flush=True)
+        print("format   ranks  READY s  read GB by rank     KV tokens  by           tokens equal   apart", flush=True)
         for form in arguments.quantize.split(","):
-            alone = await outcome_of(nodes, folder, model, form, 1, platform)
+            alone = await outcome_of(nodes, folder, model, form, 1, platform, more)
             print(_row(alone, None), flush=True)
-            both = await outcome_of(nodes, folder, model, form, 2, platform)
+            both = await outcome_of(nodes, folder, model, form, 2, platform, more)
             print(_row(both, alone), flush=True)
             kept += [asdict(alone), asdict(both)]
             if (apart := furthest(both.said, alone.said)) >= AGREED:
                 missed.append(f"{form}: a log-probability is {apart:.3f} apart, bar {AGREED}")
+            if arguments.dtype == EXACT and both.answers != alone.answers:
+                missed.append(f"{form}: answers differ, though nothing is rounded to 8 bits")
             if max(both.read_bytes) >= READ_BAR * alone.read_bytes[0]:
                 missed.append(f"{form}: a rank read {max(both.read_bytes) / alone.read_bytes[0]:.2f} of what one reads, bar {READ_BAR}")
         try:
-            print(f"measured {await measured(nodes, folder, platform)}")
+            if not arguments.no_measure:
+                print(f"measured {await measured(nodes, folder, platform)}")
         except (ClusterError, TimeoutError) as error:
             missed.append(f"the measurement failed: {error}")
     finally:
@@ -281,7 +295,8 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
 
 def _row(one: Outcome, alone: Outcome | None) -> str:
     read = " ".join(f"{count / GB:.3f}" for count in one.read_bytes)
-    told = f"{one.form:8} {one.ranks:>5} {one.ready_s:>8.1f}  {read:18} {one.kv_tokens or '-':>10}"
+    kv = one.kv[0]
+    told = f"{one.form:8} {one.ranks:>5} {one.ready_s:>8.1f}  {read:18} {kv.get('tokens') or '-':>10}  {kv.get('source') or '-':9}"
     if alone is None:
         return told
     pairs = [(here, there) for mine, its in zip(one.answers, alone.answers, strict=True) for here, there in zip(mine, its, strict=True)]
@@ -293,6 +308,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tuple(FORMATS), default="cpu")
     parser.add_argument("--quantize", metavar="FORMATS", help="of ours, with commas between; default int4 on CPUs, nvfp4 on GPUs")
+    parser.add_argument("--dtype", help="of the activations, as vLLM's --dtype; default the checkpoint's, bfloat16")
+    parser.add_argument("--kv-cache", choices=("auto",), default=TOKENS, help="auto: sized after a rehearsal; default 16,384 tokens")
+    parser.add_argument("--graphs", action="store_true", help="compile and capture CUDA graphs")
+    parser.add_argument("--no-measure", action="store_true", help="no rate between the nodes")
     parser.add_argument("--dir", type=Path, help="where checkpoint, cache and logs go; default a temporary folder")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --dir")
     parser.add_argument("--json", type=Path, help="write every figure there")
