@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers.kv.minimal import all_decoding, encoder_items, profiled, smaller_batches
+from workers.kv import encoders
+from workers.kv.minimal import all_decoding, profiled, smaller_batches
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own are not ours
@@ -98,15 +99,70 @@ def test_encoders_run_fewer_items_too_and_their_part_is_made_whole(monkeypatch, 
         assert runner.mm_budget.mm_max_items_per_batch == {"image": ITEMS, "audio": 0}
 
 
-def test_a_release_whose_v2_profiles_no_encoders_is_asked_for_none(monkeypatch):
-    """0.26: V2's profile_run makes no budget, and a budget takes no enable_cache."""
+class OlderBudget(Budget):
+    """0.26's: it takes no enable_cache, and its V2 never makes one."""
 
-    class Older:
-        def __init__(self, vllm_config: Any, mm_registry: Any) -> None:
-            raise AssertionError("V2 of this release makes none")
+    def __init__(self, config: Any, registry: Any) -> None:
+        super().__init__(config, registry, enable_cache=False)
+        self.cache = "its cache"
 
-    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", Older)
-    assert encoder_items(Runner(True, 900, 100, 0)) == 0
+
+class OlderRunner(Runner):
+    """V2 before it profiled encoders: its own run is of text alone."""
+
+    def __init__(self, item: int, token: int, kept: int) -> None:
+        super().__init__(True, item, token, kept)
+        self.encoder_cache = SimpleNamespace(encoder_outputs={})
+        self.model_state = SimpleNamespace(encoder_runner=SimpleNamespace(execute_mm_encoder=self.encode))
+        self.mm_registry = SimpleNamespace(get_dummy_mm_inputs=self.made)
+        self.encoded = 0
+
+    def made(self, _config: Any, *, mm_counts: dict[str, int], cache: Any) -> Any:
+        assert (mm_counts, cache) == ({"image": 1}, "its cache")
+        return {"mm_kwargs": {"image": ["the largest image"]}}
+
+    def encode(self, batch: list[tuple[str, Any]]) -> list[torch.Tensor]:
+        assert set(batch) == {("image", "the largest image")}
+        self.encoded = len(batch)
+        return [torch.zeros(1)] * len(batch)
+
+    def profile_run(self) -> None:
+        item, token, kept = self.each
+        held = len(self.encoder_cache.encoder_outputs)
+        self.ran.append((held, self.max_num_tokens))
+        self.took = max(self.encoded * item, held * kept + self.max_num_tokens * token)
+
+    def reset_encoder_cache(self) -> None:
+        self.encoder_cache.encoder_outputs.clear()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_where_v2_profiles_no_encoders_they_are_rehearsed_all_the_same(monkeypatch, scale):
+    """Before: a cache was sized as if no image ever came, and the first ones met what was left."""
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
+    runner = OlderRunner(900_000, 100, 1000)
+    found = profiled(runner, scale, runner.peak)
+    assert runner.ran[0] == (max(1, int(ITEMS * scale)), max(256, int(8192 * scale)))
+    assert ITEMS * 900_000 <= found + 2 <= 2.1 * ITEMS * 900_000
+    assert runner.encoder_cache.encoder_outputs == {}
+
+
+def test_a_processor_that_makes_no_item_is_told_and_the_rest_is_rehearsed(monkeypatch, caplog):
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
+    monkeypatch.setattr("workers.kv.encoders.logger.propagate", True)
+    runner = OlderRunner(900_000, 100, 1000)
+    runner.mm_registry.get_dummy_mm_inputs = lambda *_, **__: {}
+    assert profiled(runner, 1.0, runner.peak) == 819_200
+    assert "no image could be made to rehearse with (KeyError)" in caplog.text
+
+
+def test_memory_that_is_refused_to_an_encoder_leaves_no_item_behind(monkeypatch):
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
+    runner = OlderRunner(900_000, 100, 1000)
+    runner.profile_run = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        profiled(runner, 1.0, runner.peak)
+    assert runner.encoder_cache.encoder_outputs == {}
 
 
 @pytest.mark.parametrize("kind", ["text", "skipped", "no encoder"])
@@ -116,7 +172,7 @@ def test_a_model_without_encoders_is_profiled_once(monkeypatch, kind):
     runner.model_config.multimodal_config.skip_mm_profiling = kind == "skipped"
     if kind == "no encoder":
         runner.mm_budget.mm_max_toks_per_item = {}
-    assert encoder_items(runner) == 0
+    assert encoders.items(runner) == 0
     assert profiled(runner, 0.25, runner.peak) == 819_200
     assert len(runner.ran) == 1
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from workers.kv import encoders
 from workers.kv.prompt_logprobs import rehearse as rehearse_prompt_logprobs
 from workers.kv.symbols import Missing, function, imported, method, need_of
 
@@ -74,32 +74,16 @@ def profiled(runner: Any, scale: float, peak: Callable[[Callable[[], Any]], int]
     Encoders run as many items as a batch may have, and one at least, however small the rest is: so their part is measured by itself.
     Raises Missing.
     """
-    items = encoder_items(runner) if scale < 1 else 0
+    items = encoders.items(runner) if scale < 1 else 0
     with smaller_batches(runner, scale) as share:
-        whole = peak(runner.profile_run)
+        whole = peak(lambda: encoders.profile_run(runner))
         if not items:
             return int(whole / share)
-        of_items = max(1, encoder_items(runner)) / items
+        of_items = max(1, encoders.items(runner)) / items
         with _set(runner.model_config.multimodal_config, skip_mm_profiling=True):
-            text = peak(runner.profile_run)
+            text = peak(lambda: encoders.profile_run(runner))
     # Their outputs are kept while the rest runs, or they took the more by themselves.
     return int(max(whole / of_items, text / share + max(0, whole - text) / of_items))
-
-
-def encoder_items(runner: Any) -> int:
-    """Images, or whatever is largest, that a profile run has its encoders run at once; 0 for none. Raises Missing."""
-    config = getattr(runner.model_config, "multimodal_config", None)
-    if not runner.supports_mm_inputs or config is None or config.skip_mm_profiling:
-        return 0
-    budget = getattr(runner, "mm_budget", None)
-    if budget is None:  # V2 makes one for each run
-        made = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")
-        if "enable_cache" not in inspect.signature(made).parameters:
-            return 0  # 0.26: its V2 profiles no encoders
-        budget = made(runner.vllm_config, runner.mm_registry, enable_cache=False)
-    if budget.get_encoder_budget() <= 0 or not budget.mm_max_toks_per_item:
-        return 0
-    return int(budget.mm_max_items_per_batch[budget.get_modality_with_max_tokens()])
 
 
 def _run(runner: Any, tokens: int, **named: Any) -> Any:

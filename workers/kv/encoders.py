@@ -1,0 +1,73 @@
+"""Encoders of images, sound and film in a profile run: how many items they are given, and the run itself where vLLM's leaves them out.
+
+V1 has always profiled them. V2 has since it has `EncoderRunner.profile_encoder_cache`; before that (0.26) it fills memory with a cache and
+meets its first image with what is left. Never runs them with more items than one batch may have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from workers.kv.symbols import imported
+
+# A processor is the model's own code; this vLLM starts without asking it.
+_ANY = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+logger = logging.getLogger("vllm.sparkd.kv")
+
+
+def items(runner: Any) -> int:
+    """Images, or whatever is largest, that a profile run has its encoders run at once; 0 for none. Raises Missing."""
+    config = getattr(runner.model_config, "multimodal_config", None)
+    if not runner.supports_mm_inputs or config is None or config.skip_mm_profiling or not getattr(runner, "is_first_pp_rank", True):
+        return 0
+    return _most(_budget(runner))[1]
+
+
+def profile_run(runner: Any) -> None:
+    """vLLM's own, with the encoders' part in memory meanwhile. Raises Missing."""
+    encoder_runner = getattr(getattr(runner, "model_state", None), "encoder_runner", None)  # V2's
+    if encoder_runner is None or hasattr(encoder_runner, "profile_encoder_cache") or not items(runner):
+        runner.profile_run()
+        return
+    made = _largest(runner)
+    try:
+        outputs = encoder_runner.execute_mm_encoder(made) if made else []
+        # As a real one, which keeps them for the steps of its prefill.
+        runner.encoder_cache.encoder_outputs.update((f"sparkd-{number}", output) for number, output in enumerate(outputs))
+        del outputs
+        runner.profile_run()
+    finally:
+        runner.reset_encoder_cache()
+
+
+def _largest(runner: Any) -> list[tuple[str, Any]]:
+    """As many of the largest item as a batch may have; none where the model's own processor cannot make one, as vLLM says of it then."""
+    budget = _budget(runner)
+    kind, count = _most(budget)
+    try:
+        made = runner.mm_registry.get_dummy_mm_inputs(runner.model_config, mm_counts={kind: 1}, cache=budget.cache)
+        return [(kind, made["mm_kwargs"][kind][0])] * count
+    except _ANY as error:
+        told = type(error).__name__
+        logger.warning("sparkd: no %s could be made to rehearse with (%s): its encoder's memory is not counted.", kind, told)
+        return []
+
+
+def _most(budget: Any) -> tuple[str, int]:
+    """(kind, how many of them are in a batch at most)."""
+    if budget.get_encoder_budget() <= 0 or not budget.mm_max_toks_per_item:
+        return "", 0
+    kind = budget.get_modality_with_max_tokens()
+    return kind, int(budget.mm_max_items_per_batch[kind])
+
+
+def _budget(runner: Any) -> Any:
+    budget = getattr(runner, "mm_budget", None)
+    if budget is not None:
+        return budget
+    made = imported("vllm.multimodal.encoder_budget", "MultiModalBudget")  # V2 makes one for each run
+    more = {"enable_cache": False} if "enable_cache" in inspect.signature(made).parameters else {}
+    return made(runner.vllm_config, runner.mm_registry, **more)
