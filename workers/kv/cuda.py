@@ -38,9 +38,10 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 
 class CudaRehearsal:
-    """Peaks are the caching allocator's; what is left is the driver's word, and on an integrated GPU the kernel's too."""
+    """Peaks are the caching allocator's; what is left is the driver's word, and on an integrated GPU the kernel's too.
 
-    """frontends: bytes of the device that are other processes' of this engine, and not taken yet."""
+    frontends: bytes of the device that are other processes' of this engine, and not taken yet.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.frontends = 0
