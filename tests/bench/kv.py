@@ -47,6 +47,8 @@ NEW_TOKENS = 16
 CONTEXT_BYTES = {True: int(0.6 * GIB), False: 0}
 # A start is done again where other processes took more than this meanwhile, so often at most.
 NOISE_BYTES, TRIES = GIB // 4, 2
+# Of a device: more than the driver and the ballast's own context take.
+OTHERS_BYTES = GIB
 # About as many as the search needs from a guess that is a step away.
 SEARCH_STARTS = 4
 FLOOR_BYTES = 3 * GIB
@@ -136,6 +138,12 @@ class Bench:
             self.record()
         return start
 
+    def _tell_of_others(self, level: Any) -> None:
+        """A kernel of another process shares the device in turns, so times beside it say little."""
+        others = level["total"] - level["free"] - level["held"] - CONTEXT_BYTES[True]
+        if self._cuda and others > OTHERS_BYTES:
+            _say(f"other processes hold {others / GIB:.1f} GiB of the device: times taken beside them do not compare")
+
     def record(self) -> None:
         """After every start: a lent machine may be gone before the last one."""
         if self._given.json:
@@ -166,6 +174,7 @@ class Bench:
             for learned in self._profiles(case).glob("*.json"):
                 learned.rename(learned.with_suffix(".setback")).write_bytes(b".")  # one byte for each
         level = self._level()
+        self._tell_of_others(level)
         free = question["free"] = level["free"]
         watch = None
         if not self._cuda:
