@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
 from sparkd.drafting import FLAG, Drafting, config_in, of_config
@@ -19,14 +20,15 @@ from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import SPARK, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving, kv_layout, sized
 from sparkd.learned import engine_of, learned_of
-from sparkd.legal import refusal
+from sparkd.legal import refusal, uneven_groups
 from sparkd.model_config import ModelConfig
-from sparkd.model_shape import shape_of
+from sparkd.model_shape import LENGTHS, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
 from sparkd.uncounted import switched, uncounted
-from sparkd.vllm_flags import flag_name
+from sparkd.vllm_flags import flag_name, values_of
+from sparkd.vllm_known import whole
 from sparkd.weight_cost import Inventory, inventory
 from workers.kv.profiles import checkpoint_of
 from workers.stream.recipe import Recipe
@@ -162,21 +164,69 @@ def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish
 
 def too_long(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
     """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
-    on this machine tells how long the model's requests may be."""
-    folder, asked = folder_of(spec.model, spec.revision, env), spec.max_model_len
-    own = any((flag_name(arg) or "").startswith("hf-") for arg in spec.extra_args)
-    if folder is None or not isinstance(asked, int) or own or env.get(_LONGER, "0").strip().lower() in ("1", "true"):
+    on this machine tells how long the model's requests may be. Of what releases judge otherwise, the longest counts."""
+    folder, asked = folder_of(spec.model, spec.revision, env), _length_of(spec)
+    free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
+    if folder is None or asked is None or free.strip().lower() in ("1", "true") or _reads_another_config(spec, Path(folder)):
         return None
     try:
         config = json.loads((Path(folder) / CONFIG).read_bytes())
-        most = shape_of(config).max_len
+        text, most = text_config(config), shape_of(config).max_len
     except (OSError, ValueError, AttributeError, CheckpointError):
         return None
-    stated = config.get("model_max_length")
-    if asked <= most or (isinstance(stated, int) and asked <= stated):
+    if not any(text.get(key) for key in LENGTHS) or (_own_code(spec) and config.get("auto_map")):
+        return None  # vLLM knows no end, or a class of the model's own says where it is
+    stated = [size for place in (config, text) if isinstance(size := place.get("model_max_length"), int)]
+    stretched = max(most, *stated, *(_stretched(text, table, most) for table in rotary_tables(text).values()))
+    if asked <= stretched:
         return None
     cure = f"choose {most:,} or less, scale its rotary embedding (--hf-overrides in extra_args), or set {_LONGER}: 1 in env"
     return f"{asked:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
+
+
+def _length_of(spec: ModelConfig) -> int | None:
+    """The tokens that vLLM is told: extra_args come last, and the last one wins. None where it finds them, or reads them in a way of its
+    own."""
+    given = [flag_name(arg) or "" for arg in spec.extra_args]
+    if not any(name.startswith("max-mo") for name in given):
+        return spec.max_model_len if isinstance(spec.max_model_len, int) else None
+    values = [value for *_, value in values_of(spec.extra_args, "max-model-len")]
+    return whole(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in given) else None
+
+
+def _reads_another_config(spec: ModelConfig, folder: Path) -> bool:
+    """Whether flags or files of other kinds tell vLLM how long a request may be: Mistral's params.json, a sentence transformer's own."""
+    flags = [flag_name(arg) or "" for arg in spec.extra_args]
+    if any(name.startswith(("hf-", "config-f")) for name in flags):
+        return True
+    return (folder / "params.json").exists() or any(folder.glob("sentence_*_config.json"))
+
+
+def _own_code(spec: ModelConfig) -> bool:
+    return spec.trust_remote_code or any((flag_name(arg) or "").startswith("trust-re") for arg in spec.extra_args)
+
+
+def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int) -> float:
+    """0.26 multiplies YaRN's original length too, 0.32 takes max_position_embeddings for the product."""
+    factor, original = table.get("factor"), table.get("original_max_position_embeddings", text.get("original_max_position_embeddings"))
+    if not isinstance(factor, int | float) or str(table.get("rope_type") or table.get("type")) in ("su", "longrope", "llama3"):
+        return 0
+    lengths = [size for size in (most, original, *map(text.get, LENGTHS)) if isinstance(size, int)]
+    return max(lengths) * factor
+
+
+def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
+    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks. None where it would not, or
+    the headers are not on this machine."""
+    folder = folder_of(spec.model, spec.revision, env)
+    if folder is None or spec.quantize in (None, AUTO):
+        return None
+    try:
+        known = _read(folder, checkpoint_of(folder))
+        why = None if _is_other(spec, known) else next(uneven_groups(known, recipe_of(spec, env)), None)
+    except (CheckpointError, ConfigError, OSError):
+        return None  # the engine says it, with the tensor's name
+    return why and f"{why}."
 
 
 def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1) -> str:

@@ -12,6 +12,8 @@
       - NoRoom                  and one would, without the models that are there
     - RankError                 a rank could not be started, found or stopped
       - FlagRefused             the vLLM of its runtime would not take a flag
+      - ContextTooLong          its vLLM would not take so long a max_model_len
+      - LoadRefused             its loader would not take the checkpoint in that format
       - ModelUnusable           what its entry names is not there or is no model: only its owner can mend it
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
@@ -133,6 +135,14 @@ class RankError(ClusterError):
 
 class FlagRefused(RankError):
     """The vLLM of its runtime would not take a flag: nothing was started, and waiting does not heal it."""
+
+
+class ContextTooLong(RankError):
+    """What its engine would fail for under the same name (workers.signatures), told before one is started."""
+
+
+class LoadRefused(RankError):
+    """What the loader would fail for under the same name, told before an engine is started."""
 
 
 class ModelUnusable(RankError):

@@ -123,7 +123,7 @@ def check(
 
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
-    problems += _too_long(config) if not wrong else []
+    problems += _unloadable(config) if not wrong else []
     if json or (ctx.find_root().obj or Asked()).json:
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
         show.say_json({"ok": not wrong, "problems": found})
@@ -136,15 +136,19 @@ def check(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _too_long(path: Path) -> Iterator[Problem]:
-    from sparkd.admission import too_long
+def _unloadable(path: Path) -> Iterator[Problem]:
+    from sparkd.admission import too_long, uneven
     from sparkd.config import load_config
     from sparkd.yamlfile import Problem
 
     config = load_config(path, environ=os.environ)
     for model in config.models.values():
-        if model.runs_vllm(config.engine) and (why := too_long(model, model.environment(config.engine))):
-            yield Problem(str(path), None, f"models.{model.name}.max_model_len: {why}", "warning")
+        if not model.runs_vllm(config.engine):
+            continue
+        env = model.environment(config.engine)
+        for key, why in (("max_model_len", too_long(model, env)), ("quantize", uneven(model, env))):
+            if why:
+                yield Problem(str(path), None, f"models.{model.name}.{key}: {why}", "warning")
 
 
 def version(ctx: typer.Context, json: Json = False) -> None:

@@ -40,7 +40,7 @@ _STRETCHED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "de
 # Of Llama 4, where its configuration has no word on it (transformers, configuration_llama4.py, attention_chunk_size).
 _CHUNK = 8192
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", "num_experts_per_token")
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Far more than any model has: a count is multiplied and a list made of it.
 _MOST_LAYERS, _MOST = 4096, 1 << 40
 
@@ -296,7 +296,7 @@ def _rotary_bytes(text: Mapping[str, Any], heads: int) -> int:
     """Elements of the tables of sines and cosines, one for each kind of rotary embedding (vllm/model_executor/layers/rotary_embedding)."""
     if _type(text).startswith("nemotron_h"):
         return 0
-    tables = _rotary_tables(text)
+    tables = rotary_tables(text)
     # A local base beside a single table is that of the layers with a window (Gemma 3), and never stretched.
     kinds = {**tables, "sliding_attention": {}} if len(tables) == 1 and "rope_local_base_freq" in text else tables
     total = 0
@@ -309,7 +309,7 @@ def _rotary_bytes(text: Mapping[str, Any], heads: int) -> int:
     return total
 
 
-def _rotary_tables(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def rotary_tables(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """By kind of layer where the configuration tells them apart."""
     given = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(given, Mapping):
@@ -318,7 +318,7 @@ def _rotary_tables(text: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _rotary_rows(text: Mapping[str, Any], table: Mapping[str, Any]) -> int:
-    length, kind = _count(text, *_LENGTHS, default=2048), _rope_type(table)
+    length, kind = _count(text, *LENGTHS, default=2048), _rope_type(table)
     original = _count({**text, **table}, "original_max_position_embeddings", default=length)
     rows = length
     if "yarn" in kind or kind == "deepseek_llama_scaling":
@@ -336,10 +336,10 @@ def _rope_type(table: Mapping[str, Any]) -> str:
 
 def _max_len(text: Mapping[str, Any]) -> int:
     """What vLLM takes as the longest request (vllm/config/model.py, _get_and_verify_max_len)."""
-    length = _count(text, *_LENGTHS, default=2048)
+    length = _count(text, *LENGTHS, default=2048)
     if "gemma3" in _type(text):
         return length
-    factors = [_factor(table, "factor") for table in _rotary_tables(text).values() if _rope_type(table) not in _STRETCHED]
+    factors = [_factor(table, "factor") for table in rotary_tables(text).values() if _rope_type(table) not in _STRETCHED]
     return int(length * (factors[-1] if factors else 1.0))
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sparkd.admission import Account, Ways, account, advice, illegal, machine
+from sparkd.admission import Account, Ways, account, advice, illegal, machine, too_long, uneven
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import ModelUnusable, RankError
+from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
 from sparkd.installed import full_version_in
@@ -90,6 +90,17 @@ def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> st
     """Why vLLM would not split the model so; None where it would, or its headers are not here. Raises RankError."""
     platform = _platform(node.runtime(runtime_of(spec, config)), config)
     return illegal(spec, _this_node(platform), spec.environment(config.engine), ways)
+
+
+def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
+    """Raises ContextTooLong and LoadRefused for what would end an engine's start and can be read off the checkpoint here."""
+    if not spec.runs_vllm(config.engine):
+        return
+    env = spec.environment(config.engine)
+    if why := too_long(spec, env):
+        raise ContextTooLong(f"{spec.name} cannot be loaded: max_model_len: {why}")
+    if why := uneven(spec, env):
+        raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
 def said_to(spec: ModelConfig, config: Config, vllm: str | None) -> Translation:

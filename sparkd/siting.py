@@ -13,7 +13,7 @@ from sparkd.errors import DoesNotFit, FlagRefused, NoRoom
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
-from sparkd.needs import Need, Node, need_of, outgrown, runtime_of, said_to, too_large, why_illegal
+from sparkd.needs import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
 from sparkd.placement import Placement
 from sparkd.places import Places
 from sparkd.quantizing import AUTO
@@ -42,6 +42,7 @@ class Siting:
 
     async def place(self, config: Config, spec: ModelConfig) -> Placement:
         """The memory is reserved on every node of it. Raises DoesNotFit, RankError or another ClusterError, each with the cure."""
+        await asyncio.to_thread(refuse_unloadable, spec, config)
         if isinstance(spec.tensor_parallel, int) and spec.tensor_parallel > 1:
             return await self._team(config, spec, (spec.tensor_parallel, 1))
         need = await self._need(config, spec, ALONE)

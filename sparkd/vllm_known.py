@@ -6,6 +6,7 @@ or cut short, `--flag.key value` for a JSON flag, `-O3`. Whatever is not certain
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
 # What plugins add values to when an engine starts, ours among them.
 _OPEN = frozenset({"load-format", "quantization", "worker-cls", "attention-backend"})
 _NONE = ("", "None")
+_AMOUNT = re.compile(r"(\d{1,18})(\.\d{1,18})?([kKmMgGtT])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,19 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
             yield f"{_shown(name)}: vLLM {table.version} has {', '.join(f'--{one}' for one in sorted(found)[:3])}. Write out which."
         elif why := _refused(min(found), value if equals else following, bool(equals), table):
             yield why
+
+
+def whole(value: str) -> int | None:
+    """The number that vLLM reads in `8192`, `8k` (1,000) and `8K` (1,024); None for anything else (human_readable_int)."""
+    found = _AMOUNT.fullmatch(value.strip())
+    if found is None:
+        return None
+    digits, fraction, suffix = found.groups()
+    if suffix and suffix.islower():
+        return int(float(f"{digits}{fraction or ''}") * 1000 ** ("kmgt".index(suffix) + 1))
+    if fraction:
+        return None
+    return int(digits) * 1024 ** ("KMGT".index(suffix) + 1) if suffix else int(digits)
 
 
 def _apart(args: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -368,19 +368,71 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
         ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
         ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
+        ({"max_model_len": 4097, "extra_args": ["--max-model-len=4k"]}, {}, None),
+        ({"extra_args": ["--max-model-len", "auto"]}, {}, None),
+        ({"extra_args": ["--max-model-len", "4K"]}, {}, None),
+        ({"extra_args": ["--max-model-len", "4097"]}, {}, "4,097 tokens are more than the 4,096"),
+        ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, None),
+        ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
+        ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
+        ({"max_model_len": "8K"}, {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}}, None),
+        (
+            {"max_model_len": "9K"},
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}},
+            "9,216 tokens are more than the 4,096",
+        ),
+        ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "4,097 tokens are more than the 4,096"),
     ],
 )
 def test_check_says_what_is_longer_than_the_model(
     keys: dict[str, Any], config: dict[str, Any], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = mixture(max_position_embeddings=4096, **config)
+    shape = mixture(**{"max_position_embeddings": 4096, **config})
     folder = write(tmp_path / "m", shape, tensors_of(shape))
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys}}}))
 
     assert exit_code(["check", str(file)]) == 0
-    found = [line for line in capsys.readouterr().out.splitlines() if "max_model_len" in line]
+    found = [line for line in capsys.readouterr().out.splitlines() if "models.m.max_model_len: " in line]
     assert [told is not None and f"models.m.max_model_len: {told}" in line for line in found] == [True] * (told is not None)
+
+
+def test_check_leaves_a_longer_context_to_who_may_allow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The daemon's own environment reaches an engine, and other files than config.json may say how long a request may be."""
+    shape = mixture(max_position_embeddings=4096)
+    folder = write(tmp_path / "m", shape, tensors_of(shape))
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4097}}}))
+
+    def told() -> bool:
+        assert exit_code(["check", str(file)]) == 0
+        return "4,097 tokens" in capsys.readouterr().out
+
+    assert told()
+    with monkeypatch.context() as own:
+        own.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+        assert not told()
+    for name in ("params.json", "sentence_bert_config.json"):
+        (Path(folder) / name).write_text("{}")
+        assert not told()
+        (Path(folder) / name).unlink()
+    assert told()
+
+
+def test_check_says_which_groups_are_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = mixture()
+    folder = write(tmp_path / "m", shape, [("model.layers.0.self_attn.o_proj.weight", (512, 576), "BF16")])
+    models = {name: {"model": str(folder), "quantize": name} for name in ("int4-g128", "int4-g64")}
+    models["stub"] = {"model": str(folder), "quantize": "int4-g128", "entrypoint": "workers.stub"}
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"models": models}))
+
+    assert exit_code(["check", str(file)]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "whole groups" in line]
+    told = "576 columns of model.layers.0.self_attn.o_proj.weight are no whole groups of 128: int4-g64 or int4-g32 would fit."
+    assert found == [f"{file}: warning: models.int4-g128.quantize: {told}"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from sparkd.config import Config, load_config, parse_model
-from sparkd.errors import DoesNotFit
+from sparkd.errors import ContextTooLong, DoesNotFit, LoadRefused, RankError
+from sparkd.needs import refuse_unloadable
 from sparkd.placement import Placement
 from sparkd.places import Places
 from sparkd.siting import Siting
 from tests.shards import layered, write_sparse
+from workers.signatures import LASTING
 
 A, B, C, D = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"
 HEADS, LAYERS, HIDDEN, INNER, VOCAB = 32, 8, 4096, 14_336, 32_000
@@ -81,7 +83,7 @@ class Scene:
         return caught.value.message
 
 
-def model_of(folder: Path, heads: int = HEADS) -> str:
+def model_of(folder: Path, heads: int = HEADS, inner: int = INNER) -> str:
     """Some 4 GiB of weights that are holes."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -91,7 +93,7 @@ def model_of(folder: Path, heads: int = HEADS) -> str:
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 4,
         "head_dim": 128,
-        "intermediate_size": INNER,
+        "intermediate_size": inner,
         "vocab_size": VOCAB,
         "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16",
@@ -99,8 +101,8 @@ def model_of(folder: Path, heads: int = HEADS) -> str:
     }
     rows = {"q": heads * 128, "k": heads * 32, "v": heads * 32}
     layer = {f"self_attn.{name}_proj.weight": (wide, HIDDEN) for name, wide in rows.items()}
-    layer |= {"self_attn.o_proj.weight": (HIDDEN, heads * 128), "mlp.gate_proj.weight": (INNER, HIDDEN)}
-    layer |= {"mlp.up_proj.weight": (INNER, HIDDEN), "mlp.down_proj.weight": (HIDDEN, INNER)}
+    layer |= {"self_attn.o_proj.weight": (HIDDEN, heads * 128), "mlp.gate_proj.weight": (inner, HIDDEN)}
+    layer |= {"mlp.up_proj.weight": (inner, HIDDEN), "mlp.down_proj.weight": (HIDDEN, inner)}
     ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
     folder.mkdir(exist_ok=True)
     return str(write_sparse(folder, {**ends, **layered(LAYERS, layer)}, config))
@@ -126,6 +128,36 @@ async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> 
     await scene.places.release("m")
     scene.places.shut = frozenset({A, B})
     assert f"Nothing is started on {A} or {B} now: `sparkd status` says why." in await scene.refused(model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "told"),
+    [
+        (
+            {"quantize": "int4-g128"},
+            LoadRefused,
+            "quantize: 14272 columns of model.layers.0.mlp.down_proj.weight are no whole",
+        ),
+        ({"quantize": "int4-g128", "tensor_parallel": 2}, LoadRefused, "are no whole groups of 128: int4-g64 or int4-g32 would fit."),
+        ({"max_model_len": 4097}, ContextTooLong, "max_model_len: 4,097 tokens are more than the 4,096 that the model was made for"),
+        ({"extra_args": ["--max-model-len", "5k"]}, ContextTooLong, "5,000 tokens are more than the 4,096"),
+    ],
+)
+async def test_what_an_engine_would_end_over_is_refused_before_one_starts(
+    keys: dict[str, Any], kind: type[RankError], told: str, tmp_path: Path
+) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    with pytest.raises(kind) as caught:
+        await scene.place(model_of(tmp_path / "m", inner=INNER - 64), **keys)
+    assert caught.value.message.startswith("m cannot be loaded: ") and told in caught.value.message
+    assert kind.__name__ in LASTING and scene.link.groups == {}
+
+
+@pytest.mark.parametrize("keys", [{"quantize": "int4-g128"}, {"max_model_len": 4097}])
+@pytest.mark.parametrize("model", ["o/not-here-yet", "/nowhere/at/all"])
+def test_what_is_not_on_this_node_is_not_judged(keys: dict[str, Any], model: str, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path)}
+    refuse_unloadable(parse_model("m", {"model": model, "env": env, **keys}, over_admin=False), Scene(tmp_path, {A: 20.0}).config)
 
 
 async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: str, tmp_path: Path) -> None:
