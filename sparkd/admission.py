@@ -28,6 +28,7 @@ from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
 from sparkd.uncounted import switched, uncounted
 from sparkd.vllm_flags import flag_name, values_of
+from sparkd.vllm_history import Release
 from sparkd.vllm_known import whole
 from sparkd.weight_cost import Inventory, inventory
 from workers.kv.profiles import checkpoint_of
@@ -36,6 +37,8 @@ from workers.stream.recipe import Recipe
 # Tensor-parallel and pipeline-parallel size.
 Ways = tuple[int, int]
 
+# The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
+YARN_ONCE_SINCE: Release = (0, 32)
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 KNOWN_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -162,9 +165,9 @@ def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish
             yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
 
 
-def too_long(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
+def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None = None) -> str | None:
     """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
-    on this machine tells how long the model's requests may be. Of what releases judge otherwise, the longest counts."""
+    on this machine tells how long the model's requests may be. release: of vLLM; what that judges counts, and else the longest of all."""
     folder, asked = folder_of(spec.model, spec.revision, env), _length_of(spec)
     free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
     if folder is None or asked is None or free.strip().lower() in ("1", "true") or _reads_another_config(spec, Path(folder)):
@@ -177,8 +180,8 @@ def too_long(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
     if not any(text.get(key) for key in LENGTHS) or (_own_code(spec) and config.get("auto_map")):
         return None  # vLLM knows no end, or a class of the model's own says where it is
     stated = [size for place in (config, text) if isinstance(size := place.get("model_max_length"), int)]
-    stretched = max(most, *stated, *(_stretched(text, table, most) for table in rotary_tables(text).values()))
-    if asked <= stretched:
+    longest = [most, *stated, *(_stretched(text, table, max(most, *stated, 0), release) for table in rotary_tables(text).values())]
+    if asked <= max(longest):
         return None
     cure = f"choose {most:,} or less, scale its rotary embedding (--hf-overrides in extra_args), or set {_LONGER}: 1 in env"
     return f"{asked:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
@@ -206,13 +209,14 @@ def _own_code(spec: ModelConfig) -> bool:
     return spec.trust_remote_code or any((flag_name(arg) or "").startswith("trust-re") for arg in spec.extra_args)
 
 
-def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int) -> float:
-    """0.26 multiplies YaRN's original length too, 0.32 takes max_position_embeddings for the product."""
-    factor, original = table.get("factor"), table.get("original_max_position_embeddings", text.get("original_max_position_embeddings"))
-    if not isinstance(factor, int | float) or str(table.get("rope_type") or table.get("type")) in ("su", "longrope", "llama3"):
+def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int, release: Release | None) -> float:
+    """The most that a table may make of it. Of YaRN 0.26 multiplies the original length, or another one that is the product already."""
+    factor, kind = table.get("factor"), str(table.get("rope_type") or table.get("type"))
+    settled = release is not None and release >= YARN_ONCE_SINCE and ("yarn" in kind or kind == "deepseek_llama_scaling")
+    if not isinstance(factor, int | float) or settled or kind in ("su", "longrope", "llama3") or "gemma3" in str(text.get("model_type")):
         return 0
-    lengths = [size for size in (most, original, *map(text.get, LENGTHS)) if isinstance(size, int)]
-    return max(lengths) * factor
+    original = table.get("original_max_position_embeddings", text.get("original_max_position_embeddings"))
+    return factor * max(size for size in (most, original, *map(text.get, LENGTHS)) if isinstance(size, int))
 
 
 def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:

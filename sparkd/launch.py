@@ -139,14 +139,15 @@ def check(
 def _unloadable(path: Path) -> Iterator[Problem]:
     from sparkd.admission import too_long, uneven
     from sparkd.config import load_config
+    from sparkd.installed import release_in
     from sparkd.yamlfile import Problem
 
     config = load_config(path, environ=os.environ)
     for model in config.models.values():
         if not model.runs_vllm(config.engine):
             continue
-        env = model.environment(config.engine)
-        for key, why in (("max_model_len", too_long(model, env)), ("quantize", uneven(model, env))):
+        env, release = model.environment(config.engine), release_in(model.runtime_of(config.engine))
+        for key, why in (("max_model_len", too_long(model, env, release)), ("quantize", uneven(model, env))):
             if why:
                 yield Problem(str(path), None, f"models.{model.name}.{key}: {why}", "warning")
 

@@ -15,7 +15,7 @@ from sparkd.config import Config, ModelConfig
 from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
-from sparkd.installed import full_version_in
+from sparkd.installed import full_version_in, release_in
 from sparkd.kv_sizing import margin_bytes, utilization_of, without_cpu_space
 from sparkd.model_folder import unusable
 from sparkd.placement import GIB, needed_gib
@@ -97,7 +97,7 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
     if not spec.runs_vllm(config.engine):
         return
     env = spec.environment(config.engine)
-    if why := too_long(spec, env):
+    if why := too_long(spec, env, release_in(spec.runtime_of(config.engine))):
         raise ContextTooLong(f"{spec.name} cannot be loaded: max_model_len: {why}")
     if why := uneven(spec, env):
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")

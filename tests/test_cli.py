@@ -375,12 +375,13 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"extra_args": ["--max-model-len=4096", "--max-model-le=4097"]}, {}, None),
         ({"max_model_len": 4097, "trust_remote_code": True}, {"auto_map": {"AutoConfig": "configuration.Own"}}, None),
         ({"max_model_len": 4097}, {"max_position_embeddings": None}, None),
-        ({"max_model_len": "8K"}, {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}}, None),
+        ({"max_model_len": 4097, "runtime": "/no/python"}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, None),
         (
-            {"max_model_len": "9K"},
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}},
+            {"max_model_len": "9K", "runtime": "/no/python"},
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
             "9,216 tokens are more than the 4,096",
         ),
+        ({"max_model_len": 4097}, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "4,097 tokens are more than the 4,096"),
         ({"max_model_len": 4097}, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "4,097 tokens are more than the 4,096"),
     ],
 )
