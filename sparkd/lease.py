@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,11 @@ from workers.signatures import LASTING
 Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
 # Why a model failed, where another one's end would help.
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
+
+CAUSE_CHARS = 400
+_SENTENCE = re.compile(r".+?[.?](?=\s|$)")
+# A folder or an address. Of a unit or a pair of names, such as tokens/s, nobody loses much.
+_PLACE = re.compile(r"[/\\~]")
 
 
 class Lease:
@@ -218,12 +224,21 @@ class Door:
         # No engine was started, so there is no log. What its owner has to mend may be told; who has the room may be nobody's business.
         no_log = {ModelUnusable.__name__: record.message, DoesNotFit.__name__: "`sparkd ps` says how much it asks for."}
         more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
-        lasts = " (waiting does not heal it)" if record.reason in LASTING else ""
+        lasts = ""
+        if record.reason in LASTING:
+            lasts, more = " (waiting does not heal it)", f"{_cause(record.message)}See `sparkd ps`."
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
             held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )
+
+
+def _cause(message: str | None) -> str:
+    """What a client may hear of why a load failed for good, with a space behind it: its first sentence, which is ours. One with a path in
+    it is its owner's alone, and empty here."""
+    first = _SENTENCE.match(message or "")
+    return f"{first[0]} " if first and len(first[0]) <= CAUSE_CHARS and not _PLACE.search(first[0]) else ""
 
 
 def _draining() -> Draining:

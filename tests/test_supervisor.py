@@ -12,12 +12,15 @@ import pytest
 from sparkd.errors import (
     ConfigError,
     Conflict,
+    ContextTooLong,
     DoesNotFit,
     Draining,
     EngineError,
     FlagRefused,
+    LoadRefused,
     ModelFailed,
     ModelLoading,
+    RankError,
     TooManyRequests,
     Unavailable,
     UnknownModel,
@@ -168,6 +171,8 @@ async def test_what_only_its_owner_can_mend_is_not_started_over_and_over(tmp_pat
         assert view.message is not None and "`sparkd reload` or `sparkd load m`" in view.message
         with pytest.raises(ModelFailed, match=r"\(UnknownFlag\) and is tried again in 3599 s \(waiting does not heal it\)"):
             await enter(made, "m")
+        with pytest.raises(ModelFailed, match=r"\. This release of vLLM has no flag --no-such-flag\. See `sparkd ps`\.$"):
+            await enter(made, "m")
         made.cluster.log.clear()
         await made.tick(4, seconds=600)
         assert made.cluster.log == []
@@ -186,6 +191,29 @@ async def test_what_was_refused_before_it_was_started_rests_as_long(tmp_path: Pa
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
         assert (view.reason, view.retry_in_s) == ("FlagRefused", 3600.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (FlagRefused("m cannot be started: --seeed: vLLM 0.32.0 has no such flag. Did you mean --seed?"), "vLLM 0.32.0 has no such flag."),
+        (ContextTooLong("m cannot be loaded: 4,097 tokens (config.json) are too many: choose 4,096. More."), "many: choose 4,096."),
+        (LoadRefused("m cannot be loaded: /models/of me/a.safetensors: o_proj: K=576 is odd. Use nvfp4."), None),
+        (LoadRefused("m cannot be loaded: ~/a: K=576 is odd."), None),
+        (LoadRefused(f"m cannot be loaded: {'x' * 999}."), None),
+    ],
+)
+async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankError, told: str | None, tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = error
+        waiting = asyncio.create_task(enter(made, "m"))
+        await made.tick(2)
+        for asked in (waiting, enter(made, "m")):
+            with pytest.raises(ModelFailed) as raised:
+                await asked
+            heard = raised.value.message
+            assert f"({type(error).__name__})" in heard and "waiting does not heal it" in heard
+            assert heard.endswith(f"{told} See `sparkd ps`." if told else "(waiting does not heal it). See `sparkd ps`.")
 
 
 async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: Path) -> None:
