@@ -1,4 +1,4 @@
-"""What the control plane does where a node's guard says that memory is short: begins no load, sheds who waits, evicts an idle model.
+"""What the control plane does where a node's guard says that memory is short: begins no load, evicts an idle model.
 
 The hard end, a kill, is the guard's own, on the node (workers.guard). Never reads memory itself.
 """
@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from sparkd import metrics
-from sparkd.errors import Unavailable
-from sparkd.lease import Door
 from sparkd.ledger import Ledger
 from sparkd.record import Record
 from sparkd.sight import Observation
@@ -22,30 +20,23 @@ EVICT_EVERY_S = 60.0
 IDLE_S = 30.0
 # So long other nodes wait for one that is short: what has just ended gives its memory back. Then loads begin beside it.
 SHUT_AFTER_S = 90.0
-RETRY_AFTER_S = 30
 
 
 class Pressure:
-    """Asked once in each tick. `allows` says whether a load may begin, `shut` on which nodes none may."""
+    """Asked once in each tick. `allows` says whether a load may begin, `shut` on which nodes none may. told: a clause for each node that is
+    short; is_news: one is, and not for long."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        door: Door,
-        want: Callable[[str, Want, str], Any],
-        clock: Callable[[], float],
-        holders: Callable[[Record, float], list[dict[str, Any]]],
-    ) -> None:
+    def __init__(self, ledger: Ledger, want: Callable[[str, Want, str], Any], clock: Callable[[], float]) -> None:
         self._ledger = ledger
-        self._door = door
         self._want = want
         self._clock = clock
-        self._holders = holders
         self._levels: dict[str, str] = {}
         self._short_since_s: dict[str, float] = {}
         self._evicted_at_s = float("-inf")
         self.allows = True
         self.shut: frozenset[str] = frozenset()
+        self.told: dict[str, str] = {}
+        self.is_news = False
         self.condition: str | None = None
 
     def relieve(self, observation: Observation, records: Mapping[str, Record]) -> None:
@@ -55,42 +46,30 @@ class Pressure:
         kept = {node: since_s for node, since_s in self._short_since_s.items() if node in short or node in observation.unseen}
         self._short_since_s = dict.fromkeys(short, now_s) | kept
         self.shut = frozenset(node for node, since_s in self._short_since_s.items() if now_s - since_s >= SHUT_AFTER_S)
-        self.allows = short.keys() <= self.shut and bool(readings.keys() - self.shut or not short)
+        self.is_news = not short.keys() <= self.shut
+        self.allows = not self.is_news and bool(readings.keys() - self.shut or not short)
+        self.told = {node: _told(node, reading) for node, reading in short.items()}
         self._tell(short, observation.unseen)
         if not short:
             return
-        for record in records.values():
-            if not self.allows and record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
-                self._shed(record, short)
         pressed = {node for node, reading in short.items() if reading.level in ("pressed", "critical")}
         if now_s - self._evicted_at_s >= EVICT_EVERY_S and (victim := evictable(records.values(), pressed, now_s)):
             self._evicted_at_s = now_s
             metrics.GUARD_ACTIONS.labels("evict", victim.name).inc()
             node = next(node for node in victim.nodes if node in pressed)
-            why = short[node].level_why or _told(node, short[node])
+            why = short[node].level_why or self.told[node]
             self._ledger.say("evict", victim.name, f"It was idle and memory is short: it is unloaded. {why}")
             self._want(victim.name, Want.STOPPED, "guard")
-
-    def _shed(self, record: Record, short: Mapping[str, Reading]) -> None:
-        held_by = self._holders(record, self._clock())
-        named = [f"{one['model'] or 'another model'} ({one['memory_gib']:g} GiB)" for one in held_by]
-        held = f" Memory is held by {', '.join(named)}." if named else ""
-        told = "; ".join(_told(node, reading) for node, reading in short.items())
-        metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.waiters))
-        why = f"{record.name} cannot be loaded now: {told}.{held}"
-        self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by))
-        if record.desired.by == "request":
-            self._want(record.name, Want.STOPPED, "request")
 
     def _tell(self, short: Mapping[str, Reading], unseen: Collection[str]) -> None:
         for node, reading in short.items():
             if self._levels.get(node) != reading.level:
-                self._ledger.say("memory", None, f"{_told(node, reading)}.", node=node, level=reading.level)
+                self._ledger.say("memory", None, f"{self.told[node]}.", node=node, level=reading.level)
         for node in self._levels.keys() - short.keys() - set(unseen):
             self._ledger.say("memory", None, f"{node} has memory again.", node=node, level="ok")
         kept = {node: level for node, level in self._levels.items() if node in unseen}
         self._levels = kept | {node: reading.level for node, reading in short.items()}
-        told = "; ".join(_told(node, reading) for node, reading in short.items())
+        told = "; ".join(self.told.values())
         self.condition = f"MemoryShort: {told}; no load begins{' there' if self.allows else ''}." if short else None
 
 

@@ -22,6 +22,8 @@ LEAST_BYTES = GIB
 SLACK_BYTES = GIB // 2
 SHARE = 0.9
 LIMIT_S = 90.0
+# A Spark restarts within minutes. Of a node that stays away for longer nobody is told any more: it may have been retired.
+GONE_S = 600.0
 # So much missing, and so large a part of it, that only a restart brings it back.
 REBOOT_BYTES, REBOOT_SHARE = 4 * GIB, 0.25
 # Memory that goes before the last process does belongs to the same end.
@@ -33,8 +35,9 @@ NAMED = 3
 @dataclass(slots=True)
 class Pending:
     """One rank that ended. held: bytes that it had, of which `device` on the device; available and unaccounted: the least of MemAvailable
-    and the most that no line of /proc/meminfo accounts for, just before its end. cure: what was said of it once the limit had passed.
-    away: its node was out of sight by then."""
+    and the most that no line of /proc/meminfo accounts for, just before its end. cure: what was said of it once the limit had passed;
+    restart: that it is one. away: its node was out of sight by then, and has been since away_since_s; gone: for so long that it may
+    never be back."""
 
     model: str
     node: str
@@ -44,7 +47,19 @@ class Pending:
     unaccounted: int | None
     since_s: float
     cure: str = ""
+    restart: bool = False
     away: bool = False
+    away_since_s: float | None = None
+    gone: bool = False
+
+    @property
+    def told(self) -> str:
+        """A clause for who would load a model there, and need not know of another one."""
+        if self.away:
+            return f"{self.node} is out of sight"
+        if self.restart:
+            return f"{self.node} is to be restarted, because memory of an engine that ended has not come back"
+        return f"{self.node} lacks memory of an engine that ended, which something else holds"
 
     @property
     def holds_up_others(self) -> bool:
@@ -83,21 +98,28 @@ class Release:
 
     @property
     def shut(self) -> frozenset[str]:
-        return frozenset(one.node for one in self._pending if not one.holds_up_others)
+        return frozenset(self.told)
+
+    @property
+    def told(self) -> dict[str, str]:
+        """A clause for each node that is shut. One that may have been retired is not: if it comes back, what it lacks counts again."""
+        return {one.node: one.told for one in self._stuck}
+
+    @property
+    def _stuck(self) -> list[Pending]:
+        return [one for one in self._pending if not one.holds_up_others and not one.gone]
 
     @property
     def condition(self) -> str | None:
         """What an operator reads; None where nothing is waited for."""
-        if not self._pending:
-            return None
         stuck = [
             f"what {one.model} on {one.node} held has not come back; {'that node is out of sight' if one.away else one.cure}"
-            for one in self._pending
-            if not one.holds_up_others
+            for one in self._stuck
         ]
         if stuck:
             return f"MemoryNotReleased: {'; '.join(stuck)}."
-        return f"MemoryReturns: {', '.join(f'{one.model} on {one.node}' for one in self._pending)}."
+        returning = [f"{one.model} on {one.node}" for one in self._pending if one.holds_up_others]
+        return f"MemoryReturns: {', '.join(returning)}." if returning else None
 
     def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
         """What a rank that has ended left behind on its node besides memory: see workers.rank.stop. Told at once, and again with what
@@ -147,6 +169,8 @@ class Release:
     def _waits(self, one: Pending, reading: Reading | None, now_s: float) -> bool:
         waited_s = now_s - one.since_s
         one.away = reading is None and waited_s >= LIMIT_S
+        one.away_since_s = None if reading is not None else now_s if one.away_since_s is None else one.away_since_s
+        one.gone = one.away_since_s is not None and now_s - one.away_since_s >= GONE_S
         if reading is None:
             return True
         missing = one.missing(reading.mem_available_bytes)
@@ -169,7 +193,7 @@ class Release:
                 "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins there before it is back"
             )
         else:
-            one.cure = "no load begins there before it was restarted"
+            one.cure, one.restart = "no load begins there before it was restarted", True
         if stays := self._stays.get((one.model, one.node)):
             one.cure += f", and it may have left {stays}"
         told = f"{missing / GIB:.1f} of {one.held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."

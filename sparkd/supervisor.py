@@ -18,13 +18,13 @@ from sparkd.errors import DoesNotFit, ModelUnusable, RankError
 from sparkd.fabric_rates import Rate
 from sparkd.fabric_report import report
 from sparkd.found import Found
+from sparkd.gate import Gate
 from sparkd.lease import Door, Lease, Waits
 from sparkd.ledger import Ledger
 from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
-from sparkd.pressure import Pressure, told_of
+from sparkd.pressure import told_of
 from sparkd.pulse import Pulse
 from sparkd.record import Record
-from sparkd.release import Release
 from sparkd.roster import Roster
 from sparkd.sight import Observation
 from sparkd.snapshot import Snapshot
@@ -74,12 +74,11 @@ class Supervisor:
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock, unusable=cluster.unusable)
-        self._release = Release(self.ledger, clock)
-        self._pressure = Pressure(self.ledger, self._door, self.want, clock, self._roster.holders)
+        self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders)
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
         hands = (self._roster, self.ledger, cluster, self._door)
         jitter = rng or random.Random()
-        self._actions = Actions(*hands, ask=ask, left=self._release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
+        self._actions = Actions(*hands, ask=ask, left=self._gate.release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
         self._pulse = Pulse(self._actions.spawn, ask, clock)
         self._expect(store.handles().values())
         for record in self._roster.missing():
@@ -130,7 +129,7 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        told = (self._refused, self.ledger.trouble, seen, self._pressure.condition, self._release.condition, self._pulse.condition)
+        told = (self._refused, self.ledger.trouble, seen, *self._gate.conditions, self._pulse.condition)
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
@@ -277,7 +276,7 @@ class Supervisor:
             if isinstance(left, BaseException):
                 log.error("a rank was not stopped: %s", left)
             else:
-                self._release.left(fact.handle, left)
+                self._gate.release.left(fact.handle, left)
         for node in sorted(observation.unseen):
             log.error("what runs on %s was not stopped: that node does not answer", node)
         for record in self._roster.records.values():
@@ -315,8 +314,7 @@ class Supervisor:
         self._welcome(observation)
         self._pulse.look(self._roster.records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
-            self._pressure.relieve(observation, self._roster.records)
-            self._release.look(observation)
+            self._gate.look(observation, self._roster.records)
             actions, found = self._plan(observation, steady)
             self._swap.show(found, self._roster.records)
             for action in actions:
@@ -329,7 +327,7 @@ class Supervisor:
 
     def _welcome(self, observation: Observation) -> None:
         """With a node that has come, is back or takes something again, what had no room may have it: it need not wait for its back-off."""
-        agents = {node.node_id for node in observation.nodes if node.agent} - self._pressure.shut - self._release.shut
+        agents = {node.node_id for node in observation.nodes if node.agent} - self._gate.shut
         if agents - self._agents:
             self._roster.try_again({DoesNotFit.__name__})
         self._agents = agents
@@ -350,10 +348,9 @@ class Supervisor:
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        self._cluster.shut(shut := self._pressure.shut | self._release.shut)
-        can_place = observation.connected and self._pressure.allows and self._release.allows and observation.has_beside(shut)
+        self._cluster.shut(self._gate.shut)
         whose = self._swap.turn(facts)
-        return plan(facts, strangers, can_place, now_s, whose), whose
+        return plan(facts, strangers, observation.connected and self._gate.allows, now_s, whose), whose
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkd.ledger import Ledger
-from sparkd.release import BEFORE_S, LIMIT_S, Release
+from sparkd.release import BEFORE_S, GONE_S, LIMIT_S, Release
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, Reading, Store, Want
@@ -143,6 +143,28 @@ def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate
     gate.look(110, nodes=seen(here, there))
     assert gate.told == ["58.0 of 58.0 GiB have not come back to o after 92 s: no load begins there before it was restarted."]
     assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB))), "it was restarted"
+
+
+def test_a_node_that_was_retired_is_told_of_no_more_and_shut_again_where_it_comes_back(gate: Gate) -> None:
+    here, there = READING, replace(READING, node_id="o", mem_available_bytes=50 * GIB)
+    far = replace(SERVING, handle=replace(SERVING.handle, node_id="o"))
+
+    def seen(*readings: Reading) -> tuple[NodeView, ...]:
+        return tuple(NodeView(one.node_id, one.node_id, one is here, True, one, 100.0, 0.0) for one in readings)
+
+    gate.look(110, far, nodes=seen(here, there))
+    gate.look(110, nodes=seen(here, there))
+    gate.look(110, nodes=seen(here, there), seconds=LIMIT_S)
+    assert gate.release.told == {"o": "o is to be restarted, because memory of an engine that ended has not come back"}
+    gate.look(110, nodes=seen(here))
+    gate.look(110, nodes=seen(here), seconds=GONE_S - 1)
+    assert (gate.release.told, gate.release.shut) == ({"o": "o is out of sight"}, {"o"})
+    assert gate.look(110, nodes=seen(here))
+    assert (gate.release.condition, gate.release.allows) == (None, True)
+
+    assert not gate.look(110, nodes=seen(here, there))
+    assert gate.release.shut == {"o"} and "before it was restarted" in (gate.release.condition or "")
+    assert gate.look(110, nodes=seen(here, replace(there, mem_available_bytes=110 * GIB)))
 
 
 def test_only_the_last_moments_count_as_before(gate: Gate) -> None:

@@ -1,0 +1,69 @@
+"""Owns on which nodes a load may begin now: what pressure and release say, put together. Who waits where none is open is sent away.
+
+Never looks at a node itself, never decides what is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparkd import metrics
+from sparkd.errors import Unavailable
+from sparkd.lease import Door
+from sparkd.ledger import Ledger
+from sparkd.pressure import Pressure
+from sparkd.record import Record
+from sparkd.release import Release
+from sparkd.sight import Observation
+from sparkd.state import ModelState, Want
+
+RETRY_AFTER_S = 30
+
+
+class Gate:
+    """Asked once in each tick. `allows` says whether a load may begin somewhere, `shut` on which nodes none may."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        door: Door,
+        want: Callable[[str, Want, str], Any],
+        clock: Callable[[], float],
+        holders: Callable[[Record, float], list[dict[str, Any]]],
+    ) -> None:
+        self.pressure = Pressure(ledger, want, clock)
+        self.release = Release(ledger, clock)
+        self._door = door
+        self._want = want
+        self._clock = clock
+        self._holders = holders
+        self.shut: frozenset[str] = frozenset()
+        self.allows = True
+
+    @property
+    def conditions(self) -> tuple[str | None, ...]:
+        return self.pressure.condition, self.release.condition
+
+    def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
+        self.pressure.relieve(observation, records)
+        self.release.look(observation)
+        self.shut = self.pressure.shut | self.release.shut
+        somewhere = observation.has_beside(self.shut)
+        self.allows = self.pressure.allows and self.release.allows and somewhere
+        # An open node that misses a look may be back with the next one.
+        if self.pressure.is_news or not (somewhere or observation.unseen - self.shut):
+            for record in records.values():
+                if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
+                    self._shed(record)
+
+    def _shed(self, record: Record) -> None:
+        held_by = self._holders(record, self._clock())
+        named = [f"{one['model'] or 'another model'} ({one['memory_gib']:g} GiB)" for one in held_by]
+        held = f" Memory is held by {', '.join(named)}." if named else ""
+        told = "; ".join((*self.pressure.told.values(), *self.release.told.values()))
+        metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.waiters))
+        why = f"{record.name} cannot be loaded now: {told}.{held}"
+        self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by))
+        if record.desired.by == "request":
+            self._want(record.name, Want.STOPPED, "request")
