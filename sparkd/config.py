@@ -394,7 +394,7 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         if model.extra_args and model.runs_vllm(config.engine):
             env, runtime = model.environment(config.engine), model.runtime_of(config.engine)
-            for remark in refused(model.vllm_flags(), env, runtime, config.state_dir, ask=True):
+            for remark in refused(model.vllm_flags(), env, runtime, config.state_dir, ask=True, aloud=True):
                 yield Problem(str(path), None, f"models.{model.name}: it will not start: {remark}", "warning")
         if model.runtime is not None and not model.runtime.exists():
             yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

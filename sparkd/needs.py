@@ -21,7 +21,7 @@ from sparkd.model_folder import unusable
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
-from sparkd.vllm_table import learn, refused
+from sparkd.vllm_table import refused
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
 
@@ -33,7 +33,7 @@ _CURE = "Choose a smaller context or format"
 @dataclass(frozen=True, slots=True)
 class Need:
     """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
-    version where it is known. ways: over how many ranks that is counted."""
+    version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them."""
 
     spec: ModelConfig
     platform: str
@@ -42,6 +42,7 @@ class Need:
     account: Account | None
     vllm: str | None = None
     ways: Ways = (1, 1)
+    said: Translation | None = None
 
 
 class Node(Protocol):
@@ -71,8 +72,6 @@ def need_of(
             f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
             "to the Python interpreter of an environment that has it."
         )
-    if _is_ours(spec, config, found.get("vllm")):
-        learn(spec.runtime_of(engine), config.state_dir)
     here = _this_node(platform)
     env, profiles = spec.environment(engine), str(config.profiles_path())
     spec = resolved(spec, here, env, int(free_gib * GIB), ways, profiles, found.get("vllm"), beside=beside)
@@ -103,13 +102,14 @@ def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
         raise LoadRefused(f"{spec.name} cannot be loaded: quantize: {why}")
 
 
-def said_to(spec: ModelConfig, config: Config, vllm: str | None) -> Translation:
-    """The model's flags and variables as its release of vLLM knows them; refused too is what its parser here is known not to take."""
+def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = False) -> Translation:
+    """The model's flags and variables as its release of vLLM knows them; refused too is what its parser here is known not to take. ask:
+    that parser is asked where it never was, which takes as long as vLLM's import."""
     env = without_cpu_space(spec, spec.environment(config.engine))
     said = translated(spec.vllm_flags(), env, release_of(vllm))
     if said.refused or not _is_ours(spec, config, vllm):
         return said
-    return replace(said, refused=refused(spec.vllm_flags(), env, spec.runtime_of(config.engine), config.state_dir, ask=False))
+    return replace(said, refused=refused(spec.vllm_flags(), env, spec.runtime_of(config.engine), config.state_dir, ask=ask))
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:

@@ -14,6 +14,7 @@ from sparkd.admission import Account, free_on
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
+from sparkd.vllm_flags import Translation
 from workers.command import CPU_KV_CACHE_GIB
 from workers.meminfo import sample
 
@@ -30,7 +31,8 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 class Placement:
     """Where one model goes. slug: its name as a file name. platform: `cuda` or `cpu`. entrypoint: the module that is its engine. vllm: its
     version where it is known. spec: the model with what was `auto` in it decided; None where nothing was. peers: nodes of its other ranks,
-    in their order; memory_gib is what it takes on each. tensor, pipeline: parallel sizes, together one rank on each node.
+    in their order; memory_gib is what it takes on each. tensor, pipeline: parallel sizes, together one rank on each node. said: its flags
+    as its vLLM knows them.
     """
 
     node_id: str
@@ -43,6 +45,7 @@ class Placement:
     peers: tuple[str, ...] = ()
     tensor: int = 1
     pipeline: int = 1
+    said: Translation | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:

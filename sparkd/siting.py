@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from sparkd.admission import Ways
@@ -123,9 +124,10 @@ class Siting:
         # What lies beside a model here need not lie beside it on another node.
         beside = ways == ALONE and len(self._in_sight()) == 1
         need = await asyncio.to_thread(need_of, spec, config, self._here, free_gib, self._total_gib, ways, beside)
-        if refused := said_to(need.spec, config, need.vllm).refused:
-            raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {refused[0]}")
-        return need
+        said = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
+        if said.refused:
+            raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}")
+        return replace(need, said=said)
 
     async def _too_large(self, config: Config, need: Need, size: int) -> str | None:
         offered = sorted(self._places.offered().values(), reverse=True)
@@ -155,4 +157,5 @@ def _placement(need: Need, nodes: Sequence[str], ways: Ways) -> Placement:
         need.spec,
         tuple(nodes[1:]),
         *ways,
+        need.said,
     )

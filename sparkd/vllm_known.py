@@ -6,6 +6,7 @@ or cut short, `--flag.key value` for a JSON flag, `-O3`. Whatever is not certain
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +17,24 @@ ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
 # What plugins add values to when an engine starts, ours among them.
 _OPEN = frozenset({"load-format", "quantization", "worker-cls", "attention-backend"})
 _NONE = ("", "None")
+# vLLM's parser takes any text for these, and its configuration no text (config/model.py, HfOverrides).
+_NO_TEXT = frozenset({"hf-overrides"})
+# As in engine/arg_utils.py, _expand_json_human_readable_numbers.
+_QUOTED = re.compile(r'("(?:[^"\\]|\\.)*")')
+_AMOUNTS = re.compile(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b")
 _AMOUNT = re.compile(r"(\d{1,18})(\.\d{1,18})?([kKmMgGtT])?")
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number: `int` or `float`. none:
-    whether `None` is a value too."""
+    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number, json: what a value is, see
+    workers/flag_table.py. none: whether `None` is a value too."""
 
     of: int
     takes: int | None = None
     choices: tuple[str, ...] | None = None
     number: str | None = None
+    json: str | None = None
     none: bool = False
 
 
@@ -48,7 +55,7 @@ class FlagTable:
                 continue
             choices = None if one["choices"] is None else tuple(map(str, one["choices"]))
             takes = None if one["takes"] is None else int(one["takes"])
-            flags[spelling[2:].replace("_", "-")] = Flag(int(one["of"]), takes, choices, one["number"], bool(one["none"]))
+            flags[spelling[2:].replace("_", "-")] = Flag(int(one["of"]), takes, choices, one["number"], one["json"], bool(one["none"]))
         if len(flags) < 2:
             raise ValueError("no parser has so few flags")
         return cls(version, flags, bool(raw["abbreviations"]))
@@ -148,12 +155,44 @@ def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> st
         return f"--{name}: it needs a value. Give it one, or remove it."
     if name in _OPEN or (flag.none and value in _NONE) or (not joined and value.startswith("-")):
         return None
-    try:
-        number = int(value) if flag.number == "int" else float(value) if flag.number == "float" else None
-    except ValueError:
-        return f"--{name}: its value is no {'whole number' if flag.number == 'int' else 'number'}. Give it one, or remove it."
+    if flag.json is not None:
+        return _broken(name, value, flag.json)
+    number = None if flag.number is None else _number(value, flag.number)
+    if flag.number is not None and number is None:
+        kind = {"float": "number", "int": "whole number"}.get(flag.number, "whole number, nor one such as 8k or 8K")
+        return f"--{name}: its value is no {kind}. Give it one, or remove it."
     if flag.choices is not None and (value if number is None else str(number)) not in flag.choices:
         return f"--{name}: vLLM {table.version} does not take its value. {_among(value, flag.choices)}"
+    return None
+
+
+def _number(value: str, kind: str) -> float | None:
+    """None where it is none."""
+    if kind == "amount or auto" and value.strip().lower() == "auto":
+        return -1
+    try:
+        return float(value) if kind == "float" else int(value)
+    except ValueError:
+        return whole(value) if kind.startswith("amount") else None
+
+
+def _broken(name: str, value: str, kind: str) -> str | None:
+    """Why it is no JSON, with the place; None where vLLM can read it, or takes a text that is none."""
+    braced = value.strip()[:1] == "{" and (value.strip()[-1:] == "}" or name in _NO_TEXT)
+    if kind == "braces" and not braced:
+        return None
+    text = value
+    if kind == "class":
+        parts = enumerate(_QUOTED.split(value))
+        text = "".join(part if number % 2 else _AMOUNTS.sub(lambda found: "1" * len(found[0]), part) for number, part in parts)
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        where = "at its end" if error.pos >= len(text) else f"at character {error.pos + 1}"
+        cure = f"Keys and texts stand in double quotes, in YAML all of it in single ones; or give each key as --{name}.KEY VALUE"
+        return f"--{name}: its value is no JSON: {error.msg[0].lower()}{error.msg[1:].removesuffix(' at')} {where}. {cure}."
+    except (ValueError, RecursionError):
+        return None  # no mistake of form: a number or a depth that only vLLM can judge
     return None
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import workers
@@ -27,27 +27,25 @@ _PROGRAM = Path(workers.__file__).with_name("flag_table.py")
 _tables: dict[str, FlagTable | None] = {}
 
 
-def refused(args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool) -> tuple[str, ...]:
+def refused(
+    args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool, aloud: bool = False
+) -> tuple[str, ...]:
     """What the parser of the vLLM of this environment will refuse, a sentence for each; see vllm_known.misfits. Translated as the start
-    translates them. ask: see flag_table; somebody at a terminal is told that it takes a while."""
-    table = flag_table(runtime, places(state_dir), ask=False)
-    if table is None and ask:
-        if sys.stderr.isatty() and full_version_in(runtime) is not None:
-            sys.stderr.write("Reading the flags of the installed vLLM, once: that takes as long as its import.\n")
-        table = flag_table(runtime, places(state_dir), ask=True)
+    translates them. ask: see flag_table. aloud: somebody at a terminal is told that it takes a while."""
+    table = flag_table(runtime, places(state_dir), ask=ask, first=_say_so if aloud else None)
     return () if table is None else tuple(misfits(translated(args, env, release_of(table.version)).args, env, table))
 
 
-def learn(runtime: Path | None, state_dir: Path) -> None:
-    """So that `refused` knows it without asking."""
-    flag_table(runtime, places(state_dir), ask=True)
+def _say_so() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("Reading the flags of the installed vLLM, once: that takes as long as its import.\n")
 
 
-def flag_table(runtime: Path | None, folders: Sequence[Path], *, ask: bool) -> FlagTable | None:
+def flag_table(runtime: Path | None, folders: Sequence[Path], *, ask: bool, first: Callable[[], None] | None = None) -> FlagTable | None:
     """runtime: an interpreter, None for the one that this runs in. folders: where tables are kept, the first that can be written to.
 
     ask: where none is kept the environment is asked, which takes as long as vLLM's import, once: one that fails is not asked again by
-    this process. None where there is no vLLM, or it did not tell.
+    this process; `first` is called before. None where there is no vLLM, or it did not tell.
     """
     interpreter = Path(sys.executable) if runtime is None else runtime
     version = full_version_in(runtime)
@@ -59,6 +57,8 @@ def flag_table(runtime: Path | None, folders: Sequence[Path], *, ask: bool) -> F
         if found is None:
             if not ask:
                 return None
+            if first is not None:
+                first()
             found = _asked(interpreter, version, [folder / f"{key}.json" for folder in folders])
         _tables[key] = found
     return _tables[key]

@@ -16,6 +16,7 @@ from sparkd.cluster import Cluster
 from sparkd.config import Config, check, parse_model
 from sparkd.errors import RankError
 from sparkd.needs import Need, said_to
+from sparkd.start import Attempt
 from sparkd.vllm_known import FlagTable, misfits
 from sparkd.vllm_table import flag_table, places, refused
 from tests.test_installed import environment
@@ -56,6 +57,31 @@ TAKEN = [
     "--cudagraph-capture-sizes 1 2 4",
     "--limit-mm-per-prompt.image 2",
     "--moe-backend marlin",
+    "--max-model-len auto",
+    "--max-model-len -1",
+    "--max-model-len=1.5k",
+    "--max-model-len ' 8K '",
+    "--max-model-len 8_192",
+    "--max-num-batched-tokens 2k",
+    "--kv-cache-memory-bytes 1.5g",
+    "--kv-cache-memory-bytes None",
+    "--hf-overrides text",
+    "--hf-overrides '[1'",
+    "--hf-overrides.rope_scaling.rope_type yarn --hf-overrides.rope_scaling.factor 4.0",
+    "--hf-overrides.text '{bad'",
+    """--hf-overrides '{"a": NaN, "a": 1}'""",
+    """--hf-overrides ' {"a": {"b": [1, 2.5e3]}} '""",
+    "--speculative-config None",
+    "--speculative-config ''",
+    "--speculative-config 3",
+    """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""",
+    "--speculative-config.method ngram --speculative-config.num_speculative_tokens=3",
+    """--kv-transfer-config '{"kv_connector_extra_config": {"cpu_bytes_to_use": 80m}}'""",
+    """--compilation-config '{"mode": 3, "cudagraph_capture_sizes": [1, 2]}'""",
+    """--compilation-config '{"mode": 3}' --compilation-config.backend inductor""",
+    """--limit-mm-per-prompt '{"image": 1}'""",
+    """--default-chat-template-kwargs '{"a": 1}'""",
+    "--additional-config '{bad'",
 ]
 REFUSED = {
     "--max-model-length 8192": "--max-model-length: vLLM {} has no such flag. Did you mean --max-model-len?",
@@ -79,6 +105,23 @@ REFUSED = {
     "--dty bfloat": "--dtype: vLLM {} does not take its value. Did you mean float?",
     "--kv-cache-dtype=fp8_e4": "--kv-cache-dtype: vLLM {} does not take its value. Did you mean fp8_e4m3?",
     "--scheduling-policy zzzz": "--scheduling-policy: vLLM {} does not take its value. It takes ",
+    "--max-model-len lots": "--max-model-len: its value is no whole number, nor one such as 8k or 8K. Give it one, or remove it.",
+    "--max-model-len=8.5": "--max-model-len: its value is no whole number, nor one such as 8k or 8K.",
+    "--max-model-len 1.5K": "--max-model-len: its value is no whole number, nor one such as 8k or 8K.",
+    "--max-model-len 8kb": "--max-model-len: its value is no whole number, nor one such as 8k or 8K.",
+    "--max-num-batched-tokens auto": "--max-num-batched-tokens: its value is no whole number, nor one such as 8k or 8K.",
+    "--kv-cache-memory-bytes 2GiB": "--kv-cache-memory-bytes: its value is no whole number, nor one such as 8k or 8K.",
+    "--hf-overrides '{bad}'": "--hf-overrides: its value is no JSON: expecting property name enclosed in double quotes at character 2.",
+    """--hf-overrides="{'a': 1}\"""": "--hf-overrides: its value is no JSON: expecting property name enclosed in double quotes at",
+    """--hf-over '{"a": 1,}'""": "--hf-overrides: its value is no JSON: ",
+    """--speculative-config '{"method": "ngram"'""": "--speculative-config: its value is no JSON: expecting ',' delimiter at its end.",
+    """--spec-config '{"method": "ngr'""": "--spec-config: vLLM {} has no such flag.",
+    """--speculative-con '{"a": "ngr'""": "--speculative-config: its value is no JSON: unterminated string starting at character 7.",
+    "--speculative-config ngram": "--speculative-config: its value is no JSON: expecting value at character 1.",
+    """--compilation-config '{"mode": 3'""": "--compilation-config: its value is no JSON: expecting ',' delimiter at its end.",
+    """--kv-transfer-config '{"a": 80q}'""": "--kv-transfer-config: its value is no JSON: expecting ',' delimiter at character 9.",
+    """--limit-mm-per-prompt '{"image": 1'""": "--limit-mm-per-prompt: its value is no JSON: expecting ',' delimiter at its end.",
+    "--default-chat-template-kwargs x": "--default-chat-template-kwargs: its value is no JSON: expecting value at character 1.",
     "--enforce-eager=true": "--enforce-eager: vLLM {} takes no value for it. Remove what follows the equals sign.",
 }
 
@@ -124,7 +167,17 @@ def said(table: FlagTable) -> dict[tuple[str, ...], str | None]:
     for flag in table.flags:
         if flag in ("help", "config", "no-help"):
             continue  # they print and end, or read a file
-        lines += [[f"--{flag}"], [f"--{flag}=1"], [f"--{flag}", "zz"], [f"--{flag}", "-1"], [f"--{flag[:-2]}", "1"], [f"--{flag}x", "1"]]
+        lines += [
+            [f"--{flag}"],
+            [f"--{flag}=1"],
+            [f"--{flag}", "zz"],
+            [f"--{flag}", "{1"],
+            [f"--{flag}", '{"a": 1,}'],
+            [f"--{flag}", "1.5k"],
+            [f"--{flag}", "-1"],
+            [f"--{flag[:-2]}", "1"],
+            [f"--{flag}x", "1"],
+        ]
         lines += [[f"--{flag[1:]}"], [f"--{flag}.key", "1"], [f"--{flag.replace('-', '_')}=a b"], ["--seed", f"--{flag[:-1]}q=a b"]]
     answers = parsed([["m", *line] for line in lines])
     return {tuple(line): answer for line, answer in zip(lines, answers, strict=True)}
@@ -148,8 +201,15 @@ def test_what_vllm_refuses_is_told_before_it_starts(line: str, table: FlagTable,
 def test_no_flag_of_vllms_is_refused_that_its_parser_takes(table: FlagTable, said: dict[tuple[str, ...], str | None]) -> None:
     assert len(said) > 3000
     told = {line for line in said if list(misfits(line, {}, table))}
-    assert sorted(line for line in told if said[line] is None) == []
+    assert sorted(line for line in told if said[line] is None) == [("--hf-overrides", "{1")], "its configuration refuses that"
     assert len(told) > 1000
+
+
+def test_what_begins_as_an_override_and_is_no_json_is_refused_though_the_parser_takes_the_text(table: FlagTable) -> None:
+    """The configuration does not (vllm/config/model.py, HfOverrides: a dictionary or a function)."""
+    (told,) = misfits(["--hf-overrides", '{"rope_theta": 1'], {}, table)
+    assert told.startswith("--hf-overrides: its value is no JSON: expecting ',' delimiter at its end. ")
+    assert "--hf-overrides.KEY VALUE" in told
 
 
 def test_another_parser_than_the_one_here_is_not_foretold(table: FlagTable) -> None:
@@ -190,7 +250,9 @@ def test_what_a_plugin_adds_is_known(tmp_path: Path, table: FlagTable, monkeypat
 def test_a_value_is_never_shown(table: FlagTable) -> None:
     secret = "hf_secret"
     lines = (["--max-num-seqs", secret], ["--dtype", secret], [f"--hf-tokn={secret}"], ["--hf-tokn", secret], [f"--enforce-eager={secret}"])
-    for line in lines:
+    broken = ("{%s}", '{"%s}', '{"a": "%s", %s}', '{"a": "%s"}}')
+    values = [["--max-model-len", secret], *(["--hf-overrides", text.replace("%s", secret)] for text in broken)]
+    for line in (*lines, *values):
         (told,) = misfits(line, {}, table)
         assert secret not in told
 
@@ -235,6 +297,33 @@ async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: Fl
     )
 
 
+async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its vLLM is to be told is worked out where the model is placed, and goes with the placement to the start."""
+    cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
+    cluster._here.sentry.stop()
+    here = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": table.version}
+    monkeypatch.setattr(cluster._here, "runtime", lambda _: here)
+    looked: list[str] = []
+    real = vllm_table._key
+    monkeypatch.setattr(vllm_table, "_key", lambda *given: (looked.append("key"), real(*given))[1])
+
+    async def reserve(*_: object) -> str:
+        return "n"
+
+    monkeypatch.setattr(cluster._places, "reserve_one", reserve)
+    spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seqs=8"], "memory_gib": 1}, over_admin=False)
+    placement = await cluster.place(spec)
+    assert placement.said is not None and "--max-num-seqs=8" in placement.said.args
+
+    async def clear(*_: object) -> None:
+        raise RankError("far enough")
+
+    monkeypatch.setattr(cluster._starter, "_clear", clear)
+    with pytest.raises(RankError, match="far enough"):
+        await cluster.start(placement, spec, Attempt("m-1", 1, ""))
+    assert looked == ["key"]
+
+
 # The table on disk.
 
 
@@ -247,7 +336,7 @@ def python(folder: Path, script: str, *packages: str) -> Path:
     return made
 
 
-FLAG = {"of": 1, "takes": 1, "choices": None, "number": None, "none": False}
+FLAG = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False}
 SAYS = "echo '" + json.dumps({"abbreviations": True, "flags": {"--one": FLAG, "--two": FLAG | {"of": 2}}}) + "'"
 
 

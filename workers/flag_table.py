@@ -2,8 +2,9 @@
 
 A program of its own for the Python environment that has vLLM; sparkd/vllm_table.py runs it by its text, so it imports nothing of ours.
 stdout gets one JSON object: {"abbreviations": whether a flag may be cut short, "flags": {spelling: {"of": the number of its argument,
-"takes": 0, 1 or null where it is neither, "choices": those of its values or null, "number": "int", "float" or null, "none": whether
-`None` is one of its values too}}}.
+"takes": 0, 1 or null where it is neither, "choices": those of its values or null, "number": one of NUMBERS or null, "json": one of JSON
+or null, "none": whether `None` is one of its values too}}}. JSON is a `text` that json.loads reads, one for a `class`, in which numbers may
+be amounts such as 80m, or one only within `braces`. An `amount` is a whole number, 8k or 8K.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ import json
 import os
 from typing import Any
 
+NUMBERS = ("int", "float", "amount", "amount or auto")
+JSON = ("text", "class", "braces")
+_NAMES = {
+    "human_readable_int": "amount",
+    "human_readable_int_or_auto": "amount or auto",
+    "parse_dataclass": "class",
+    "union_dict_and_str": "braces",
+}
 # 0.32, then 0.26.
 PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 
@@ -40,24 +49,30 @@ def _described(action: argparse.Action) -> dict[str, Any]:
     takes = 1 if action.nargs is None else 0 if action.nargs == 0 else None
     kind, none = _kind(action.type)
     choices = None
-    if action.choices is not None and kind in (str, int):
-        choices = [str(one) for one in action.choices] if all(type(one) is kind for one in action.choices) else None
-    number = kind.__name__ if kind in (int, float) else None
-    return {"takes": takes, "choices": choices, "number": number, "none": none}
+    if action.choices is not None and kind in ("str", "int"):
+        choices = [str(one) for one in action.choices] if all(type(one).__name__ == kind for one in action.choices) else None
+    number, json_ = (kind if kind in known else None for known in (NUMBERS, JSON))
+    return {"takes": takes, "choices": choices, "number": number, "json": json_, "none": none}
 
 
-def _kind(type_: Any) -> tuple[Any, bool]:
-    """(str, int, float, or None where only vLLM knows, whether `None` and nothing are taken): vLLM wraps what may be None in a function
-    (engine/arg_utils.py, optional_type)."""
-    if type_ is None:
-        return str, False
-    if type_ in (str, int, float):
-        return type_, False
-    if getattr(type_, "__qualname__", "").startswith("optional_type."):
+def _kind(type_: Any) -> tuple[str | None, bool]:
+    """(what a value is, None where only vLLM knows; whether `None` and nothing are taken): vLLM wraps what may be None in a function, and
+    json.loads in another one (engine/arg_utils.py, optional_type, parse_type; the other names are of functions there and in
+    utils/argparse_utils.py)."""
+    name = getattr(type_, "__qualname__", "")
+    if name.startswith(("optional_type.", "parse_type.")):
         inside = [cell.cell_contents for cell in getattr(type_, "__closure__", None) or ()]
-        if len(inside) == 1 and inside[0] in (int, float):
-            return inside[0], True
-    return None, False
+        kind = _kind(inside[0])[0] if len(inside) == 1 else None
+        optional = name.startswith("optional_type.")
+        # A text may be anything, None too.
+        return (None, False) if kind in (None, "str") else (kind, optional)
+    if type_ in (None, str):
+        return "str", False
+    if type_ is json.loads:
+        return "text", False
+    if type_ in (int, float):
+        return type_.__name__, False
+    return _NAMES.get(name.rpartition(".")[2]), False
 
 
 def parser_here() -> argparse.ArgumentParser:
