@@ -58,7 +58,7 @@ class Starter:
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
         spec = placement.spec or spec
-        said: Translation = placement.said or await asyncio.to_thread(said_to, spec, config, placement.vllm)
+        said = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
         for note in said.notes:
             log.info("%s: %s", spec.name, note)
         await self._clear(placement, tell or log.info)
