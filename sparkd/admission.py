@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,11 @@ def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None 
     on this machine tells how long the model's requests may be. release: of vLLM; what that judges counts, and else the longest of all."""
     folder, asked = folder_of(spec.model, spec.revision, env), _length_of(spec)
     free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
-    if folder is None or asked is None or free.strip().lower() in ("1", "true") or _reads_another_config(spec, Path(folder)):
+    if folder is None or asked is None or free.strip().lower() in ("1", "true"):
         return None
     try:
+        if _reads_another_config(spec, os.listdir(folder)):
+            return None
         config = json.loads((Path(folder) / CONFIG).read_bytes())
         text, most = text_config(config), shape_of(config).max_len
     except (OSError, ValueError, AttributeError, CheckpointError):
@@ -197,12 +200,10 @@ def _length_of(spec: ModelConfig) -> int | None:
     return whole(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in given) else None
 
 
-def _reads_another_config(spec: ModelConfig, folder: Path) -> bool:
+def _reads_another_config(spec: ModelConfig, files: Iterable[str]) -> bool:
     """Whether flags or files of other kinds tell vLLM how long a request may be: Mistral's params.json, a sentence transformer's own."""
-    flags = [flag_name(arg) or "" for arg in spec.extra_args]
-    if any(name.startswith(("hf-", "config-f")) for name in flags):
-        return True
-    return (folder / "params.json").exists() or any(folder.glob("sentence_*_config.json"))
+    flags = any((flag_name(arg) or "").startswith(("hf-", "config-f")) for arg in spec.extra_args)
+    return flags or any(name == "params.json" or fnmatchcase(name, "sentence_*_config.json") for name in files)
 
 
 def _own_code(spec: ModelConfig) -> bool:

@@ -31,7 +31,7 @@ _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
 CAUSE_CHARS = 400
 _SENTENCE = re.compile(r".+?[.?](?=\s|$)")
-# A folder or an address. Of a unit or a pair of names, such as tokens/s, nobody loses much.
+# A folder or an address. A name of the model may look like one, and the client has that already.
 _PLACE = re.compile(r"[/\\~]")
 
 
@@ -226,7 +226,7 @@ class Door:
         more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
         lasts = ""
         if record.reason in LASTING:
-            lasts, more = " (waiting does not heal it)", f"{_cause(record.message)}See `sparkd ps`."
+            lasts, more = " (waiting does not heal it)", f"{_cause(record)}See `sparkd ps`."
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
@@ -234,11 +234,13 @@ class Door:
         )
 
 
-def _cause(message: str | None) -> str:
+def _cause(record: Record) -> str:
     """What a client may hear of why a load failed for good, with a space behind it: its first sentence, which is ours. One with a path in
     it is its owner's alone, and empty here."""
-    first = _SENTENCE.match(message or "")
-    return f"{first[0]} " if first and len(first[0]) <= CAUSE_CHARS and not _PLACE.search(first[0]) else ""
+    first = _SENTENCE.match(record.message or "")
+    if first is None or len(first[0]) > CAUSE_CHARS or _PLACE.search(first[0].replace(record.name, "")):
+        return ""
+    return f"{first[0]} "
 
 
 def _draining() -> Draining:

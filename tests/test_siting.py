@@ -160,6 +160,18 @@ def test_what_is_not_on_this_node_is_not_judged(keys: dict[str, Any], model: str
     refuse_unloadable(parse_model("m", {"model": model, "env": env, **keys}, over_admin=False), Scene(tmp_path, {A: 20.0}).config)
 
 
+def test_what_cannot_be_read_here_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, scene = model_of(tmp_path / "m", inner=INNER - 64), Scene(tmp_path, {A: 20.0})
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.listdir", refuse)
+    monkeypatch.setattr("sparkd.admission.read_checkpoint", refuse)
+    for keys in ({"quantize": "int4-g128"}, {"max_model_len": 4097}):
+        refuse_unloadable(parse_model("m", {"model": folder, **keys}, over_admin=False), scene.config)
+
+
 async def test_what_one_node_does_not_hold_goes_over_the_fewest_that_do(model: str, tmp_path: Path) -> None:
     alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
     scene = Scene(tmp_path, {A: alone - 1.0, B: alone - 1.0, C: alone - 1.0})

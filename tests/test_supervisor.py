@@ -216,6 +216,15 @@ async def test_a_client_hears_why_waiting_does_not_help_and_no_path(error: RankE
             assert heard.endswith(f"{told} See `sparkd ps`." if told else "(waiting does not heal it). See `sparkd ps`.")
 
 
+async def test_a_model_that_is_called_like_a_hub_id_hides_no_cause(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"o/m": {"model": "o/m"}}) as made:
+        made.cluster.place_error = LoadRefused("o/m cannot be loaded: 576 columns are no whole groups. More.")
+        waiting = asyncio.create_task(enter(made, "o/m"))
+        await made.tick(2)
+        with pytest.raises(ModelFailed, match=r"o/m cannot be loaded: 576 columns are no whole groups\. See `sparkd ps`\.$"):
+            await waiting
+
+
 async def test_backoff_grows_with_each_failure_and_a_stop_forgets_it(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.cluster.place_error = DoesNotFit("m asks for 9 GiB; 4 are free.")
