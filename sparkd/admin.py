@@ -31,7 +31,7 @@ from sparkd.errors import (
 from sparkd.measures import Measures
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
-from sparkd.plan_here import QuestionHere, planned_here
+from sparkd.plan_here import QuestionHere, hardware_here, planned_here
 from sparkd.pulls import Pulls
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
@@ -94,7 +94,8 @@ def _router(
     @api.get("/nodes", summary="Nodes, their agents and their last reading; and who else is at the end of a cable and could join")
     async def nodes() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        head = {"head": snapshot.cluster.get("address")}
+        one = await asyncio.to_thread(hardware_here, "node", supervisor.config)
+        head = {"head": snapshot.cluster.get("address"), "hardware": asdict(one)}
         return {"nodes": [asdict(node) for node in snapshot.nodes], "offered": await offers.now()} | head
 
     @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
@@ -203,7 +204,8 @@ def _router(
         def find(name: str) -> ModelConfig | None:
             return supervisor.record(name).spec if _known(supervisor, name) else None
 
-        return await planned_here(question, find, supervisor.unlinked, supervisor.config)
+        in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
+        return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight)
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
 from sparkd.drafting import METHODS, recipe_for
-from sparkd.errors import ConfigError, DoesNotFit, Unauthorized, Unavailable
-from sparkd.hardware import KNOWN, hardware_of
+from sparkd.errors import ConfigError, DoesNotFit, SparkdError, Unauthorized, Unavailable
+from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
 from sparkd.hub_headers import checkpoint_of
 from sparkd.layers import configured, meant, of_recipe, value_of
 from sparkd.page import headers_of, printable, say_json, standard
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.planned import PROFILES
 from sparkd.prequantized import prequantized
+from sparkd.quantizing import AUTO
 from sparkd.source import source_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def run(
     context: int | None = None,
     seqs: int | None = None,
     quantize: str | None = None,
-    hardware: str = "spark",
+    hardware: str | None = None,
     batch: int | None = None,
     kv_dtype: str | None = None,
     speculative: str | None = None,
@@ -86,13 +87,15 @@ def run(
     return 0 if plan["choice"] is not None else DoesNotFit.exit_code
 
 
-def found(question: Question, hardware: str, config: Path | None, daemon: Callable[[], Client]) -> dict[str, Any]:
-    """The plan as plain JSON. daemon: asked of a name that no sparkd.yaml here has; of its own models it makes the plan itself.
+def found(question: Question, hardware: str | None, config: Path | None, daemon: Callable[[], Client]) -> dict[str, Any]:
+    """The plan as plain JSON. daemon: asked of a name that no sparkd.yaml here has; of its own models it makes the plan itself. hardware:
+    None for the nodes of a daemon in reach where the model is configured, and for a Spark where it is not or none is.
 
     Raises ConfigError and CheckpointError.
     """
-    machine, name = hardware_of(hardware), question.model
+    machine, name = SPARK if hardware is None else hardware_of(hardware), question.model
     own, views, silent = None, list[dict[str, Any]](), None
+    there, said = None, None
     if not source_of(name).startswith("/") and (own := configured(name, config, os.environ)) is None:
         try:
             # A hub id needs no daemon.
@@ -103,6 +106,12 @@ def found(question: Question, hardware: str, config: Path | None, daemon: Callab
         if known is not None:
             return _of_daemon(daemon(), question, str(known["name"]), hardware)
         own = of_recipe(name, config, os.environ)
+    elif own is not None and hardware is None:
+        there, said = _nodes_of(daemon())
+        if there is not None:
+            machine, nodes = there
+            if question.nodes is None and own[0].tensor_parallel == AUTO:
+                question = replace(question, nodes=nodes)
     env: dict[str, str] = {}
 
     def ask() -> list[dict[str, Any]]:
@@ -135,17 +144,43 @@ def found(question: Question, hardware: str, config: Path | None, daemon: Callab
     )
     if isinstance(silent, Unauthorized):
         plan["notes"].append(f"Whether the daemon has an entry for {name} is not known: {silent.message}")
-    return plan
+    if said is not None:
+        plan["notes"].append(f"This is for a Spark, since the daemon did not say what its nodes are: {said}")
+    return plan if there is None else _on_nodes(plan, daemon())
 
 
-def _of_daemon(client: Client, question: Question, name: str, hardware: str) -> dict[str, Any]:
-    """The daemon's own plan of its entry, for the machine that is asked for here."""
-    if hardware not in KNOWN:
+def _of_daemon(client: Client, question: Question, name: str, hardware: str | None) -> dict[str, Any]:
+    """The daemon's own plan of its entry, for the machine that is asked for here, else for its nodes."""
+    if hardware is not None and hardware not in KNOWN:
         cure = f"choose {' or '.join(KNOWN)}, or name the sparkd.yaml with {name} by --config"
         raise ConfigError(f"--hardware {hardware}: {name} is a model of sparkd at {client.base_url}, which knows no such file: {cure}.")
     asked = {key: value for key, value in asdict(question).items() if value is not None}
-    plan = client.post("/plan", {**asked, "model": name, "hardware": hardware}, DAEMON_S)
-    return {**plan, "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
+    plan = client.post("/plan", {**asked, "model": name, "hardware": hardware or "node"}, DAEMON_S)
+    told = {**plan, "entry": {"name": name, "origin": f"sparkd at {client.base_url}"}}
+    return _on_nodes(told, client) if hardware is None else told
+
+
+def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:
+    """One node of the daemon's as a plan counts it, and how many answer; or why it does not say so. (None, None) where none is in reach."""
+    if not client.listens():
+        return None, None
+    try:
+        told = client.get("/nodes")
+        one = Hardware(**told["hardware"])
+        # What this machine has measured tells nothing of another's.
+        one = one if client.is_here else replace(one, name=client.base_url.partition("://")[2])
+        return (one, max(1, sum(bool(node["agent"]) for node in told["nodes"]))), None
+    except Unavailable:
+        return None, None
+    except SparkdError as error:
+        return None, error.message
+    except (KeyError, TypeError):
+        return None, f"sparkd at {client.base_url} is of another version."
+
+
+def _on_nodes(plan: dict[str, Any], client: Client) -> dict[str, Any]:
+    """It says whose nodes it is for."""
+    return {**plan, "hardware": {**plan["hardware"], "of": f"sparkd at {client.base_url}"}}
 
 
 def show_found(plan: dict[str, Any], *, json: bool, every: bool) -> None:

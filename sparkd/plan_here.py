@@ -23,6 +23,7 @@ from sparkd.model_config import ModelConfig
 from sparkd.plan_entry import Entry, entry_of
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
+from sparkd.quantizing import AUTO
 from sparkd.source import source_of
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
@@ -54,25 +55,34 @@ class QuestionHere(BaseModel):
     hardware: Literal["node", "spark", "h200"] = "node"
 
 
-def hardware_here(name: str) -> Hardware:
-    """`node`: this machine, with all but the system's reserve to plan with; else a known one."""
+def hardware_here(name: str, config: Config | None = None) -> Hardware:
+    """`node`: this machine, with all but the system's reserve to plan with, as `config` has both; else a known one."""
     if name in KNOWN:
         return KNOWN[name]
     total = int(sample()["mem_total_bytes"])
     platform = "cuda" if any(Path(sign).exists() for sign in GPU_SIGNS) else "cpu"
-    return machine(platform, total, Memory().os_reserve_bytes(total))
+    if config is not None and config.engine.platform != "auto":
+        platform = config.engine.platform
+    return machine(platform, total, (Memory() if config is None else config.memory).os_reserve_bytes(total))
 
 
 async def planned_here(
-    question: QuestionHere, find: Callable[[str], ModelConfig | None], unlinked: Unlinked, config: Config | None = None
+    question: QuestionHere,
+    find: Callable[[str], ModelConfig | None],
+    unlinked: Unlinked,
+    config: Config | None = None,
+    in_sight: int = 1,
 ) -> dict[str, Any]:
     """The plan as plain JSON. find: a model that the daemon knows, by `config`. unlinked: by a number of the daemon's nodes, why no so many
-    may share a model. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
+    may share a model. in_sight: the nodes that answer, over which the daemon would spread an entry that leaves it open. Raises
+    ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
     try:
         async with asyncio.timeout(LIMIT_S):
-            hardware = await asyncio.to_thread(hardware_here, question.hardware)
+            hardware = await asyncio.to_thread(hardware_here, question.hardware, config)
             # Another machine's nodes are nobody's yet, and so are their cables.
             spec = find(question.model)
+            if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
+                question = question.model_copy(update={"nodes": max(1, in_sight)})
             ours = question.hardware == "node" and _nodes(question, spec) > 1
             told = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
             return await asyncio.to_thread(_answer, question, hardware, find, told, config)

@@ -70,10 +70,14 @@ def _head(found: Mapping[str, Any], page: Page) -> None:
     requests = f"{asked['requests']} request{'s' if asked['requests'] != 1 else ''} at once"
     length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
     length += f", drafting by {asked['speculative']}" if asked["speculative"] else ""
-    nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
+    whose = hardware.get("of")
+    if whose is not None:
+        nodes = f"{asked['nodes']} nodes of {whose}" if asked["nodes"] > 1 else f"the node of {whose}"
+    else:
+        nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
     if (entry := found.get("entry")) is not None:
         page.line(printable(f"as the entry {entry['name']} of {entry['origin']} has it"))
-    page.line(f"on {nodes} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n")
+    page.line(f"on {printable(nodes)} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n")
 
 
 def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:

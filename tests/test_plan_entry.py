@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -313,8 +314,9 @@ def test_what_the_command_line_says_goes_before_the_entry_also_where_it_is_what_
 
 @pytest.fixture
 def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Both routes that `sparkd plan` asks, over HTTP: the models of a configuration, and their plans. `status`: of each answer."""
+    """What `sparkd plan` asks, over HTTP: the models of a configuration, their plans, and two nodes. `status`: of each answer."""
     file, told = tmp_path / "theirs.yaml", {"status": 200}
+    theirs = asdict(machine("cpu", 30 * GIB, 2 * GIB))
     entries = {"m": {"model": str(folder), "aliases": ["me/mine"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
     entries |= {"qwen3-coder-next-fp8": {"model": str(folder), "max_model_len": 2048}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
@@ -323,7 +325,8 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     class Admin(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             views = [{"name": name, "aliases": spec.aliases, "source": spec.model} for name, spec in config.models.items()]
-            self._say({"models": views})
+            nodes = [{"agent": agent} for agent in (True, True, False)]
+            self._say({"models": views} if self.path.endswith("/models") else {"nodes": nodes, "hardware": theirs})
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -357,7 +360,7 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
     for name, argv, requests in (("m", (), 2), ("me/mine", ("--seqs", 1), 1)):
         found = plan(capsys, *there, name, *argv)
         assert found["entry"] == {"name": "m", "origin": f"sparkd at {served['url']}"}
-        assert found["asked"]["requests"] == requests and found["choice"]["max_model_len"] == 4096 and found["hardware"]["name"] == "spark"
+        assert found["asked"]["requests"] == requests and found["choice"]["max_model_len"] == 4096
     assert exit_code(["plan", *there, "m"]) == 0
     assert f"\nas the entry m of sparkd at {served['url']} has it\n" in capsys.readouterr().out
     # An entry goes before the recipe of its name, and a sparkd.yaml that is named before the daemon.
@@ -370,6 +373,62 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
     small.write_text("{}")
     assert exit_code(["plan", *there, "m", "--hardware", str(small)]) == 2
     assert f"m is a model of sparkd at {served['url']}, which knows no such file" in capsys.readouterr().err
+
+
+def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
+    served: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its own models, and of those of a sparkd.yaml that is named; unless the machine is named."""
+    file = tmp_path / "mine.yaml"
+    entries = {"mine": {"model": str(folder)}, "one": {"model": str(folder), "tensor_parallel": 1}}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries}))
+    whose = f"sparkd at {served['url']}"
+    own = plan_here.hardware_here("node")
+    found = plan(capsys, "m")["hardware"]
+    assert (found["name"], found["memory_bytes"], found["platform"], found["of"]) == ("node", own.memory_bytes, own.platform, whose)
+    found = plan(capsys, "mine", "--config", file)
+    assert (found["hardware"]["memory_bytes"], found["hardware"]["of"], found["asked"]["nodes"]) == (30 * GIB, whose, 2)
+    assert "--enforce-eager" in found["choice"]["ranks"][0]["command"]  # as on a CPU
+    assert plan(capsys, "mine", "--config", file, "--nodes", 3)["asked"]["nodes"] == 3
+    for argv, head in (
+        (["m"], f"\non the node of {whose} with "),
+        (["mine", "--config", str(file)], f"\non 2 nodes of {whose} with 30.0 GiB each, "),
+        (["one", "--config", str(file)], f"\non the node of {whose} with 30.0 GiB each, "),
+        (["m", "--hardware", "spark"], "\non spark with 121.6 GiB each, "),
+        (["mine", "--config", str(file), "--hardware", "spark"], "\non spark with 121.6 GiB each, "),
+        ([str(folder)], "\non spark with 121.6 GiB each, "),
+    ):
+        exit_code(["plan", *argv])
+        assert head in capsys.readouterr().out
+    served["status"] = 401
+    found = plan(capsys, "mine", "--config", file)
+    assert found["hardware"]["name"] == "spark" and "of" not in found["hardware"]
+    (note,) = (note for note in found["notes"] if note.startswith("This is for a Spark, since the daemon did not say what its nodes are: "))
+    assert "wants an admin key" in note
+    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
+    found = plan(capsys, "mine", "--config", file)
+    assert found["hardware"]["name"] == "spark" and not any("for a Spark" in note for note in found["notes"])
+
+
+async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it_over(folder: Path, hub: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entries = {"m": {"model": str(folder)}, "one": {"model": str(folder), "tensor_parallel": 1}}
+    settings = {"engine": {"platform": "cuda"}, "memory": {"os_reserve_gib": 0.5}}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries} | settings))
+    config = load_config(file, environ={})
+
+    async def unlinked(*, rdma: bool) -> Mapping[int, str]:
+        return {2: "no cable"}
+
+    async def nodes(**asked: Any) -> int:
+        question = plan_here.QuestionHere(**asked)
+        found = await plan_here.planned_here(question, config.lookup, unlinked, config, in_sight=2)
+        if question.hardware == "node":
+            assert (found["hardware"]["platform"], found["hardware"]["system_bytes"]) == ("cuda", GIB // 2)
+        return int(found["asked"]["nodes"])
+
+    assert [await nodes(model="m"), await nodes(model="one"), await nodes(model="m", nodes=3)] == [2, 1, 3]
+    assert [await nodes(model="m", hardware="spark"), await nodes(model=str(folder))] == [1, 1]
 
 
 def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
