@@ -1,4 +1,4 @@
-"""The command line: its verbs, their exit codes, and one sentence for whatever goes wrong. Never shows a traceback."""
+"""The command line: its verbs, their exit codes, and one sentence, or one JSON object, for whatever goes wrong. Never shows a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkd.errors import ConfigError, SparkdError
+from sparkd.errors import ConfigError, SparkdError, error_body
 
 if TYPE_CHECKING:
     import typer
@@ -33,6 +33,8 @@ EXIT_CODES = """Exit codes
 
 The daemon is looked for at --url, else SPARKD_URL, else http://127.0.0.1:4000. The admin key is taken from --key-file, else from
 SPARKD_ADMIN_KEY; no flag takes the key itself, because every user of a machine can read every command line.
+
+What goes wrong is said on stderr; with --json as one object on its last line, as the admin API has it, with the exit_code beside it.
 """
 
 # Module and its function that registers these verbs, in the order in which the help has them.
@@ -77,12 +79,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def exit_code(argv: list[str]) -> int:
-    """The exit code of one command line. What went wrong is one sentence on stderr."""
+    """The exit code of one command line. What went wrong is one sentence on stderr, with --json one object on a line."""
+    # Not what was parsed: a command line that is wrong was not.
+    as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     try:
         code = _plain_plan(argv[1:]) if argv[:1] == ["plan"] else None
         return _any_verb(argv) if code is None else code
     except SparkdError as error:
-        return _fail(error.message, error.exit_code)
+        return _fail(error, as_json=as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -93,12 +97,13 @@ def exit_code(argv: list[str]) -> int:
         # The last resort: a bug becomes one sentence that is enough to report it; the daemon's log has all of it.
         known = _known(error)
         if known is not None:
-            return _fail(known.message, known.exit_code)
+            return _fail(known, as_json=as_json)
         import logging
 
         if logging.getLogger().handlers:
             logging.getLogger("sparkd").critical("sparkd has a bug", exc_info=error)
-        return _fail(f"sparkd has a bug: {type(error).__name__} at {_place(error)}. Please report it.", SparkdError.exit_code)
+        bug = SparkdError(f"sparkd has a bug: {type(error).__name__} at {_place(error)}. Please report it.")
+        return _fail(bug, as_json=as_json)
 
 
 def command_line(verb: str = "") -> typer.Typer:
@@ -146,18 +151,23 @@ def _any_verb(argv: list[str]) -> int:
         return INTERRUPTED
 
 
-def _fail(message: str, code: int) -> int:
-    """One sentence, or one problem a line, on stderr; folded between words where a terminal would cut them."""
+def _fail(error: SparkdError, *, as_json: bool) -> int:
+    """One sentence, or one problem a line, on stderr; folded between words where a terminal would cut them. as_json: the body that the
+    admin API would have, with the exit code, which a body has not."""
     sys.stdout.flush()
-    lines = f"error: {message}".splitlines()
-    if sys.stderr.isatty():
+    lines = f"error: {error.message}".splitlines()
+    if as_json:
+        import json
+
+        lines = [json.dumps(error_body(error) | {"exit_code": error.exit_code}, ensure_ascii=False)]
+    elif sys.stderr.isatty():
         import shutil
         import textwrap
 
         width = shutil.get_terminal_size().columns
         lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
     sys.stderr.write("\n".join(lines) + "\n")
-    return code
+    return error.exit_code
 
 
 def _place(error: BaseException) -> str:

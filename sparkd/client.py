@@ -163,7 +163,7 @@ class Client:
         # Of other servers with OpenAI's API the code is a number.
         if not isinstance(body, dict) or not isinstance(body.get("error"), dict) or isinstance(body["error"].get("code"), int):
             raise self._stranger(response.status_code)
-        raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.")
+        raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.", body)
 
     def _stranger(self, status: int) -> Unavailable:
         return Unavailable(f"What answers at {self.base_url} (status {status}) is not sparkd: give its address by --url.")
@@ -227,11 +227,15 @@ def admin_key(key_file: Path | None, environ: Mapping[str, str]) -> str | None:
     return key
 
 
-def refusal(code: object, message: str) -> SparkdError:
-    """The daemon's refusal as the class whose `code` it carries, so that it has that class's exit code."""
+def refusal(code: object, message: str, body: Mapping[str, Any] | None = None) -> SparkdError:
+    """The daemon's refusal as the class whose `code` it carries, so that it has that class's exit code; with what else its body says."""
     kind = _BY_CODE.get(str(code), SparkdError)
     error = kind.__new__(kind)
-    SparkdError.__init__(error, message)
+    told = body or {}
+    param = told.get("error", {}).get("param")
+    SparkdError.__init__(error, message, param=None if param is None else str(param))
+    # What a class's own constructor sets, which cannot be called with a body.
+    vars(error).update(loading=told.get("loading") or {}, held_by=told.get("held_by") or [])
     return error
 
 

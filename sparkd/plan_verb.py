@@ -27,10 +27,7 @@ def plan(
     context: Annotated[int | None, option("--ctx", metavar="TOKENS", parser=CONTEXT, help="Length of a request; as much as fits.")] = None,
     seqs: Annotated[int | None, option("--seqs", metavar="N", parser=SEQS, help="Requests of that length at once; 1.")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="A format or a recipe; all formats are tried.")] = None,
-    hardware: Annotated[
-        str | None,
-        option("--hardware", metavar="X", help="spark, h200, or a YAML file; else the daemon's nodes for an entry, a spark for others."),
-    ] = None,
+    hardware: Annotated[str | None, option("--hardware", metavar="X", help="spark (if no daemon's), h200, or a YAML file.")] = None,
     batch: Annotated[int | None, option("--batch", metavar="TOKENS", parser=BATCH, help="max_num_batched_tokens; vLLM's default.")] = None,
     kv_dtype: Annotated[str | None, option("--kv-dtype", metavar="TYPE", help="Of the KV cache: auto (the default), fp8.")] = None,
     speculative: Annotated[
@@ -46,7 +43,7 @@ def plan(
 ) -> None:
     """Whether a model fits, how, and vLLM's command for it.
 
-    Reads config.json and the headers of the weights, here or on the hub. Of a name its entry, the daemon's too; options go before that.
+    Reads config.json and the weights' headers, here or on the hub. Of a name its entry, the daemon's too, and for its nodes if one answers.
     """
     from sparkd import plan_command
 

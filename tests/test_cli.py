@@ -115,6 +115,60 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
     assert out == "m: It is ready.\n"
 
 
+def test_what_goes_wrong_is_an_object_with_json(
+    answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every verb, before the verb and after it, from the daemon and from here; with the sentence and the code that it has without."""
+
+    def told(*argv: str) -> dict[str, Any]:
+        code = exit_code([word for word in argv if word != "--json"])
+        plain = capsys.readouterr()
+        assert exit_code([*argv]) == code != 0
+        out, err = capsys.readouterr()
+        assert out == plain.out == "" and err.endswith("}\n") and err.count("\n") == 1
+        body: dict[str, Any] = json.loads(err)
+        assert body["exit_code"] == code and plain.err == f"error: {body['error']['message']}\n"
+        assert body["error"].keys() == {"message", "type", "param", "code", "src"} and body["error"]["src"] == "sparkd"
+        return body
+
+    answers.say(404, errors.error_body(errors.UnknownModel("x", ["m"])))
+    run = ["run", "x", "-p", "?", "--json", "--", "--a"]
+    for argv in (["--json", "load", "x"], ["unload", "x", "--json"], ["logs", "--json", "x"], run):
+        body = told("--url", answers.url, *argv)
+        assert (body["error"]["code"], body["error"]["param"], body["exit_code"]) == ("model_not_found", "model", 5)
+    loading = {"model": "m", "state": "LOADING"}
+    held = [{"model": "b", "memory_gib": 3}]
+    answers.say(503, errors.error_body(errors.ModelLoading("m is on its way.", loading=loading, held_by=held)))
+    body = told("--url", answers.url, "ps", "--json")
+    assert (body["error"]["type"], body["loading"], body["held_by"]) == ("model_loading", loading, held)
+    answers.say(503, {"error": {"code": "unavailable", "message": "Later."}})
+    assert "held_by" not in told("--url", answers.url, "ps", "--json")
+    answers.say(401, {})
+    assert told("--url", answers.url, "status", "--json")["error"]["type"] == "authentication_error"
+    gone = f"http://127.0.0.1:{free_port()}"
+    for argv in (["ps"], ["events"], ["reload"], ["nodes"], ["pull", "a/b"]):
+        assert told("--json", "--url", gone, *argv)["error"]["code"] == "unavailable"
+    here = tmp_path / "none"
+    for argv in (
+        ["plan", str(here)],
+        ["plan", str(here), "--nodes", "0"],
+        ["ls", "--layers", str(here)],
+        ["ps", "--no-such-option"],
+        ["no-such-verb"],
+        ["recipes", "show", "none"],
+        ["export", str(here), str(tmp_path / "out")],
+    ):
+        assert told(*argv, "--json")["error"]["code"] in ("invalid_config", "checkpoint_unusable", "recipe_not_found")
+    monkeypatch.setattr(show, "resident", None)
+    answers.say(200, {"models": []})
+    monkeypatch.setattr(show, "say_json", None)
+    assert exit_code(["--url", answers.url, "ps", "--json"]) == 1
+    assert "sparkd has a bug: TypeError" in json.loads(capsys.readouterr().err)["error"]["message"]
+    # What stands behind -- is vLLM's.
+    assert exit_code(["--url", gone, "run", "x", "-p", "?", "--", "--json"]) == 7
+    assert capsys.readouterr().err.startswith("error: No sparkd answers")
+
+
 def test_without_arguments_the_help_is_shown() -> None:
     shown = CliRunner().invoke(command_line(), [])
 
