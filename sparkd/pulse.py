@@ -117,6 +117,14 @@ class Pulse:
         told = f"{asked}, and for {silent_s:.0f} s no token came and {how}"
         return f"{told}: {'a rank or the way to it' if record.world > 1 else 'it'} hangs; all of it is started again."
 
+    def doubt(self, record: Record) -> str | None:
+        """The sentence of an engine that was asked a question and has not answered it yet; None of one that nobody suspects."""
+        beat, put_at_s = self._beats.get(record.name), self._idle.get(record.name, math.inf)
+        if beat is None or put_at_s == math.inf or not _works(record):
+            return None
+        silent_s, asked_s = self._clock() - beat.at_s, self._clock() - put_at_s
+        return f"No token came for {silent_s:.0f} s: it was asked a question, and has not answered it for {asked_s:.0f} s."
+
     @property
     def condition(self) -> str | None:
         """What an operator reads where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""

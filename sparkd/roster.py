@@ -163,7 +163,7 @@ class Roster:
             for record in sorted(held, key=lambda record: -(record.memory_gib or 0.0))
         ]
 
-    def view(self, record: Record, now_s: float) -> ModelView:
+    def view(self, record: Record, now_s: float, doubt: str | None = None) -> ModelView:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
         gone = record.state is ModelState.FAILED and record.ranks == ()
@@ -198,4 +198,5 @@ class Roster:
             operation=record.operation,
             transport=record.transport,
             turn=record.turn,
+            doubt=doubt,
         )

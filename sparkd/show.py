@@ -143,7 +143,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         known = model["progress"] or {}
         table.add_row(
             escape(model["name"]),
-            _state(model["state"], known, model.get("turn")),
+            _state(model["state"], known, model.get("turn"), bool(model.get("doubt"))),
             duration(now_s - model["since_s"]),
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
@@ -167,10 +167,10 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         if known.get("cache_state") in ("failed", "skipped"):
             why = known.get("cache_why") or "no reason was given"
             _say(console, f"{model['name']}: its quantized weights were not kept: {why}", "yellow")
-        if model["message"]:
+        if told := " ".join(filter(None, (model["message"], model.get("doubt")))):
             reason = f" ({model['reason']})" if model["reason"] else ""
             retry = f" Next try in {model['retry_in_s']:.0f} s." if model["retry_in_s"] is not None else ""
-            _say(console, f"{model['name']}{reason}: {model['message']}{retry}", _STYLES.get(model["state"], "yellow"))
+            _say(console, f"{model['name']}{reason}: {told}{retry}", _STYLES.get(model["state"], "yellow"))
 
 
 def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
@@ -354,10 +354,10 @@ def _amounts(known: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _state(state: str, known: Mapping[str, Any], turn: int | None = None) -> Text:
-    """turn: its place among those that wait."""
-    if turn is not None:
-        return Text(f"WAITS {turn}", style="yellow")
+def _state(state: str, known: Mapping[str, Any], turn: int | None = None, doubted: bool = False) -> Text:
+    """turn: its place among those that wait. doubted: the watchdog has asked its engine a question."""
+    if turn is not None or doubted:
+        return Text("SUSPECT" if turn is None else f"WAITS {turn}", style="yellow")
     fraction = known.get("fraction")
     percent = f" {fraction:.0%}" if state == "LOADING" and fraction is not None else ""
     return Text(state + percent, style=_STYLES.get(state, "yellow"))

@@ -14,6 +14,7 @@ class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model.
 
     turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
+    doubt: why its engine is under suspicion although it is READY: it was asked a question and has not answered yet (sparkd.pulse).
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
@@ -46,6 +47,7 @@ class ModelView:
     operation: str | None
     transport: tuple[Mapping[str, str], ...] = ()
     turn: int | None = None
+    doubt: str | None = None
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

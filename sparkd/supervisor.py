@@ -135,7 +135,7 @@ class Supervisor:
             settled=self._settled,
             draining=self._draining,
             tick_age_s=now_s - self._ticked_at_s,
-            models={name: self._roster.view(record, now_s) for name, record in self._roster.records.items()},
+            models={name: self._roster.view(record, now_s, self._pulse.doubt(record)) for name, record in self._roster.records.items()},
             nodes=observation.nodes if observation else (),
             operations=self.ledger.operations(self._roster.records),
             cluster=observation.cluster if observation else {},

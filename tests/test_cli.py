@@ -664,6 +664,17 @@ def test_ps_tells_who_waits_and_for_whom() -> None:
     assert told == f"b: {why}"
 
 
+def test_ps_tells_whose_engine_is_doubted() -> None:
+    rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 1, "queued": 0, "ranks": [], "node": None}
+    rest |= {"state": "READY", "message": None, "reason": None, "retry_in_s": None, "progress": None, "turn": None}
+    why = "No token came for 9 s: it was asked a question, and has not answered it for 1 s."
+    out = io.StringIO()
+    show.resident([{"name": "a", "doubt": why, **rest}, {"name": "b", "doubt": None, **rest}], Console(file=out, width=200), now_s=5.0)
+
+    _, a, b, *below = out.getvalue().splitlines()
+    assert (a.split()[:2], b.split()[:2], below) == (["a", "SUSPECT"], ["b", "READY"], [f"a: {why}"])
+
+
 def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     kv = {"phase": "ready", "pool_bytes": 8 << 30, "sequences": 8.52, "bytes_per_token": 131072.0, "margin_bytes": 1 << 30,
           "slack_bytes": 1 << 29, "source": "profile", "why": "rank 1 has the least left",

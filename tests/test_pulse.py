@@ -151,6 +151,47 @@ async def test_one_that_hung_before_anybody_asked_has_nothing_in_hand_and_does_n
     assert len(scene.asked) == 1
 
 
+@pytest.mark.parametrize("world", [2, 1])
+async def test_while_its_question_is_not_answered_it_is_doubted(world: int) -> None:
+    scene = Scene()
+    scene.record.world, scene.answer = world, None
+    await scene.after(0, page=IDLE_PAGE)
+    while not scene.asked:
+        assert scene.pulse.doubt(scene.record) is None
+        assert await scene.after(ALONE_ASK_EVERY_S) is None
+    assert await scene.after(1) is None
+    silent_s = scene.clock() - scene.pulse._beats["m"].at_s
+    told = f"No token came for {silent_s:.0f} s: it was asked a question, and has not answered it for 1 s."
+    assert silent_s > QUESTION_S and scene.pulse.doubt(scene.record) == told
+    # A step, and it is doubted no more.
+    await scene.after(ALONE_ASK_EVERY_S, page=page(2, running=0))
+    assert scene.pulse.doubt(scene.record) is None
+
+
+async def test_one_that_answers_or_is_gone_is_not_doubted() -> None:
+    scene = Scene()
+    await scene.after(0, page=IDLE_PAGE)
+    await scene.after(QUESTION_S)
+    assert len(scene.asked) == 1 and scene.pulse.doubt(scene.record) is None
+    scene.answer = None
+    await scene.after(QUESTION_S)
+    assert len(scene.asked) == 2 and scene.pulse.doubt(scene.record) is not None
+    scene.record.state = ModelState.STOPPING
+    assert scene.pulse.doubt(scene.record) is None
+
+
+async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        record, pulse = made.supervisor.record("m"), made.supervisor._pulse
+        assert made.supervisor.snapshot().models["m"].doubt is None
+        record.in_flight = 1
+        pulse.look([record])
+        pulse._idle["m"] = made.clock() - 2
+        assert str(made.supervisor.snapshot().models["m"].doubt).endswith("has not answered it for 2 s.")
+        record.in_flight = 0
+
+
 async def test_an_engine_that_says_nothing_more_is_not_waited_for_with_a_question() -> None:
     scene = Scene()
     scene.answer = None
