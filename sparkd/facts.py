@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkd.room import Lack
-from sparkd.state import ModelState, RankFact, Want
+from sparkd.state import STARTING, ModelState, RankFact, Want
+
+# A stop takes so long at most: the engine's own time (stop_timeout_s), then SIGKILL.
+ENDS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +61,14 @@ class ModelFacts:
     priority: int = 50
     stays_until_s: float = float("-inf")
     yields: bool = False
+
+    @property
+    def starts(self) -> bool:
+        return self.state in STARTING or self.busy == "place"
+
+    def ends(self, now_s: float) -> bool:
+        """Something of it is being ended, or has to be. What will not die keeps its memory in the book, and others need not wait for it."""
+        if self.state is ModelState.STOPPING:
+            return now_s - self.state_since_s < ENDS_S
+        away = self.state in (ModelState.STOPPED, ModelState.FAILED)
+        return self.busy == "destroy" or any(fact.alive and (away or fact.handle.start != self.rank_id) for fact in self.ranks or ())

@@ -23,8 +23,6 @@ DARK_S = 6.0
 ALONE_DARK_S = 10.0
 # A rank that is stopped by a signal (state T; a debugger's is t): seen twice.
 HALTED_S = 1.0
-# A stop takes so long at most: the engine's own time (stop_timeout_s), then SIGKILL.
-ENDS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def plan(
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
-    starting = any(facts.state in STARTING or facts.busy == "place" or _ends(facts, now_s) for facts in models.values())
+    starting = any(facts.starts or facts.ends(now_s) for facts in models.values())
     starting = starting or any(fact.alive for fact in strangers)
     for name in sorted(models, key=lambda n: (models[n].queued == 0, n)):
         facts = models[name]
@@ -167,14 +165,6 @@ def _next(facts: ModelFacts, can_start: bool, now_s: float) -> Action | None:
     if facts.want is Want.STOPPED or facts.yields:
         return _towards_stopped(facts, now_s)
     return _towards_running(facts, can_start, now_s)
-
-
-def _ends(facts: ModelFacts, now_s: float) -> bool:
-    """Something of it is being ended, or has to be. What will not die keeps its memory in the book, and others need not wait for it."""
-    if facts.state is ModelState.STOPPING:
-        return now_s - facts.state_since_s < ENDS_S
-    away = facts.state in (ModelState.STOPPED, ModelState.FAILED)
-    return facts.busy == "destroy" or any(fact.alive and (away or fact.handle.start != facts.rank_id) for fact in facts.ranks or ())
 
 
 def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:

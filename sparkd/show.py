@@ -156,7 +156,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     console.print(table)
     for model in shown:
         known = model["progress"] or {}
-        if model["state"] in ("LOADING", "WARMING", "SIZING") and known:
+        if model["state"] == "PLANNED" or (model["state"] in ("LOADING", "WARMING", "SIZING") and known):
             _say(console, f"{model['name']}: {stage(model['state'], known, console)}", "yellow")
         kv = known.get("kv") or {}
         if kv.get("why") and model["state"] != "FAILED" and (wide or kv.get("phase") == "stock"):

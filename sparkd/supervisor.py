@@ -29,7 +29,7 @@ from sparkd.roster import Roster
 from sparkd.sight import Observation
 from sparkd.snapshot import Snapshot
 from sparkd.state import STARTING, ModelState, Operation, OperationState, RankHandle, Store, Want
-from sparkd.swap import Swap
+from sparkd.swap import Swap, bar_of
 from sparkd.turns import Turn
 from sparkd.upstream import Upstream
 from workers.fabric_reading import VARIABLES
@@ -349,8 +349,9 @@ class Supervisor:
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
         self._cluster.shut(self._gate.shut)
-        whose = self._swap.turn(facts)
-        return plan(facts, strangers, observation.connected and self._gate.allows, now_s, whose), whose
+        bar = bar_of(observation, self._gate, strangers)
+        whose = self._swap.turn(facts, bar)
+        return plan(facts, strangers, bar is None, now_s, whose), whose
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):

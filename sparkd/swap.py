@@ -5,17 +5,33 @@ Who is to go is sparkd.turns' decision. Never ends a model itself: it wishes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from sparkd import metrics
 from sparkd.config_groups import Ties
 from sparkd.facts import ModelFacts
+from sparkd.gate import Gate
 from sparkd.ledger import Ledger
 from sparkd.record import Record
 from sparkd.room import Book
-from sparkd.state import ModelState, Want
+from sparkd.sight import Observation
+from sparkd.state import ModelState, RankFact, Want
 from sparkd.turns import Turn, turn
+
+
+def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> str | None:
+    """Why no load can begin now, whichever model is first; None where one can. strangers: ranks of models that nobody knows."""
+    if not observation.connected:
+        kind, _, reason = (observation.trouble or "").partition(": ")
+        return "It waits for Ray to start." if kind == "RayStarting" else reason or "It waits for this node's agent to answer."
+    if not gate.allows:
+        told = [condition.partition(": ") for condition in gate.conditions if condition]
+        back = "It waits for memory to come back: "
+        return " ".join(f"{back if kind == 'MemoryReturns' else ''}{why}" for kind, _, why in told) or "It waits for memory of a node."
+    if any(fact.alive for fact in strangers):
+        return "It waits for what an earlier daemon left to end."
+    return None
 
 
 class Swap:
@@ -36,8 +52,9 @@ class Swap:
         self._clock = clock
         self._told: dict[str, str] = {}
 
-    def turn(self, models: Mapping[str, ModelFacts]) -> Turn:
-        return turn(models, self._book(), self._ties(), self._clock())
+    def turn(self, models: Mapping[str, ModelFacts], bar: str | None = None) -> Turn:
+        """bar: as bar_of says it."""
+        return turn(models, self._book(), self._ties(), self._clock(), bar)
 
     def show(self, found: Turn, records: Mapping[str, Record]) -> None:
         """Who waits is told why and at which place; who would go for nobody any more need not."""

@@ -21,7 +21,8 @@ _AWAY = (ModelState.STOPPED, ModelState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """first: may be placed now. leave: by model that goes, for whom. told: why the others wait. refused: who would wait in vain, and why.
+    """first: may be placed once nothing else is started or ended. leave: by model that goes, for whom. told: why each waits, also the first
+    where it is not placed now. refused: who would wait in vain, and why.
 
     line: all that wait, in their order.
     """
@@ -33,8 +34,8 @@ class Turn:
     line: tuple[str, ...] = ()
 
 
-def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float) -> Turn:
-    """Of this moment; the same facts always give the same answer."""
+def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float, bar: str | None = None) -> Turn:
+    """Of this moment; the same facts always give the same answer. bar: why nothing can be placed now, whoever is first."""
     waiting = sorted((one for one in models.values() if _waits(one, now_s)), key=lambda one: (not one.claims, one.asked_since_s, one.name))
     told: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -44,6 +45,8 @@ def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float)
         lacks = one.lack is not None and not book.has_room(one.name, one.lack)
         if not rivals and not lacks:
             told |= dict.fromkeys(others, f"It waits for its turn: {one.name} is started first.")
+            if (why := bar or _before(models, now_s)) is not None:
+                told[one.name] = why
             return Turn(one.name, {}, told, refused, _line(waiting, refused))
         if not one.claims:
             told[one.name] = _waits_for(one, rivals, f"until that is free or somebody asks for {one.name}")
@@ -64,6 +67,15 @@ def _waits(facts: ModelFacts, now_s: float) -> bool:
     wanted = facts.want is Want.RUNNING and not facts.yields and facts.config_hash is not None
     free = facts.state in _AWAY and not facts.busy and facts.ranks == () and not facts.unseen
     return wanted and free and now_s >= facts.backoff_until_s
+
+
+def _before(models: Mapping[str, ModelFacts], now_s: float) -> str | None:
+    """What is started or ended before the first of those that wait: one at a time (sparkd.plan)."""
+    if starts := sorted(name for name, facts in models.items() if facts.starts):
+        return f"It waits for {' and '.join(starts)} to be loaded: one model is started at a time."
+    if ends := sorted(name for name, facts in models.items() if facts.ends(now_s)):
+        return f"It waits for {' and '.join(ends)} to end, whose memory is not free before."
+    return None
 
 
 def _present(models: Mapping[str, ModelFacts], book: Book) -> set[str]:

@@ -631,13 +631,15 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
     unkept = {"phase": "serving", "cache_state": "skipped", "cache_why": "the disk has 3 GiB left"}
     rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
     models = [
+        {"name": "p", "state": "PLANNED", "progress": None, "message": None, **rest},
         {"name": "a", "state": "LOADING", "progress": loading, "message": None, **rest},
         {"name": "b", "state": "READY", "progress": unkept, "message": None, **rest},
     ]
     out = io.StringIO()
     show.resident(models, Console(file=out, width=200), now_s=5.0)
 
-    assert out.getvalue().splitlines()[-2:] == [
+    assert out.getvalue().splitlines()[-3:] == [
+        "p: finding room",
         "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
         "b: its quantized weights were not kept: the disk has 3 GiB left",
     ]

@@ -11,11 +11,15 @@ import pytest
 from sparkd.config import load_config
 from sparkd.config_groups import Groups, Ties
 from sparkd.errors import ConfigError, ModelFailed
-from sparkd.facts import ModelFacts
+from sparkd.facts import ENDS_S, ModelFacts
+from sparkd.gate import Gate
 from sparkd.room import Book, Lack
+from sparkd.sight import Observation
+from sparkd.snapshot import NodeView
 from sparkd.state import ModelState, Want
+from sparkd.swap import bar_of
 from sparkd.turns import Turn, turn
-from tests.fakes import Scene, stage
+from tests.fakes import READING, Scene, stage
 
 NOW_S = 1000.0
 NAMES = {name: name for name in "abcdef"}
@@ -146,6 +150,86 @@ async def make_ready(made: Scene, name: str) -> None:
     made.cluster.serve(name)
     await made.tick(3)
     assert made.state(name) == "READY"
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (there("a", state=ModelState.LOADING), "It waits for a to be loaded: one model is started at a time."),
+        (there("a", state=ModelState.STOPPED, busy="place"), "It waits for a to be loaded: one model is started at a time."),
+        (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - 1), "It waits for a to end, whose memory is not free before."),
+        (there("a", state=ModelState.STOPPED, busy="destroy"), "It waits for a to end, whose memory is not free before."),
+        (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - ENDS_S), None),
+        (there("a"), None),
+    ],
+    ids=["loads", "is placed", "ends", "is removed", "does not die", "serves"],
+)
+def test_the_first_is_told_what_is_started_or_ended_before_it(other: ModelFacts, told: str | None) -> None:
+    found = decided(waits("c", gib=None), waits("d", gib=None, asked_since_s=950), other)
+    assert (found.first, found.line, found.told.get("c")) == ("c", ("c", "d"), told)
+    assert found.told["d"] == "It waits for its turn: c is started first."
+
+
+async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path)) as made:
+        made.cluster.offered = {"n": 100}
+
+        def told(name: str) -> tuple[str, int | None, str | None]:
+            view = made.supervisor.snapshot().models[name]
+            return view.state.value, view.turn, view.message
+
+        made.cluster.connected = False
+        made.supervisor.want("a", Want.RUNNING, "config")
+        made.supervisor.want("b", Want.RUNNING, "config")
+        await made.tick()
+        assert told("a") == ("STOPPED", 1, "It waits for this node's agent to answer.")
+        assert told("b") == ("STOPPED", 2, "It waits for its turn: a is started first.")
+        made.cluster.connected = True
+        await made.tick()
+        assert told("a") == ("LOADING", None, None)
+        # Now it is the first of those that wait.
+        await made.tick()
+        assert told("b") == ("STOPPED", 1, "It waits for a to be loaded: one model is started at a time.")
+        await make_ready(made, "a")
+        await made.tick(2)
+        assert told("b")[1:] == (None, None) and made.state("b") != "STOPPED"
+
+
+class Bars:
+    """What a Pressure and a Release say of it."""
+
+    is_news = False
+
+    def __init__(self, condition: str | None = None, shut: frozenset[str] = frozenset()) -> None:
+        self.condition, self.shut = condition, shut
+        self.allows = condition is None or bool(shut)
+
+    def look(self, *_seen: object) -> None:
+        """They have."""
+
+    relieve = look
+
+
+@pytest.mark.parametrize(
+    ("connected", "trouble", "pressure", "release", "told"),
+    [
+        (True, None, Bars(), Bars(), None),
+        (False, "RayStarting: Ray is not connected yet.", Bars(), Bars(), "It waits for Ray to start."),
+        (False, "RayUnavailable: Ray has ended.", Bars("MemoryShort: n has 1 GiB."), Bars(), "Ray has ended."),
+        (True, "GpuSilent: n.", Bars("MemoryShort: n has 1 GiB."), Bars(), "n has 1 GiB."),
+        (True, None, Bars(), Bars("MemoryReturns: a on n."), "It waits for memory to come back: a on n."),
+        (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"n"})), "a."),
+        (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"o"})), None),
+    ],
+)
+def test_what_keeps_every_load_from_beginning(connected: bool, trouble: str | None, pressure: Any, release: Any, told: str | None) -> None:
+    node = NodeView("n", "n", True, True, READING, 100.0, 0.0)
+    observation = Observation((), READING, connected, nodes=(node,), trouble=trouble)
+    unused: Any = None
+    gate = Gate(unused, unused, unused, unused, unused)
+    gate.pressure, gate.release = pressure, release
+    gate.look(observation, {})
+    assert bar_of(observation, gate, ()) == told
 
 
 async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
