@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from sparkd.errors import ConfigError
-from sparkd.source import name_of
 from sparkd.vllm_flags import SPECULATIVE, values_of
 from workers import ray_place
 from workers.kv.settings import VARIABLE as KV_VARIABLE
@@ -25,6 +24,7 @@ _SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai")
 # Where the plugin's packages lie in the container: the loader and the worker class come from the host.
 PLUGIN_FOLDER = "/opt/sparkd"
 PORT = 8000
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _METADATA = re.compile(r"sparkd-[0-9][^/]*\.dist-info")
 _SKIPPED_FLAGS = ("--uds", "--host", "--port")
 
@@ -94,7 +94,8 @@ def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
         raise ConfigError(f"--image {image!r} is no image's name.", param="image")
     # A neighbour that is quantized already may have won over the model that was asked about.
     first = serves if serves is not None else _serves(image)
-    return [_container(str(choice["model"]), rank, image, len(choice["ranks"]), first) for rank in choice["ranks"]]
+    name, model = str(choice["name"]), str(choice["model"])
+    return [_container(name, model, rank, image, len(choice["ranks"]), first) for rank in choice["ranks"]]
 
 
 def hidden(name: str) -> str:
@@ -115,8 +116,8 @@ def shell(container: Container) -> str:
     return " \\\n  ".join(lines)
 
 
-def _container(model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool) -> Container:
-    """serves: whether the image begins with `vllm serve` by itself."""
+def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool) -> Container:
+    """name: what the model is called. serves: whether the image begins with `vllm serve` by itself."""
     folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **JIT_CACHES}.items()}
     environment = dict(rank["environment"])
     words = _served(rank["command"], model, folders)
@@ -131,7 +132,13 @@ def _container(model: str, rank: Mapping[str, Any], image: str, nodes: int, serv
         words += ["--host", "127.0.0.1" if nodes > 1 else "0.0.0.0", "--port", str(PORT)]
     first = [] if serves else ["vllm", "serve"]
     suffix = f"-{rank['node']}" if nodes > 1 else ""
-    return Container(f"{name_of(model)}{suffix}", image, (*first, *words), environment, folders, nodes > 1, nodes > 1)
+    return Container(_name(f"{name}{suffix}"), image, (*first, *words), environment, folders, nodes > 1, nodes > 1)
+
+
+def _name(text: str) -> str:
+    """Docker's names begin with an ASCII letter or digit and have two characters at least (moby, daemon/names/names.go)."""
+    safe = _UNSAFE.sub("-", text).strip("_.-")
+    return safe if len(safe) > 1 else "-".join(filter(None, ("model", safe)))
 
 
 def _served(command: Sequence[str], model: str, folders: dict[str, str]) -> list[str]:

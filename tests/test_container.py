@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from sparkd import container
 from sparkd.container import Container, containers, shell
 from sparkd.errors import ConfigError
+from sparkd.source import name_of
 from sparkd.vllm_flags import values_of
 
 OURS = [
@@ -32,7 +34,8 @@ OURS = [
 
 def plan(model: str = "owner/Name", command: list[str] | None = None, nodes: int = 1, **environment: str) -> dict[str, Any]:
     rank = {"command": command or [*OURS[:4], model, *OURS[5:]], "environment": environment}
-    return {"model": model, "choice": {"model": model, "ranks": [{"node": number, **rank} for number in range(nodes)]}}
+    ranks = [{"node": number, **rank} for number in range(nodes)]
+    return {"model": model, "choice": {"name": name_of(model), "model": model, "ranks": ranks}}
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +73,29 @@ def test_a_folder_is_mounted_and_called_by_its_place_inside() -> None:
     assert shlex.split(shell(made).replace("\\\n", "")) == made.docker()
 
 
+@pytest.mark.parametrize(
+    ("name", "alone", "second"),
+    [
+        ("chat", "chat", "chat-1"),
+        ("me/Mine:v2", "me-Mine-v2", "me-Mine-v2-1"),
+        ("m", "model-m", "m-1"),
+        ("_.a b", "a-b", "a-b-1"),
+        ("模型", "model", "model-1"),
+    ],
+)
+def test_a_container_is_called_as_its_model_is(name: str, alone: str, second: str) -> None:
+    """Not as its folder is; and so that docker takes it."""
+    for nodes, expected in ((1, alone), (2, second)):
+        found = plan("/data/Some-Folder", nodes=nodes)
+        made = containers({**found, "choice": {**found["choice"], "name": name}}, "vllm/vllm-openai:v1")[-1]
+        assert made.name == expected and re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", made.name)
+        argv = made.docker()
+        assert argv[argv.index("--name") + 1] == made.compose()["container_name"] == expected
+
+
 def test_what_was_chosen_is_served_and_not_what_was_asked_about() -> None:
     found = plan("/data/X-NVFP4")
-    made = one({**found, "model": "/data/X", "choice": {**found["choice"], "prequantized": "modelopt"}})
+    made = one({**found, "model": "/data/X", "choice": {**found["choice"], "name": "x-nvfp4", "prequantized": "modelopt"}})
     assert (made.name, made.command[0]) == ("x-nvfp4", "/models/X-NVFP4")
     assert made.folders["/data/X-NVFP4"] == "/models/X-NVFP4" and "/data/X" not in made.folders
 
