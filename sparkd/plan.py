@@ -10,6 +10,7 @@ from sparkd.facts import ModelFacts
 from sparkd.state import STARTING, ModelState, Progress, RankFact, Want
 from sparkd.team_progress import progress_of
 from sparkd.turns import Turn
+from workers.progress import signal_name
 
 ASK_EVERY_S = 1.0
 # A log that the parser does not understand must not hide a server that is up: it is asked blindly now and then.
@@ -363,11 +364,22 @@ def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
     if failed := _told_failure(name, fact):
         return failed
     where = f"Rank {fact.handle.rank} of {fact.handle.world}, on {fact.handle.node_id}," if fact.handle.world > 1 else "The engine"
-    how = f"exit code {fact.exit_code}" if fact.exit_code is not None else "killed, with no exit code left behind"
+    how, last_error = _end_of(fact), fact.progress.last_error
     if fact.diagnosis and fact.diagnosis.weight > 1:
         return fact.diagnosis.name, f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
-    last = f" Last error in its log: {fact.progress.last_error}" if fact.progress.last_error else ""
+    # That it is lost is all that this one says.
+    tells = last_error is not None and not (fact.progress.lost and "EngineDeadError" in last_error)
+    last = f" Last error in its log: {last_error}" if tells else ""
     return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`."
+
+
+def _end_of(fact: RankFact) -> str:
+    """What is known of how it ended. Of an engine that lost its core the exit code is its API server's, 0, and says nothing."""
+    if fact.progress.lost:
+        return fact.progress.lost
+    if fact.exit_code is None:
+        return "killed, with no exit code left behind"
+    return f"exit code {fact.exit_code}" if fact.exit_code >= 0 else f"signal {signal_name(-fact.exit_code).removeprefix('signal ')}"
 
 
 def _logs(name: str, fact: RankFact) -> str:

@@ -119,8 +119,8 @@ class Progress:
     From units_done on they are the loader's own (workers.loadfile): units are tensors and experts; read_bytes came from the disk, whole
     blocks, past the page cache where direct; source is `checkpoint` or `cache`; cache_state tells of the quantized cache that is written
     beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended,
-    and failure_lasts that the next one will end the same way. kv is how the KV cache was sized, as the worker says
-    (workers.kvfile.read_kv), None where vLLM's own sizing says nothing.
+    and failure_lasts that the next one will end the same way. lost: which process inside the engine is gone. kv is how the KV cache was
+    sized, as the worker says (workers.kvfile.read_kv), None where vLLM's own sizing says nothing.
     """
 
     phase: str = "starting"
@@ -137,6 +137,7 @@ class Progress:
     init_s: float | None = None
     server_up: bool = False
     last_error: str | None = None
+    lost: str | None = None
     line_at_s: float | None = None
     units_done: int | None = None
     units_total: int | None = None

@@ -135,7 +135,22 @@ def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code
 
     assert isinstance(action, Fail)
     assert action.reason == "EngineExited"
-    assert ("exit code" in action.message) and ("sparkd logs m" in action.message)
+    how = {0: "exit code 0", 1: "exit code 1", -9: "signal SIGKILL", None: "killed, with no exit code left behind"}[exit_code]
+    assert f"({how})" in action.message and "sparkd logs m" in action.message
+
+
+@pytest.mark.parametrize(
+    "error", [None, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)"]
+)
+def test_of_an_engine_that_lost_its_core_no_exit_code_is_told(error: str | None) -> None:
+    """The shim saw its API server end in order."""
+    fact = replace(DEAD, exit_code=0, progress=Progress(server_up=True, lost="its engine core was lost", last_error=error))
+    (action,) = plan({"m": running(S.READY, fact)}, (), True, NOW_S)
+    told = "The engine ended by itself (its engine core was lost). See `sparkd logs m`."
+    assert action == Fail("m", "EngineExited", told)
+    why = replace(fact.progress, last_error="RuntimeError: CUDA error: an illegal memory access")
+    (action,) = plan({"m": running(S.READY, replace(fact, progress=why))}, (), True, NOW_S)
+    assert isinstance(action, Fail) and "was lost). Last error in its log: RuntimeError: CUDA error" in action.message
 
 
 def test_the_epitaph_quotes_the_last_error_of_the_log() -> None:

@@ -249,5 +249,36 @@ def test_a_dead_engine_is_noticed_while_serving() -> None:
     assert "EngineDeadError" in parser.progress["last_error"]
 
 
+CLIENT = "(APIServer pid=1) WARNING 11-22 19:09:52 [core_client.py:817] "
+WORKER = "(EngineCore pid=1) ERROR 11-22 19:09:52 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
+CORE_LOST, WORKER_LOST = "its engine core was lost", "its worker VllmWorker-0 was lost, by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        # kill -9 of vLLM 0.32's, at rest; what 0.26 says; with a request in hand.
+        ([f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly; starting cleanup"], CORE_LOST),
+        (["(APIServer pid=1) ERROR 11-22 19:09:52 [a.py:6] Engine core proc EngineCore_DP0 died unexpectedly, shutting down."], CORE_LOST),
+        (["(APIServer pid=1) ERROR 11-22 19:09:52 [a.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered"], CORE_LOST),
+        ([f"{WORKER}(exit code: -11), x.", f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly;"], WORKER_LOST),
+        # Ended by the engine itself.
+        ([f"{WORKER}(exit code: -15), x.", f"{WORKER}(exit code: None), x."], None),
+        (["(APIServer pid=1) INFO 11-22 19:09:52 [logger.py:1] Received: engine core exited unexpectedly, EngineDeadError"], None),
+        ([f"{CLIENT}[shutdown] MPClient: complete"], None),
+    ],
+)
+def test_an_engine_that_lost_a_process_says_which(lines: list[str], lost: str | None) -> None:
+    parser = read("INFO:     Application startup complete.")
+    told = [parser.feed(line, 1.0) for line in lines]
+    assert (parser.progress["lost"], any(told)) == (lost, lost is not None)
+
+
+@pytest.mark.parametrize(("code", "lost"), [("-9", f"{CORE_LOST}, by SIGKILL"), ("-99", f"{CORE_LOST}, by signal 99"), ("1", None)])
+def test_a_core_that_is_killed_before_it_came_up_tells_the_signal(code: str, lost: str | None) -> None:
+    text = f"RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore': {code}}}"
+    assert read(text).progress["lost"] == read(f"(APIServer pid=1) {text}").progress["lost"] == lost
+
+
 def test_the_phases_are_in_order() -> None:
     assert PHASES == ("starting", "loading", "warming", "sizing", "serving")

@@ -7,6 +7,7 @@ changes nothing, so a new release costs detail and not correctness: READY is dec
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any
 
 from workers.signatures import HINT, Diagnosis, diagnose
@@ -70,7 +71,28 @@ _KNOWN_CAUSE = re.compile(
     r"|^ptxas fatal|is not defined for option 'gpu-name'|^NVRM: |^ *Value error, "
 )
 _FATAL_LOG = re.compile(r"EngineCore (?:encountered a fatal error|failed to start)|WorkerProc (?:failed to start|hit an exception)")
-_ERROR_HINTS = ("rror", "xception", "imeout", "imed out", "ailure", "atal", "emory", "ault", "NVRM", "what():", "terminate called")
+# The end of a process inside the engine. Its API server ends in order after it, with exit code 0 (vLLM 0.32, v1/engine/core_client.py);
+# a signal is told of a core that never came up (v1/engine/utils.py), and of a worker (v1/executor/multiproc_executor.py).
+_CORE_LOST = re.compile(
+    r"^\[shutdown\] MPClient: engine core exited unexpectedly|^Engine core proc \S+ died unexpectedly|^(?:[A-Za-z_]\w*\.)*EngineDeadError\b"
+)
+_CORE_SIGNAL = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{'[^']*': -(\d{1,3})\b")
+_WORKER_SIGNAL = re.compile(r"^Worker proc (\S+) died unexpectedly \(exit code: -(\d{1,3})\)")
+_ERROR_HINTS = (
+    "rror",
+    "died unexp",
+    "exited unexp",
+    "xception",
+    "imeout",
+    "imed out",
+    "ailure",
+    "atal",
+    "emory",
+    "ault",
+    "NVRM",
+    "what():",
+    "terminate called",
+)
 _INSIDE_ENGINE = re.compile(r"^(?:EngineCore|Worker|VllmWorker|RayWorker|MainProcess)")
 _REMARKS = ("DEBUG", "INFO", "WARNING")
 _INPUT_VALUE = re.compile(r"\s*\[type=.*$")
@@ -102,6 +124,7 @@ class Parser:
             "init_s": None,
             "server_up": False,
             "last_error": None,
+            "lost": None,
         }
         self._line_at_s: float | None = None
         self._points: list[tuple[float, int]] = []
@@ -126,6 +149,7 @@ class Parser:
             return False
         before, diagnosed = self._known.copy(), self.diagnosis
         self._diagnose(process, level, text)
+        self._known["lost"] = self._known["lost"] or _loss_of(text)
         if self._known["server_up"] or not (self._take_bar(text, now_s) or self._take_fact(text)):
             self._take_error(process, level, text, now_s)
         return self._known != before or self.diagnosis is not diagnosed
@@ -215,6 +239,24 @@ class Parser:
             return
         self._known["last_error"] = _INPUT_VALUE.sub("", text).strip()[:LAST_ERROR_CHARS]
         self._error_weight, self._error_at_s = weight, now_s
+
+
+def _loss_of(text: str) -> str | None:
+    """What of the engine is gone, and by which signal where that is told."""
+    if match := _WORKER_SIGNAL.match(text):
+        # By SIGTERM an engine that fails ends its workers itself.
+        return f"its worker {match[1]} was lost, by {signal_name(int(match[2]))}" if int(match[2]) != signal.SIGTERM else None
+    if match := _CORE_SIGNAL.search(text):
+        return f"its engine core was lost, by {signal_name(int(match[1]))}"
+    return "its engine core was lost" if _CORE_LOST.match(text) else None
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` of 9; `signal 99` of one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _bare(line: str) -> tuple[str, str, str]:

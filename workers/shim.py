@@ -214,7 +214,8 @@ class Shim:
         self._reap()
         self._take_lines(self._splitter.finish())
         how = "as ordered" if self._stop_ordered else "by itself"
-        self._say(f"engine ended {how}, exit code {self._exit_code}")
+        lost = "" if self._stop_ordered else self._parser.progress["lost"]
+        self._say(f"engine ended {how}{f' ({lost})' if lost else ''}, exit code {self._exit_code}")
         if self._survivors:
             self._say(f"processes that SIGKILL did not end: {self._survivors}")
         remove_sockets(self._spec.run_dir, self._spec.rank_id, self._spec.socket_path)

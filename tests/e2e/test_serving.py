@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -204,6 +205,9 @@ def test_a_killed_engine_core_comes_back_by_itself(served: DaemonProcess) -> Non
     core = max(psutil.Process(rank).children(recursive=True), key=lambda process: process.memory_info().rss).pid  # it holds the weights
     os.kill(core, signal.SIGKILL)
     until(lambda: served.model(NAME)["failures"] == 1, 60, "the failure is seen")
+    events = served.client.get("/admin/v1/events", params={"limit": 1000}).json()["events"]
+    told = [event["message"] for event in events if (event["kind"], event["model"]) == ("failed", NAME)][-1]
+    assert re.search(r"ended by itself \(its (?:engine core|worker \S+) was lost(?:, by SIGKILL)?\)\.", told), told
     served.wait_for(NAME, "READY", START_S)
 
     assert served.pid_of(NAME) != rank
