@@ -77,7 +77,8 @@ def _head(found: Mapping[str, Any], page: Page) -> None:
         nodes = f"{asked['nodes']} x {hardware['name']}" if asked["nodes"] > 1 else hardware["name"]
     if (entry := found.get("entry")) is not None:
         page.line(printable(f"as the entry {entry['name']} of {entry['origin']} has it"))
-    page.line(f"on {printable(nodes)} with {gib(hardware['memory_bytes'])} each, {requests} {length}\n")
+    each = " each" if whose is None or asked["nodes"] > 1 else ""
+    page.line(f"on {printable(nodes)} with {gib(hardware['memory_bytes'])}{each}, {requests} {length}\n")
 
 
 def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:

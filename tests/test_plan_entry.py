@@ -393,7 +393,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     for argv, head in (
         (["m"], f"\non the node of {whose} with "),
         (["mine", "--config", str(file)], f"\non 2 nodes of {whose} with 30.0 GiB each, "),
-        (["one", "--config", str(file)], f"\non the node of {whose} with 30.0 GiB each, "),
+        (["one", "--config", str(file)], f"\non the node of {whose} with 30.0 GiB, "),
         (["m", "--hardware", "spark"], "\non spark with 121.6 GiB each, "),
         (["mine", "--config", str(file), "--hardware", "spark"], "\non spark with 121.6 GiB each, "),
         ([str(folder)], "\non spark with 121.6 GiB each, "),
