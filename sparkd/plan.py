@@ -22,6 +22,8 @@ LATEST, SILENT_S = 3, 300.0
 # A node that answers nothing, not even with a refusal: shorter is a cable that was touched. Ranks over it wait for each other meanwhile.
 DARK_S = 6.0
 ALONE_DARK_S = 10.0
+# Errors in a log that say that something of the engine is gone, and no more.
+_LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore encountered a fatal error")
 # A rank that is stopped by a signal (state T; a debugger's is t): seen twice.
 HALTED_S = 1.0
 
@@ -367,8 +369,7 @@ def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
     how, last_error = _end_of(fact), fact.progress.last_error
     if fact.diagnosis and fact.diagnosis.weight > 1:
         return fact.diagnosis.name, f"{fact.diagnosis.cause} {fact.diagnosis.cure} The engine ended ({how}); see `{_logs(name, fact)}`."
-    # That it is lost is all that this one says.
-    tells = last_error is not None and not (fact.progress.lost and "EngineDeadError" in last_error)
+    tells = last_error is not None and not (fact.progress.lost and any(word in last_error for word in _LOST))
     last = f" Last error in its log: {last_error}" if tells else ""
     return "EngineExited", f"{where} ended by itself ({how}).{last} See `{_logs(name, fact)}`."
 

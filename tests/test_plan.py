@@ -140,7 +140,12 @@ def test_any_exit_that_was_not_ordered_is_a_failure(state: ModelState, exit_code
 
 
 @pytest.mark.parametrize(
-    "error", [None, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)"]
+    "error",
+    [
+        None,
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
+        "EngineCore encountered a fatal error.",
+    ],
 )
 def test_of_an_engine_that_lost_its_core_no_exit_code_is_told(error: str | None) -> None:
     """The shim saw its API server end in order."""

@@ -251,7 +251,10 @@ def test_a_dead_engine_is_noticed_while_serving() -> None:
 
 CLIENT = "(APIServer pid=1) WARNING 11-22 19:09:52 [core_client.py:817] "
 WORKER = "(EngineCore pid=1) ERROR 11-22 19:09:52 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
-CORE_LOST, WORKER_LOST = "its engine core was lost", "its worker VllmWorker-0 was lost, by SIGSEGV"
+CORE_LOST, WORKER_GONE, WORKER_LOST = (
+    "its engine core was lost",
+    *("its worker VllmWorker-0 was lost" + how for how in ("", ", by SIGSEGV")),
+)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +266,11 @@ CORE_LOST, WORKER_LOST = "its engine core was lost", "its worker VllmWorker-0 wa
         (["(APIServer pid=1) ERROR 11-22 19:09:52 [a.py:9] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered"], CORE_LOST),
         ([f"{WORKER}(exit code: -11), x.", f"{CLIENT}[shutdown] MPClient: engine core exited unexpectedly;"], WORKER_LOST),
         # Ended by the engine itself.
-        ([f"{WORKER}(exit code: -15), x.", f"{WORKER}(exit code: None), x."], None),
+        ([f"{WORKER}(exit code: -15), x."], None),
+        ([ERROR + "RuntimeError: CUDA error: an illegal memory access was encountered", f"{WORKER}(exit code: None), x."], None),
+        # kill -9 of vLLM 0.32's worker, at rest; and what 0.26 says.
+        ([f"{WORKER}(exit code: None), shutting down executor."], WORKER_GONE),
+        ([f"{WORKER.rstrip()}, shutting down executor."], WORKER_GONE),
         (["(APIServer pid=1) INFO 11-22 19:09:52 [logger.py:1] Received: engine core exited unexpectedly, EngineDeadError"], None),
         ([f"{CLIENT}[shutdown] MPClient: complete"], None),
     ],
@@ -271,13 +278,20 @@ CORE_LOST, WORKER_LOST = "its engine core was lost", "its worker VllmWorker-0 wa
 def test_an_engine_that_lost_a_process_says_which(lines: list[str], lost: str | None) -> None:
     parser = read("INFO:     Application startup complete.")
     told = [parser.feed(line, 1.0) for line in lines]
-    assert (parser.progress["lost"], any(told)) == (lost, lost is not None)
+    assert parser.progress["lost"] == lost and (any(told) or lost is None)
 
 
 @pytest.mark.parametrize(("code", "lost"), [("-9", f"{CORE_LOST}, by SIGKILL"), ("-99", f"{CORE_LOST}, by signal 99"), ("1", None)])
 def test_a_core_that_is_killed_before_it_came_up_tells_the_signal(code: str, lost: str | None) -> None:
     text = f"RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore': {code}}}"
     assert read(text).progress["lost"] == read(f"(APIServer pid=1) {text}").progress["lost"] == lost
+
+
+def test_a_core_that_never_came_up_was_lost_where_no_error_tells_why() -> None:
+    """kill -9 of vLLM 0.32's while it loads."""
+    text = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    assert read(text).progress["lost"] == CORE_LOST
+    assert read(ERROR + "ValueError: bad shape", text).progress["lost"] is None
 
 
 def test_the_phases_are_in_order() -> None:

@@ -72,12 +72,14 @@ _KNOWN_CAUSE = re.compile(
 )
 _FATAL_LOG = re.compile(r"EngineCore (?:encountered a fatal error|failed to start)|WorkerProc (?:failed to start|hit an exception)")
 # The end of a process inside the engine. Its API server ends in order after it, with exit code 0 (vLLM 0.32, v1/engine/core_client.py);
-# a signal is told of a core that never came up (v1/engine/utils.py), and of a worker (v1/executor/multiproc_executor.py).
+# a signal may be told of a core that never came up (v1/engine/utils.py), and of a worker (v1/executor/multiproc_executor.py): both look
+# at a process that may not have been waited for yet, and then say {} and None, also of one that has failed with an error of its own.
 _CORE_LOST = re.compile(
     r"^\[shutdown\] MPClient: engine core exited unexpectedly|^Engine core proc \S+ died unexpectedly|^(?:[A-Za-z_]\w*\.)*EngineDeadError\b"
 )
 _CORE_SIGNAL = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{'[^']*': -(\d{1,3})\b")
-_WORKER_SIGNAL = re.compile(r"^Worker proc (\S+) died unexpectedly \(exit code: -(\d{1,3})\)")
+_CORE_UNTOLD = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{\}")
+_WORKER_LOST = re.compile(r"^Worker proc (\S+) died unexpectedly(?: \(exit code: (?:-(\d{1,3})|None)\))?,")
 _ERROR_HINTS = (
     "rror",
     "died unexp",
@@ -149,7 +151,7 @@ class Parser:
             return False
         before, diagnosed = self._known.copy(), self.diagnosis
         self._diagnose(process, level, text)
-        self._known["lost"] = self._known["lost"] or _loss_of(text)
+        self._known["lost"] = self._known["lost"] or _loss_of(text, caused=self._error_weight > _CONSEQUENCE)
         if self._known["server_up"] or not (self._take_bar(text, now_s) or self._take_fact(text)):
             self._take_error(process, level, text, now_s)
         return self._known != before or self.diagnosis is not diagnosed
@@ -241,11 +243,16 @@ class Parser:
         self._error_weight, self._error_at_s = weight, now_s
 
 
-def _loss_of(text: str) -> str | None:
-    """What of the engine is gone, and by which signal where that is told."""
-    if match := _WORKER_SIGNAL.match(text):
+def _loss_of(text: str, *, caused: bool) -> str | None:
+    """What of the engine is gone, and by which signal where that is told. caused: an error was told before it, which may be why."""
+    if match := _WORKER_LOST.match(text):
+        number = int(match[2] or 0)
         # By SIGTERM an engine that fails ends its workers itself.
-        return f"its worker {match[1]} was lost, by {signal_name(int(match[2]))}" if int(match[2]) != signal.SIGTERM else None
+        if number == signal.SIGTERM or (caused and not number):
+            return None
+        return f"its worker {match[1]} was lost" + (f", by {signal_name(number)}" if number else "")
+    if _CORE_UNTOLD.search(text):
+        return None if caused else "its engine core was lost"
     if match := _CORE_SIGNAL.search(text):
         return f"its engine core was lost, by {signal_name(int(match[1]))}"
     return "its engine core was lost" if _CORE_LOST.match(text) else None
