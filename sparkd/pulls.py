@@ -153,10 +153,8 @@ class _Pull:
     async def run(self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]) -> str:
         """What came of it, one sentence. Raises ClusterError."""
         places = {name: value for name, value in environ.items() if name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")}
-        note = ""
-        if not model.startswith("/"):
-            note = await self._fetch(model, revision, environ)
-        source, manifest = await self._source(model, revision, places, nodes)
+        commit, note = ("", "") if model.startswith("/") else await self._fetch(model, revision, environ)
+        source, manifest = await self._source(model, revision, places, nodes, commit)
         targets = [node for node in nodes if node != source]
         size = sum(file["size"] for file in manifest["files"])
         where = f"{model} ({size / 1e9:.2f} GB)"
@@ -169,8 +167,8 @@ class _Pull:
         sent = f"{fetched / 1e9:.2f} GB were copied in {took_s:.1f} s ({fetched / took_s / 1e9:.2f} GB/s)"
         return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was lacking'}. {note}".strip()
 
-    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> str:
-        """Download on this node; a note where the hub could not be asked. Raises RankError with the download's own reason."""
+    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
+        """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH", ""))))
         process = await asyncio.create_subprocess_exec(
@@ -191,7 +189,7 @@ class _Pull:
                 if "error" in told:
                     raise RankError(str(told["error"]))
                 if "ended" in told:
-                    return str(told["note"])
+                    return str(told["commit"]), str(told["note"])
                 self._tell("fetching from the hub", int(told["done_bytes"]), int(told["total_bytes"]))
             raise RankError(f"The download of {model} ended without a word; run the same again to go on.")
         finally:
@@ -200,13 +198,19 @@ class _Pull:
             await process.wait()
 
     async def _source(
-        self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str]
+        self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str
     ) -> tuple[str, dict[str, Any]]:
-        """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began."""
+        """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began.
+
+        commit: what was fetched to this node, which then serves it. Elsewhere an earlier one may be larger, or files that no engine reads.
+        """
         asked = list(dict.fromkeys([self._nodes.node_ip, *nodes, *self._nodes.in_sight()]))
         asking = (self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S) for node in asked)
         answers = dict(zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True))
         there = {node: dict(found) for node, found in answers.items() if isinstance(found, Mapping) and found["files"]}
+        own = self._nodes.node_ip
+        if commit and own in there and there[own]["commit"] == commit:
+            return own, there[own]
         whole = {node: found for node, found in there.items() if not found.get("partial")}
         if whole:
             source = max(whole, key=lambda node: sum(file["size"] for file in whole[node]["files"]))

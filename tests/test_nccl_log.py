@@ -153,6 +153,14 @@ def test_what_is_said_first_gives_way_to_what_is_said_last() -> None:
     assert parse(lines).network == "Socket"
 
 
+@pytest.mark.parametrize("more", ["", "/GDRDMA", "/GDRDMA(PCI)", "/Shared", "/GDRDMA/Shared", "/GDRDMA(PCI)/Shared"])
+@pytest.mark.parametrize("network", ["IB", "Socket"])
+def test_what_stands_behind_a_channels_device_is_no_part_of_a_networks_name(network: str, more: str) -> None:
+    """sendSetup and recvSetup of nccl/src/transport/net.cc: Shared stands there for what a pipeline's stages send each other."""
+    found = parse([f"h:1:2 [0] NCCL INFO Channel 00/1 : 0[0] -> 1[0] [send] via NET/{network}/1{more}"])
+    assert (found.network, found.used, found.plugin) == (network, (1,), None)
+
+
 def test_no_device_is_a_failure_before_any_network_is_named() -> None:
     (one,) = judge(parse(["NCCL INFO NET/IB : No device found."]), PORT_0)
 

@@ -313,6 +313,32 @@ async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, e
     assert secret not in repr([ended, events])
 
 
+def _cached(folder: Path, commit: str, *names: str) -> dict[str, Any]:
+    return {"model": "owner/name", "revision": None, "commit": commit, "root": str(folder), "partial": False} | {
+        "files": [{"name": name, "size": 1 << 30, "mtime_ns": 1, "blob": None} for name in names]
+    }
+
+
+async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_had_before(
+    hub: Repository, environ: dict[str, str], tmp_path: Path
+) -> None:
+    """An earlier commit there, or the same with files that no engine reads, is larger than what was fetched."""
+    env = environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    async with scene(tmp_path, **{"engine.env": env}) as made:
+
+        def staged(node: str, model: str, revision: str | None, places: Mapping[str, str]) -> dict[str, Any] | None:
+            found = manifest.manifest_of(model, revision, places)
+            return _cached(tmp_path, "1" * 40, "config.json", "w.safetensors") if node == B else found.to_dict() if found else None
+
+        made.nodes.said["staged"] = staged
+        ended = await made.ended(made.pulls.start("owner/name"))
+
+    assert ended.state is OperationState.SUCCEEDED, ended.message
+    (source, (_, order, _)), (sink, (_, theirs, _)) = made.nodes.of("copy")
+    assert (source, sink) == (A, B)
+    assert order["manifest"]["commit"] == theirs["manifest"]["commit"] == COMMIT
+
+
 def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: Repository, environ: dict[str, str]) -> None:
     told: list[Mapping[str, Any]] = []
     assert fetch.fetch("owner/name", None, environ, told.append) == (COMMIT, "")
