@@ -151,8 +151,8 @@ async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, shape: 
     fabric = FabricNodes(lambda node: nodes.ask(node, "fabric", timeout_s=30))
     attempt = Attempt(f"{NAME}-{form}-{shape}", 1, "bench")
     began_s = time.monotonic()
-    handles = await Starter(nodes, fabric, NODES[0]).start(config, placement, spec, attempt)  # type: ignore[arg-type]
     try:
+        handles = await Starter(nodes, fabric, NODES[0]).start(config, placement, spec, attempt)  # type: ignore[arg-type]
         transport = httpx.AsyncHTTPTransport(uds=handles[0].socket_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=120) as client:
             await _answering(nodes, handles, client)
@@ -161,8 +161,9 @@ async def outcome_of(nodes: Nodes, folder: Path, model: Path, form: str, shape: 
             said = await _log_probabilities(client)
             answers = [await _answer(client, number) for number in range(PROMPTS)]
     finally:
-        for handle in reversed(handles):
-            await nodes.ask(handle.node_id, "destroy", asdict(handle), 20.0, timeout_s=60)
+        # By their names: a start that is broken off tells no handles, and an agent ends after what it is just spawning.
+        for rank, node in reversed([*enumerate(placement.nodes)]):
+            await nodes.ask(node, "destroy", {"rank_id": attempt.rank_id_of(rank)}, 20.0, timeout_s=60)
     read = [int(fact["progress"]["read_bytes"] or 0) for fact in facts]
     return Outcome(form, shape, ready_s, read, [fact["progress"]["kv"] or {} for fact in facts], said, answers)
 
@@ -344,13 +345,14 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.quantize = arguments.quantize or FORMATS[arguments.preset]
     logging.basicConfig(level=logging.WARNING)
-    folder = Path(tempfile.mkdtemp(prefix="rk", dir=arguments.dir))
+    kept: Path | None = arguments.dir if arguments.keep else None
+    folder = kept or Path(tempfile.mkdtemp(prefix="rk", dir=arguments.dir))
     try:
-        return asyncio.run(_until_ended(arguments, arguments.dir or folder))
+        return asyncio.run(_until_ended(arguments, folder))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     finally:
-        if not (arguments.keep and arguments.dir):
+        if kept is None:
             shutil.rmtree(folder)
 
 
