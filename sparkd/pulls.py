@@ -202,16 +202,14 @@ class _Pull:
     ) -> tuple[str, dict[str, Any]]:
         """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began.
 
-        commit: what was fetched to this node, which then serves it. Elsewhere an earlier one may be larger, or files that no engine reads.
+        commit: what was fetched to this node; an earlier one on another may be larger.
         """
         asked = list(dict.fromkeys([self._nodes.node_ip, *nodes, *self._nodes.in_sight()]))
         asking = (self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S) for node in asked)
         answers = dict(zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True))
         there = {node: dict(found) for node, found in answers.items() if isinstance(found, Mapping) and found["files"]}
-        own = self._nodes.node_ip
-        if commit and own in there and there[own]["commit"] == commit:
-            return own, there[own]
-        whole = {node: found for node, found in there.items() if not found.get("partial")}
+        fetched = {node: found for node, found in there.items() if commit and found["commit"] == commit}
+        whole = {node: found for node, found in (fetched or there).items() if not found.get("partial")}
         if whole:
             source = max(whole, key=lambda node: sum(file["size"] for file in whole[node]["files"]))
             return source, whole[source]

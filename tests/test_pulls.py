@@ -319,23 +319,24 @@ def _cached(folder: Path, commit: str, *names: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(("commit", "source", "sink"), [("1" * 40, A, B), (COMMIT, B, A)], ids=["earlier", "with more files"])
 async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_had_before(
-    hub: Repository, environ: dict[str, str], tmp_path: Path
+    commit: str, source: str, sink: str, hub: Repository, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    """An earlier commit there, or the same with files that no engine reads, is larger than what was fetched."""
+    """More files of the same commit do: all nodes must have the same (workers.identity)."""
     env = environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
     async with scene(tmp_path, **{"engine.env": env}) as made:
 
         def staged(node: str, model: str, revision: str | None, places: Mapping[str, str]) -> dict[str, Any] | None:
             found = manifest.manifest_of(model, revision, places)
-            return _cached(tmp_path, "1" * 40, "config.json", "w.safetensors") if node == B else found.to_dict() if found else None
+            return _cached(tmp_path, commit, "config.json", "w.safetensors") if node == B else found.to_dict() if found else None
 
         made.nodes.said["staged"] = staged
         ended = await made.ended(made.pulls.start("owner/name"))
 
     assert ended.state is OperationState.SUCCEEDED, ended.message
-    (source, (_, order, _)), (sink, (_, theirs, _)) = made.nodes.of("copy")
-    assert (source, sink) == (A, B)
+    (here, (_, order, _)), (there, (_, theirs, _)) = made.nodes.of("copy")
+    assert (here, there) == (source, sink)
     assert order["manifest"]["commit"] == theirs["manifest"]["commit"] == COMMIT
 
 
