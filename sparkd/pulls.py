@@ -200,7 +200,8 @@ class _Pull:
     async def _source(
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str
     ) -> tuple[str, dict[str, Any]]:
-        """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began.
+        """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began. Where a file
+        of another is not as large as this node's is, this node's count: a model that was made anew would be overwritten.
 
         commit: what was fetched to this node; an earlier one on another may be larger.
         """
@@ -210,6 +211,8 @@ class _Pull:
         there = {node: dict(found) for node, found in answers.items() if isinstance(found, Mapping) and found["files"]}
         fetched = {node: found for node, found in there.items() if commit and found["commit"] == commit}
         whole = {node: found for node, found in (fetched or there).items() if not found.get("partial")}
+        if ours := whole.get(self._nodes.node_ip):
+            whole = {node: found for node, found in whole.items() if not _differ(found, ours)}
         if whole:
             source = max(whole, key=lambda node: sum(file["size"] for file in whole[node]["files"]))
             return source, whole[source]
@@ -293,3 +296,9 @@ class _Pull:
         fraction = done / total if total else None
         progress = Progress(phase="copying", fraction=fraction, bytes_done=done, bytes_total=total, bytes_per_s=rate, eta_s=eta_s)
         self._tell_progress(what, progress)
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a file of one name is in both, in another size."""
+    sizes = {file["name"]: file["size"] for file in other["files"]}
+    return any(sizes.get(file["name"], file["size"]) != file["size"] for file in one["files"])

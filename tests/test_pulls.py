@@ -194,8 +194,9 @@ async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addr
         ({"files": FILES[:1]}, B),
         ({"partial": True}, B),
         ({}, A),
+        ({"files": [FILES[0], FILES[1] | {"size": 40}]}, A),
     ],
-    ids=["less of it", "an interrupted copy", "as much"],
+    ids=["less of it", "an interrupted copy", "as much", "another file of that name, and smaller"],
 )
 async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], source: str, tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
@@ -313,12 +314,6 @@ async def test_a_hub_id_is_downloaded_by_a_program_of_its_own(hub: Repository, e
     assert secret not in repr([ended, events])
 
 
-def _cached(folder: Path, commit: str, *names: str) -> dict[str, Any]:
-    return {"model": "owner/name", "revision": None, "commit": commit, "root": str(folder), "partial": False} | {
-        "files": [{"name": name, "size": 1 << 30, "mtime_ns": 1, "blob": None} for name in names]
-    }
-
-
 @pytest.mark.parametrize(("commit", "source", "sink"), [("1" * 40, A, B), (COMMIT, B, A)], ids=["earlier", "with more files"])
 async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_had_before(
     commit: str, source: str, sink: str, hub: Repository, environ: dict[str, str], tmp_path: Path
@@ -329,7 +324,10 @@ async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_ha
 
         def staged(node: str, model: str, revision: str | None, places: Mapping[str, str]) -> dict[str, Any] | None:
             found = manifest.manifest_of(model, revision, places)
-            return _cached(tmp_path, commit, "config.json", "w.safetensors") if node == B else found.to_dict() if found else None
+            assert found is not None
+            more = [{"name": "pytorch_model.bin", "size": 1 << 30, "mtime_ns": 1, "blob": None}] if node == B else []
+            raw = found.to_dict()
+            return raw | {"files": [*raw["files"], *more]} | ({"commit": commit} if node == B else {})
 
         made.nodes.said["staged"] = staged
         ended = await made.ended(made.pulls.start("owner/name"))
