@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from sparkd.admission import Ways
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import DoesNotFit, FlagRefused, NoRoom
+from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, NoRoom
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
@@ -22,6 +22,8 @@ from sparkd.rank_folders import slug_of
 from sparkd.raylink import RayLink
 from sparkd.team import team_of
 from workers.hub_cache import cache_places
+
+log = logging.getLogger("sparkd.cluster")
 
 IDENTITY_TIMEOUT_S = 60.0
 ALONE: Ways = (1, 1)
@@ -65,7 +67,7 @@ class Siting:
 
     async def _better(self, config: Config, spec: ModelConfig, alone: Need | None) -> Placement | None:
         """With `quantize: auto` over more nodes, where those hold a better format than one does; None where none do, or they cannot share
-        a model."""
+        a model now, which the log says."""
         if spec.quantize != AUTO or spec.tensor_parallel != AUTO or alone is None:
             return None
         found: list[tuple[int, int, int, Ways]] = []
@@ -75,8 +77,12 @@ class Siting:
                 if _quality(need) < _quality(alone) and await self._too_large(config, need, nodes) is None:
                     found.append((_quality(need), nodes, number, ways))
         for *_, ways in sorted(found):
-            with suppress(DoesNotFit):
+            try:
                 return await self._team(config, spec, ways, linked=True)
+            except DoesNotFit:
+                continue
+            except ClusterError as error:  # files that are not there, an agent that is silent: alone it is served all the same
+                log.warning("%s goes on one node in a smaller format. %s", spec.name, error.message)
         return None
 
     async def _spread(self, config: Config, spec: ModelConfig, why: str) -> Placement:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.config import Config, load_config, parse_model
-from sparkd.errors import ContextTooLong, DoesNotFit, LoadRefused, RankError
+from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, RankError
 from sparkd.needs import refuse_unloadable
 from sparkd.placement import Placement
 from sparkd.places import Places
@@ -28,6 +28,8 @@ class FakeLink:
         self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.full: set[str] = set()
         self.devices: set[str] = set()
+        self.without: set[str] = set()
+        self.silent: set[str] = set()
 
     async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
         return self.groups.get(model) == (gib, tuple(nodes))
@@ -44,7 +46,10 @@ class FakeLink:
         self.groups.pop(model, None)
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
-        return {"vllm": "0.32.0", "platform": "cpu", "plugin": "p", "files": {"config.json": [1, "d"]}}
+        if node in self.silent:
+            raise AgentLost(f"The agent of node {node} did not answer.")
+        files = None if node in self.without else {"config.json": [1, "d"]}
+        return {"vllm": "0.32.0", "platform": "cpu", "plugin": "p", "files": files}
 
 
 class FakeFabric:
@@ -194,6 +199,19 @@ async def test_auto_is_the_best_format_and_then_the_fewest_nodes(model: str, tmp
         assert found.nodes == (A,) and found.spec is not None and isinstance(found.spec.quantize, dict)
     found = await Scene(tmp_path, room).place(model, quantize="auto", kv_margin_gib=0, tensor_parallel=1)
     assert found.nodes == (A,)
+
+
+@pytest.mark.parametrize("which", ["without", "silent"])
+async def test_a_node_that_cannot_share_a_model_keeps_it_from_no_node_that_holds_it_alone(which: str, model: str, tmp_path: Path) -> None:
+    """Before the second node came it was served there; a better format is no reason to fail."""
+    alone = (await Scene(tmp_path, {A: 20.0}).place(model)).memory_gib
+    scene, asked = Scene(tmp_path, dict.fromkeys((A, B), alone - 0.5)), {"quantize": "auto", "kv_margin_gib": 0}
+    getattr(scene.link, which).add(B)
+    found = await scene.place(model, **asked)
+    assert (found.nodes, found.tensor) == ((A,), 1) and found.spec is not None and isinstance(found.spec.quantize, dict)
+    await scene.places.release("m")
+    with pytest.raises((RankError, AgentLost), match=B):
+        await scene.place(model, **asked, tensor_parallel=2)
 
 
 async def test_what_has_lost_a_node_moves_to_fewer_where_its_entry_allows_it(model: str, tmp_path: Path) -> None:
