@@ -82,7 +82,7 @@ class Siting:
             except DoesNotFit:
                 continue
             except ClusterError as error:  # files that are not there, an agent that is silent: alone it is served all the same
-                log.warning("%s goes on one node in a smaller format. %s", spec.name, error.message)
+                log.warning("%s does not go over more nodes in a better format: %s", spec.name, error.message)
         return None
 
     async def _spread(self, config: Config, spec: ModelConfig, why: str) -> Placement:
