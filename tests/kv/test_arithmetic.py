@@ -132,7 +132,12 @@ def test_a_context_that_is_said_to_fit_fits_beside_a_state():
             None,
             "helps: a smaller cache (up to 12.0 GiB would fit, which is 2 of 32,768 tokens), or a smaller batch",
         ),
-        (10 * GIB, 13 * GIB, None, "What helps: a shorter context (max_model_len 16,128 would fit), or 4-bit weights"),
+        (
+            10 * GIB,
+            13 * GIB,
+            None,
+            "helps: a smaller cache with a shorter context (up to 2.00 GiB and max_model_len 16,128 would fit), or 4-bit weights",
+        ),
         (2 * GIB, None, None, "and 0.00 GiB are left"),
         (
             40 * GIB,
@@ -169,7 +174,7 @@ ASKED = "The KV cache that was asked for is 1.00 GiB, and one request of 32,768 
         (30 * GIB, GIB, f"{ASKED}a larger cache (kv_cache), or a shorter context (max_model_len 7,936 would fit)."),
         (30 * GIB, GIB // 64, "needs 4.02 GiB. What helps: a larger cache (kv_cache)."),
         (2 * GIB, GIB, f"{ASKED}a shorter context (max_model_len 7,936 would fit)."),
-        (GIB // 2, GIB, f"{ASKED}a shorter context (max_model_len 3,840 would fit)."),
+        (GIB // 2, GIB, f"{ASKED}a smaller cache with a shorter context (up to 0.50 GiB and max_model_len 3,840 would fit)."),
         (0, GIB, "The KV cache that was asked for needs 1.00 GiB and 0.00 GiB are left: "),
     ],
 )
@@ -177,6 +182,27 @@ def test_a_size_below_one_request_is_said_to_be_one(demand, left, asked, says):
     with pytest.raises(DoesNotFit) as raised:
         pool(left + demand.ahead + GIB, demand, GIB, NEED, asked)
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "says"),
+    [
+        (None, "What helps: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
+        (4, "What helps: a smaller cache with a shorter context (up to 3.00 GiB and max_model_len 24,320 would fit), or ending"),
+        (1, "What helps: a shorter context (max_model_len 24,320 would fit), or ending"),
+    ],
+    ids=["bytes", "four requests", "one request"],
+)
+def test_a_shorter_context_alone_is_advised_where_what_was_asked_for_shrinks_with_it(sequences, says):
+    def asked(need: Need) -> int:
+        return 17 * GIB if sequences is None else sequences * need.per_request + need.per_block
+
+    with pytest.raises(DoesNotFit) as raised:
+        pool(4 * GIB, Demand(), GIB, NEED, asked(NEED), again=asked)
+    assert says in str(raised.value)
+    if sequences == 1:
+        shorter = NEED.shortened(24_320)
+        assert pool(4 * GIB, Demand(), GIB, shorter, asked(shorter), again=asked).bytes == asked(shorter)
 
 
 RESERVED = (

@@ -158,9 +158,10 @@ def pool(
     at_most: int | None = None,
     reserved: Reserved | None = None,
     by_blocks: bool = False,
+    again: Callable[[Need], int | None] | None = None,
 ) -> Pool:
     """asked: bytes of a cache of a given size; None for all that is left, or `at_most`, or what `reserved` leaves. by_blocks: the size was
-    given in vLLM's blocks. Raises DoesNotFit.
+    given in vLLM's blocks. again: what would be asked with a shorter context; None: as much. Raises DoesNotFit.
 
     room: bytes that can be taken at all (Reading.room).
     """
@@ -171,7 +172,9 @@ def pool(
             raise DoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
         if asked > left:
             what = f"The KV cache that was asked for needs {_gib(asked)}"
-            smaller = left >= need.floor
+            then = asked if again is None else again(need.shortened(longest(left, need) or need.max_model_len))
+            # Of a size in bytes a shorter context takes nothing.
+            smaller = left >= need.floor or (then or 0) > left
             raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=smaller, by_blocks=by_blocks))
         size = asked
     else:
@@ -227,8 +230,14 @@ def _of_too_little(asked: int, left: int, need: Need, by_blocks: bool) -> list[s
     way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if by_blocks else "kv_cache"
     cures = [f"a larger cache ({way})"] if left >= need.floor else []
     if tokens := longest(min(asked, left), need):
-        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
+        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)" if asked <= left else _both(left, tokens, need, by_blocks))
     return cures
+
+
+def _both(left: int, tokens: int, need: Need, by_blocks: bool) -> str:
+    """What helps where a request is too long and the size that was asked for too large."""
+    way = f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
+    return f"a smaller cache with a shorter context ({way} and max_model_len {tokens:,} would fit)"
 
 
 def _what(need: Need) -> str:
@@ -273,13 +282,15 @@ def _sentence(
     most: int | None = None,
     more: str = "",
 ) -> str:
-    """missing: bytes. smaller: whether a smaller cache would do for one request; by_blocks: whose size was given in
+    """missing: bytes. smaller: whether the cache must be smaller than was asked for; by_blocks: whose size was given in
     vLLM's blocks. most: what the cache may have, where that is less than
     `left`. more: what else there is to the sum."""
     weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
     sum_of = f"{_gib(room)} are there, less {', '.join([*_ahead(demand), f'{_gib(margin)} of margin'])}{more}."
     cures: list[str] = []
-    if smaller:
+    if smaller and left < need.floor:
+        cures += [_both(left, tokens, need, by_blocks)] if (tokens := longest(left, need)) else []
+    elif smaller:
         requests = (left - need.per_block) // need.per_request
         way = f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
         cures.append(f"a smaller cache ({way} would fit, which is {requests} of {need.max_model_len:,} tokens)")

@@ -273,7 +273,7 @@ class Sizing:
         reading = lowest(self._rehearsal.read, WINDOW_S if long else KNOWN_WINDOW_S)
         wish = self._wish
         margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
-        made = pool(reading.room, demand, margin, need, wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks)
+        made = pool(reading.room, demand, margin, need, wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
         why = "; ".join(one for one in (wish.why(), course.why) if one) or None
         self._pool = made
         self._source = course.source
