@@ -209,9 +209,11 @@ class _Pull:
         asking = (self._nodes.ask(node, "staged", model, revision, dict(places), timeout_s=ASK_TIMEOUT_S) for node in asked)
         answers = dict(zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True))
         there = {node: dict(found) for node, found in answers.items() if isinstance(found, Mapping) and found["files"]}
-        fetched = {node: found for node, found in there.items() if commit and found["commit"] == commit}
-        whole = {node: found for node, found in (fetched or there).items() if not found.get("partial")}
-        if ours := whole.get(self._nodes.node_ip):
+        own = self._nodes.node_ip
+        if fetched := {node: found for node, found in there.items() if commit and found["commit"] == commit}:
+            there = {node: found | {"partial": node != own and found.get("partial")} for node, found in fetched.items()}
+        whole = {node: found for node, found in there.items() if not found.get("partial")}
+        if ours := whole.get(own):
             whole = {node: found for node, found in whole.items() if not _differ(found, ours)}
         if whole:
             source = max(whole, key=lambda node: sum(file["size"] for file in whole[node]["files"]))

@@ -338,6 +338,26 @@ async def test_what_the_hub_gave_goes_to_the_others_and_not_what_another_node_ha
     assert order["manifest"]["commit"] == theirs["manifest"]["commit"] == COMMIT
 
 
+def _break_off(blobs: Path) -> None:
+    blobs.mkdir(parents=True)
+    (blobs / f"{'0' * 64}{manifest.PART}").write_bytes(b"of a commit that nobody wants any more")
+
+
+async def test_what_was_fetched_is_whole_though_a_part_of_an_earlier_copy_lies_beside_it(
+    hub: Repository, environ: dict[str, str], tmp_path: Path
+) -> None:
+    env = environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    _break_off(Path(environ["HF_HOME"], "hub", "models--owner--name", "blobs"))
+    async with scene(tmp_path, **{"engine.env": env}) as made:
+        made.nodes.said["staged"] = lambda node, model, revision, places: (
+            found.to_dict() if node == A and (found := manifest.manifest_of(model, revision, places)) else None
+        )
+        ended = await made.ended(made.pulls.start("owner/name"))
+
+    assert ended.state is OperationState.SUCCEEDED, ended.message
+    assert [node for node, _ in made.nodes.of("copy")] == [A, B]
+
+
 def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: Repository, environ: dict[str, str]) -> None:
     told: list[Mapping[str, Any]] = []
     assert fetch.fetch("owner/name", None, environ, told.append) == (COMMIT, "")
