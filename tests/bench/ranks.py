@@ -290,7 +290,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> int:
                 missed += [] if first is None else _missed(found, first, exact=arguments.dtype == EXACT)
                 first = first or found
         try:
-            if not arguments.no_measure:
+            if not arguments.no_measure and most > 1:
                 print(f"measured {await measured(nodes, folder, platform)}")
         except (ClusterError, TimeoutError) as error:
             missed.append(f"the measurement failed: {error}")
