@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkd.errors import DoesNotFit, RankError
 from sparkd.fabric_nodes import FabricNodes
 
+log = logging.getLogger("sparkd.cluster")
+
 Identity = Mapping[str, Any]
+PROGRAMS = ("vllm", "platform", "plugin")
 
 
 async def team_of(
     model: str, size: int, nodes: Sequence[str], fabric: FabricNodes, identify: Callable[[str], Awaitable[Identity]], *, rdma: bool
 ) -> tuple[str, ...]:
-    """The first `size` of `nodes` that have a sound rail between each two; none where so many are not there.
+    """The first `size` of `nodes` that have a sound rail between each two and would serve the same; none where so many are not there.
 
     identify: what workers.identity.identity says on a node. rdma: False for engines on CPUs. Raises DoesNotFit where no so many are
-    linked, RankError where two of them would not serve the same, both with the cure; ClusterError where a node does not answer.
+    linked, RankError where no so many of these would serve the same, both with the cure; ClusterError where a node does not answer.
     """
     if len(nodes) < size:
         return ()
@@ -26,9 +30,33 @@ async def team_of(
     if why:
         raise DoesNotFit(f"{model} cannot be shared by {size} nodes (tensor_parallel): {why}.")
     found = await asyncio.gather(*(identify(node) for node in chosen))
-    if told := difference(dict(zip(chosen, found, strict=True))):
-        raise RankError(f"{model} cannot be shared by {_among(chosen)}: {told}")
-    return chosen
+    known: dict[str, Identity] = dict(zip(chosen, found, strict=True))
+    told = difference(known)
+    if told is None:
+        return chosen
+    rest = [node for node in nodes if node not in known]
+    others = await asyncio.gather(*(identify(node) for node in rest), return_exceptions=True)
+    known |= {node: one for node, one in zip(rest, others, strict=True) if not isinstance(one, BaseException)}
+    for alike in _alike(nodes, known):
+        if len(alike) >= size:
+            chosen_instead, why = await fabric.team(alike, size, rdma=rdma)
+            if not why:
+                log.warning("%s goes over %s, since of the nodes before them %s", model, _among(chosen_instead), told)
+                return chosen_instead
+    raise RankError(f"{model} cannot be shared by {_among(chosen)}: {told}")
+
+
+def _alike(nodes: Sequence[str], known: Mapping[str, Identity]) -> Iterator[list[str]]:
+    """Groups of nodes that would all serve the same, and have it: what the first has, by which the model was counted, or where it has no
+    files at all what others have."""
+    first = next(iter(known))
+    able = [node for node in nodes if node in known and known[node]["files"] is not None]
+    left = [node for node in able if all(known[node][name] == known[first][name] for name in PROGRAMS)]
+    while left:
+        one = first if first in left else left[0]
+        alike = [node for node in left if difference({one: known[one], node: known[node]}) is None]
+        left = [node for node in left if node not in alike] if one != first else []
+        yield alike
 
 
 def difference(found: Mapping[str, Identity]) -> str | None:

@@ -74,6 +74,19 @@ async def test_the_first_nodes_with_a_rail_between_each_two_share_it() -> None:
     assert await team("pair-different-ports", size=3) == (), "so many are not there"
 
 
+@pytest.mark.parametrize("there", [{"files": None}, {"files": {"config.json": [2, "other"]}}, {"vllm": "0.31.1"}, {"plugin": "older"}])
+async def test_a_node_that_is_not_alike_is_left_out_where_there_are_enough_others(there: dict[str, Any]) -> None:
+    assert await team("ring-of-three", nodes=(A, B, C), **there) == (A, C)
+
+
+async def test_the_first_one_is_left_out_for_want_of_files_and_not_for_what_it_has() -> None:
+    """By its vLLM and its files the flags were chosen and the memory was counted."""
+    assert await team("ring-of-three", nodes=(B, A, C), files=None) == (A, C)
+    for there in ({"vllm": "0.31.1"}, {"files": {"config.json": [2, "other"]}}):
+        with pytest.raises(RankError, match=f"m cannot be shared by {B} and {A}: "):
+            await team("ring-of-three", nodes=(B, A, C), **there)
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "told"),
     [
