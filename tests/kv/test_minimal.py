@@ -156,6 +156,32 @@ def test_a_processor_that_makes_no_item_is_told_and_the_rest_is_rehearsed(monkey
     assert "no image could be made to rehearse with (KeyError)" in caplog.text
 
 
+def test_memory_that_is_refused_to_an_item_is_no_processors_fault(monkeypatch):
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
+    runner = OlderRunner(900_000, 100, 1000)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    runner.mm_registry.get_dummy_mm_inputs = refused
+    with pytest.raises(torch.OutOfMemoryError):
+        profiled(runner, 1.0, runner.peak)
+
+
+def test_a_budget_is_made_once_for_a_run(monkeypatch):
+    made = []
+
+    class Counted(OlderBudget):
+        def __init__(self, config: Any, registry: Any) -> None:
+            made.append(self)
+            super().__init__(config, registry)
+
+    monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", Counted)
+    runner = OlderRunner(900_000, 100, 1000)
+    profiled(runner, 1.0, runner.peak)
+    assert len(made) == 1
+
+
 def test_memory_that_is_refused_to_an_encoder_leaves_no_item_behind(monkeypatch):
     monkeypatch.setattr("vllm.multimodal.encoder_budget.MultiModalBudget", OlderBudget)
     runner = OlderRunner(900_000, 100, 1000)

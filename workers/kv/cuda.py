@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from workers.kv import encoders
 from workers.kv.agreement import over_world
 from workers.kv.arithmetic import Demand
 from workers.kv.gate import open_gate
@@ -52,7 +51,7 @@ class CudaRehearsal:
         # What is left of reading the checkpoint is what the driver cannot take; by now every rank has read it.
         forget_files(folders_of(self._worker.vllm_config))
         with _refusals(), self._configured():
-            peak = self._peak(lambda: encoders.profile_run(self._worker.model_runner))
+            peak = self._peak(self._worker.model_runner.profile_run)
             self._settle()
         return peak
 

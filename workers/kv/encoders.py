@@ -10,6 +10,8 @@ import inspect
 import logging
 from typing import Any
 
+import torch
+
 from workers.kv.symbols import imported
 
 # A processor is the model's own code; this vLLM starts without asking it.
@@ -20,16 +22,13 @@ logger = logging.getLogger("vllm.sparkd.kv")
 
 def items(runner: Any) -> int:
     """Images, or whatever is largest, that a profile run has its encoders run at once; 0 for none. Raises Missing."""
-    config = getattr(runner.model_config, "multimodal_config", None)
-    if not runner.supports_mm_inputs or config is None or config.skip_mm_profiling or not getattr(runner, "is_first_pp_rank", True):
-        return 0
-    return _most(_budget(runner))[1]
+    return _most(_budget(runner))[1] if _encodes(runner) else 0
 
 
 def profile_run(runner: Any) -> None:
     """vLLM's own, with the encoders' part in memory meanwhile. Raises Missing."""
     encoder_runner = getattr(getattr(runner, "model_state", None), "encoder_runner", None)  # V2's
-    if encoder_runner is None or hasattr(encoder_runner, "profile_encoder_cache") or not items(runner):
+    if encoder_runner is None or hasattr(encoder_runner, "profile_encoder_cache") or not _encodes(runner):
         runner.profile_run()
         return
     made = _largest(runner)
@@ -43,16 +42,30 @@ def profile_run(runner: Any) -> None:
         runner.reset_encoder_cache()
 
 
+def _encodes(runner: Any) -> bool:
+    config = getattr(runner.model_config, "multimodal_config", None)
+    first = getattr(runner, "is_first_pp_rank", True)  # the stage that has the encoders
+    return bool(runner.supports_mm_inputs and config is not None and not config.skip_mm_profiling and first)
+
+
 def _largest(runner: Any) -> list[tuple[str, Any]]:
     """As many of the largest item as a batch may have; none where the model's own processor cannot make one, as vLLM says of it then."""
     budget = _budget(runner)
     kind, count = _most(budget)
+    if not count:
+        return []
     try:
         made = runner.mm_registry.get_dummy_mm_inputs(runner.model_config, mm_counts={kind: 1}, cache=budget.cache)
         return [(kind, made["mm_kwargs"][kind][0])] * count
     except _ANY as error:
-        told = type(error).__name__
-        logger.warning("sparkd: no %s could be made to rehearse with (%s): its encoder's memory is not counted.", kind, told)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        logger.warning(
+            "sparkd: no %s could be made to rehearse with (%s): its encoder's memory is not counted. A larger kv_margin_gib leaves room for "
+            "it, limit_mm_per_prompt does without it.",
+            kind,
+            type(error).__name__,
+        )
         return []
 
 
