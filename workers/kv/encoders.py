@@ -61,8 +61,8 @@ def _largest(runner: Any) -> list[tuple[str, Any]]:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         logger.warning(
-            "sparkd: no %s could be made to rehearse with (%s): its encoder's memory is not counted. A larger kv_margin_gib leaves room for "
-            "it, limit_mm_per_prompt does without it.",
+            "sparkd: no %s could be made to rehearse with (%s): its encoder's memory is not counted. A larger kv_margin_gib leaves room "
+            "for it, limit_mm_per_prompt does without it.",
             kind,
             type(error).__name__,
         )
