@@ -2,7 +2,8 @@
 ending its process.
 
 A program: `python -m sparkd.fetch` reads one line of JSON from stdin, {"hub_id", "revision"}; HF_* come by its environment. It prints
-{"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note"} or {"error"}, and ends when stdin does.
+{"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note"} or {"error"}, with "unasked" where it was the
+hub that said nothing, and ends when stdin does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparkd.errors import CheckpointError, RankError, SparkdError
+from sparkd.errors import CheckpointError, SparkdError
 from sparkd.hub import Hub, Listing
 from workers.hub_cache import hub_cache, snapshot_of
 from workers.staging.chunks import Buffer, sha256_of
@@ -36,6 +37,13 @@ CONSOLIDATED = "consolidated*.safetensors"
 Tell = Callable[[Mapping[str, Any]], None]
 
 
+class NotAsked(Exception):
+    """The hub did not say what it has, and this node has not all of it."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        self.error = error
+
+
 def wanted(names: Iterable[str]) -> list[str]:
     """Of a repository's files, in their order. GGUF and the like only where there are no safetensors."""
     listed = [name for name in names if not _any(name, OTHER_FOLDERS)]
@@ -49,14 +57,14 @@ def wanted(names: Iterable[str]) -> list[str]:
 
 def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: Tell) -> tuple[str, str]:
     """(commit, a note) once all of it is in the cache. What is there already is not fetched again; where the hub cannot be asked, what
-    is in the cache will do if it is whole. Raises SparkdError."""
+    is in the cache will do if it is whole. Raises SparkdError; NotAsked where the hub said nothing and it is not."""
     try:
         hub = Hub(hub_id, revision, environ)
         listing = hub.listing(nested=True)
     except CheckpointError as error:
         commit = _whole(hub_id, revision, environ)
         if commit is None:
-            raise
+            raise NotAsked(error) from None
         return commit, f"The hub was not asked ({error.reason}); what is in the cache is whole."
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     snapshot = folder / "snapshots" / listing.commit
@@ -169,8 +177,8 @@ def main() -> None:
     try:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
         tell({"ended": True, "commit": commit, "note": note})
-    except RankError as error:
-        tell({"error": error.message})
+    except NotAsked as unasked:
+        tell({"error": unasked.error.message, "unasked": unasked.error.reason})
     except SparkdError as error:
         tell({"error": error.message})
     except OSError as error:

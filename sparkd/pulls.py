@@ -142,6 +142,14 @@ class Pulls:
         return list(dict.fromkeys(asked))
 
 
+class _Unasked(RankError):
+    """The hub said nothing, and this node has not all of it: another one may."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
 class _Pull:
     """One pull, from the hub or the node that has the files to every node that shall have them."""
 
@@ -153,8 +161,18 @@ class _Pull:
     async def run(self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]) -> str:
         """What came of it, one sentence. Raises ClusterError."""
         places = {name: value for name, value in environ.items() if name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")}
-        commit, note = ("", "") if model.startswith("/") else await self._fetch(model, revision, environ)
-        source, manifest = await self._source(model, revision, places, nodes, commit)
+        commit, note, silent = "", "", None
+        if not model.startswith("/"):
+            try:
+                commit, note = await self._fetch(model, revision, environ)
+            except _Unasked as error:
+                silent = error
+        try:
+            source, manifest = await self._source(model, revision, places, nodes, commit)
+        except ClusterError as error:
+            raise silent or error from None
+        if silent is not None:
+            note = f"The hub was not asked ({silent.why}); what {source} has is whole."
         targets = [node for node in nodes if node != source]
         size = sum(file["size"] for file in manifest["files"])
         where = f"{model} ({size / 1e9:.2f} GB)"
@@ -168,7 +186,8 @@ class _Pull:
         return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was lacking'}. {note}".strip()
 
     async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-        """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason."""
+        """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
+        where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH", ""))))
         process = await asyncio.create_subprocess_exec(
@@ -186,6 +205,8 @@ class _Pull:
             process.stdin.write(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n")
             async for line in process.stdout:
                 told = json.loads(line)
+                if "unasked" in told:
+                    raise _Unasked(str(told["error"]), str(told["unasked"]))
                 if "error" in told:
                     raise RankError(str(told["error"]))
                 if "ended" in told:

@@ -358,6 +358,37 @@ async def test_what_was_fetched_is_whole_though_a_part_of_an_earlier_copy_lies_b
     assert [node for node, _ in made.nodes.of("copy")] == [A, B]
 
 
+def _lose_a_shard(environ: Mapping[str, str]) -> None:
+    snapshot = snapshot_of("owner/name", None, environ)
+    assert snapshot is not None
+    next(snapshot.glob("*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_where_the_hub_is_silent_another_nodes_whole_snapshot_is_copied(
+    whole: bool, hub: Repository, environ: dict[str, str], tmp_path: Path
+) -> None:
+    """Before: a hub id that the second node had could not be brought to the first without the hub. Half a download is no source."""
+    other = environ | {"HF_HOME": str(tmp_path / "others")}
+    assert fetch.fetch("owner/name", None, other, lambda _: None) == (COMMIT, "")
+    if not whole:
+        _lose_a_shard(other)
+    hub.listing = {"nothing": "of use"}
+    async with scene(tmp_path, **{"engine.env": environ | {"NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}}) as made:
+        made.nodes.said["staged"] = lambda node, model, revision, places: (
+            found.to_dict() if (found := manifest.manifest_of(model, revision, other if node == B else places)) else None
+        )
+        ended = await made.ended(made.pulls.start("owner/name"))
+
+    if whole:
+        assert ended.state is OperationState.SUCCEEDED, ended.message
+        assert "The hub was not asked" in ended.message and f"what {B} has is whole" in ended.message
+        assert [node for node, _ in made.nodes.of("copy")] == [B, A]
+    else:
+        assert ended.state is OperationState.FAILED and "no listing" in ended.message
+        assert made.nodes.of("copy") == []
+
+
 def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: Repository, environ: dict[str, str]) -> None:
     told: list[Mapping[str, Any]] = []
     assert fetch.fetch("owner/name", None, environ, told.append) == (COMMIT, "")
@@ -365,8 +396,9 @@ def test_a_hub_that_cannot_be_asked_is_no_trouble_where_the_cache_is_whole(hub: 
     commit, note = fetch.fetch("owner/name", None, environ, told.append)
 
     assert commit == COMMIT and "what is in the cache is whole" in note
-    with pytest.raises(CheckpointError, match="no listing"):
+    with pytest.raises(fetch.NotAsked) as silent:
         fetch.fetch("owner/name", "other", environ, told.append)
+    assert "no listing" in silent.value.error.message
 
 
 def test_a_file_that_is_not_what_the_hub_says_is_removed(hub: Repository, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ with the commit. The ETag of a large file is its SHA-256. A folder is what it is
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,6 +23,8 @@ JOURNAL = ".sparkd-part.sums"
 _BLOB = re.compile(r"[0-9A-Za-z._-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9A-Za-z._-]{1,128}")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin|\.gguf)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class File:
 class Manifest:
     """model: a hub id, or a folder's path; commit: the hub's, None of a folder; root: the folder of the files on the node that has them.
 
-    partial: a copy to this node was interrupted, and the rest of a file is still to come.
+    partial: a copy to this node was interrupted, and the rest of a file is still to come; or a download of the hub's was, and shards that
+    its index or their own names speak of are lacking.
     """
 
     model: str
@@ -96,7 +100,8 @@ def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) ->
         raise RankError(f"{error.filename or folder} cannot be read: {error.strerror or error}. Check its owner and mode.") from error
     made = Manifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
     top = place_of(made, environ).top if made.commit is not None else folder
-    return replace(made, partial=next(top.rglob(f"*{PART}"), None) is not None)
+    begun = next(top.rglob(f"*{PART}"), None) is not None
+    return replace(made, partial=begun or (made.commit is not None and _lacks_weights(folder, {file.name for file in files})))
 
 
 def place_of(manifest: Manifest, environ: Mapping[str, str]) -> Place:
@@ -142,6 +147,22 @@ def _files(folder: Path) -> Any:
             status = real.stat()
             blob = real.name if path.is_symlink() and real.parent.name == "blobs" and _is_blob(real.name) else None
             yield File(str(path.relative_to(folder)), status.st_size, status.st_mtime_ns, blob)
+
+
+def _lacks_weights(folder: Path, names: Set[str]) -> bool:
+    """Of a snapshot, whose files appear once each is whole."""
+    needed = set[str]()
+    for found in filter(None, map(_NUMBERED.fullmatch, names)):
+        needed |= {f"{found[1]}-{number:05d}-of-{found[2]}{found[3]}" for number in range(1, int(found[2]) + 1)}
+    for index in (name for name in names if name.endswith(".index.json") and "/" not in name):
+        try:
+            named = json.loads((folder / index).read_bytes())["weight_map"].values()
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            continue  # who loads it says what is wrong with it
+        kind = {Path(str(file)).suffix for file in named}
+        if any(Path(name).suffix in kind for name in names):  # else of weights that were not wanted
+            needed |= {str(file) for file in named}
+    return not needed <= names or not any(name.endswith(_WEIGHTS) for name in names)
 
 
 def _is_blob(name: str) -> bool:
