@@ -14,7 +14,7 @@ from sparkd.config import Config, parse_model
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
 from sparkd.model_config import ModelConfig
-from sparkd.needs import Need, need_of, too_large
+from sparkd.needs import Need, need_of, said_to, too_large
 from sparkd.recipe_book import AsWritten, Book
 from sparkd.recipe_check import checked
 from sparkd.resolving import resolved
@@ -314,16 +314,21 @@ class Runtime:
         return self.found
 
 
-def test_the_flags_of_a_models_vllm_are_learned_with_its_need(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where somebody wrote some, for a vLLM that is on this node."""
-    learned: list[tuple[Path | None, Path]] = []
-    monkeypatch.setattr("sparkd.needs.learn", lambda *about: learned.append(about))
+    asked: list[tuple[Path | None, Path, bool]] = []
+
+    def refused(_flags: Any, _env: Any, runtime: Path | None, state: Path, *, ask: bool) -> tuple[str, ...]:
+        asked.append((runtime, state, ask))
+        return ()
+
+    monkeypatch.setattr("sparkd.needs.refused", refused)
     monkeypatch.setattr("sparkd.needs.full_version_in", lambda _runtime: "0.32.0")
     config = Config.model_validate({"state_dir": tmp_path})
     for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
-        assert learned == []
-        need_of(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, Runtime("e", vllm), 100.0, 100.0)
-    assert learned == [(None, tmp_path)]
+        assert asked == []
+        said_to(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
+    assert asked == [(None, tmp_path, True)]
 
 
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:

@@ -240,8 +240,9 @@ def test_a_name_that_is_not_there_is_an_error_whatever_was_swept(here: Path, mor
 
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith(f"error: Nothing of tiny-b is in {here}/state/quantized. ")
-    assert shown.err.endswith(f"What loads that were killed had left there is removed all the same: {3 << 20:,} bytes.\n")
+    told = json.loads(shown.err)["error"]["message"] if more else shown.err.removeprefix("error: ").rstrip("\n")
+    assert told.startswith(f"Nothing of tiny-b is in {here}/state/quantized. ")
+    assert told.endswith(f"What loads that were killed had left there is removed all the same: {3 << 20:,} bytes.")
     assert there(here) == [name]
     assert [name for name in os.listdir(here / "state" / "quantized") if name.startswith(".writing")] == []
 
