@@ -35,7 +35,7 @@ from sparkd.resolving import resolved, room_of
 from sparkd.source import folder_of
 from sparkd.source_quantization import SourceQuantization
 from sparkd.uncounted import uncounted
-from sparkd.vllm_flags import SPECULATIVE, flag_name, without
+from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER, probe
 from workers.spec import RankSpec
@@ -101,6 +101,7 @@ def answer(
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
     serving = serving_of(plain, headers.known, hardware, env, headers)
     if serving is None:
+        _refuse_flags(spec, entry)  # what vLLM would not take either is named first
         raise ConfigError(f"{spec.name}: {_uncounted(spec)}, so nothing can be said of its memory beforehand: leave it out for a plan.")
     fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
     nodes = max(question.nodes or 1, fixed or 1)
@@ -274,14 +275,20 @@ def _uncounted(spec: ModelConfig) -> str:
     if spec.quantization is not None or spec.dtype in ("float32", "float"):
         key = "quantization" if spec.quantization is not None else "dtype"
         return f"{key}: {getattr(spec, key)} is vLLM's own way with weights, which is not counted"
-    return f"what a cache of kv_cache_dtype: {spec.kv_cache_dtype} or its draft costs is not counted"
+    return f"what {f'a cache of kv_cache_dtype: {spec.kv_cache_dtype}' if spec.kv_cache_dtype else 'its draft'} costs is not counted"
+
+
+def _refuse_flags(spec: ModelConfig, entry: Entry) -> Translation:
+    """What its flags are to the runtime's vLLM. Raises ConfigError where that would not be started so."""
+    said = said_to(spec, entry.config, entry.vllm)
+    if said.refused:
+        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}", param="model")
+    return said
 
 
 def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
     """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
-    said = said_to(spec, entry.config, entry.vllm)
-    if said.refused:
-        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}", param="model")
+    said = _refuse_flags(spec, entry)
     decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}
     if spec.model != entry.spec.model:
         decided = {"model": spec.model} | decided

@@ -33,6 +33,7 @@ LINES = {
     "NcclFailed": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with "
     "NCCL_DEBUG=INFO)",
     "ServeTwice": "vllm: error: unrecognized arguments: serve nvidia/Qwen3.6-35B-A3B-NVFP4",
+    "SettingsRefused": "pydantic_core._pydantic_core.ValidationError: 1 validation error for SpeculativeConfig",
     "BlockSizeRefused": "ValueError: No common block size for 17. ",
     "FlagRefused": "api_server.py: error: argument --block-size: invalid choice: 17 (choose from 1, 8, 16)",
     "UnknownFlag": "api_server.py: error: unrecognized arguments: --no-such-flag",

@@ -189,6 +189,10 @@ SIGNATURES = (
         "Correct it in extra_args: `vllm serve --help=all` says what it takes.",
     ),
     _sign(
+        "SettingsRefused", CAUSE, r"ValidationError: \d{1,4} validation errors? for (\w{1,64})",
+        "vLLM's {0} does not take the settings that it was given.", "The lines below that one in its log say which: `sparkd logs MODEL`.",
+    ),
+    _sign(
         "BlockSizeRefused", ROOT, r"No common block size for (\d{1,6})",
         "No attention kernel of this vLLM has blocks of {0} tokens.",
         "Leave --block-size out of extra_args, or set a power of two that the backend has, such as 16 or 32.",
