@@ -46,6 +46,8 @@ class Gate:
         return self.pressure.condition, self.release.condition
 
     def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
+        if observation.ranks is None:
+            return  # nobody could look at any node: what is shut stays so, and who waits hears nothing of it
         self.pressure.relieve(observation, records)
         self.release.look(observation)
         self.shut = self.pressure.shut | self.release.shut
@@ -54,7 +56,7 @@ class Gate:
         # An open node that misses a look may be back with the next one.
         if self.pressure.is_news or not (somewhere or observation.unseen - self.shut):
             for record in records.values():
-                if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED):
+                if record.waiters and record.state in (ModelState.STOPPED, ModelState.FAILED) and not _may_live(record, observation):
                     self._shed(record)
 
     def _shed(self, record: Record) -> None:
@@ -67,3 +69,11 @@ class Gate:
         self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by))
         if record.desired.by == "request":
             self._want(record.name, Want.STOPPED, "request")
+
+
+def _may_live(record: Record, observation: Observation) -> bool:
+    """Whether an engine of it is there, or may be on a node that is out of sight: who waits for that waits for no load, and a wish that is
+    taken back would end it."""
+    return bool(observation.unseen.intersection(record.nodes)) or any(
+        fact.alive and fact.handle.model == record.name for fact in observation.ranks or ()
+    )

@@ -11,7 +11,7 @@ import pytest
 from sparkd.errors import Unavailable
 from sparkd.pressure import EVICT_EVERY_S, IDLE_S, SHUT_AFTER_S
 from sparkd.release import LIMIT_S
-from sparkd.state import Want
+from sparkd.state import Progress, Want
 from tests.fakes import READING, FakeCluster, Scene, stage
 
 
@@ -23,6 +23,11 @@ async def ready(made: Scene, *models: str) -> None:
         made.cluster.serve(name)
         await made.tick(3)
         assert made.state(name) == "READY"
+
+
+async def asked(made: Scene, name: str) -> None:
+    async with made.supervisor.lease(name, wait_s=1e6):
+        pass
 
 
 def level(made: Scene, name: str) -> None:
@@ -198,3 +203,47 @@ async def test_who_waits_for_an_open_node_that_misses_a_look_waits_on(tmp_path: 
         assert made.state("absent") == "LOADING"
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_look_in_which_nobody_could_look_sends_nobody_away_and_opens_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=models(tmp_path, absent={}, slow={})) as made:
+        made.cluster.agents = ("n", "o")
+        made.cluster.node_readings = {"n": replace(READING, node_id="n", level="tight"), "o": replace(READING, node_id="o")}
+        await made.tick(2, seconds=SHUT_AFTER_S)
+        made.supervisor.want("slow", Want.RUNNING, "admin")
+        await made.tick(2)
+        asking = asyncio.ensure_future(asked(made, "absent"))
+        await made.tick(2)
+        ranks, made.cluster.ranks, made.cluster.agents = made.cluster.ranks, None, ()
+        made.cluster.reading, made.cluster.connected = None, False
+        await made.tick(1)
+        made.cluster.ranks, made.cluster.agents, made.cluster.reading, made.cluster.connected = ranks, ("n", "o"), READING, True
+        await made.tick(1)
+        assert (asking.done(), made.cluster.shut_nodes) == (False, {"n"})
+        told = [event.message for event in made.supervisor.ledger.events(0, 200) if event.kind == "memory"]
+        assert told == ["n is tight, 0.0 GiB available."], "it had no memory again"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_who_waits_for_an_engine_that_a_new_daemon_sees_in_part_does_not_end_it(tmp_path: Path) -> None:
+    """Its memory is what makes the node short, and its other rank is out of sight until Ray is there."""
+    cluster, given = FakeCluster(), models(tmp_path, m={})
+    cluster.nodes, cluster.agents, cluster.names = ("n", "o"), ("n", "o"), ["m"]
+    async with stage(tmp_path, cluster=cluster, models=given) as made:
+        asking = asyncio.ensure_future(asked(made, "m"))
+        await made.tick(2)
+        cluster.show_rank(0, progress=Progress(phase="serving", server_up=True))
+        await made.tick(3)
+        await asyncio.wait_for(asking, 5)
+    cluster.agents, cluster.unseen = ("n",), frozenset({"o"})
+    cluster.node_readings = {"n": replace(READING, node_id="n", level="tight")}
+    cluster.log.clear()
+    async with stage(tmp_path, cluster=cluster, models=given) as made:
+        asking = asyncio.ensure_future(asked(made, "m"))
+        await made.tick(3)
+        assert (asking.done(), made.supervisor.record("m").desired.want) == (False, Want.RUNNING)
+        cluster.agents, cluster.unseen = ("n", "o"), frozenset()
+        await made.tick(4)
+        await asyncio.wait_for(asking, 5)
+        assert (made.state("m"), "destroy m" in cluster.log) == ("READY", False)
