@@ -202,7 +202,7 @@ def _length_of(spec: ModelConfig) -> int | None:
 
 def _reads_another_config(spec: ModelConfig, files: Iterable[str]) -> bool:
     """Whether flags or files of other kinds tell vLLM how long a request may be: Mistral's params.json, a sentence transformer's own."""
-    flags = any((flag_name(arg) or "").startswith(("hf-", "config-f")) for arg in spec.extra_args)
+    flags = any((flag_name(arg) or "").startswith(("hf-", "config-f", "revision")) for arg in spec.extra_args)
     return flags or any(name == "params.json" or fnmatchcase(name, "sentence_*_config.json") for name in files)
 
 

@@ -420,6 +420,7 @@ def test_check_lets_a_warning_pass(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"max_model_len": "8K"}, {"model_max_length": 8192}, None),
         ({"max_model_len": "9K"}, {"model_max_length": 8192}, "9,216 tokens are more than the 4,096"),
         ({"max_model_len": 4097, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}, {}, None),
+        ({"max_model_len": 4097, "extra_args": ["--revision", "longer"]}, {}, None),
         ({"max_model_len": 4097, "extra_args": ["--hf-overrides", '{"max_position_embeddings": 8192}']}, {}, None),
         ({"max_model_len": 4097, "entrypoint": "workers.stub"}, {}, None),
         ({"max_model_len": 4097, "extra_args": ["--max-model-len=4k"]}, {}, None),

@@ -250,6 +250,7 @@ def test_a_dead_engine_is_noticed_while_serving() -> None:
 
 
 CLIENT = "(APIServer pid=1) WARNING 11-22 19:09:52 [core_client.py:817] "
+RAY_WORKER = "(EngineCore pid=1) ERROR 11-22 19:09:52 [ray_executor_v2.py:1] RayWorkerProc rank=1"
 WORKER = "(EngineCore pid=1) ERROR 11-22 19:09:52 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly "
 CORE_LOST, WORKER_GONE, WORKER_LOST = (
     "its engine core was lost",
@@ -271,6 +272,7 @@ CORE_LOST, WORKER_GONE, WORKER_LOST = (
         # kill -9 of vLLM 0.32's worker, at rest; and what 0.26 says.
         ([f"{WORKER}(exit code: None), shutting down executor."], WORKER_GONE),
         ([f"{WORKER.rstrip()}, shutting down executor."], WORKER_GONE),
+        ([f"{RAY_WORKER} died unexpectedly, shutting down executor."], "its worker rank=1 was lost"),
         (["(APIServer pid=1) INFO 11-22 19:09:52 [logger.py:1] Received: engine core exited unexpectedly, EngineDeadError"], None),
         ([f"{CLIENT}[shutdown] MPClient: complete"], None),
     ],

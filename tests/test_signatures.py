@@ -62,7 +62,7 @@ LINES = {
 FILES = {
     "vllm-logs/memory-gate-error.txt": "StartMemoryShort",
     "vllm-logs/parallel-errors.txt": "WorldTooLarge HeadsDoNotDivide LaunchOptionsDoNotDivide RendezvousTimedOut",
-    "vllm-logs/quantization-errors.txt": "KernelMissing WeightsDoNotMatch QuantizationMismatch",
+    "vllm-logs/quantization-errors.txt": "KernelMissing WeightsDoNotMatch SettingsRefused QuantizationMismatch",
     "vllm-logs/backend-selection.txt": "MoeBackendRefused",
     "vllm-logs/shm-broadcast-wait.txt": "RankStalled",
     "vllm-logs/rpc-timeout.txt": "RpcTimedOut",

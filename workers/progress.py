@@ -79,7 +79,7 @@ _CORE_LOST = re.compile(
 )
 _CORE_SIGNAL = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{'[^']*': -(\d{1,3})\b")
 _CORE_UNTOLD = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{\}")
-_WORKER_LOST = re.compile(r"^Worker proc (\S+) died unexpectedly(?: \(exit code: (?:-(\d{1,3})|None)\))?,")
+_WORKER_LOST = re.compile(r"^(?:Worker proc|RayWorkerProc) ([\w.=-]{1,64}) died unexpectedly(?: \(exit code: (?:-(\d{1,3})|None)\))?,")
 _ERROR_HINTS = (
     "rror",
     "died unexp",
