@@ -21,6 +21,7 @@ from sparkd.admin_streams import event_stream, followed_log
 from sparkd.admin_upkeep import Reload, register_upkeep
 from sparkd.errors import (
     BadRequest,
+    CheckpointError,
     MethodNotAllowed,
     SparkdError,
     UnknownModel,
@@ -122,7 +123,11 @@ def _router(
 
     @api.post("/models", status_code=202, summary="Add a model that the configuration file does not have, and load it")
     async def add(new: NewModel) -> dict[str, Any]:
+        fresh = not _known(supervisor, new.name)
         supervisor.add(new.name, new.spec)
+        if new.load and fresh and (why := await supervisor.unusable(new.name)):
+            supervisor.remove(new.name)  # else it would be tried again and again
+            raise CheckpointError(f"{new.name} was not added: {why}")
         if not new.load:
             return {"operation": None, "model": model_body(supervisor.snapshot().models[new.name])}
         return _accepted(supervisor.want(new.name, Want.RUNNING, "admin"))

@@ -168,6 +168,9 @@ class Supervisor:
         self._roster.add(name, raw)
         self.wake()
 
+    async def unusable(self, name: str) -> str | None:
+        return None if (spec := self.record(name).spec) is None else await self._cluster.unusable(spec)
+
     def lay_recipe(self, name: str, recipe: str) -> str:
         """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import httpx
@@ -335,6 +336,25 @@ async def test_a_model_is_added_and_loaded_in_one_step_and_again_is_the_same(tmp
         assert (await made.ask("POST", "/models", 202, json=body))["operation"] == first["operation"]
 
         assert (await made.ask("GET", "/models/new"))["metadata"] == {"deep": [[{"er": [1.5, None]}]]}
+
+
+async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_that_is_known_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: it was known from then on, and tried again and again."""
+    async with admin_of(tmp_path) as made:
+        empty = AsyncMock(return_value="The folder /y is empty, so it holds no model: check the path.")
+        monkeypatch.setattr(made.scene.cluster, "unusable", empty)
+        error = await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y"}})
+        assert error["message"].startswith("new was not added: The folder /y is empty")
+        assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"] if model["want"] == "RUNNING"}
+        await made.scene.tick(3)
+        assert "new" not in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
+
+        later = {"name": "later", "spec": {"model": "/y"}}
+        await made.ask("POST", "/models", 202, json={**later, "load": False})
+        await made.ask("POST", "/models", 202, json=later)
+        assert "later" in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
 
 
 async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:
