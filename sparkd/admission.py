@@ -30,7 +30,7 @@ from sparkd.source import folder_of
 from sparkd.uncounted import switched, uncounted
 from sparkd.vllm_flags import flag_name, values_of
 from sparkd.vllm_history import Release
-from sparkd.vllm_known import whole
+from sparkd.vllm_known import amount
 from sparkd.weight_cost import Inventory, inventory
 from workers.kv.profiles import checkpoint_of
 from workers.stream.recipe import Recipe
@@ -197,7 +197,7 @@ def _length_of(spec: ModelConfig) -> int | None:
     if not any(name.startswith("max-mo") for name in given):
         return spec.max_model_len if isinstance(spec.max_model_len, int) else None
     values = [value for *_, value in values_of(spec.extra_args, "max-model-len")]
-    return whole(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in given) else None
+    return amount(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in given) else None
 
 
 def _reads_another_config(spec: ModelConfig, files: Iterable[str]) -> bool:

@@ -23,13 +23,16 @@ _READABLE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kmgtKMGT])")
 _DECIMAL_CAPITAL = re.compile(r"\..*[KMGT]")
 
 
+def multiple(letter: str) -> int:
+    """What vLLM multiplies by (vllm/utils/argparse_utils.py, human_readable_int): a small letter of kmgt is a power of 1000, a capital one
+    of 1024, and none is 1."""
+    return int((1000 if letter.islower() else 1024) ** " kmgt".index(letter.lower() or " "))
+
+
 def readable(text: str) -> int | None:
-    """`32k` is 32,000 and `32K` 32,768, as vLLM reads them (vllm/utils/argparse_utils.py, human_readable_int: a small letter is a power of
-    1000, a capital one of 1024); None for anything else."""
+    """`32k` is 32,000 and `32K` 32,768, as vLLM reads them; None for anything else."""
     match = _READABLE.fullmatch(text)
-    if match is None:
-        return None
-    return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** ("kmgt".index(match[2].lower()) + 1))
+    return None if match is None else int(float(match[1]) * multiple(match[2]))
 
 
 def whole(option: str, least: int, most: int | None = None, *, tokens: bool = False) -> Callable[[object], int]:

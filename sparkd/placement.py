@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd.admission import Account, free_on
+from sparkd.amounts import multiple
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
@@ -23,7 +24,7 @@ GIB = 1 << 30
 PROCESSES_GIB = 2.0
 LOADING_FACTOR = 1.1
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
-# vLLM's sizes (vllm/utils/argparse_utils.py, human_readable_int): a small letter is a power of 1000, a capital one of 1024.
+# vLLM's sizes; what the letter stands for: sparkd.amounts.multiple.
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 
 
@@ -150,7 +151,7 @@ def _cpu_kv_gib(flags: Sequence[str], env: Mapping[str, str]) -> float | None:
     if match is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
     number, letter = match.groups()
-    return float(number) * (1000 if letter.islower() else 1024) ** (" kmgt".index(letter.lower() or " ")) / GIB
+    return float(number) * multiple(letter) / GIB
 
 
 def _last(flags: Sequence[str], name: str) -> str | None:

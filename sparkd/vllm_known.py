@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkd.amounts import multiple
+
 # Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
 # What plugins add values to when an engine starts, ours among them.
@@ -93,17 +95,15 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
             yield why
 
 
-def whole(value: str) -> int | None:
+def amount(value: str) -> int | None:
     """The number that vLLM reads in `8192`, `8k` (1,000) and `8K` (1,024); None for anything else (human_readable_int)."""
     found = _AMOUNT.fullmatch(value.strip())
     if found is None:
         return None
     digits, fraction, suffix = found.groups()
     if suffix and suffix.islower():
-        return int(float(f"{digits}{fraction or ''}") * 1000 ** ("kmgt".index(suffix) + 1))
-    if fraction:
-        return None
-    return int(digits) * 1024 ** ("KMGT".index(suffix) + 1) if suffix else int(digits)
+        return int(float(f"{digits}{fraction or ''}") * multiple(suffix))
+    return None if fraction else int(digits) * multiple(suffix or "")
 
 
 def _apart(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -173,7 +173,7 @@ def _number(value: str, kind: str) -> float | None:
     try:
         return float(value) if kind == "float" else int(value)
     except ValueError:
-        return whole(value) if kind.startswith("amount") else None
+        return amount(value) if kind.startswith("amount") else None
 
 
 def _broken(name: str, value: str, kind: str) -> str | None:

@@ -21,6 +21,15 @@ READING = Reading("n", 0.0, 121 * GIB, 110 * GIB, 50 * GIB, 0, 0, 0)
 SERVING = replace(ALIVE, host_bytes=6 * GIB, device_bytes=52 * GIB)
 
 
+# Another node, and what serves there.
+THERE = replace(READING, node_id="o", mem_available_bytes=50 * GIB)
+FAR = replace(SERVING, handle=replace(SERVING.handle, node_id="o"))
+
+
+def seen(*readings: Reading) -> tuple[NodeView, ...]:
+    return tuple(NodeView(one.node_id, one.node_id, one is READING, True, one, 100.0, 0.0) for one in readings)
+
+
 class Gate:
     def __init__(self, folder: Path) -> None:
         self.clock = FakeClock()
@@ -128,13 +137,8 @@ def test_a_node_out_of_sight_is_unknown_not_gone(gate: Gate) -> None:
 
 
 def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate) -> None:
-    here, there = READING, replace(READING, node_id="o", mem_available_bytes=50 * GIB)
-    far = replace(SERVING, handle=replace(SERVING.handle, node_id="o"))
-
-    def seen(*readings: Reading) -> tuple[NodeView, ...]:
-        return tuple(NodeView(one.node_id, one.node_id, one is here, True, one, 100.0, 0.0) for one in readings)
-
-    gate.look(110, far, nodes=seen(here, there))
+    here, there = READING, THERE
+    gate.look(110, FAR, nodes=seen(here, there))
     assert not gate.look(110, nodes=seen(here, there))
     assert not gate.look(110, nodes=seen(here)), "it may be back within a moment"
     gate.look(110, nodes=seen(here), seconds=LIMIT_S)
@@ -146,13 +150,8 @@ def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate
 
 
 def test_a_node_that_was_retired_is_told_of_no_more_and_shut_again_where_it_comes_back(gate: Gate) -> None:
-    here, there = READING, replace(READING, node_id="o", mem_available_bytes=50 * GIB)
-    far = replace(SERVING, handle=replace(SERVING.handle, node_id="o"))
-
-    def seen(*readings: Reading) -> tuple[NodeView, ...]:
-        return tuple(NodeView(one.node_id, one.node_id, one is here, True, one, 100.0, 0.0) for one in readings)
-
-    gate.look(110, far, nodes=seen(here, there))
+    here, there = READING, THERE
+    gate.look(110, FAR, nodes=seen(here, there))
     gate.look(110, nodes=seen(here, there))
     gate.look(110, nodes=seen(here, there), seconds=LIMIT_S)
     assert gate.release.told == {"o": "o is to be restarted, because memory of an engine that ended has not come back"}

@@ -236,8 +236,12 @@ def _of_too_little(asked: int, left: int, need: Need, by_blocks: bool) -> list[s
 
 def _both(left: int, tokens: int, need: Need, by_blocks: bool) -> str:
     """What helps where a request is too long and the size that was asked for too large."""
-    way = f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
-    return f"a smaller cache with a shorter context ({way} and max_model_len {tokens:,} would fit)"
+    return f"a smaller cache with a shorter context ({_most(left, need, by_blocks)} and max_model_len {tokens:,} would fit)"
+
+
+def _most(left: int, need: Need, by_blocks: bool) -> str:
+    """The size that there is room for, in the words in which it was asked for."""
+    return f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
 
 
 def _what(need: Need) -> str:
@@ -292,8 +296,7 @@ def _sentence(
         cures += [_both(left, tokens, need, by_blocks)] if (tokens := longest(left, need)) else []
     elif smaller:
         requests = (left - need.per_block) // need.per_request
-        way = f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
-        cures.append(f"a smaller cache ({way} would fit, which is {requests} of {need.max_model_len:,} tokens)")
+        cures.append(f"a smaller cache ({_most(left, need, by_blocks)} would fit, which is {requests} of {need.max_model_len:,} tokens)")
     elif tokens := longest(left if most is None else min(left, most), need):
         cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
     cures += [*_smaller(demand, need, missing), "ending what else uses the memory"]
