@@ -35,7 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.bench import child, kv_figures, kv_models
+from tests.bench import child, kv_figures, kv_images, kv_models
 from tests.bench.child import ChildFailed
 from tests.bench.kv_ballast import Ballast
 from tests.bench.kv_figures import GIB, STEP, Machine, Start
@@ -167,7 +167,10 @@ class Bench:
         env = child.environment(self._plugins, ours=ours, more=more)
         env.pop("VLLM_CPU_KVCACHE_SPACE")  # it would be the cache's size
         rounds = 0 if kind in ("timed", WARM_UP, OWN_WARM_UP) else given.rounds
+        images = dummy and case.startswith(f"{kv_images.NAME} ")
+        arguments |= kv_images.LIMITS if images else {}
         question = {"model": str(model), "arguments": arguments, "rounds": rounds, "load": given.load, "new_tokens": NEW_TOKENS}
+        question["images"] = images
         if kind == "first":
             shutil.rmtree(self._profiles(case), ignore_errors=True)
         if kind == kv_figures.SETBACK:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench import kv_images
+
 GIB = 2**30
 
 
@@ -74,6 +76,7 @@ PRESETS: Mapping[str, Preset] = {
                     "max_position_embeddings": 40960,
                 },
             ),
+            kv_images.NAME: ("qwen2_vl", {}),
         },
         {"max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
         leave_gib=100.0,  # about what a Spark has for an engine
@@ -90,6 +93,9 @@ def write_model(folder: Path, preset: str, name: str) -> Path:
     architecture, changes = PRESETS[preset].models[name]
     path = folder / f"{preset}-{name}"
     path.mkdir(parents=True, exist_ok=True)
+    if name == kv_images.NAME:
+        kv_images.write(path)
+        return path
     config = {**architectures.ARCHITECTURES[architecture]().config, **changes}
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return path
