@@ -85,7 +85,7 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75", "VLLM_CPU_KVCACHE_SPACE": "2",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SPARKD_RANK_ID": "r1", "SPARKD_RUN_DIR": "/run/s", "SPT_NOENV": "1",
-        "VLLM_RPC_BASE_PATH": command.ipc_dir("/run/s", "r1"),
+        "VLLM_RPC_BASE_PATH": command.ipc_dir("/run/s", "r1"), "TRITON_CACHE_DIR": "/home/u/.triton/cache",
     }  # fmt: skip
 
 
@@ -111,6 +111,9 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         ({"extra_args": ("--tensor-parallel-size=2",)}, "VLLM_ENABLE_V1_MULTIPROCESSING", None),
         ({"flags": ("--kv-cache-memory-bytes", "1G")}, "VLLM_CPU_KVCACHE_SPACE", None),
         ({"run_dir": "/" + "d" * 80}, "VLLM_RPC_BASE_PATH", None),
+        ({}, "TRITON_CACHE_DIR", None),
+        ({"env": {"TRITON_HOME": "/fast"}}, "TRITON_CACHE_DIR", "/fast/.triton/cache"),
+        ({"env": {"TRITON_CACHE_DIR": "/fast"}}, "TRITON_CACHE_DIR", "/fast"),
     ],
 )  # fmt: skip
 def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name: str, value: str | None) -> None:

@@ -74,6 +74,8 @@ def environment(plugins: Path, *, ours: bool, more: Mapping[str, str] | None = N
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # As sparkd says it to its engines (workers/command.py); without it every second start is timed with its compilers.
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"),
         "PYTHONWARNINGS": "ignore",
     }
     return {**os.environ, **fixed, **(more or {})}

@@ -13,7 +13,8 @@ log-probability over 32 positions, teacher-forced. At the end sparkd.measures be
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.ranks.
 
 Two ranks add up in another order than one does. bfloat16 has 8 bits for it, and a random model's most likely tokens are as close to each
-other as that: --dtype float32 (with --quantize bf16: the kernels of the others have no such activations) tells rounding from a mistake.
+other as that: --dtype float32 (with --quantize bf16: the kernels of the others have no such activations), without
+Triton's TF32, tells rounding from a mistake.
 
 Exit code 1: a log-probability 0.05 or more apart, in float32 a token that differs, a rank that read 0.70 or more of what one rank reads
 (0.45 of what one of four), or no measurement.
@@ -182,6 +183,7 @@ def _config(state: Path, model: Path, form: str, platform: str, more: Mapping[st
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     entry = {**ENGINE, **more, "model": str(model), "quantize": form, "entrypoint": API_SERVER, "env": env}
     if platform == "cuda":
+        env |= {"TRITON_F32_DEFAULT": "ieee"}  # else its float32 is TF32, of 10 bits
         entry["extra_args"] = ["--attention-backend", "TRITON_ATTN", *entry["extra_args"]]  # FlashAttention 2 is not everywhere
     flags = {"engine.platform": platform, "state_dir": str(state), "models": {NAME: entry}}
     return load_config(None, flags=flags, environ={})
