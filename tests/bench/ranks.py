@@ -77,7 +77,7 @@ _agent: Agent | None = None
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """read_bytes: of each rank. kv: what each rank's worker class told. said: log-probabilities; answers: token texts."""
+    """read_bytes: of each rank. kv: what each rank's worker class told. said: log-probabilities; answers: tokens, by number."""
 
     form: str
     shape: str
@@ -245,7 +245,10 @@ async def _log_probabilities(client: httpx.AsyncClient) -> Said:
 
 
 async def _answer(client: httpx.AsyncClient, number: int) -> list[str]:
-    found = await _complete(client, range(7 + number, 200, 3 + number), max_tokens=ANSWER_TOKENS, logprobs=1, ignore_eos=True)
+    prompt = range(7 + number, 200, 3 + number)
+    # As numbers: of half a character there is no text, whichever half it is.
+    asked = {"max_tokens": ANSWER_TOKENS, "logprobs": 1, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    found = await _complete(client, prompt, **asked)
     return list(found["logprobs"]["tokens"])
 
 
@@ -348,6 +351,8 @@ def main() -> int:
     arguments.quantize = arguments.quantize or FORMATS[arguments.preset]
     logging.basicConfig(level=logging.WARNING)
     kept: Path | None = arguments.dir if arguments.keep else None
+    if arguments.dir:
+        arguments.dir.mkdir(parents=True, exist_ok=True)
     folder = kept or Path(tempfile.mkdtemp(prefix="rk", dir=arguments.dir))
     try:
         return asyncio.run(_until_ended(arguments, folder))
