@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, RankError
+from sparkd.fabric import Fabric
 from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
@@ -157,8 +158,8 @@ class Cluster:
         """See FabricNodes.unlinked: of the nodes in sight."""
         return await self._fabric.unlinked(self.in_sight(), rdma=rdma)
 
-    def prove(self, passed: Callable[[], frozenset[frozenset[str]]]) -> None:
-        """passed: the pairs of nodes between which a live NCCL test has passed."""
+    def prove(self, passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]]) -> None:
+        """passed: see FabricNodes."""
         self._fabric.passed = passed
 
     def book(self) -> Book:

@@ -54,7 +54,8 @@ class Rdma:
 class Interface:
     """One network device. kind: qsfp, lan, wifi or other. cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp.
 
-    carrier: None while it is switched off. speed_mbps: None where it cannot be told. addresses: IPv4 only.
+    carrier: None while it is switched off; carrier_changes: how often it came or went since the boot. speed_mbps: None where it cannot be
+    told. addresses: IPv4 only.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Interface:
     physical: bool
     addresses: tuple[IPv4Interface, ...]
     rdma: Rdma | None
+    carrier_changes: int | None = None
 
     @property
     def linked(self) -> bool:
@@ -116,7 +118,7 @@ class Fabric:
     """One node. neighbours: (interface, address, MAC) of whoever answered there; answers: (interface, link-local address) of who did so
     just now; routes: (destination, interface). address: the node's in the cluster, None where it has none. environment: what its own
     process environment says of the variables that sparkd computes.
-    unified: whether CPU and GPU share its memory. proved: names of nodes to which a live NCCL test has passed."""
+    unified: whether CPU and GPU share its memory. proved: names of nodes to which a live NCCL test has passed. boot: which boot this is."""
 
     node: str
     host: str
@@ -133,6 +135,7 @@ class Fabric:
     unified: bool = True
     answers: frozenset[tuple[str, str]] = frozenset()
     proved: frozenset[str] = frozenset()
+    boot: str | None = None
 
     @property
     def twins(self) -> tuple[Interface, ...]:
@@ -169,18 +172,21 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
         address=None if own is None or own.is_loopback else own,
         unified=bool(raw["unified"]),
         answers=frozenset((str(one["dev"]), str(one["dst"])) for one in raw.get("answers", ())),
+        boot=raw.get("boot"),
     )
 
 
-def fabrics_of(readings: Mapping[str, Mapping[str, Any]], passed: Collection[frozenset[str]] = ()) -> dict[str, Fabric]:
-    """By a node's address in the cluster or its name, in that order; called by their host names where these tell them apart.
-
-    passed: pairs of these addresses between which a live NCCL test has passed.
-    """
+def fabrics_of(readings: Mapping[str, Mapping[str, Any]]) -> dict[str, Fabric]:
+    """By a node's address in the cluster or its name, in that order; called by their host names where these tell them apart."""
     hosts = [str(raw["host"]) for raw in readings.values()]
     names = {node: host if hosts.count(host) == 1 else node for node, host in zip(readings, hosts, strict=True)}
-    to = {node: frozenset(names[other] for other in readings if frozenset((node, other)) in passed) for node in readings}
-    return {node: replace(fabric_of(names[node], raw, node), proved=to[node]) for node, raw in readings.items()}
+    return {node: fabric_of(names[node], raw, node) for node, raw in readings.items()}
+
+
+def with_proofs(nodes: Mapping[str, Fabric], passed: Collection[frozenset[str]]) -> dict[str, Fabric]:
+    """passed: pairs of these addresses between which a live NCCL test has passed over the links that they have now."""
+    to = {node: frozenset(nodes[other].node for other in nodes if frozenset((node, other)) in passed) for node in nodes}
+    return {node: replace(one, proved=to[node]) for node, one in nodes.items()}
 
 
 def rdma_mtu(mtu: int) -> int:
@@ -218,6 +224,7 @@ def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> Interface:
         physical=bool(raw["physical"]),
         addresses=tuple(IPv4Interface(f"{one['address']}/{one['prefix']}") for one in raw["addresses"]),
         rdma=ports[0] if ports else None,
+        carrier_changes=raw.get("carrier_changes"),
     )
 
 

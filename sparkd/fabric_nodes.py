@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd.errors import ClusterError
-from sparkd.fabric import Fabric, fabrics_of
+from sparkd.fabric import Fabric, fabrics_of, with_proofs
 from sparkd.fabric_cables import teams, unlinked
 from sparkd.fabric_environment import environment, settings
 from workers.fabric_reading import VARIABLES, sample
@@ -31,8 +31,8 @@ class FabricNodes:
         self._read = read
         self._clock = clock
         self._kept: dict[str, tuple[Reading, float]] = {}
-        # Pairs of nodes between which a live NCCL test has passed (sparkd.measures).
-        self.passed: Callable[[], frozenset[frozenset[str]]] = frozenset
+        # Of these nodes, pairs between which a live NCCL test has passed over the links that they have now (sparkd.measures).
+        self.passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]] = lambda _nodes: frozenset()
 
     async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
         """By node, no older than kept_s; None of a node that does not answer."""
@@ -50,7 +50,8 @@ class FabricNodes:
             else:
                 seen[node] = raw
         try:
-            return fabrics_of(seen, self.passed())
+            found = fabrics_of(seen)
+            return with_proofs(found, self.passed(found))
         except (LookupError, TypeError, ValueError) as error:
             # Another release's agent, or a kernel that says what no other does.
             log.warning("the networks of %s cannot be understood: %s", ", ".join(seen), error)

@@ -1,11 +1,14 @@
-"""Owns what a measured rate between two nodes says: beside what is normal, what is lost, whether it proves their rails. Never measures."""
+"""Owns what a measured rate between two nodes says: beside what is normal, what is lost, whether it proves their rails, over which links
+it holds. Never measures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from sparkd.fabric import Fabric, Interface
+from sparkd.fabric_cables import cables_of
 from sparkd.fabric_findings import BOTH_RAILS, BOTH_RAILS_GB_S, FAIL, LAN_GB_S, OK, ONE_RAIL_GB_S, SOCKETS_GB_S, Finding
 from sparkd.nccl_log import SOCKET, judge_rate
 
@@ -18,7 +21,9 @@ _TRANSPORT = ("network", "rails", "traffic")
 class Rate:
     """Between the nodes a and b, by their addresses in the cluster. gb_s: 10^9 bytes/s of bus bandwidth. network: what NCCL said that it
     took, None under Gloo. rails: RDMA devices of a that were meant to carry it, 0 where sockets were; idle: those that moved nothing. lan:
-    over the 10GbE port. real: over real links, which have a normal. sent_bytes: by both nodes together. at_s: wall clock."""
+    over the 10GbE port. real: over real links, which have a normal. sent_bytes: by both nodes together. at_s: wall clock. links: what
+    identified the links that it was taken over, a line for each (`links`); none where nobody knows, as in what an earlier release kept:
+    that holds no longer. sockets: where no rail was meant to carry it, the interfaces of a and b that did."""
 
     a: str
     b: str
@@ -31,6 +36,8 @@ class Rate:
     real: bool
     sent_bytes: int
     at_s: float
+    links: tuple[str, ...] = ()
+    sockets: tuple[str, ...] = ()
 
     @property
     def pair(self) -> frozenset[str]:
@@ -51,11 +58,39 @@ class Rate:
         return self.backend == NCCL and self.rails > 0 and self.network != SOCKET and finding(self).verdict != FAIL
 
 
-def finding(rate: Rate, names: Mapping[str, str] | None = None) -> Finding:
-    """names: of the nodes, by address."""
+def links(a: Fabric, b: Fabric, sockets: Sequence[str] = ()) -> tuple[str, ...]:
+    """What identifies the links between two nodes as they are now, a line for each: which boot, interface, MAC, RDMA device, speed and
+    addresses at either end, and how often the carrier came and went, since a cable may be another in the same two cages. sockets: as in
+    Rate."""
+    if sockets:
+        ends = [(s, t) for s in a.interfaces for t in b.interfaces if (s.name, t.name) == (*sockets,)]
+    else:
+        ends = [(rail.a, rail.b) for cable in cables_of([a, b]) for rail in cable.sound()]
+    return tuple(sorted(f"{_end(a, s)} - {_end(b, t)}" for s, t in ends))
+
+
+def holds(rate: Rate, nodes: Mapping[str, Fabric]) -> bool:
+    """Whether the two nodes, by address, still have the links that it was taken over, and no other rail beside them."""
+    return bool(rate.links) and rate.links == links(nodes[rate.a], nodes[rate.b], rate.sockets)
+
+
+def proofs(rates: Iterable[Rate], nodes: Mapping[str, Fabric]) -> frozenset[frozenset[str]]:
+    """Pairs of these nodes, by address, between which a rate proves that RDMA works now."""
+    return frozenset(rate.pair for rate in rates if rate.pair <= nodes.keys() and rate.passed and holds(rate, nodes))
+
+
+def finding(rate: Rate, names: Mapping[str, str] | None = None, *, held: bool = True) -> Finding:
+    """names: of the nodes, by address. held: whether it holds for the links that the nodes have now."""
     known = names or {}
     where = f"{known.get(rate.a, rate.a)} - {known.get(rate.b, rate.b)}"
     called = "NCCL" if rate.backend == NCCL else "Gloo"
+    if not held:
+        told = (
+            f"{rate.gb_s:.2f} GB/s measured over other links"
+            if rate.links
+            else f"{rate.gb_s:.2f} GB/s measured, and over which links is not known"
+        )
+        return Finding("rate", OK, where, called, told, f"Measure again: `sparkd fabric --measure {where.replace(' - ', ',')}`.")
     if rate.normal is None:
         return Finding("rate", OK, where, called, f"{rate.gb_s:.2f} GB/s over virtual links, which have no normal")
     if rate.rails and rate.network == SOCKET:
@@ -72,11 +107,12 @@ def finding(rate: Rate, names: Mapping[str, str] | None = None) -> Finding:
     return judged
 
 
-def shown(rate: Rate, names: Mapping[str, str]) -> dict[str, Any]:
-    """As plain JSON, with the verdict; nodes by name."""
-    judged = finding(rate, names)
+def shown(rate: Rate, names: Mapping[str, str], *, held: bool = True) -> dict[str, Any]:
+    """As plain JSON, with the verdict; nodes by name. held: as in `finding`."""
+    judged = finding(rate, names, held=held)
     own = {"a": names.get(rate.a, rate.a), "b": names.get(rate.b, rate.b), "idle": list(rate.idle)}
-    return asdict(rate) | own | {"normal_gb_s": rate.normal, "verdict": judged.verdict, "told": judged.evidence}
+    own |= {"links": list(rate.links), "sockets": list(rate.sockets)}
+    return asdict(rate) | own | {"normal_gb_s": rate.normal, "holds": held, "verdict": judged.verdict, "told": judged.evidence}
 
 
 def with_loss(proved: Iterable[Finding], rates: Iterable[Rate], names: Mapping[str, str]) -> tuple[Finding, ...]:
@@ -93,6 +129,12 @@ def with_loss(proved: Iterable[Finding], rates: Iterable[Rate], names: Mapping[s
             one = replace(one, evidence=f"{one.evidence}; {known.gb_s:.1f}{beside} GB/s measured to {other}")
         found.append(one)
     return tuple(found)
+
+
+def _end(node: Fabric, one: Interface) -> str:
+    addresses = ",".join(sorted(str(address) for address in one.addresses))
+    device = one.rdma.name if one.rdma else None
+    return f"{one.name} {one.mac} {device} {one.speed_mbps} Mb/s {addresses}, carrier {one.carrier_changes}, boot {node.boot}"
 
 
 def _rails(number: int) -> str:

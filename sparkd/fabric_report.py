@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sparkd.fabric import Fabric, Interface, fabrics_of
+from sparkd.fabric import Fabric, Interface, fabrics_of, with_proofs
 from sparkd.fabric_cables import Cable, cable_findings, cables_of, expects_rdma, rails, teams, topology
 from sparkd.fabric_environment import settings
 from sparkd.fabric_findings import FAIL, Finding, findings, worst
 from sparkd.fabric_peers import peers
-from sparkd.fabric_rates import Rate, shown, with_loss
+from sparkd.fabric_rates import Rate, holds, proofs, shown, with_loss
 from sparkd.fabric_rates import finding as rated
 
 
@@ -26,9 +26,10 @@ def report(
     configured: variables of sparkd.yaml's engine.env that count over what is computed. proved: findings on the ranks that run, of the
     fields of a Finding, with a node's address for its name. rates: what was measured between the nodes, by their addresses.
     """
-    known = fabrics_of({node: raw for node, raw in readings.items() if raw is not None}, {rate.pair for rate in rates if rate.passed})
+    known = fabrics_of({node: raw for node, raw in readings.items() if raw is not None})
+    known = with_proofs(known, proofs(rates, known))
     names = {address: node.node for address, node in known.items()}
-    there = [rate for rate in rates if rate.pair <= known.keys()]
+    held = {rate: holds(rate, known) for rate in rates if rate.pair <= known.keys()}
     nodes = [*known.values()]
     silent = [node for node, raw in readings.items() if raw is None]
     cables, rdma = cables_of(nodes), expects_rdma(nodes)
@@ -39,15 +40,19 @@ def report(
         ),
         *(finding for node in nodes for finding in findings(node)),
         *cable_findings(nodes, cables, rdma=rdma),
-        *(rated(rate, names) for rate in there),
-        *with_loss((Finding(**{**one, "node": names.get(one["node"], one["node"])}) for one in proved), there, names),
+        *(rated(rate, names, held=there) for rate, there in held.items()),
+        *with_loss(
+            (Finding(**{**one, "node": names.get(one["node"], one["node"])}) for one in proved),
+            [rate for rate in held if held[rate]],
+            names,
+        ),
     )
     together, reason = rails(nodes, rdma=rdma)
     return {
         "nodes": [_node(node) for node in nodes],
         "cables": [_cable(cable) for cable in cables],
         "topology": topology(nodes, cables),
-        "rates": [shown(rate, names) for rate in there],
+        "rates": [shown(rate, names, held=there) for rate, there in held.items()],
         "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
         "findings": [asdict(one) for one in found],

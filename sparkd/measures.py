@@ -24,7 +24,7 @@ from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
 from sparkd.fabric import LAN, Fabric, fabrics_of, traffic
 from sparkd.fabric_environment import environment, settings, wants_rdma
 from sparkd.fabric_findings import FAIL
-from sparkd.fabric_rates import GLOO, NCCL, Rate, finding
+from sparkd.fabric_rates import GLOO, NCCL, Rate, finding, links, proofs
 from sparkd.ledger import Ledger
 from sparkd.nccl_log import judge, parse
 from sparkd.snapshot import Snapshot
@@ -87,9 +87,9 @@ class Measures:
         """The last of each pair."""
         return list(self._rates.values())
 
-    def passed(self) -> frozenset[frozenset[str]]:
-        """Pairs of nodes between which NCCL's RDMA has been proved."""
-        return frozenset(rate.pair for rate in self._rates.values() if rate.passed)
+    def passed(self, nodes: Mapping[str, Fabric]) -> frozenset[frozenset[str]]:
+        """Pairs of these nodes, by address, between which NCCL's RDMA has been proved over the links that they have now."""
+        return proofs(self._rates.values(), nodes)
 
     def start(self, nodes: Sequence[str] | str, *, force: bool = False, by: str = "admin") -> Operation:
         """Measure between each two of these, one pair after the other. Raises BadRequest for a node that is not there or fewer than two,
@@ -184,7 +184,12 @@ class Measures:
         meeting = next((one for one in before[a].interfaces if one.name == env[a].get("GLOO_SOCKET_IFNAME")), None)
         network = transport.network if backend == NCCL else None
         lan, real = meeting is not None and meeting.kind == LAN, meeting is not None and meeting.physical
-        return Rate(a, b, float(ended["gb_s"]), backend, network, len(expected), idle, lan, real, int(ended["sent_bytes"]), self._wall())
+        # As they were when the rails were chosen: what has changed meanwhile makes the rate one of other links.
+        over = links(before[a], before[b]) if expected else ()
+        names = () if over else tuple(env[node].get("GLOO_SOCKET_IFNAME", "") for node in pair)
+        over = over or links(before[a], before[b], names)
+        gb_s, sent_bytes = float(ended["gb_s"]), int(ended["sent_bytes"])
+        return Rate(a, b, gb_s, backend, network, len(expected), idle, lan, real, sent_bytes, self._wall(), over, names)
 
     async def _fabrics(self, pair: Pair) -> dict[str, Fabric]:
         readings = await self._nodes.fabric()
@@ -237,7 +242,8 @@ class Measures:
 def _read(path: Path) -> list[Rate]:
     """What an earlier daemon measured; nothing where the file is not there, or another release's."""
     try:
-        return [Rate(**one | {"idle": tuple(one["idle"])}) for one in json.loads(path.read_text(encoding="utf-8"))]
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return [Rate(**one | {name: tuple(one.get(name, ())) for name in ("idle", "links", "sockets")}) for one in kept]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

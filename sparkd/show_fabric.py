@@ -151,8 +151,11 @@ def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
     for one in rates:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["at_s"]))
         beside = f" ({one['normal_gb_s']} is normal)" if one["normal_gb_s"] else ""
-        line = Text(printable(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}"), style=_STYLES[one["verdict"]])
-        console.print(line.append(f"  {one['network'] or 'sockets'}, {when}", style="dim"))
+        holds = one.get("holds", True)  # a daemon of an earlier release does not say
+        style = _STYLES[one["verdict"]] if holds else "dim"
+        line = Text(printable(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}"), style=style)
+        stale = "" if holds else "; not over the links of now, measure again"
+        console.print(line.append(f"  {one['network'] or 'sockets'}, {when}{stale}", style="dim"))
 
 
 def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import sys
@@ -15,14 +16,16 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
-from sparkd import measures
+from sparkd import measures, show_fabric
 from sparkd.admin import PREFIX, admin_app
 from sparkd.config import load_config
 from sparkd.errors import AgentLost, BadRequest, Conflict, RankError
+from sparkd.fabric import fabrics_of
 from sparkd.fabric_findings import FAIL, OK, WARN
 from sparkd.fabric_nodes import FabricNodes
-from sparkd.fabric_rates import Rate, finding
+from sparkd.fabric_rates import Rate, finding, links
 from sparkd.fabric_report import report
 from sparkd.ledger import Ledger
 from sparkd.measures import MOST_BYTES, Measures
@@ -145,7 +148,8 @@ async def test_a_rate_is_measured_on_both_nodes_as_their_ranks_would_talk_and_ev
         assert (env["NCCL_NET"], env["NCCL_DEBUG"], "HF_TOKEN" in env) == ("IB", "WARN", False)
         assert made.nodes.of("end_rate") == [(A, (f"job {A}",)), (B, (f"job {B}",))]
         assert FABRIC_RATE.labels(A, B)._value.get() == 21.5e9
-        assert made.measures.passed() == made.again().passed() == {frozenset((A, B))}
+        now = fabrics_of(made.nodes.readings)
+        assert made.measures.passed(now) == made.again().passed(now) == {frozenset((A, B))}
         assert made.again().rates() == made.measures.rates()
 
 
@@ -172,6 +176,100 @@ async def test_each_two_of_many_are_measured_and_that_opens_a_ring(tmp_path: Pat
         assert [(one["a"], one["b"], one["gb_s"], one["normal_gb_s"]) for one in found["rates"]] == [
             (a, b, 21.5, "20 to 24") for a, b in (("spark-1", "spark-2"), ("spark-1", "spark-3"), ("spark-2", "spark-3"))
         ]
+
+
+def _unplugged(raw: dict[str, Any]) -> None:
+    for one in raw["interfaces"]:
+        one["carrier_changes"] = 4
+
+
+def _rebooted(raw: dict[str, Any]) -> None:
+    raw["boot"] = "2c1e"
+
+
+def _another_card(raw: dict[str, Any]) -> None:
+    for one in raw["interfaces"]:
+        one["mac"] = "5c" + one["mac"][2:]
+
+
+def _slower(raw: dict[str, Any]) -> None:
+    for one in raw["interfaces"]:
+        one["speed_mbps"] = 100_000
+
+
+def _readdressed(raw: dict[str, Any]) -> None:
+    for one in raw["interfaces"]:
+        for address in one["addresses"]:
+            address["address"] = address["address"].rpartition(".")[0] + ".77"
+
+
+def _half(raw: dict[str, Any]) -> None:
+    for one in raw["rdma"]:
+        if one["name"].startswith("roceP2"):
+            one["state"] = "1: DOWN"
+
+
+LINK_CHANGES = (_unplugged, _rebooted, _another_card, _slower, _readdressed)
+
+
+# Sockets need no RDMA device.
+@pytest.mark.parametrize(("change", "platform"), [(_half, "cuda"), *((one, kind) for one in LINK_CHANGES for kind in ("cuda", "cpu"))])
+async def test_a_rate_holds_only_for_the_links_that_it_was_taken_over(
+    change: Callable[[dict[str, Any]], None], platform: str, tmp_path: Path
+) -> None:
+    async with scene(tmp_path, pair(platform)) as made:
+        made.nodes.said |= {"gb_s": 21.5 if platform == "cuda" else 0.1}
+        await made.ended(made.measures.start([A, B]))
+        proves = {frozenset((A, B))} if platform == "cuda" else set()
+        assert all("carrier 3, boot boot of spark-2" in link for rate in made.measures.rates() for link in rate.links)
+        assert len(made.measures.rates()[0].links) == (2 if platform == "cuda" else 1)
+        assert made.again().passed(fabrics_of(made.nodes.readings)) == proves
+        fine = report(made.nodes.readings, rates=made.measures.rates())
+        assert (fine["rates"][0]["holds"], fine["rates"][0]["verdict"]) == (True, OK if platform == "cuda" else FAIL)
+
+        changed = json.loads(json.dumps(made.nodes.readings[B]))
+        change(changed)
+        readings = {A: made.nodes.readings[A], B: changed}
+        assert made.again().passed(fabrics_of(readings)) == frozenset()
+        found = report(readings, rates=made.measures.rates())
+        (told,) = [one for one in found["findings"] if one["check"] == "rate"]
+        assert (found["rates"][0]["holds"], told["verdict"]) == (False, OK)
+        assert told["evidence"].endswith("GB/s measured over other links")
+        assert told["cure"] == "Measure again: `sparkd fabric --measure spark-1,spark-2`."
+
+
+async def test_a_ring_whose_cables_change_ends_has_to_be_measured_again(tmp_path: Path) -> None:
+    """Every interface is what it was: a cable leads elsewhere."""
+    ring = FakeNodes(dict(zip((A, B, C), readings("ring-of-three").values(), strict=True)))
+    async with scene(tmp_path, ring) as made:
+        await made.ended(made.measures.start("all"))
+        now = fabrics_of(ring.readings)
+        assert len(made.measures.passed(now)) == 3
+        swapped = json.loads(json.dumps(ring.readings[C]))
+        by_cage: dict[str, list[dict[str, Any]]] = {}
+        for one in swapped["interfaces"]:
+            if one["rdma"]:
+                by_cage.setdefault(one["name"][-1], []).append(one)
+        for one, other in zip(*by_cage.values(), strict=True):
+            one["addresses"], other["addresses"] = other["addresses"], one["addresses"]
+        left = made.measures.passed(fabrics_of({**ring.readings, C: swapped}))
+        assert left == {frozenset((A, B))}
+
+
+async def test_what_an_earlier_release_kept_proves_nothing_and_says_so(tmp_path: Path) -> None:
+    async with scene(tmp_path, None) as made:
+        await made.ended(made.measures.start([A, B]))
+        kept = json.loads(made.path.read_text())
+        for one in kept:
+            del one["links"], one["sockets"]
+        made.path.write_text(json.dumps(kept))
+        again = made.again()
+        assert (len(again.rates()), again.passed(fabrics_of(made.nodes.readings))) == (1, frozenset())
+        found = report(made.nodes.readings, rates=again.rates())
+        assert "21.50 GB/s measured, and over which links is not known" in [one["evidence"] for one in found["findings"]]
+        console = Console(file=io.StringIO(), width=200)
+        show_fabric.fabric(found, console)
+        assert "not over the links of now, measure again" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 async def test_a_model_on_the_nodes_is_not_disturbed_unasked(tmp_path: Path) -> None:
@@ -239,7 +337,7 @@ async def test_engines_on_cpus_are_measured_over_sockets_and_prove_no_ring(tmp_p
         await made.ended(made.measures.start([A, B]))
         (rate,) = made.measures.rates()
         assert (rate.backend, rate.network, rate.rails, rate.lan, rate.real) == ("gloo", None, 0, False, True)
-        assert (finding(rate).verdict, made.measures.passed()) == (OK, frozenset())
+        assert (finding(rate).verdict, made.measures.passed(fabrics_of(made.nodes.readings))) == (OK, frozenset())
 
 
 async def test_a_twin_that_carries_nothing_is_red_whatever_the_rate(tmp_path: Path) -> None:
@@ -274,7 +372,9 @@ def test_a_rate_is_judged_beside_what_is_normal(rate: Rate, verdict: str, told: 
 def test_a_silent_fall_back_of_a_model_is_told_with_what_was_measured() -> None:
     raw = dict(zip((A, B), readings("pair-different-ports").values(), strict=True))
     lost = {"check": "network", "verdict": FAIL, "node": B, "about": "NCCL of m", "evidence": "network Socket", "cure": "Cure."}
-    found = report(raw, None, [lost, lost | {"verdict": OK}], [replace(GOOD, gb_s=2.1, network="Socket")])
+    known = fabrics_of(raw)
+    rate = replace(GOOD, gb_s=2.1, network="Socket", links=links(known[A], known[B]))
+    found = report(raw, None, [lost, lost | {"verdict": OK}], [rate])
 
     assert [one["evidence"] for one in found["findings"] if one["about"] == "NCCL of m"] == [
         "network Socket; 2.1 of 20 to 24 GB/s measured to spark-1",
