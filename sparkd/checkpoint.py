@@ -6,7 +6,8 @@ Only the standard library is needed: the loader imports this inside Python envir
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,13 @@ MODELOPT = "hf_quant_config.json"
 # Far above any real one (a 190,000-tensor index is 18 MB); a file of another kind under this name is refused before it is parsed.
 MAX_JSON_BYTES = 64 << 20
 _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
+# In the order in which an engine looks for them; of several that are there it takes the first (vllm/model_executor/model_loader/
+# default_loader.py, _prepare_weights).
+FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+INDEX_END = ".index.json"
+# What a trainer leaves beside them (weight_utils.py, filter_files_not_needed_for_inference).
+_NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
+_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,25 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """
     source = Folder(folder)
     return assembled(source, selected(source))
+
+
+def is_weights(name: str) -> bool:
+    """Whether an engine may take a file of this name, which may lie below a folder, for weights."""
+    return name.endswith(FORMATS) and os.path.basename(name) not in _NO_WEIGHTS
+
+
+def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> frozenset[str]:
+    """Files of weights that the others speak of, by an index, else by the numbers in their names, and that are not there.
+
+    Asked of each folder for the format that an engine takes there, so half a set of *.bin beside whole safetensors lacks nothing, nor does
+    the index of Mistral's second copy where that was left out. names: of files that are whole, below one folder; content: of an index,
+    which may raise CheckpointError or OSError: then its numbers count.
+    """
+    folders: dict[str, list[str]] = {}
+    for name in names:
+        folders.setdefault(os.path.dirname(name), []).append(os.path.basename(name))
+    wanted = (os.path.join(folder, name) for folder, here in folders.items() for name in _wanted(folder, here, content))
+    return frozenset(wanted) - frozenset(names)
 
 
 def selected(source: Source) -> Selection:
@@ -139,6 +166,37 @@ class Folder:
         return (read_header(self.path(file)) for file in files)
 
 
+def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]) -> set[str]:
+    """As `lacking_weights`, of one folder: all files of weights that there should be. names: without the folder."""
+    weights = [name for name in names if is_weights(name)]
+    kinds = {os.path.splitext(name)[1] for name in weights}
+    # Before the first file of a download is whole only its index speaks.
+    begun = INDEX in names and not folder
+    kind = next((one for one in FORMATS if one in kinds), ".safetensors" if begun else None)
+    if kind is None:
+        return set()
+    weights = _first_copy([name for name in weights if name.endswith(kind)])
+    indexes = _first_copy([name for name in names if name.endswith(f"{kind}{INDEX_END}")], weights)
+    indexed = set[str]()
+    for name in [INDEX] if INDEX in indexes else indexes:
+        try:
+            path = os.path.join(folder, name)
+            indexed |= read_index(content(path), path).keys()
+        except (CheckpointError, OSError):
+            continue  # who loads it says what is wrong with it
+    if indexed:
+        return indexed
+    sets = filter(None, map(_NUMBERED.fullmatch, weights))
+    return {f"{one[1]}-{number:05d}-of-{one[2]}{one[3]}" for one in sets for number in range(1, int(one[2]) + 1)}
+
+
+def _first_copy(names: list[str], beside: Collection[str] = ()) -> list[str]:
+    """Without consolidated*, Mistral's second copy, where model* is there too."""
+    if any(name.startswith("model") for name in (*names, *beside)):
+        return [name for name in names if not name.startswith("consolidated")]
+    return names
+
+
 def _header_bytes(names: bytes) -> int:
     """About, and hardly less: an entry has up to 95 bytes beside its name (two dimensions, offsets of 11 digits)."""
     return len(names) + 95 * (names.count(b"\n") + 1) + 1024
@@ -191,9 +249,7 @@ def _listing(folder: str) -> set[str]:
 
 
 def _weight_files(folder: str, names: Iterable[str]) -> list[str]:
-    files = sorted(name for name in names if name.endswith(".safetensors"))
-    if any(name.startswith("model") for name in files):
-        files = [name for name in files if not name.startswith("consolidated")]
+    files = _first_copy(sorted(name for name in names if name.endswith(".safetensors")))
     if files:
         return files
     others = sorted({os.path.splitext(name)[1] for name in names} & _OTHER_KINDS)

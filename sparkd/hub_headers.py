@@ -6,13 +6,24 @@ Nothing is written to the hub cache either: a folder there with some files of a 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkd.checkpoint import CONFIG, MAX_JSON_BYTES, MODELOPT, Checkpoint, Folder, Selection, Shard, assembled, read_checkpoint, selected
+from sparkd.checkpoint import (
+    CONFIG,
+    MAX_JSON_BYTES,
+    MODELOPT,
+    Checkpoint,
+    Folder,
+    Selection,
+    Shard,
+    assembled,
+    lacking_weights,
+    read_checkpoint,
+    selected,
+)
 from sparkd.errors import CheckpointError
 from sparkd.safetensors import MAX_HEADER_BYTES, PREFIX_BYTES, header_length, parse_header
 from sparkd.source import snapshot_of, source_of
@@ -24,7 +35,6 @@ if TYPE_CHECKING:
 
 # Of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata: 97 of 100).
 FIRST_BYTES = 100_000
-_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _CURE = "It is so on the hub: choose a repository or a revision that has config.json and whole *.safetensors files"
 
 # (headers that were read, headers to read)
@@ -69,11 +79,12 @@ def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
         selection = selected(folder)
     except CheckpointError:
         return None
-    needed = set(selection.files)
-    if selection.index is None:
-        for found in filter(None, map(_NUMBERED.fullmatch, selection.files)):
-            needed |= {f"{found[1]}-{number:05d}-of-{found[3]}.safetensors" for number in range(1, int(found[3]) + 1)}
-    return (folder, selection) if all(os.path.exists(folder.path(file)) for file in needed) else None
+    # A link of the cache may lead nowhere.
+    there = {name for name in folder.names if os.path.exists(folder.path(name))}
+    if not there.issuperset(selection.files):
+        return None
+    # What an index says `selected` has read.
+    return (folder, selection) if selection.index is not None or not lacking_weights(there, folder.content) else None
 
 
 class _Repository:

@@ -433,6 +433,15 @@ def test_what_the_cache_has_a_part_of_is_read_from_the_hub(repository: Repositor
         checkpoint_of(ID, None, environ(repository, HF_HUB_OFFLINE="1"))
 
 
+@pytest.mark.parametrize("beside", ["pytorch_model-00001-of-00002.bin", "consolidated-00001-of-00002.safetensors"])
+def test_half_of_another_copy_does_not_make_the_cache_ask_the_hub(beside: str, repository: Repository, snapshot: Path) -> None:
+    (snapshot / INDEX).unlink()
+    (snapshot / beside).write_bytes(b"")
+
+    assert checkpoint_of(ID, None, environ(repository)).folder == str(snapshot)
+    assert not repository.asked
+
+
 def test_a_link_of_the_cache_that_leads_nowhere(repository: Repository, snapshot: Path) -> None:
     (snapshot / FIRST).resolve().unlink()
 

@@ -122,6 +122,49 @@ def test_a_folder_is_compared_and_only_what_differs_is_fetched(tmp_path: Path, m
     assert sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file()) == sorted(FILES)
 
 
+def _index(*names: str) -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": {f"w{number}": name for number, name in enumerate(names)}}).encode()
+
+
+ONE, TWO = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+BIN = "pytorch_model-00001-of-00002.bin"
+MISTRAL = "consolidated-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("names", "indexes", "lacks"),
+    [
+        ([ONE, TWO], {}, False),
+        ([ONE], {}, True),
+        (["a.safetensors"], {"model.safetensors.index.json": _index("a.safetensors")}, False),
+        (["a.safetensors"], {"model.safetensors.index.json": _index("a.safetensors", "b.safetensors")}, True),
+        ([], {"model.safetensors.index.json": _index("a.safetensors")}, True),
+        (["training_args.bin"], {"model.safetensors.index.json": _index("a.safetensors")}, True),
+        (["training_args.bin"], {}, True),
+        ([BIN], {}, True),
+        ([BIN, BIN.replace("1", "2", 1)], {"model.safetensors.index.json": _index(ONE, TWO)}, False),
+        (["b.bin"], {"pytorch_model.bin.index.json": _index("a.bin", "b.bin")}, True),
+        # Half a set of another format is no engine's, and was not wanted.
+        ([ONE, TWO, BIN], {}, False),
+        (["model.safetensors", BIN], {"pytorch_model.bin.index.json": _index(BIN, "other.bin")}, False),
+        ([ONE, BIN, BIN.replace("1", "2", 1)], {}, True),
+        # Mistral's second copy is not fetched, and its index is.
+        ([ONE, TWO], {"model.safetensors.index.json": _index(ONE, TWO), "consolidated.safetensors.index.json": _index(MISTRAL)}, False),
+        (["model.safetensors"], {"consolidated.safetensors.index.json": _index(MISTRAL)}, False),
+        ([MISTRAL], {"consolidated.safetensors.index.json": _index(MISTRAL, MISTRAL.replace("1", "2", 1))}, True),
+        ([ONE, TWO, "old-00001-of-00003.safetensors"], {"model.safetensors.index.json": _index(ONE, TWO)}, False),
+        ([ONE], {"model.safetensors.index.json": b"{"}, True),
+        ([ONE, TWO], {"model.safetensors.index.json": b"{"}, False),
+        (["q4/a-00001-of-00002.gguf"], {}, True),
+        (["q4/a-00001-of-00002.gguf", "q4/a-00002-of-00002.gguf"], {}, False),
+        (["model.safetensors", "sub/" + ONE], {}, True),
+    ],
+)
+def test_a_snapshot_that_lacks_weights_is_partial(names: list[str], indexes: dict[str, bytes], lacks: bool, tmp_path: Path) -> None:
+    environ = cached(tmp_path, {"config.json": b"{}"} | indexes | {name: name.encode() for name in names})
+    assert found(ID, environ).partial is lacks
+
+
 def test_the_configuration_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = found(str(plain(tmp_path / "a", FILES)), {})
     there = Manifest(str(tmp_path / "b"), None, None, made.root, made.files)

@@ -29,7 +29,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "14"
+VERSION = "15"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.

@@ -6,7 +6,6 @@ with the commit. The ETag of a large file is its SHA-256. A folder is what it is
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Set
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sparkd.checkpoint import is_weights, lacking_weights
 from sparkd.errors import RankError
 from workers.hub_cache import hub_cache, snapshot_of
 
@@ -23,8 +23,6 @@ JOURNAL = ".sparkd-part.sums"
 _BLOB = re.compile(r"[0-9A-Za-z._-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9A-Za-z._-]{1,128}")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin|\.gguf)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +149,7 @@ def _files(folder: Path) -> Any:
 
 def _lacks_weights(folder: Path, names: Set[str]) -> bool:
     """Of a snapshot, whose files appear once each is whole."""
-    needed = set[str]()
-    for found in filter(None, map(_NUMBERED.fullmatch, names)):
-        needed |= {f"{found[1]}-{number:05d}-of-{found[2]}{found[3]}" for number in range(1, int(found[2]) + 1)}
-    for index in (name for name in names if name.endswith(".index.json") and "/" not in name):
-        try:
-            named = json.loads((folder / index).read_bytes())["weight_map"].values()
-        except (OSError, ValueError, LookupError, AttributeError, TypeError):
-            continue  # who loads it says what is wrong with it
-        kind = {Path(str(file)).suffix for file in named}
-        if any(Path(name).suffix in kind for name in names):  # else of weights that were not wanted
-            needed |= {str(file) for file in named}
-    return not needed <= names or not any(name.endswith(_WEIGHTS) for name in names)
+    return not any(map(is_weights, names)) or bool(lacking_weights(names, lambda name: (folder / name).read_bytes()))
 
 
 def _is_blob(name: str) -> bool:
