@@ -35,6 +35,7 @@ START_TIMEOUT_S = 60.0
 # Agents that do not answer for so long have gone, and their copies with them.
 SILENT_S = 30.0
 RATE_S = 3.0
+MOST_NAMES = 4  # of files, in a sentence
 MAX_LINE = 1 << 20
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -180,8 +181,11 @@ class _Pull:
             return f"{where} is on {source}. {note}".strip()
         for node in targets:
             await self._check_room(node, model, manifest, places)
-        began_s, fetched = self._clock(), await self._copy(source, targets, manifest, places)
+        began_s = self._clock()
+        ended = await self._copy(source, targets, manifest, places)
+        fetched = sum(int(state["fetched_bytes"]) for state in ended.values())
         took_s = max(self._clock() - began_s, 1e-3)
+        note = " ".join(filter(None, (note, *(_left_over(node, source, state) for node, state in ended.items()))))
         sent = f"{fetched / 1e9:.2f} GB were copied in {took_s:.1f} s ({fetched / took_s / 1e9:.2f} GB/s)"
         return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was lacking'}. {note}".strip()
 
@@ -222,7 +226,8 @@ class _Pull:
         self, model: str, revision: str | None, places: Mapping[str, str], nodes: Sequence[str], commit: str
     ) -> tuple[str, dict[str, Any]]:
         """The node that has most of it, this one among equals, and what it has: another may hold what an earlier pull began. Where a file
-        of another is not as large as this node's is, this node's count: a model that was made anew would be overwritten.
+        of another is not as large as this node's is, or a folder has weights there that this node's whole set lacks, this node's count: a
+        model that was made anew would be overwritten, or get the old one's shards beside its own.
 
         commit: what was fetched to this node; an earlier one on another may be larger.
         """
@@ -256,8 +261,10 @@ class _Pull:
         except RankError as error:
             raise RankError(f"{node}: {error.message}") from None
 
-    async def _copy(self, source: str, targets: Sequence[str], manifest: Mapping[str, Any], places: Mapping[str, str]) -> int:
-        """Bytes that went over the network. Everything that was started is ended, whatever happens."""
+    async def _copy(
+        self, source: str, targets: Sequence[str], manifest: Mapping[str, Any], places: Mapping[str, str]
+    ) -> dict[str, Mapping[str, Any]]:
+        """By target, what its program said at the end. Everything that was started is ended, whatever happens."""
         key = secrets.token_hex(32)
         ways = {node: await self._ways(source, node) for node in targets}
         binds = sorted({there for found in ways.values() for there, _ in found})
@@ -276,7 +283,7 @@ class _Pull:
     async def _start(self, node: str, program: str, order: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
         return dict(await self._nodes.ask(node, "copy", program, dict(order), dict(places), timeout_s=START_TIMEOUT_S))
 
-    async def _watched(self, source: str, started: Sequence[tuple[str, str]]) -> int:
+    async def _watched(self, source: str, started: Sequence[tuple[str, str]]) -> dict[str, Mapping[str, Any]]:
         sinks, states = started[1:], dict[str, Mapping[str, Any]]()
         while True:
             for node, job in started:
@@ -288,7 +295,7 @@ class _Pull:
             done, total = (sum(int(state.get(name, 0)) for state in states.values()) for name in ("done_bytes", "total_bytes"))
             self._tell(f"copying from {source} to {', '.join(node for node, _ in sinks)}", done, total)
             if all(state.get("ended") for state in states.values()):
-                return sum(int(state["fetched_bytes"]) for state in states.values())
+                return states
             await asyncio.sleep(POLL_S)
 
     async def _end(self, started: Iterable[tuple[str, str]]) -> None:
@@ -321,7 +328,29 @@ class _Pull:
         self._tell_progress(what, progress)
 
 
+def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
+    """What a copy says of weights on a node that the source lacks."""
+    told = []
+    if removed := state.get("removed"):
+        told.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no more: {_some(removed)}.")
+    if left := state.get("left"):
+        cure = "remove or move it there, or an engine may load it too"
+        told.append(f"{node} has weights that {source} lacks and no pull put there: {_some(left)}; {cure}.")
+    return " ".join(told)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether a file of one name is in both, in another size."""
+    """Whether `one` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
+    other's whole set. What is left over from an earlier copy is no more of the model."""
+    from workers.staging.manifest import is_loaded
+
     sizes = {file["name"]: file["size"] for file in other["files"]}
+    own = {name for name in sizes if is_loaded(name)}
+    more = any(is_loaded(file["name"]) and file["name"] not in own for file in one["files"])
+    if more and own and not other.get("lacks") and other["commit"] is None:
+        return True
     return any(sizes.get(file["name"], file["size"]) != file["size"] for file in one["files"])

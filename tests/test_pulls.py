@@ -195,8 +195,13 @@ async def test_the_node_that_has_it_serves_it_and_without_a_cable_the_nodes_addr
         ({"partial": True}, B),
         ({}, A),
         ({"files": [FILES[0], FILES[1] | {"size": 40}]}, A),
+        ({"files": [FILES[0], FILES[1] | {"name": "model.safetensors", "size": 40}]}, A),
+        ({"files": [FILES[0], FILES[1] | {"name": "a-00001-of-00002.safetensors", "size": 40}], "lacks": True}, B),
     ],
-    ids=["less of it", "an interrupted copy", "as much", "another file of that name, and smaller"],
+    ids=[
+        *("less of it", "an interrupted copy", "as much", "another file of that name, and smaller"),
+        *("a whole set of other weights", "half a set of other weights"),
+    ],
 )
 async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], source: str, tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
@@ -205,6 +210,17 @@ async def test_the_node_that_has_most_of_it_serves_it(here: dict[str, Any], sour
 
     assert ended.state is OperationState.SUCCEEDED
     assert made.nodes.of("copy")[0][0] == source
+
+
+async def test_weights_that_a_copy_removed_or_left_are_told(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        beside = {"removed": [f"{number}.safetensors" for number in range(6)], "left": ["mine.safetensors"]}
+        made.nodes.steps = [{"done_bytes": 100, "fetched_bytes": 90, "ended": True} | beside]
+        ended = await made.ended(made.pulls.start("plain"))
+
+    told = "0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors and 2 more"
+    assert f"Removed from {B}, where an earlier pull had put it and {A} has it no more: {told}. {B} has weights that {A}" in ended.message
+    assert "no pull put there: mine.safetensors; remove or move it there" in ended.message
 
 
 async def test_an_interrupted_copy_alone_is_not_the_model(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 from sparkd.errors import RankError
 from tests.daemon_process import until
 from workers.hub_cache import snapshot_of
-from workers.staging import chunks, manifest, part, sink, source, wire
+from workers.staging import chunks, leftovers, manifest, part, sink, source, wire
 from workers.staging.chunks import Buffer, ChunkFile, sha256_of
 from workers.staging.jobs import Jobs
+from workers.staging.leftovers import NOTE
 from workers.staging.manifest import JOURNAL, PART, Manifest, lacking, manifest_of, refuse_without_room
 from workers.staging.source import Source
 
@@ -119,7 +121,7 @@ def test_a_folder_is_compared_and_only_what_differs_is_fetched(tmp_path: Path, m
     (b / "model-00001-of-00002.safetensors").write_bytes(other)
     assert pulled(there, {})["fetched_bytes"] == len(other)
     assert {name: (b / name).read_bytes() for name in FILES} == FILES
-    assert sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file()) == sorted(FILES)
+    assert sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file()) == sorted([*FILES, NOTE])
 
 
 def _index(*names: str) -> bytes:
@@ -215,7 +217,59 @@ def test_a_part_of_another_release_of_the_file_is_thrown_away(tmp_path: Path) ->
         (tmp_path / "b" / f"w.safetensors{end}").write_text(text)
 
     assert pulled(there, {})["fetched_bytes"] == made.size
-    assert os.listdir(tmp_path / "b") == ["w.safetensors"]
+    assert sorted(os.listdir(tmp_path / "b")) == [NOTE, "w.safetensors"]
+
+
+OLD = {f"model-0000{number}-of-00003.safetensors": content(CHUNK + number) for number in (1, 2, 3)}
+
+
+def copied(a: Path, b: Path) -> dict[str, Any]:
+    """What the sink says at the end of a copy of all that `a` holds to `b`."""
+    made = found(str(a), {})
+    return pulled(replace(made, model=str(b)), {})
+
+
+def test_shards_that_the_source_has_no_more_go_and_what_is_somebodys_own_stays(tmp_path: Path) -> None:
+    index = "model.safetensors.index.json"
+    a = plain(tmp_path / "a", OLD | {"config.json": b"{}", index: b"x" * 9, "vocab.json": b"{}"})
+    b = plain(tmp_path / "b", {"mine.safetensors": b"mine", "notes.bin.txt": b"mine", "sub/mine.safetensors": b"mine"})
+    assert copied(a, b)["left"] == ["mine.safetensors"]
+    for name in (*OLD, index, "vocab.json"):
+        (a / name).unlink()
+    plain(a, {"model.safetensors": content(CHUNK * 2)})
+    (b / "model-00002-of-00003.safetensors").write_bytes(b"written anew by somebody")
+    plain(b, {f"model-00003-of-00003.safetensors{PART}": b"half", f"model-00003-of-00003.safetensors{JOURNAL}": b"half"})
+
+    ended = copied(a, b)
+    assert ended["removed"] == ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", index]
+    assert ended["left"] == ["mine.safetensors", "model-00002-of-00003.safetensors"]
+    kept = ["config.json", "mine.safetensors", "model-00002-of-00003.safetensors", "model.safetensors", "notes.bin.txt", "vocab.json"]
+    assert sorted(os.listdir(b)) == sorted([NOTE, "sub", *kept])
+    assert "removed" not in copied(a, b)
+
+
+def test_nothing_goes_while_the_copy_is_not_whole_or_the_source_has_no_whole_set(tmp_path: Path) -> None:
+    a = plain(tmp_path / "a", OLD | {"config.json": b"{}"})
+    b = tmp_path / "b"
+    copied(a, b)
+    (a / "model-00001-of-00003.safetensors").unlink()
+    assert "removed" not in copied(a, b)
+    for name in OLD:
+        (a / name).unlink(missing_ok=True)
+    assert "removed" not in copied(a, b)
+    plain(a, {"model.safetensors": content(CHUNK * 2)})
+    made = replace(found(str(a), {}), model=str(b))
+    (a / "model.safetensors").write_bytes(b"changed meanwhile")
+    assert "it has changed since the copy began" in pulled(made, {})["error"]
+    assert OLD.keys() <= set(os.listdir(b))
+
+
+def test_a_folder_that_cannot_be_written_and_has_it_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = plain(tmp_path / "a", FILES), plain(tmp_path / "b", FILES)
+    monkeypatch.setattr(leftovers, "NOTE", "no/such/folder")
+
+    assert copied(a, b)["ended"]
+    assert sorted(os.listdir(b)) == sorted(os.listdir(a))
 
 
 def test_a_blob_that_is_not_what_the_hub_says_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sparkd.checkpoint import is_weights, lacking_weights
+from sparkd.checkpoint import INDEX_END, is_weights, lacking_weights
 from sparkd.errors import RankError
 from workers.hub_cache import hub_cache, snapshot_of
 
@@ -44,7 +44,7 @@ class Manifest:
     """model: a hub id, or a folder's path; commit: the hub's, None of a folder; root: the folder of the files on the node that has them.
 
     partial: a copy to this node was interrupted, and the rest of a file is still to come; or a download of the hub's was, and shards that
-    its index or their own names speak of are lacking.
+    its index or their own names speak of are lacking. lacks: whether they are, also of a folder, or there are no weights at all.
     """
 
     model: str
@@ -53,6 +53,7 @@ class Manifest:
     root: str
     files: tuple[File, ...]
     partial: bool = False
+    lacks: bool = False
 
     @property
     def size(self) -> int:
@@ -99,7 +100,8 @@ def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) ->
     made = Manifest(model, revision, None if model.startswith("/") else folder.name, str(folder), files)
     top = place_of(made, environ).top if made.commit is not None else folder
     begun = next(top.rglob(f"*{PART}"), None) is not None
-    return replace(made, partial=begun or (made.commit is not None and _lacks_weights(folder, {file.name for file in files})))
+    lacks = _lacks_weights(folder, {file.name for file in files})
+    return replace(made, partial=begun or (made.commit is not None and lacks), lacks=lacks)
 
 
 def place_of(manifest: Manifest, environ: Mapping[str, str]) -> Place:
@@ -147,8 +149,14 @@ def _files(folder: Path) -> Any:
             yield File(str(path.relative_to(folder)), status.st_size, status.st_mtime_ns, blob)
 
 
+def is_loaded(name: str) -> bool:
+    """Whether an engine that loads a folder may take this file of it for weights, or for what says which weights count. Of a folder below
+    it an engine takes nothing by itself."""
+    return "/" not in name and (is_weights(name) or name.endswith(INDEX_END))
+
+
 def _lacks_weights(folder: Path, names: Set[str]) -> bool:
-    """Of a snapshot, whose files appear once each is whole."""
+    """Of a snapshot, whose files appear once each is whole; of a folder, as far as names tell."""
     return not any(map(is_weights, names)) or bool(lacking_weights(names, lambda name: (folder / name).read_bytes()))
 
 

@@ -2,7 +2,8 @@
 
 A program: `python -m workers.staging.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
-true} or {"error"}; and ends when stdin does. What it has verified by then is there for the next try.
+true} with "removed" and "left" where there are any (see leftovers), or {"error"}; and ends when stdin does. What it has verified by then
+is there for the next try.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from sparkd.errors import RankError
 from workers.staging.chunks import Buffer, chunks_of, span
+from workers.staging.leftovers import clear
 from workers.staging.manifest import File, Manifest, Place, lacking, place_of, refuse_without_room
 from workers.staging.ordered import ordered
 from workers.staging.part import COMPARE, VERIFY, Part
@@ -47,6 +49,8 @@ class Sink:
         self._last: list[Part] = []
         self._parts: list[Part] = []
         self.fetched_bytes = 0
+        self.removed: list[str] = []
+        self.left: list[str] = []
 
     @property
     def done_bytes(self) -> int:
@@ -160,9 +164,11 @@ class Sink:
             self._turn.notify_all()
 
     def _publish(self) -> None:
-        """The cache's links, and at the very end the name of the revision: until then the hub's library does not find it."""
+        """The cache's links, and at the very end the name of the revision: until then the hub's library does not find it. In a plain folder
+        what an earlier copy put there and the source has no more goes."""
         place, commit = self._place, self._manifest.commit
         if place.blobs is None or commit is None:
+            self.removed, self.left = clear(self._manifest, place.files)
             return
         for file in (file for file in self._manifest.files if file.blob):
             link = place.files / file.name
@@ -240,7 +246,9 @@ def run(order: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> 
             sink.fetch()
         finally:
             ended.set()
-        tell({"done_bytes": manifest.size, "total_bytes": manifest.size, "fetched_bytes": sink.fetched_bytes, "ended": True})
+        over = {"done_bytes": manifest.size, "total_bytes": manifest.size, "fetched_bytes": sink.fetched_bytes}
+        beside = {"removed": sink.removed, "left": sink.left}
+        tell(over | {"ended": True} | {what: names for what, names in beside.items() if names})
     except RankError as error:
         tell({"error": error.message})
     except OSError as error:

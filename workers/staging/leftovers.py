@@ -1,0 +1,69 @@
+"""Owns what a copied folder holds beside what its source holds: weights of an earlier release of the model, which an engine would load too.
+Removes only what an earlier copy put there.
+
+vLLM takes every *.safetensors of a folder without an index, and with an index that has stayed none at all. So a copy that is complete
+notes its files, and the next one removes those weights and indexes among them that the source has no more. Whatever else lies there may be
+somebody's own: it stays, and is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from workers.staging.manifest import JOURNAL, PART, Manifest, is_loaded
+
+NOTE = ".sparkd-pulled.json"
+
+
+def clear(manifest: Manifest, folder: Path) -> tuple[list[str], list[str]]:
+    """Names of weights and indexes that the source lacks: (removed, left). To be called once all files of the manifest are there. Nothing
+    is touched where the source has no whole set of weights. Raises OSError."""
+    if manifest.lacks:
+        return [], []
+    noted, own = _noted(folder), {file.name for file in manifest.files}
+    removed, left = [], []
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        begun = name.removesuffix(PART).removesuffix(JOURNAL)
+        if begun in own or not path.is_file():
+            continue
+        if begun != name:
+            # Half of a file that will never be whole; nobody but a copy writes such names.
+            path.unlink()
+        elif is_loaded(name) and noted.get(name) == _mark(path):
+            path.unlink()
+            removed.append(name)
+        elif is_loaded(name) and not name.startswith("."):
+            left.append(name)
+    _note(folder, own)
+    return removed, left
+
+
+def _note(folder: Path, names: Iterable[str]) -> None:
+    fresh = folder / f"{NOTE}.{os.getpid()}"
+    try:
+        fresh.write_text(json.dumps({name: _mark(folder / name) for name in sorted(names)}), encoding="utf-8")
+        fresh.replace(folder / NOTE)
+    except OSError:
+        # A folder that is only read: then the next copy removes nothing.
+        with suppress(OSError):
+            fresh.unlink()
+
+
+def _noted(folder: Path) -> Mapping[str, list[int]]:
+    """What the last complete copy put there, or found to be the source's; nothing where none did."""
+    try:
+        found = json.loads((folder / NOTE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _mark(path: Path) -> list[int]:
+    """A file that was written since has another one."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
