@@ -13,7 +13,7 @@ from typing import Any
 
 from sparkd import gauges, metrics
 from sparkd.cluster import Cluster
-from sparkd.errors import ClusterError, DoesNotFit, NoRoom, SparkdError
+from sparkd.errors import ClusterError, DoesNotFit, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.lease import Door
 from sparkd.ledger import Ledger
 from sparkd.plan import Backoff
@@ -34,6 +34,7 @@ STALLS, STALL_WINDOW_S = 2, 900.0
 # What only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
 # One that has served does so again: a single request may have needed what its build lacks.
 LASTING_S = 3600.0
+FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError)}
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
 
@@ -294,6 +295,8 @@ class Actions:
         told = f"{reason}: {message} Next try in {delay_s:.0f} s."
         self._ledger.say("failed", record.name, told, reason=reason, failures=record.failures)
         gauges.failed(record.name, reason)
+        if reason in FOR_ITS_OWNER and self._ledger.running(record, "load"):
+            self._ledger.answer_wish(record)
         self._ledger.finish(record, OperationState.FAILED, message, kind="load")
         self._door.turn_away(record)
         if not record.ranks and reason != "RankLost":

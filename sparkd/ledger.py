@@ -45,6 +45,13 @@ class Ledger:
         self._persist(lambda: self._store.save_desired(record.desired))
         self.say("want", record.name, f"{want} wished by {by}.", by=by)
 
+    def answer_wish(self, record: Record) -> None:
+        """An operator was told that the load failed: the wish stays, as one for which nobody makes room until it is asked for again."""
+        if record.desired.by != "admin":
+            return
+        record.desired = replace(record.desired, by="retry")
+        self._persist(lambda: self._store.save_desired(record.desired))
+
     def forget_wish(self, name: str) -> None:
         self._persist(lambda: self._store.forget_desired(name))
 

@@ -134,6 +134,12 @@ class Record:
         asked = bool(self.waiters) or self.promised or self.desired.by in ("admin", "group")
         return asked and self.desired.want is Want.RUNNING
 
+    def is_taken_over(self, want: Want, by: str) -> bool:
+        """An operator's wish takes over a request's, which a client that hangs up would take back, and while the model is not there one
+        that others need make no room for."""
+        away = want is Want.RUNNING and self.state is not ModelState.READY
+        return by == "admin" and self.desired.by in (("request", "retry", "config") if away else ("request", "retry"))
+
     @property
     def handle(self) -> RankHandle | None:
         """Rank 0's, which serves."""

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from sparkd import gauges, metrics
-from sparkd.actions import Actions, AskFunction
+from sparkd.actions import FOR_ITS_OWNER, Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
-from sparkd.errors import DoesNotFit, ModelUnusable, RankError
+from sparkd.errors import DoesNotFit
 from sparkd.fabric_rates import Rate
 from sparkd.fabric_report import report
 from sparkd.found import Found
@@ -33,13 +33,11 @@ from sparkd.swap import Swap, bar_of
 from sparkd.turns import Turn
 from sparkd.upstream import Upstream
 from workers.fabric_reading import VARIABLES
-from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
-FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError)}
 
 
 class Supervisor:
@@ -104,10 +102,10 @@ class Supervisor:
             self._roster.check_startable(record)
         kind = "load" if want is Want.RUNNING else "unload"
         running = self.ledger.running(record, kind)
-        if record.desired.want is want and running and not (by == "admin" and record.desired.by == "request"):
+        takes_over = record.is_taken_over(want, by)
+        if record.desired.want is want and running and not takes_over:
             return running
-        # An operator's wish takes over a request's, which a client that hangs up would take back.
-        if record.desired.want is not want or (by == "admin" and record.desired.by == "request"):
+        if record.desired.want is not want or takes_over:
             self.ledger.wish(record, want, by)
         if want is Want.RUNNING and by == "admin":
             record.backoff_until_s = float("-inf")

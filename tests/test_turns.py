@@ -10,13 +10,13 @@ import pytest
 
 from sparkd.config import load_config
 from sparkd.config_groups import Groups, Ties
-from sparkd.errors import ConfigError, ModelFailed
+from sparkd.errors import ConfigError, LoadRefused, ModelFailed
 from sparkd.facts import ENDS_S, ModelFacts
 from sparkd.gate import Gate
 from sparkd.room import Book, Lack
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
-from sparkd.state import ModelState, Want
+from sparkd.state import ModelState, OperationState, Want
 from sparkd.swap import bar_of
 from sparkd.turns import Turn, turn
 from tests.fakes import READING, Scene, stage
@@ -348,3 +348,40 @@ async def test_companions_come_and_go_together(tmp_path: Path) -> None:
         await made.tick(seconds=50)
         await made.tick(4)
         assert (made.state("a"), made.state("b")) == ("STOPPED", "STOPPED")
+
+
+async def test_nobody_makes_room_for_a_load_whose_operator_was_told_that_it_failed(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
+        made.cluster.offered = {"n": 15}
+        made.cluster.place_error = LoadRefused("Nothing of it can be quantized.")
+        operation = made.supervisor.want("b", Want.RUNNING, "admin")
+        await made.tick(2)
+        assert made.supervisor.operation(operation.id).state is OperationState.FAILED
+        made.cluster.place_error = None
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick()
+        await make_ready(made, "a")
+        made.supervisor.reconfigure(made.config)
+        await made.tick(6)
+        view = made.supervisor.snapshot().models["b"]
+        assert (made.state("a"), view.state, view.want, view.wanted_by) == ("READY", "STOPPED", "RUNNING", "retry")
+        assert view.message == "It waits for room, 10 GiB: until that is free or somebody asks for b."
+        # It is what the next daemon goes by, too.
+        assert made.store.desired()["b"].by == "retry"
+        made.supervisor.want("b", Want.RUNNING, "admin")
+        await made.tick(4)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING")
+
+
+async def test_a_load_by_hand_is_asked_for_also_where_the_configuration_wished_it_before(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick()
+        await make_ready(made, "a")
+        made.supervisor.want("b", Want.RUNNING, "config")
+        await made.tick(3)
+        assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
+        made.supervisor.want("b", Want.RUNNING, "admin")
+        await made.tick(4)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING")
