@@ -288,6 +288,7 @@ class Actions:
             delay_s = max(delay_s, LASTING_S)
             message += f" Waiting does not heal it: mend it, then `sparkd reload` or `sparkd load {record.name}`."
         record.fail(reason, message, self._clock() + delay_s)
+        waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.
             record.rank_id = None
@@ -298,7 +299,7 @@ class Actions:
         if reason in FOR_ITS_OWNER and self._ledger.running(record, "load"):
             self._ledger.answer_wish(record)
         self._ledger.finish(record, OperationState.FAILED, message, kind="load")
-        self._door.turn_away(record)
+        self._door.turn_away(record, keeps_place=waited)
         if not record.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
             self.spawn(self._release(record.name), f"release {record.name}")

@@ -66,7 +66,7 @@ class Gate:
         told = "; ".join((*self.pressure.told.values(), *self.release.told.values()))
         metrics.GUARD_ACTIONS.labels("shed", record.name).inc(len(record.waiters))
         why = f"{record.name} cannot be loaded now: {told}.{held}"
-        self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by))
+        self._door.turn_away(record, Unavailable(why, retry_after_s=RETRY_AFTER_S, held_by=held_by), keeps_place=True)
         if record.desired.by == "request":
             self._want(record.name, Want.STOPPED, "request")
 

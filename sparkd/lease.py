@@ -129,9 +129,12 @@ class Door:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def turn_away(self, record: Record, error: Unavailable | None = None) -> None:
-        """The model failed, was stopped or cannot be loaded now: everyone who waits learns why."""
-        record.promised, record.asked_since_s = False, None
+    def turn_away(self, record: Record, error: Unavailable | None = None, *, keeps_place: bool = False) -> None:
+        """The model failed, was stopped or cannot be loaded now: everyone who waits learns why. keeps_place: it has not had its turn yet,
+        and a wish that is not theirs stays where it was in the line."""
+        record.promised = False
+        if not keeps_place or record.desired.by == "request":
+            record.asked_since_s = None
         unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
         error = error or (self._failed(record) if record.state is ModelState.FAILED else unloaded)
         for waiter in record.waiters:

@@ -136,9 +136,11 @@ class Record:
 
     def is_taken_over(self, want: Want, by: str) -> bool:
         """An operator's wish takes over a request's, which a client that hangs up would take back, and while the model is not there one
-        that others need make no room for."""
+        that others need make no room for. The configuration's takes over a request's, too."""
+        if by != "admin":
+            return by == "config" and self.desired.by == "request"
         away = want is Want.RUNNING and self.state is not ModelState.READY
-        return by == "admin" and self.desired.by in (("request", "retry", "config") if away else ("request", "retry"))
+        return self.desired.by in (("request", "retry", "config") if away else ("request", "retry"))
 
     @property
     def handle(self) -> RankHandle | None:

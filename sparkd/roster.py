@@ -127,12 +127,13 @@ class Roster:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])
 
     def missing(self) -> list[Record]:
-        """Those that the configuration wants at start and nobody has unloaded by hand since."""
-        wanted = [self.records[name] for name in self.config.preload()]
+        """Those that the configuration wants at start and nobody has unloaded by hand since; also where only a request, which may be
+        taken back, has wished them."""
+        wanted = [(self.records[name], self.records[name].desired) for name in self.config.preload()]
         return [
             record
-            for record in wanted
-            if record.desired.want is Want.STOPPED and (record.desired.generation == 0 or record.desired.by in OWN_WISHES)
+            for record, wish in wanted
+            if (wish.by == "request" if wish.want is Want.RUNNING else wish.generation == 0 or wish.by in OWN_WISHES)
         ]
 
     def _with_added(self, config: Config) -> Config:

@@ -68,7 +68,7 @@ def check_step(old: ModelState, new: ModelState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The wish for one model. `generation` grows with every change; `by` names who wished (config, admin, request, ttl); retry: an operator,
+    """The wish for one model. `generation` grows with every change; `by` names who wished: config, admin, request, ttl; retry is an admin
     who was told since that it failed."""
 
     model: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from sparkd.config import load_config
 from sparkd.config_groups import Groups, Ties
-from sparkd.errors import ConfigError, LoadRefused, ModelFailed
+from sparkd.errors import ConfigError, LoadRefused, ModelFailed, Unavailable
 from sparkd.facts import ENDS_S, ModelFacts
 from sparkd.gate import Gate
 from sparkd.room import Book, Lack
@@ -385,3 +386,66 @@ async def test_a_load_by_hand_is_asked_for_also_where_the_configuration_wished_i
         made.supervisor.want("b", Want.RUNNING, "admin")
         await made.tick(4)
         assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING")
+
+
+def line(made: Scene) -> list[tuple[str, int | None]]:
+    return [(name, view.turn) for name, view in sorted(made.supervisor.snapshot().models.items())]
+
+
+@pytest.mark.parametrize("by", ["config", "admin"])
+async def test_a_wish_of_its_own_keeps_its_place_while_its_clients_are_sent_away(tmp_path: Path, by: str) -> None:
+    async with stage(tmp_path, models=two(tmp_path)) as made:
+        made.cluster.reading = replace(READING, level="pressed")
+        made.supervisor.want("a", Want.RUNNING, by)
+        await made.tick()
+        made.supervisor.want("b", Want.RUNNING, by)
+        await made.tick()
+        assert line(made) == [("a", 1), ("b", 2)]
+        waiting = asyncio.create_task(enter(made, "a"))
+        await made.tick()
+        made.cluster.reading = replace(READING, level="critical")
+        await made.tick(2)
+        with pytest.raises(Unavailable, match="a cannot be loaded now"):
+            await waiting
+        await made.tick()
+        assert line(made) == [("a", 1), ("b", 2)]
+
+
+async def test_what_is_refused_before_it_had_its_turn_comes_back_to_its_place(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={**two(tmp_path), "p": {"model": str(tmp_path), "memory_gib": 10, "pin": True}}) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("p", Want.RUNNING, "config")
+        await made.tick()
+        made.cluster.names = ["p"]
+        made.cluster.serve("p")
+        await made.tick(3)
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick()
+        made.supervisor.want("b", Want.RUNNING, "config")
+        await made.tick(3)
+        assert line(made)[:2] == [("a", 1), ("b", 2)]
+        waiting = asyncio.create_task(enter(made, "a"))
+        await made.tick(3)
+        with pytest.raises(ModelFailed):
+            await waiting
+        assert (made.state("a"), line(made)[:2]) == ("FAILED", [("a", None), ("b", 1)])
+        await made.tick(seconds=600)
+        assert line(made)[:2] == [("a", 1), ("b", 2)]
+
+
+async def test_what_is_loaded_at_start_is_not_taken_back_with_a_request_of_before(tmp_path: Path) -> None:
+    models = {"m": {"model": str(tmp_path), "preload": True}}
+    async with stage(tmp_path, models=models) as first:
+        first.supervisor.want("m", Want.STOPPED, "ttl")
+        first.supervisor.want("m", Want.RUNNING, "request")
+    async with stage(tmp_path, models=models) as second:
+        second.cluster.reading = replace(READING, level="pressed")
+        await second.tick()
+        waiting = asyncio.create_task(enter(second, "m"))
+        await second.tick()
+        second.cluster.reading = replace(READING, level="critical")
+        await second.tick(2)
+        with pytest.raises(Unavailable):
+            await waiting
+        view = second.supervisor.snapshot().models["m"]
+        assert (view.want, view.wanted_by) == (Want.RUNNING, "config")
