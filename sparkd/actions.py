@@ -15,7 +15,7 @@ from sparkd import gauges, metrics
 from sparkd.cluster import Cluster
 from sparkd.errors import ClusterError, DoesNotFit, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.lease import Door
-from sparkd.ledger import Ledger
+from sparkd.ledger import Ledger, Served
 from sparkd.plan import Backoff
 from sparkd.record import Record
 from sparkd.room import Lack
@@ -159,8 +159,8 @@ class Actions:
             if record.name not in names:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(names)[:200]}, not for {record.name}.")
                 return
-            if record.adopted and self._ledger.has_answered(handle.rank_id):
-                self._ready(record)
+            if record.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
+                self._ready(record, served=served)
                 return
             deadline_s = self._roster.config.start_deadline_s(record.spec) if record.spec else 60.0
             before = await self._counters(record)
@@ -218,17 +218,23 @@ class Actions:
         except TimeoutError:
             return {}
 
-    def _ready(self, record: Record, before: Readings | None = None) -> None:
-        """before: the nodes' readings before its first chat, where there was one."""
-        record.load_s = self._clock() - record.attempt_since_s
+    def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
+        """before: the nodes' readings before its first chat, where there was one. served: of one that served before it was adopted."""
+        took_s = self._clock() - record.attempt_since_s
         record.ready_since_s = record.last_used_s = self._clock()
+        if served is not None:
+            record.ready_since_s, record.load_s = self._clock() - (served.for_s or 0.0), served.load_s
+        elif record.adopted and record.handle:
+            record.load_s = max(took_s, self._wall() - record.handle.started_at_s)
+        else:
+            record.load_s = took_s
         self.move(record, ModelState.READY)
-        if record.rank_id:
-            self._ledger.keep_answered(record.rank_id)
+        if record.rank_id and served is None and record.load_s is not None:
+            self._ledger.keep_answered(record.rank_id, record.load_s)
         record.reason = record.message = None
-        how = "was adopted and serves on" if record.adopted else f"answers after {record.load_s:.1f} s"
-        self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(record.load_s, 2), adopted=record.adopted)
-        gauges.loaded(record.name, record.load_s, record.adopted)
+        how = "was adopted and serves on" if record.adopted else f"answers after {took_s:.1f} s"
+        self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.adopted)
+        gauges.loaded(record.name, took_s, record.adopted)
         self._ledger.finish(record, OperationState.SUCCEEDED, f"The model {how}.")
         self._door.open(record)
         handles = [fact.handle for fact in record.ranks or () if fact.alive]

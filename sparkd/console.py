@@ -95,7 +95,7 @@ class Console:
             if news == before:
                 continue
             if view.state is ModelState.READY:
-                loaded = f" after {view.load_s:.1f} s" if view.load_s else ""
+                loaded = f" after {view.load_s:.1f} s" if view.load_s and not view.adopted else ""
                 self._say(f"[green]{escape(view.name)} is ready{loaded}[/]")
             elif view.state is ModelState.FAILED:
                 retry = f" Next try in {view.retry_in_s:.0f} s." if view.retry_in_s else ""

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkd.errors import StateError, UnknownOperation
@@ -28,6 +28,14 @@ from sparkd.state import (
 log = logging.getLogger("sparkd.events")
 
 LISTENER_BACKLOG = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Of an engine that has answered: for how long it has been READY, and how long its load took, seconds; None where nobody kept it."""
+
+    for_s: float | None
+    load_s: float | None
 
 
 class Ledger:
@@ -61,11 +69,12 @@ class Ledger:
     def forget_handle(self, rank_id: str) -> None:
         self._persist(lambda: self._store.forget_handle(rank_id))
 
-    def keep_answered(self, rank_id: str) -> None:
-        self._persist(lambda: self._store.save_answered(rank_id))
+    def keep_answered(self, rank_id: str, load_s: float) -> None:
+        self._persist(lambda: self._store.save_answered(rank_id, self._wall(), load_s))
 
-    def has_answered(self, rank_id: str) -> bool:
-        return self._store.has_answered(rank_id)
+    def answered(self, rank_id: str) -> Served | None:
+        found = self._store.answered(rank_id)
+        return None if found is None else Served(None if found[0] is None else max(0.0, self._wall() - found[0]), found[1])
 
     def operation(self, operation_id: str) -> Operation:
         operation = self._operations.get(operation_id)

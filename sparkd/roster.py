@@ -200,4 +200,5 @@ class Roster:
             transport=record.transport,
             turn=record.turn,
             doubt=doubt,
+            adopted=record.adopted,
         )

@@ -15,6 +15,7 @@ class ModelView:
 
     turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
     doubt: why its engine is under suspicion although it is READY: it was asked a question and has not answered yet (sparkd.pulse).
+    adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody kept that.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
@@ -48,6 +49,7 @@ class ModelView:
     transport: tuple[Mapping[str, str], ...] = ()
     turn: int | None = None
     doubt: str | None = None
+    adopted: bool = False
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -278,10 +278,7 @@ class Store:
         return {row[0]: Desired(row[0], Want(row[1]), row[2], row[3], row[4]) for row in rows}
 
     def save_desired(self, desired: Desired) -> None:
-        self._write(
-            "INSERT OR REPLACE INTO desired(model, want, generation, by, since_s) VALUES (?,?,?,?,?)",
-            (desired.model, desired.want, desired.generation, desired.by, desired.since_s),
-        )
+        self._write("INSERT OR REPLACE INTO desired(model, want, generation, by, since_s) VALUES (?,?,?,?,?)", astuple(desired))
 
     def forget_desired(self, model: str) -> None:
         self._write("DELETE FROM desired WHERE model=?", (model,))
@@ -303,12 +300,13 @@ class Store:
         self._write("DELETE FROM handles WHERE rank_id=?", (rank_id,))
         self._write("DELETE FROM answered WHERE rank_id=?", (rank_id,))
 
-    def save_answered(self, rank_id: str) -> None:
+    def save_answered(self, rank_id: str, at_s: float, load_s: float) -> None:
         """This rank, this very process, has answered a real question: who adopts it need not ask again."""
-        self._write("INSERT OR REPLACE INTO answered(rank_id) VALUES (?)", (rank_id,))
+        self._write("INSERT OR REPLACE INTO answered(rank_id, at_s, load_s) VALUES (?,?,?)", (rank_id, at_s, load_s))
 
-    def has_answered(self, rank_id: str) -> bool:
-        return bool(self._rows("SELECT 1 FROM answered WHERE rank_id=?", (rank_id,)))
+    def answered(self, rank_id: str) -> tuple[float | None, float | None] | None:
+        """When it first did, and how long its load took, seconds; each None where an earlier release wrote it. None: it never did."""
+        return next(iter(self._rows("SELECT at_s, load_s FROM answered WHERE rank_id=?", (rank_id,))), None)
 
     def specs(self) -> dict[str, dict[str, Any]]:
         """Models that were added through the admin API rather than the configuration file, as the admin body gave them."""
@@ -364,7 +362,7 @@ class Store:
             CREATE TABLE IF NOT EXISTS desired(model TEXT PRIMARY KEY, want TEXT NOT NULL, generation INTEGER NOT NULL,
                                                by TEXT NOT NULL, since_s REAL NOT NULL);
             CREATE TABLE IF NOT EXISTS handles(rank_id TEXT PRIMARY KEY, handle TEXT NOT NULL);
-            CREATE TABLE IF NOT EXISTS answered(rank_id TEXT PRIMARY KEY);
+            CREATE TABLE IF NOT EXISTS answered(rank_id TEXT PRIMARY KEY, at_s REAL, load_s REAL);
             CREATE TABLE IF NOT EXISTS specs(model TEXT PRIMARY KEY, spec TEXT NOT NULL);
             CREATE TABLE IF NOT EXISTS operations(id TEXT PRIMARY KEY, created_at_s REAL NOT NULL, operation TEXT NOT NULL);
             CREATE TABLE IF NOT EXISTS events(seq INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, kind TEXT NOT NULL,
@@ -372,6 +370,8 @@ class Store:
             COMMIT;
             """
         )
+        if not any(row[1] == "load_s" for row in self._db.execute("PRAGMA table_info(answered)")):
+            self._db.executescript("BEGIN; ALTER TABLE answered ADD COLUMN at_s REAL; ALTER TABLE answered ADD COLUMN load_s REAL; COMMIT;")
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _rows(self, sql: str, values: tuple[Any, ...] = ()) -> list[Any]:

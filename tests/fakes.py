@@ -216,7 +216,8 @@ def scene(tmp_path: Path, *, cluster: FakeCluster | None = None, **flags: Any) -
         found.asked.append(model)
         found.answer(model)
 
-    supervisor = Supervisor(config, store, made, ask=ask, clock=clock, wall=lambda: 5.0, rng=random.Random(1))  # type: ignore[arg-type]
+    wall = lambda: clock.now_s - 995.0  # noqa: E731
+    supervisor = Supervisor(config, store, made, ask=ask, clock=clock, wall=wall, rng=random.Random(1))  # type: ignore[arg-type]
     found = Scene(config, store, made, clock, supervisor)
     return found
 

@@ -145,3 +145,23 @@ def test_schema_version_1_as_the_first_release_wrote_it_still_opens(tmp_path: Pa
     assert found.operations()[0].state is OperationState.SUCCEEDED
     assert found.events()[0].kind == "ready"
     found.close()
+
+
+def test_an_engine_that_answered_under_an_earlier_release_has_done_so_and_no_more_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as db:
+        db.executescript("CREATE TABLE answered(rank_id TEXT PRIMARY KEY); INSERT INTO answered VALUES ('old'); PRAGMA user_version=1;")
+    db.close()
+    for _ in range(2):
+        found = Store(path)
+        assert (found.answered("old"), found.answered("new")) == ((None, None), None)
+        found.close()
+    found = Store(path)
+    found.save_answered("new", 12.5, 3.25)
+    assert found.answered("new") == (12.5, 3.25)
+    # The earlier release reads and writes it as it did.
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT OR REPLACE INTO answered(rank_id) VALUES ('again')")
+    db.close()
+    assert found.answered("again") == (None, None)
+    found.close()

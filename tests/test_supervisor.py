@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,40 @@ async def test_the_next_daemon_adopts_what_runs(tmp_path: Path) -> None:
         assert second.state() == "READY"
         assert (cluster.log, second.asked) == (["hold m"], [])
         assert second.supervisor.snapshot().models["m"].ranks[0].pid == 42
+
+
+async def test_an_adopted_engine_has_the_load_and_the_time_that_it_had_before(tmp_path: Path) -> None:
+    async with stage(tmp_path, min_residency_s=5) as first:
+        first.supervisor.want("m", Want.RUNNING, "admin")
+        await first.tick()
+        await first.tick(seconds=40)
+        await make_ready(first)
+        load_s = first.supervisor.snapshot().models["m"].load_s
+        cluster, now_s = first.cluster, first.clock.now_s
+    assert load_s is not None and load_s > 40
+
+    for later_s in (10.0, 30.0):
+        async with stage(tmp_path, cluster=cluster, min_residency_s=5) as second:
+            second.clock.now_s = now_s + later_s
+            await second.tick(3)
+            record = second.supervisor.record("m")
+            assert (second.state(), second.supervisor.snapshot().models["m"].load_s) == ("READY", load_s)
+            assert record.ready_since_s == pytest.approx(now_s, abs=4.0)
+
+
+async def test_one_adopted_while_it_loads_was_started_when_its_handle_says(tmp_path: Path) -> None:
+    async with stage(tmp_path) as first:
+        first.supervisor.want("m", Want.RUNNING, "admin")
+        await first.tick()
+        cluster = first.cluster
+    cluster.names = ["m"]
+    cluster.show(progress=UP, handle=replace(cluster.only().handle, started_at_s=100.0))
+
+    async with stage(tmp_path, cluster=cluster) as second:
+        second.clock.now_s = 995.0 + 160.0
+        await second.tick(3)
+        assert (second.state(), second.asked) == ("READY", ["m"])
+        assert second.supervisor.snapshot().models["m"].load_s == pytest.approx(60.0, abs=4.0)
 
 
 async def test_a_rank_whose_configuration_changed_meanwhile_is_replaced(tmp_path: Path) -> None:
