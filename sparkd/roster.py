@@ -168,6 +168,9 @@ class Roster:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
         gone = record.state is ModelState.FAILED and record.ranks == ()
+        # Of one that waits: since when. It may have been STOPPED, and unasked for, ever since the daemon began.
+        asked_s = record.asked_since_s if record.turn is not None else None
+        since_s = record.since_wall_s if asked_s is None else self._wall() - (now_s - asked_s)
         max_model_len = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
         return ModelView(
             name=record.name,
@@ -182,7 +185,7 @@ class Roster:
             want=record.desired.want,
             wanted_by=record.desired.by,
             generation=record.desired.generation,
-            since_s=record.since_wall_s,
+            since_s=since_s,
             created_at_s=self._started_at_s,
             reason=record.reason,
             message=record.message,

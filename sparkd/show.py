@@ -355,8 +355,8 @@ def _amounts(known: Mapping[str, Any]) -> list[str]:
 
 
 def _state(state: str, known: Mapping[str, Any], turn: int | None = None, doubted: bool = False) -> Text:
-    """turn: its place among those that wait. doubted: the watchdog has asked its engine a question."""
-    if turn is not None or doubted:
+    """turn: its place among those that wait. doubted: the watchdog has asked its engine a question; where it goes, that matters more."""
+    if turn is not None or (doubted and state == "READY"):
         return Text("SUSPECT" if turn is None else f"WAITS {turn}", style="yellow")
     fraction = known.get("fraction")
     percent = f" {fraction:.0%}" if state == "LOADING" and fraction is not None else ""

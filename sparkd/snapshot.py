@@ -13,8 +13,9 @@ from sparkd.state import ModelState, Operation, Progress, RankHandle, Reading, W
 class ModelView:
     """One model as the outside sees it. Times are wall-clock seconds; retry_in_s counts down to the next try of a failed model.
 
+    since_s: since when it is in this state; of one that waits, since when it does.
     turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
-    doubt: why its engine is under suspicion although it is READY: it was asked a question and has not answered yet (sparkd.pulse).
+    doubt: why its engine is under suspicion while it is READY or DRAINING: it was asked a question and has not answered yet (sparkd.pulse).
     adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody kept that.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """

@@ -672,10 +672,13 @@ def test_ps_tells_whose_engine_is_doubted() -> None:
     rest |= {"state": "READY", "message": None, "reason": None, "retry_in_s": None, "progress": None, "turn": None}
     why = "No token came for 9 s: it was asked a question, and has not answered it for 1 s."
     out = io.StringIO()
-    show.resident([{"name": "a", "doubt": why, **rest}, {"name": "b", "doubt": None, **rest}], Console(file=out, width=200), now_s=5.0)
+    goes = {"name": "c", "doubt": why, **rest, "state": "DRAINING"}
+    models = [{"name": "a", "doubt": why, **rest}, {"name": "b", "doubt": None, **rest}, goes]
+    show.resident(models, Console(file=out, width=200), now_s=5.0)
 
-    _, a, b, *below = out.getvalue().splitlines()
-    assert (a.split()[:2], b.split()[:2], below) == (["a", "SUSPECT"], ["b", "READY"], [f"a: {why}"])
+    _, a, b, c, *below = out.getvalue().splitlines()
+    assert (a.split()[:2], b.split()[:2], c.split()[:2]) == (["a", "SUSPECT"], ["b", "READY"], ["c", "DRAINING"])
+    assert below == [f"a: {why}", f"c: {why}"]
 
 
 def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:

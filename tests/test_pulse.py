@@ -189,6 +189,10 @@ async def test_the_snapshot_says_who_is_doubted(tmp_path: Path) -> None:
         pulse.look([record])
         pulse._idle["m"] = made.clock() - 2
         assert str(made.supervisor.snapshot().models["m"].doubt).endswith("has not answered it for 2 s.")
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick()
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, str(view.doubt)[:17]) == ("DRAINING", "No token came for")
         record.in_flight = 0
 
 
