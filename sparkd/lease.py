@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable
@@ -24,6 +25,8 @@ from sparkd.state import STARTING, ModelState, Want
 from sparkd.upstream import Upstream
 from workers.signatures import LASTING
 
+log = logging.getLogger("sparkd.supervisor")
+
 # A model that waits: how far it is (ModelView.loading), and whether chats are told in words.
 Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
 # Why a model failed, where another one's end would help.
@@ -33,6 +36,8 @@ CAUSE_CHARS = 400
 _SENTENCE = re.compile(r".+?[.?](?=\s|$)")
 # A folder or an address. A name of the model may look like one, and the client has that already.
 _PLACE = re.compile(r"[/\\~]")
+# A hub id (owner/name) is none.
+_PATH = re.compile(r"(?<![\w.-])[/~]|\\")
 
 
 class Lease:
@@ -196,7 +201,8 @@ class Door:
         if record.spec is None or not away:
             return
         if why := await self._unusable(record.spec):
-            raise ModelFailed(f"The model {record.name} cannot be started. {why}", retry_after_s=60)
+            log.warning("a request for %s is refused: %s", record.name, why)
+            raise ModelFailed(f"The model {record.name} cannot be started. {_pathless(why, record)}", retry_after_s=60)
 
     def _withdraw(self, record: Record) -> None:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with
@@ -225,7 +231,10 @@ class Door:
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
         # No engine was started, so there is no log. What its owner has to mend may be told; who has the room may be nobody's business.
-        no_log = {ModelUnusable.__name__: record.message, DoesNotFit.__name__: "`sparkd ps` says how much it asks for."}
+        no_log = {
+            ModelUnusable.__name__: _pathless(record.message or "", record),
+            DoesNotFit.__name__: "`sparkd ps` says how much it asks for.",
+        }
         more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
         lasts = ""
         if record.reason in LASTING:
@@ -244,6 +253,15 @@ def _cause(record: Record) -> str:
     if first is None or len(first[0]) > CAUSE_CHARS or _PLACE.search(first[0].replace(record.name, "")):
         return ""
     return f"{first[0]} "
+
+
+def _pathless(why: str, record: Record) -> str:
+    """What a client may hear of a model's folder: what is wrong with it and what helps, and not where it lies on this machine."""
+    folder = record.spec.model if record.spec else ""
+    told = why.replace(f"The folder {folder} ", "Its folder ")
+    if _PATH.search(told.replace(record.name, "")):
+        return "What its entry names cannot be used: check `model` there. `sparkd ps` or sparkd's log says why."
+    return told
 
 
 def _draining() -> Draining:

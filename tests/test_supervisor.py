@@ -21,12 +21,14 @@ from sparkd.errors import (
     LoadRefused,
     ModelFailed,
     ModelLoading,
+    ModelUnusable,
     RankError,
     TooManyRequests,
     Unavailable,
     UnknownModel,
     UnknownOperation,
 )
+from sparkd.model_folder import unusable
 from sparkd.state import ModelState, OperationState, Progress, Want
 from tests.fakes import Scene, scene, stage
 from workers.signatures import diagnose
@@ -583,15 +585,56 @@ async def test_a_full_queue_is_refused(tmp_path: Path) -> None:
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("makes", "told"),
+    [
+        (None, "Its folder is not on this node: check the path in `model`, or use a hub id (owner/name)."),
+        ((), "Its folder is empty, so it holds no model: check the path in `model`, or use a hub id (owner/name)."),
+        (("notes.txt",), "Its folder has neither config.json nor params.json in it, so it holds no model: check the path in `model`, or"),
+    ],
+    ids=["not there", "empty", "no model"],
+)
+@pytest.mark.parametrize("name", ["m", "org/m"])
+async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_without_its_path(
+    name: str, makes: tuple[str, ...] | None, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "a folder of, mine"
+    if makes is not None:
+        folder.mkdir()
+        for one in makes:
+            (folder / one).touch()
+    async with stage(tmp_path, models={name: {"model": str(folder), "preload": False}}) as made:
+
+        async def look(spec: Any) -> str | None:
+            return unusable(spec.model, vllm=True)
+
+        made.supervisor._door._unusable = look
+        with caplog.at_level("WARNING"), pytest.raises(ModelFailed) as refused:
+            await asyncio.wait_for(enter(made, name), 5)
+        assert refused.value.message.startswith(f"The model {name} cannot be started. {told}")
+        assert str(tmp_path) not in refused.value.message and str(folder) in caplog.text
+        assert made.supervisor.record(name).desired.want is Want.STOPPED
+
+        why = unusable(str(folder), vllm=True)
+        made.cluster.place_error = ModelUnusable(str(why))
+        made.supervisor.want(name, Want.RUNNING, "admin")
+        await made.tick(2)
+        with pytest.raises(ModelFailed) as failed:
+            await enter(made, name)
+        assert told in failed.value.message and str(tmp_path) not in failed.value.message
+        assert made.supervisor.snapshot().models[name].message == why, "its owner reads the path"
+
+
+async def test_what_cannot_be_said_without_a_path_is_left_to_the_owner(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
 
         async def look(_spec: object) -> str:
             return "There is no model in /nowhere."
 
         made.supervisor._door._unusable = look
-        with pytest.raises(ModelFailed, match=r"m cannot be started\. There is no model in /nowhere"):
+        with pytest.raises(ModelFailed, match=r"m cannot be started\. What its entry names cannot be used: .*`sparkd ps`") as refused:
             await asyncio.wait_for(enter(made, "m"), 5)
+        assert "/nowhere" not in refused.value.message
         assert made.supervisor.record("m").desired.want is Want.STOPPED
 
 

@@ -452,21 +452,20 @@ async def test_what_is_loaded_at_start_is_not_taken_back_with_a_request_of_befor
 
 
 async def test_who_waits_is_shown_since_when_it_waits(tmp_path: Path) -> None:
-    async with stage(tmp_path, models=two(tmp_path), min_residency_s=1000) as made:
-        made.cluster.offered = {"n": 15}
-        made.supervisor.want("a", Want.RUNNING, "config")
-        await made.tick()
-        await make_ready(made, "a")
+    async with stage(tmp_path, models=two(tmp_path)) as made:
 
-        def shown_for_s() -> float:
+        def shown() -> tuple[int | None, float]:
             snapshot = made.supervisor.snapshot()
-            return snapshot.at_s - snapshot.models["b"].since_s
+            return snapshot.models["b"].turn, snapshot.at_s - snapshot.models["b"].since_s
 
+        made.cluster.connected = False
         await made.tick(seconds=300)
-        waiting = asyncio.create_task(enter(made, "b"))
-        await made.tick(4)
-        assert made.supervisor.snapshot().models["b"].turn == 1
-        assert shown_for_s() == pytest.approx(3.0, abs=1.0)
+        assert shown() == (None, 300.0)
+        made.supervisor.want("b", Want.RUNNING, "admin")
+        await made.tick()
+        assert shown() == (1, 1.0)
         await made.tick(seconds=20)
-        assert shown_for_s() == pytest.approx(23.0, abs=1.0)
-        waiting.cancel()
+        assert shown() == (1, 21.0)
+        made.supervisor.want("b", Want.STOPPED, "admin")
+        await made.tick()
+        assert shown() == (None, 322.0)
