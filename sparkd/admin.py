@@ -123,11 +123,10 @@ def _router(
 
     @api.post("/models", status_code=202, summary="Add a model that the configuration file does not have, and load it")
     async def add(new: NewModel) -> dict[str, Any]:
-        fresh = not _known(supervisor, new.name)
-        supervisor.add(new.name, new.spec)
-        if new.load and fresh and (why := await supervisor.unusable(new.name)):
-            supervisor.remove(new.name)  # else it would be tried again and again
+        # Else it would be tried again and again. Before anybody can see it.
+        if new.load and not _known(supervisor, new.name) and (why := await supervisor.unusable(new.name, new.spec)):
             raise CheckpointError(f"{new.name} was not added: {why}")
+        supervisor.add(new.name, new.spec)
         if not new.load:
             return {"operation": None, "model": model_body(supervisor.snapshot().models[new.name])}
         return _accepted(supervisor.want(new.name, Want.RUNNING, "admin"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkd.config import Config, config_hash, parse_model
 from sparkd.errors import Conflict, SparkdError, UnknownModel
+from sparkd.model_config import ModelConfig
 from sparkd.record import Record
 from sparkd.snapshot import ModelView
 from sparkd.state import Desired, ModelState, Store, Want
@@ -90,8 +91,8 @@ class Roster:
             if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
                 record.backoff_until_s = self._clock()
 
-    def add(self, name: str, raw: Mapping[str, Any]) -> None:
-        """See Supervisor.add."""
+    def judged(self, name: str, raw: Mapping[str, Any]) -> ModelConfig:
+        """What `add` would take in; raises as that, and changes nothing."""
         spec = parse_model(name, raw, over_admin=True, book=self._base.book())
         if name in self._base.models:
             raise Conflict(f"The model {name} is in the configuration file: change it there and reload sparkd.")
@@ -99,6 +100,11 @@ class Roster:
             if self._names.get(alias, name) != name:
                 raise Conflict(f"{alias!r} is a name of the model {self._names[alias]} already: choose another.")
         self._base.with_model(spec)  # raises what would leave it out
+        return spec
+
+    def add(self, name: str, raw: Mapping[str, Any]) -> None:
+        """See Supervisor.add."""
+        self.judged(name, raw)
         self._store.save_spec(name, raw)
         self.configure(self._base)
 

@@ -166,8 +166,9 @@ class Supervisor:
         self._roster.add(name, raw)
         self.wake()
 
-    async def unusable(self, name: str) -> str | None:
-        return None if (spec := self.record(name).spec) is None else await self._cluster.unusable(spec)
+    async def unusable(self, name: str, raw: Mapping[str, Any]) -> str | None:
+        """Why `add` would take in what is no model; see Cluster.unusable. Raises as `add`."""
+        return await self._cluster.unusable(self._roster.judged(name, raw))
 
     def lay_recipe(self, name: str, recipe: str) -> str:
         """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.

@@ -22,6 +22,7 @@ from sparkd import admin_bodies
 from sparkd.admin import MAX_SEQ, PREFIX, admin_app
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
+from sparkd.model_config import ModelConfig
 from sparkd.state import Want
 from tests.fabric_tree import readings
 from tests.fakes import Scene
@@ -235,7 +236,7 @@ async def test_a_load_answers_202_with_an_operation_that_is_waited_for(tmp_path:
         await made.scene.tick(3)
         async with asyncio.timeout(20):
             done = await waiting
-        assert (done["state"], done["finished_at_s"]) == ("SUCCEEDED", 5.0)
+        assert (done["state"], done["finished_at_s"]) == ("SUCCEEDED", 7.0)
         assert (await made.ask("POST", "/models/m/load", 202))["state"] == "SUCCEEDED", "it was READY already"
 
 
@@ -355,6 +356,27 @@ async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_th
         await made.ask("POST", "/models", 202, json={**later, "load": False})
         await made.ask("POST", "/models", 202, json=later)
         assert "later" in {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
+
+
+async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with admin_of(tmp_path) as made:
+        scene, seen = made.scene, []
+
+        async def look(spec: ModelConfig) -> str:
+            names = {model["name"] for model in (await made.ask("GET", "/models"))["models"]}
+            seen.append((spec.name, names, scene.store.specs()))
+            return "The folder /y is empty, so it holds no model: check the path."
+
+        monkeypatch.setattr(scene.cluster, "unusable", look)
+        async with scene.supervisor.ledger.listen() as events:
+            await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "/y", "aliases": ["other"]}})
+            assert events.empty()
+        assert seen == [("new", {"m"}, {})]
+        assert (await made.ask("GET", "/operations"))["operations"] == [] and scene.store.desired() == {}
+        # What may not be asked for at all is refused before anything is looked at.
+        await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "~/y"}})
+        await made.refused("POST", "/models", 409, json={"name": "new", "spec": {"model": "/y", "aliases": ["gpt-4o"]}})
+        assert len(seen) == 1
 
 
 async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:
