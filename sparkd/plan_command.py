@@ -79,7 +79,12 @@ def run(
         speculative=speculative,
         enforce_eager=True if eager else None,
     )
-    plan = found(asked, hardware, config, daemon)
+    plan, unheard = found(asked, hardware, config, daemon)
+    if json:
+        plan["notes"] += unheard
+    else:
+        # Where a container's file is made of standard output too.
+        sys.stderr.write("".join(f"{printable(line)}\n" for line in unheard))
     if docker or compose:
         write_containers(plan, image, compose=compose)
     else:
@@ -87,27 +92,36 @@ def run(
     return 0 if plan["choice"] is not None else DoesNotFit.exit_code
 
 
-def found(question: Question, hardware: str | None, config: Path | None, daemon: Callable[[], Client]) -> dict[str, Any]:
-    """The plan as plain JSON. daemon: asked of a name that no sparkd.yaml here has; of its own models it makes the plan itself. hardware:
-    None for the nodes of a daemon in reach where the model is configured, and for a Spark where it is not or none is.
+def found(question: Question, hardware: str | None, config: Path | None, daemon: Callable[[], Client]) -> tuple[dict[str, Any], list[str]]:
+    """The plan as plain JSON, and what a daemon in reach was asked in vain: whose, why and the cure, a sentence each. daemon: asked of a
+    name that no sparkd.yaml here has; of its own models it makes the plan itself. hardware: None for the nodes of a daemon in reach where
+    the model is configured, and for a Spark where it is not or none is.
 
-    Raises ConfigError and CheckpointError.
+    Raises ConfigError and CheckpointError; Unauthorized and Unavailable where a daemon in reach would have to know the name.
     """
     machine, name = SPARK if hardware is None else hardware_of(hardware), question.model
-    own, views, silent = None, list[dict[str, Any]](), None
-    there, said = None, None
+    own, views = None, list[dict[str, Any]]()
+    silent: Unavailable | Unauthorized | None = None
+    there, unheard = None, list[str]()
     if not source_of(name).startswith("/") and (own := configured(name, config, os.environ)) is None:
-        try:
-            # A hub id needs no daemon.
-            views = daemon().models() if "/" not in name or daemon().listens() else []
-        except (Unavailable, Unauthorized) as error:
-            silent = error
+        if not daemon().listens():
+            silent = Unavailable(f"No sparkd answers at {daemon().base_url}.")
+        else:
+            try:
+                views = daemon().models()
+            except (Unavailable, Unauthorized) as error:
+                unheard.append(f"Whether the daemon has an entry for {name} is not known: {error.message}")
+                silent = error
         known = next((view for view in views if name in (view["name"], *view["aliases"])), None)
         if known is not None:
-            return _of_daemon(daemon(), question, str(known["name"]), hardware)
+            return _of_daemon(daemon(), question, str(known["name"]), hardware), unheard
         own = of_recipe(name, config, os.environ)
+        if silent is not None and unheard and own is None and "/" not in name:
+            raise silent
     elif own is not None and hardware is None:
-        there, said = _nodes_of(daemon())
+        there, why = _nodes_of(daemon())
+        if why is not None:
+            unheard.append(f"This is for a Spark, since the daemon did not say what its nodes are: {why}")
         if there is not None:
             machine, nodes = there
             if question.nodes is None and own[0].tensor_parallel == AUTO:
@@ -142,11 +156,7 @@ def found(question: Question, hardware: str | None, config: Path | None, daemon:
         read=lambda draft: checkpoint_of(draft, None, env),
         profiles=PROFILES if os.path.isdir(PROFILES) else None,
     )
-    if isinstance(silent, Unauthorized):
-        plan["notes"].append(f"Whether the daemon has an entry for {name} is not known: {silent.message}")
-    if said is not None:
-        plan["notes"].append(f"This is for a Spark, since the daemon did not say what its nodes are: {said}")
-    return plan if there is None else _on_nodes(plan, daemon())
+    return plan if there is None else _on_nodes(plan, daemon()), unheard
 
 
 def _of_daemon(client: Client, question: Question, name: str, hardware: str | None) -> dict[str, Any]:
@@ -170,12 +180,11 @@ def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:
         # What this machine has measured tells nothing of another's.
         one = one if client.is_here else replace(one, name=client.base_url.partition("://")[2])
         return (one, max(1, sum(bool(node["agent"]) for node in told["nodes"]))), None
-    except Unavailable:
-        return None, None
     except SparkdError as error:
         return None, error.message
     except (KeyError, TypeError):
-        return None, f"sparkd at {client.base_url} is of another version."
+        cure = "update the older of the two, or name the machine by --hardware"
+        return None, f"sparkd at {client.base_url} is of another version: {cure}."
 
 
 def _on_nodes(plan: dict[str, Any], client: Client) -> dict[str, Any]:

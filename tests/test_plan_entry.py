@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +20,7 @@ import yaml
 from sparkd import container, needs, plan_entry, plan_here
 from sparkd.__main__ import exit_code
 from sparkd.admission import machine
+from sparkd.client import Client
 from sparkd.config import Config, load_config, parse_model
 from sparkd.fabric_environment import expected, wants_rdma
 from sparkd.fabric_nodes import FabricNodes
@@ -314,8 +317,9 @@ def test_what_the_command_line_says_goes_before_the_entry_also_where_it_is_what_
 
 @pytest.fixture
 def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What `sparkd plan` asks, over HTTP: the models of a configuration, their plans, and two nodes. `status`: of each answer."""
-    file, told = tmp_path / "theirs.yaml", {"status": 200}
+    """What `sparkd plan` asks, over HTTP: the models of a configuration, their plans, and two nodes. `status`: of each answer; `slow_s`:
+    until it comes."""
+    file, told = tmp_path / "theirs.yaml", {"status": 200, "slow_s": 0.0}
     theirs = asdict(machine("cpu", 30 * GIB, 2 * GIB))
     entries = {"m": {"model": str(folder), "aliases": ["me/mine"], "max_model_len": 4096, "kv_cache": {"sequences": 2}}}
     entries |= {"qwen3-coder-next-fp8": {"model": str(folder), "max_model_len": 2048}}
@@ -334,9 +338,12 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             self._say(plan_here._answer(question, plan_here.hardware_here(question.hardware), config.lookup, {}, config))
 
         def _say(self, body: dict[str, Any]) -> None:
-            self.send_response(told["status"])
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+            time.sleep(told["slow_s"])
+            # Who asked may have gone.
+            with suppress(ConnectionError):
+                self.send_response(told["status"])
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -408,6 +415,33 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     found = plan(capsys, "mine", "--config", file)
     assert found["hardware"]["name"] == "spark" and not any("for a Spark" in note for note in found["notes"])
+
+
+def test_a_daemon_that_is_too_slow_is_named(
+    served: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, that a compose file can be made of stdout; among the notes under --json, which has nothing else on stderr."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
+    served["slow_s"] = 0.5
+    monkeypatch.setattr(Client._ask, "__defaults__", (None, 0.1))
+    late = f"sparkd at {served['url']} took too long to answer; try again, or see its log."
+    nodes = f"This is for a Spark, since the daemon did not say what its nodes are: {late}"
+    for more in ([], ["--docker", "--image", "vllm/vllm-openai:v1"]):
+        assert exit_code(["plan", "mine", "--config", str(file), *more]) == 0
+        out, err = capsys.readouterr()
+        assert nodes not in out and err == f"{nodes}\n"
+    assert exit_code(["plan", "mine", "--config", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert nodes in json.loads(out)["notes"] and err == ""
+    # A hub id and a recipe need no daemon, and may yet be the name of an entry there.
+    for name in ("owner/model", "qwen3-coder-next-fp8"):
+        cached(hub, name if "/" in name else "Qwen/Qwen3-Coder-Next-FP8", folder)
+        assert exit_code(["plan", name]) == 0
+        assert capsys.readouterr().err == f"Whether the daemon has an entry for {name} is not known: {late}\n"
+    # Of any other name only the daemon can tell.
+    assert exit_code(["plan", "m"]) == 7
+    assert capsys.readouterr().err == f"error: {late}\n"
 
 
 async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it_over(folder: Path, hub: Path, tmp_path: Path) -> None:
