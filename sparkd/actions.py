@@ -292,7 +292,7 @@ class Actions:
                 message += f" {_rests(times)}"
         if reason in LASTING and record.ready_since_s is None:
             delay_s = max(delay_s, LASTING_S)
-            message += f" Waiting does not heal it: mend it, then `sparkd reload` or `sparkd load {record.name}`."
+            message += f" Waiting does not heal it: {self._roster.mended(record.name)}."
         record.fail(reason, message, self._clock() + delay_s)
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":

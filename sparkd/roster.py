@@ -129,6 +129,13 @@ class Roster:
         if record.name in self._base.models:
             raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
 
+    def mended(self, name: str) -> str:
+        """What who brought the model in does once a start of it has failed for good, without a full stop: only a file is read again."""
+        if name in self._base.models:
+            return f"mend it, then `sparkd reload` or `sparkd load {name}`"
+        again = f"`sparkd rm {name}` and bring it in again, as by `sparkd run MODEL -- FLAGS`"
+        return f"where its own flags are wrong, {again}; else mend what is, then `sparkd load {name}`"
+
     def _unknown(self, name: str) -> UnknownModel:
         return UnknownModel(name, [record.name for record in self.records.values() if record.spec and not record.spec.unlisted])
 

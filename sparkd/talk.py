@@ -14,6 +14,7 @@ from sparkd.client import Client, model_path
 from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
 from sparkd.source import check_there, name_of, source_of
 from sparkd.verbs import Session, argument, option, verb
+from sparkd.vllm_args import check_args
 
 PROMPT = ">>> "
 GREETING = "Hello!"
@@ -40,6 +41,8 @@ def run(
     extra = list(vllm_args or [])
     if extra and not extra[0].startswith("-"):
         raise ConfigError(f"{extra[0]!r} is no flag of vLLM: those stand after `--`; a question is given by -p.")
+    # The daemon would refuse them too, as extra_args of an entry, which nobody wrote here.
+    check_args(extra, "vLLM's flags after `--`")
     chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
     asked = {key: value for key, value in chosen.items() if value}
     known = _known(session.client, model, name, bool(asked))

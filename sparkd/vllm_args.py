@@ -33,7 +33,7 @@ _OWNED: Mapping[str, str] = {
     "root-path": "the gateway forwards to fixed paths. Remove it",
     "model": "the model is the 'model:' key. Set it there",
     "served-model-name": "the engine must answer to the names that the gateway routes. Set 'aliases:' or 'served_model_name:' on the model",
-    "config": "it would read more flags from a file that nobody checks. Write them into 'extra_args:'",
+    "config": "it would read more flags from a file that nobody checks. Write them out instead",
     "help": "the engine would print its help and end. Run the engine's own --help by hand",
     "headless": _RANKS,
     "nnodes": _RANKS,
@@ -147,13 +147,13 @@ _ENV_OVER_ADMIN = frozenset(
 )  # fmt: skip
 
 
-def check_args(args: Sequence[str]) -> None:
-    """Raises ConfigError, naming flag, reason and cure, for the first argument that sets what sparkd owns."""
-    for problem in owned_args(args):
+def check_args(args: Sequence[str], place: str = "extra_args") -> None:
+    """Raises ConfigError, naming flag, reason and cure, for the first argument that sets what sparkd owns. place: where they stand."""
+    for problem in owned_args(args, place):
         raise ConfigError(problem[1], param="extra_args")
 
 
-def owned_args(args: Sequence[str]) -> Iterable[tuple[int, str]]:
+def owned_args(args: Sequence[str], place: str = "extra_args") -> Iterable[tuple[int, str]]:
     """(index, message) of every argument that sets what sparkd owns, in whatever spelling vLLM's parser understands.
 
     FlexibleArgumentParser (vllm/utils/argparse_utils.py) takes `--flag value` and `--flag=value`, turns underscores into dashes, folds
@@ -169,7 +169,7 @@ def owned_args(args: Sequence[str]) -> Iterable[tuple[int, str]]:
             # vLLM splits `-O--uds` in two, and a dotted flag before it swallows the first half: found by fuzzing its parser.
             yield index, "'-O' takes a level, 0 to 3: remove what follows it."
         elif name := _owned_name(arg):
-            yield index, f"{_flag(arg)} is not for extra_args: {_reason(name)}."
+            yield index, f"{_flag(arg)} is not for {place}: {_reason(name)}."
 
 
 def owned_env(names: Iterable[str]) -> Iterable[tuple[str, str]]:

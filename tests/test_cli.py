@@ -132,7 +132,7 @@ def test_what_goes_wrong_is_an_object_with_json(
         return body
 
     answers.say(404, errors.error_body(errors.UnknownModel("x", ["m"])))
-    run = ["run", "x", "-p", "?", "--json", "--", "--a"]
+    run = ["run", "x", "-p", "?", "--json", "--", "--seed=1"]
     for argv in (["--json", "load", "x"], ["unload", "x", "--json"], ["logs", "--json", "x"], run):
         body = told("--url", answers.url, *argv)
         assert (body["error"]["code"], body["error"]["param"], body["exit_code"]) == ("model_not_found", "model", 5)
@@ -219,6 +219,7 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
         (["unload"], "--all"),
         (["unload", "m", "--all"], "--all"),
         (["run", "m", "hello"], "after `--`"),
+        (["run", "m", "--", "--host", "0.0.0.0"], "'--host' is not for vLLM's flags after `--`: sparkd chooses where an engine listens"),
         (["ps", "--url", "ftp://x"], "--url"),
         (["ps", "--key-file", "/nowhere/key"], "/nowhere/key"),
         (["serve", "--config", "/nowhere/sparkd.yaml"], "cannot be read"),

@@ -230,6 +230,18 @@ async def test_what_was_refused_before_it_was_started_rests_as_long(tmp_path: Pa
         assert (view.reason, view.retry_in_s) == ("FlagRefused", 3600.0)
 
 
+async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:
+    """No file is read again for one that came by `sparkd run MODEL -- FLAGS`, and to load it again gives it the same flags."""
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = FlagRefused("new cannot be started by the vLLM of its runtime: --no-such-flag")
+        made.supervisor.add("new", {"model": "/y", "extra_args": ["--no-such-flag"]})
+        made.supervisor.want("new", Want.RUNNING, "admin")
+        await made.tick()
+        told = made.supervisor.snapshot().models["new"].message
+        assert told is not None and "sparkd reload" not in told
+        assert "where its own flags are wrong, `sparkd rm new` and bring it in again, as by `sparkd run MODEL -- FLAGS`;" in told
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [

@@ -180,13 +180,13 @@ SIGNATURES = (
     _sign(
         "UnknownFlag", ROOT, rf"error: unrecognized arguments: (--{_WORD})",
         "This release of vLLM has no flag {0}.",
-        "Take it out of extra_args; `sparkd recipes check --parser PYTHON` tries a recipe's flags.",
+        "Take it out of extra_args, or of what stood after `--`; `sparkd recipes check --parser PYTHON` tries a recipe's flags.",
     ),
     _sign(
         "FlagRefused", ROOT,
         rf"error: argument (?:-\w{{1,3}}, ?|-\w{{1,3}}/)?(--{_WORD})[^:]{{0,200}}: (?:invalid|expected|ignored explicit|not allowed)",
         "vLLM does not take the value that {0} was given.",
-        "Correct it in extra_args: `vllm serve --help=all` says what it takes.",
+        "Correct it in extra_args, or in what stood after `--`: `vllm serve --help=all` says what it takes.",
     ),
     _sign(
         "SettingsRefused", CAUSE, r"ValidationError: \d{1,4} validation errors? for (\w{1,64})",
