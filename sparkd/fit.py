@@ -36,7 +36,7 @@ class Wish:
     FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
     cache: of a given size (sparkd.kv_cost.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that the engine
     may take, and what says so. fewest: fewer nodes go before speed. beyond: a length may be more than the model's own. learned: what an
-    earlier start of an engine measured, None for nothing.
+    earlier start of an engine measured, None for nothing. counted: somebody said how many requests.
     """
 
     max_model_len: int | None = None
@@ -56,6 +56,7 @@ class Wish:
     fewest: bool = False
     beyond: bool = False
     learned: Callable[[Recipe, Serving], Learned | None] = lambda _recipe, _serving: None
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

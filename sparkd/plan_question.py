@@ -81,6 +81,7 @@ def answer(
     wish = Wish(
         max_model_len=question.max_model_len,
         requests=question.requests or 1,
+        counted=question.requests is not None,
         nodes=question.nodes or 1,
         serving=Serving(
             0,

@@ -204,7 +204,7 @@ def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
         entry[key] = getattr(option.serving, key)
     if option.tensor > 1:
         entry["tensor_parallel"] = option.tensor
-    if wish.requests > 1:
+    if wish.counted or wish.requests > 1:
         entry["kv_cache"] = {"sequences": wish.requests}
     if wish.margin_bytes is not None:
         entry["kv_margin_gib"] = wish.margin_bytes / GIB

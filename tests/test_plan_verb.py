@@ -19,6 +19,7 @@ from sparkd.__main__ import command_line, exit_code
 from sparkd.config import load_config, parse_model
 from tests.daemon_process import ROOT
 from tests.sketches import dense, mixture, tensors_of, write
+from workers.kv.settings import VARIABLE
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
 
@@ -84,6 +85,17 @@ def test_the_entry_is_one_that_sparkd_takes(
     flags = spec.vllm_flags()
     assert all(re.search(rf"{flag}(?: |$)", out) for flag in flags if flag.startswith("--"))
     assert "4 requests at once" in out
+
+
+def test_a_number_of_requests_that_is_asked_for_is_in_the_entry_also_where_it_is_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the entry's cache would be all that is left, and not the one that was planned."""
+    choice = planned(capsys, folder, "--seqs", "1")["choice"]
+    assert choice["config"]["kv_cache"] == {"sequences": 1}
+    assert json.loads(choice["ranks"][0]["environment"][VARIABLE])["sequences"] == 1
+    choice = planned(capsys, folder)["choice"]
+    assert "kv_cache" not in choice["config"] and "sequences" not in json.loads(choice["ranks"][0]["environment"][VARIABLE])
 
 
 def test_the_bar_is_the_whole_node_where_an_entry_has_a_limit(
