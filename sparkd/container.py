@@ -20,7 +20,9 @@ from workers.kv.settings import VARIABLE as KV_VARIABLE
 CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
 JIT_CACHES = {"~/.cache/flashinfer": "/root/.cache/flashinfer", "~/.triton": "/root/.triton"}
 # Images of vLLM's project begin with the command `vllm serve`; all others, NVIDIA's among them, with a shell of their own.
-_SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai")
+_SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai", "vllm-openai-cpu", "vllm-cpu-release-repo", "vllm-arm64-cpu-release-repo")
+# What only kernels and collectives for NVIDIA's GPUs read.
+_OF_NVIDIA = ("NCCL_", "FLASHINFER_")
 # Where the plugin's packages lie in the container: the loader and the worker class come from the host.
 PLUGIN_FOLDER = "/opt/sparkd"
 PORT = 8000
@@ -31,7 +33,9 @@ _SKIPPED_FLAGS = ("--uds", "--host", "--port")
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One rank's. folders: host -> container, read-write where they are caches; network_host: what ranks on several nodes need."""
+    """One rank's. folders: host -> container, read-write where they are caches; network_host: what ranks on several nodes need. gpu: False
+    for a node that serves by its CPU, which has none of NVIDIA's runtime to ask for a GPU.
+    """
 
     name: str
     image: str
@@ -40,11 +44,14 @@ class Container:
     folders: Mapping[str, str]
     network_host: bool
     rdma: bool
+    gpu: bool = True
 
     def docker(self) -> list[str]:
         """argv."""
-        argv = ["docker", "run", "-d", "--name", self.name, "--restart", "unless-stopped", "--gpus", "all", "--ipc", "host"]
-        argv += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+        argv = ["docker", "run", "-d", "--name", self.name, "--restart", "unless-stopped"]
+        argv += ["--gpus", "all"] if self.gpu else []
+        argv += ["--ipc", "host"]
+        argv += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if self.gpu else []
         argv += ["--network", "host"] if self.network_host else ["-p", f"127.0.0.1:{PORT}:{PORT}"]
         if self.rdma:
             argv += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"]
@@ -62,13 +69,15 @@ class Container:
             "container_name": self.name,
             "restart": "unless-stopped",
             "ipc": "host",
-            "ulimits": {"memlock": -1, "stack": 67108864},
             "volumes": [f"{host}:{inside}{_mode(inside)}" for host, inside in self.folders.items()],
             # A dollar sign in a compose file begins a variable.
             "environment": {name: value if value == hidden(name) else value.replace("$", "$$") for name, value in self.environment.items()},
             "command": [word.replace("$", "$$") for word in self.command],
-            "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}},
         }
+        if self.gpu:
+            devices = [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
+            service["ulimits"] = {"memlock": -1, "stack": 67108864}
+            service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
         if self.network_host:
             service["network_mode"] = "host"
         else:
@@ -79,23 +88,23 @@ class Container:
 
 
 def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
-    """Of each node of a plan's choice. image: None for the one that the model's recipe names. Raises ConfigError."""
+    """Of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises ConfigError."""
     choice = plan["choice"]
     if choice is None:
         return []
-    named = choice.get("container") or {}
+    gpu = plan["hardware"]["platform"] == "cuda"
+    named = (choice.get("container") or {}) if gpu else {}
     serves = named.get("kind") == "vllm-openai" if not image and named else None
     image = image or named.get("image")
     if not image:
-        raise ConfigError(
-            "--docker needs an image: give --image NAME, one of vLLM's own or of NVIDIA's, for ARM64 on a Spark.", param="image"
-        )
+        which = "one of vLLM's own or of NVIDIA's, for ARM64 on a Spark" if gpu else "one of vLLM's own for CPUs (vllm/vllm-openai-cpu)"
+        raise ConfigError(f"--docker needs an image: give --image NAME, {which}.", param="image")
     if any(sign in image for sign in " \t\n'\"$`;&|<>") or image.startswith("-"):
         raise ConfigError(f"--image {image!r} is no image's name.", param="image")
     # A neighbour that is quantized already may have won over the model that was asked about.
     first = serves if serves is not None else _serves(image)
     name, model = str(choice["name"]), str(choice["model"])
-    return [_container(name, model, rank, image, len(choice["ranks"]), first) for rank in choice["ranks"]]
+    return [_container(name, model, rank, image, len(choice["ranks"]), first, gpu=gpu) for rank in choice["ranks"]]
 
 
 def hidden(name: str) -> str:
@@ -116,10 +125,10 @@ def shell(container: Container) -> str:
     return " \\\n  ".join(lines)
 
 
-def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool) -> Container:
-    """name: what the model is called. serves: whether the image begins with `vllm serve` by itself."""
-    folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **JIT_CACHES}.items()}
-    environment = dict(rank["environment"])
+def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes: int, serves: bool, *, gpu: bool) -> Container:
+    """name: what the model is called. serves: whether the image begins with `vllm serve` by itself. gpu: see Container."""
+    folders = {os.path.expanduser(host): inside for host, inside in {**CACHES, **(JIT_CACHES if gpu else {})}.items()}
+    environment = {key: value for key, value in rank["environment"].items() if gpu or not key.startswith(_OF_NVIDIA)}
     words = _served(rank["command"], model, folders)
     ours = any(word.startswith(("workers.", "spark_stream")) for word in words)
     if ours:
@@ -132,7 +141,7 @@ def _container(name: str, model: str, rank: Mapping[str, Any], image: str, nodes
         words += ["--host", "127.0.0.1" if nodes > 1 else "0.0.0.0", "--port", str(PORT)]
     first = [] if serves else ["vllm", "serve"]
     suffix = f"-{rank['node']}" if nodes > 1 else ""
-    return Container(_name(f"{name}{suffix}"), image, (*first, *words), environment, folders, nodes > 1, nodes > 1)
+    return Container(_name(f"{name}{suffix}"), image, (*first, *words), environment, folders, nodes > 1, gpu and nodes > 1, gpu)
 
 
 def _name(text: str) -> str:

@@ -32,10 +32,13 @@ OURS = [
 ]
 
 
-def plan(model: str = "owner/Name", command: list[str] | None = None, nodes: int = 1, **environment: str) -> dict[str, Any]:
+def plan(
+    model: str = "owner/Name", command: list[str] | None = None, nodes: int = 1, platform: str = "cuda", **environment: str
+) -> dict[str, Any]:
     rank = {"command": command or [*OURS[:4], model, *OURS[5:]], "environment": environment}
     ranks = [{"node": number, **rank} for number in range(nodes)]
-    return {"model": model, "choice": {"name": name_of(model), "model": model, "ranks": ranks}}
+    choice = {"name": name_of(model), "model": model, "ranks": ranks}
+    return {"model": model, "hardware": {"platform": platform}, "choice": choice}
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,8 @@ def one(found: dict[str, Any], image: str = "vllm/vllm-openai:v1") -> Container:
         ("registry:5000/vllm/vllm-openai:nightly", []),
         ("vllm/vllm-openai", []),
         ("vllm/vllm-openai@sha256:00", []),
+        ("vllm/vllm-openai-cpu:v0.32.0", []),
+        ("public.ecr.aws/q9t5s3a7/vllm-arm64-cpu-release-repo:latest", []),
         ("nvidia/vllm:26.04-py3", ["vllm", "serve"]),
         ("me/mine", ["vllm", "serve"]),
     ],
@@ -153,6 +158,23 @@ def test_compose_says_the_same_and_a_dollar_is_a_dollar() -> None:
     assert service["ports"] == ["127.0.0.1:8000:8000"]
 
 
+def test_a_node_without_a_gpu_asks_for_nothing_of_nvidias() -> None:
+    """Docker without NVIDIA's runtime ends over --gpus, and compose over the driver."""
+    variables = {"FLASHINFER_NVCC_THREADS": "1", "NCCL_SOCKET_IFNAME": "=eth0", "MAX_JOBS": "2", "GLOO_SOCKET_IFNAME": "eth0"}
+    found = plan(nodes=2, platform="cpu", **variables)
+    first, second = containers(found, "vllm/vllm-openai-cpu:v0.32.0")
+    for made in (first, second):
+        argv, service = made.docker(), made.compose()
+        assert not {"--gpus", "--ulimit", "--device", "--cap-add"} & set(argv) and argv[argv.index("--ipc") + 1] == "host"
+        assert not {"deploy", "ulimits", "devices", "cap_add"} & service.keys() and service["network_mode"] == "host"
+        assert made.environment == {"MAX_JOBS": "2", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "/opt/sparkd"}
+        assert not {"/root/.cache/flashinfer", "/root/.triton"} & set(made.folders.values())
+    # The image that a recipe names is one for GPUs.
+    found["choice"]["container"] = {"kind": "vllm-openai", "image": "vllm/vllm-openai:nightly"}
+    with pytest.raises(ConfigError, match="one of vLLM's own for CPUs"):
+        containers(found, None)
+
+
 @pytest.mark.parametrize(
     ("image", "told"), [(None, "needs an image"), ("", "needs an image"), ("a b", "no image's name"), ("-v", "no image's")]
 )
@@ -162,4 +184,4 @@ def test_an_image_must_be_named(image: str | None, told: str) -> None:
 
 
 def test_nothing_that_fits_is_no_container() -> None:
-    assert containers({"model": "x", "choice": None}, None) == []
+    assert containers({"model": "x", "hardware": {"platform": "cuda"}, "choice": None}, None) == []
