@@ -14,6 +14,7 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.errors import ConfigError
 from sparkd.kv_cost import Serving
 from sparkd.model_shape import Shape, shape_of
+from sparkd.vllm_known import misdrafts
 from sparkd.weight_cost import Inventory, Part, has_layers_ahead, inventory
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
 FLAG = "--speculative-config"
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
+# What vLLM takes for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
+_SUFFIX_DEPTH = 24
 _NATIVE = ("auto", "bfloat16", "float16")
 
 
@@ -91,7 +94,12 @@ def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], rea
 
 def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Checkpoint]) -> Drafting:
     """config: vLLM's own (config/speculative.py). Raises ConfigError for what it cannot be for this model, and CheckpointError."""
-    method, tokens = str(config.get("method")), config.get("num_speculative_tokens")
+    if why := misdrafts(config):
+        raise ConfigError(f"{FLAG}: {why}", param="speculative")
+    config = {key.replace("-", "_"): value for key, value in config.items()}
+    method, tokens = _method(config), config.get("num_speculative_tokens")
+    if method == "suffix" and tokens is None:
+        tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
     if type(tokens) is not int or tokens < 1 or method not in METHODS[1:]:
         raise ConfigError(f"speculative: a draft by {method} is not counted.", param="speculative")
     if method in _OF_TEXT:
@@ -103,6 +111,14 @@ def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Che
         told = f"{shape.architecture} has no layers here that predict tokens ahead (num_nextn_predict_layers in its config.json)"
         raise ConfigError(f"speculative {method}: {told}: choose off, ngram or suffix.", param="speculative")
     return Drafting(method, tokens, shape.mtp_layers, ahead=True)
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """As vLLM reads it: without one a draft from the text may be called a model, and each family's own name of mtp means mtp."""
+    method = config.get("method")
+    if method is None:
+        return "ngram" if config.get("model") in ("ngram", "[ngram]") else "draft_model"
+    return "mtp" if str(method).endswith("_mtp") else str(method)
 
 
 def config_in(args: Sequence[str]) -> Mapping[str, Any] | None:

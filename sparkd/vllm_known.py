@@ -1,7 +1,7 @@
 """Owns what a vLLM's parser will refuse of a model's arguments, told from the table of its flags. Never runs vLLM, never reads a file.
 
 It follows argparse and vLLM's own parser over it (vllm/utils/argparse_utils.py, FlexibleArgumentParser.parse_args): flags in any spelling
-or cut short, `--flag.key value` for a JSON flag, `-O3`. Whatever is not certainly refused passes.
+or cut short, `--flag.key value` for a JSON flag, `-O3`; and of `--speculative-config` its class. Whatever is not certainly refused passes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ _NO_TEXT = frozenset({"hf-overrides"})
 _QUOTED = re.compile(r'("(?:[^"\\]|\\.)*")')
 _AMOUNTS = re.compile(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b")
 _AMOUNT = re.compile(r"(\d{1,18})(\.\d{1,18})?([kKmMgGtT])?")
+# The releases whose SpeculativeConfig was seen to judge so (config/speculative.py, __post_init__ and _verify_args).
+_SPECULATES = (0, 26), (0, 32)
+_SPECULATIVE = "--speculative-config"
+# Methods by where they draft from: the text alone, a draft of their own; of others nothing is said.
+_TEXT, _DRAFT = ("ngram", "ngram_gpu"), ("medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "dflash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,53 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
             yield f"{_shown(name)}: vLLM {table.version} has {', '.join(f'--{one}' for one in sorted(found)[:3])}. Write out which."
         elif why := _refused(min(found), value if equals else following, bool(equals), table):
             yield why
+
+
+def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> Iterator[str]:
+    """A sentence for a --speculative-config that this vLLM's parser takes, and then its class does not, whatever the model is."""
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if any(name in env for name in ANOTHER_PARSER) or not _SPECULATES[0] <= release <= _SPECULATES[1]:
+        return
+    text = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == _SPECULATIVE:
+            text = value if equals else following
+        elif name.startswith(("--spec", "-sc")):
+            return  # it says a part of it, or all
+    try:
+        config = json.loads(text or "")
+    except ValueError:
+        return
+    if isinstance(config, dict) and (why := misdrafts(config)):
+        yield f"{_SPECULATIVE}: {why}"
+
+
+def misdrafts(config: Mapping[str, Any]) -> str | None:
+    """Why vLLM's SpeculativeConfig refuses these keys whatever the model is, with the cure; None where it need not."""
+    config = {key.replace("-", "_"): value for key, value in config.items()}
+    method, model, tokens = config.get("method"), config.get("model"), config.get("num_speculative_tokens")
+    if method is None:
+        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model" if model is None else None
+    if config.get("tensor_parallel_size") is not None:
+        return "tensor_parallel_size is none of its keys: write draft_tensor_parallel_size."
+    if "num_speculative_tokens" in config:
+        odd = tokens is None or isinstance(tokens, list | dict) or (isinstance(tokens, float) and not tokens.is_integer())
+        if odd or (isinstance(tokens, int | float) and tokens <= 0):
+            return "num_speculative_tokens is no whole number above 0: give it one, such as 4."
+        if model is None and method in (*_DRAFT, "custom_class"):
+            said = f"method {method}" if config.get("method") is not None else "it names no method, and"
+            return f"{said} needs a draft: name it in model, or choose a method that needs none, such as ngram."
+    elif method in (*_TEXT, "extract_hidden_states", "custom_class") or (model is None and method in (*_DRAFT, "mtp", "dspark")):
+        return "num_speculative_tokens is missing, and nothing else says how many tokens are drafted at a time: give it, such as 4."
+    if method in _TEXT:
+        sizes = [config.get(key) for key in ("prompt_lookup_min", "prompt_lookup_max")]
+        known = [size for size in sizes if type(size) is int]
+        if any(size < 1 for size in known):
+            return "prompt_lookup_min and prompt_lookup_max are whole numbers above 0: correct them."
+        if len(known) == 2 and known[0] > known[1]:
+            return "prompt_lookup_min is above prompt_lookup_max: exchange them, or leave both out."
+    return None
 
 
 def amount(value: str) -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import workers
 from sparkd.installed import full_version_in, packages_of
 from sparkd.vllm_flags import release_of, translated
-from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits
+from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
 
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
 TIMEOUT_S = 120.0
@@ -30,10 +30,13 @@ _tables: dict[str, FlagTable | None] = {}
 def refused(
     args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool, aloud: bool = False
 ) -> tuple[str, ...]:
-    """What the parser of the vLLM of this environment will refuse, a sentence for each; see vllm_known.misfits. Translated as the start
-    translates them. ask: see flag_table. aloud: somebody at a terminal is told that it takes a while."""
+    """What the parser of the vLLM of this environment will refuse, a sentence for each; see vllm_known. Translated as the start translates
+    them. ask: see flag_table. aloud: somebody at a terminal is told that it takes a while."""
     table = flag_table(runtime, places(state_dir), ask=ask, first=_say_so if aloud else None)
-    return () if table is None else tuple(misfits(translated(args, env, release_of(table.version)).args, env, table))
+    if table is None:
+        return ()
+    args = translated(args, env, release_of(table.version)).args
+    return (*misfits(args, env, table), *unspeculative(args, env, table.version))
 
 
 def _say_so() -> None:

@@ -150,6 +150,30 @@ def test_its_configuration_is_found_among_the_flags(args: tuple[str, ...], found
     assert config_in(args) == found
 
 
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"method": "ngram", "num-speculative-tokens": 3, "prompt_lookup_max": 4}, 3),
+        ({"model": "[ngram]", "num_speculative_tokens": 5}, 5),
+        ({"method": "suffix"}, 24),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, 8),
+    ],
+)
+def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dict[str, Any], tokens: int, folder: Path) -> None:
+    """As vLLM reads it, without a draft's headers."""
+    found = of_config(config, shape_of(read_checkpoint(folder).config), no_headers)
+    assert (found.tokens, found.layers, found.draft) == (tokens, 0, None)
+
+
+def no_headers(name: str) -> Any:
+    raise AssertionError(name)
+
+
+def test_what_vllm_would_not_start_with_is_no_draft(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--speculative-config: num_speculative_tokens is missing, and nothing else says"):
+        of_config({"method": "ngram"}, shape_of(read_checkpoint(folder).config), no_headers)
+
+
 def test_the_daemon_counts_a_draft_as_the_plan_does(folder: Path, tmp_path: Path) -> None:
     def least(*args: str) -> int | None:
         spec = ModelConfig(name="m", model=str(folder), max_model_len=4096, max_num_seqs=8, extra_args=args)

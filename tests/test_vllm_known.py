@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from sparkd.config import Config, check, parse_model
 from sparkd.errors import RankError
 from sparkd.needs import Need, said_to
 from sparkd.start import Attempt
-from sparkd.vllm_known import FlagTable, misfits
+from sparkd.vllm_known import FlagTable, misfits, unspeculative
 from sparkd.vllm_table import flag_table, places, refused
 from tests.test_installed import environment
 
@@ -203,6 +205,82 @@ def test_no_flag_of_vllms_is_refused_that_its_parser_takes(table: FlagTable, sai
     told = {line for line in said if list(misfits(line, {}, table))}
     assert sorted(line for line in told if said[line] is None) == [("--hf-overrides", "{1")], "its configuration refuses that"
     assert len(told) > 1000
+
+
+SPECULATES = """
+import itertools, json, os, sys
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from vllm.config.speculative import SpeculativeConfig
+def said(config):
+    try:
+        SpeculativeConfig(**config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+json.dump([said(config) for config in json.load(sys.stdin)], out)
+out.flush()
+"""
+
+
+def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other(table: FlagTable) -> None:
+    """Without the model: what that decides is not foretold."""
+    methods = ("ngram", "ngram_gpu", "suffix", "mtp", "eagle", "medusa", "dflash", "draft_model", "custom_class", "qwen3_next_mtp", "new")
+    parts: list[list[dict[str, Any]]] = [
+        [{}, *({"method": one} for one in methods)],
+        [{}, *({"num_speculative_tokens": one} for one in (None, 0, -1, 4, 4.0, 0.5, "4", True, [1], {}))],
+        [{}, {"model": None}, {"model": "ngram"}],
+        [{}, *({"prompt_lookup_min": least, "prompt_lookup_max": most} for least, most in ((2, 5), (5, 2), (1, 0)))],
+        [{}, {"tensor_parallel_size": 2}],
+    ]
+    configs = [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*parts)]
+    argv = [sys.executable, "-c", SPECULATES]
+    done = subprocess.run(argv, input=json.dumps(configs), capture_output=True, text=True, timeout=240, check=True)
+    refused = 0
+    for config, answer in zip(configs, json.loads(done.stdout), strict=True):
+        told = list(unspeculative(["--seed", "1", "--speculative-config", json.dumps(config)], {}, table.version))
+        assert not told or answer is not None, (config, told)
+        refused += len(told)
+        if config.get("method") in (None, "ngram") and set(config) <= {"method", "num_speculative_tokens"}:
+            assert bool(told) == (answer is not None), (config, told, answer)
+    assert refused > len(configs) / 2
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("""--speculative-config '{"method": "ngram"}'""", "num_speculative_tokens is missing, and nothing else says how many tokens are"),
+        ("""--speculative_config='{"method": "eagle3", "num-speculative-tokens": 3}'""", "method eagle3 needs a draft: name it in model"),
+        ("""--speculative-config '{"num_speculative_tokens": 3}'""", "it names no method, and needs a draft: name it in model, or choose"),
+        ("""--speculative-config '{"method": "ngram"}' --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""", None),
+        ("""--speculative-config '{"method": "ngram"}' --speculative-config.num_speculative_tokens 3""", None),
+        ("""--speculative-config '{"method": "ngram"}' --spec-tokens 3""", None),
+        ("""--speculative-config '{"method": "mtp", "model": "/draft"}'""", None),
+        ("""--speculative-config '{"method": "a-newer-one", "num_speculative_tokens": 3}'""", None),
+        ("--speculative-config None", None),
+    ],
+)
+def test_a_draft_that_cannot_be_is_found_by_a_check_and_a_load(
+    line: str, told: str | None, tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_table, "flag_table", lambda *_, **__: table)
+    monkeypatch.setattr("sparkd.needs.full_version_in", lambda _: table.version)
+    file, args = tmp_path / "sparkd.yaml", shlex.split(line)
+    file.write_text(json.dumps({"state_dir": str(tmp_path), "models": {"m": {"model": "o/m", "extra_args": args}}}))
+    found = [problem.message for problem in check(file, {}) if "--speculative-config: " in problem.message]
+    spec = parse_model("m", {"model": "o/m", "extra_args": args}, over_admin=False)
+    refused = said_to(spec, Config(state_dir=tmp_path), table.version).refused
+    assert (len(found), len(refused)) == ((0, 0) if told is None else (1, 1))
+    if told is not None:
+        assert refused[0].startswith(f"--speculative-config: {told}") and found[0].endswith(refused[0])
+
+
+@pytest.mark.parametrize(
+    ("version", "judged"), [("0.25.1", False), ("0.26.0", True), ("0.32.0+cpu", True), ("0.33.0", False), ("dev", False)]
+)
+def test_a_release_whose_class_nobody_has_looked_at_is_not_foretold(version: str, judged: bool) -> None:
+    args = ["--speculative-config", '{"method": "ngram"}']
+    assert bool(list(unspeculative(args, {}, version))) == judged
+    assert not list(unspeculative(args, {"VLLM_PLUGINS": "mine"}, version))
 
 
 def test_what_begins_as_an_override_and_is_no_json_is_refused_though_the_parser_takes_the_text(table: FlagTable) -> None:
