@@ -54,8 +54,7 @@ class Rdma:
 class Interface:
     """One network device. kind: qsfp, lan, wifi or other. cage: 0 beside the RJ45 socket, 1 the outer one; None but for qsfp.
 
-    carrier: None while it is switched off; carrier_changes: how often it came or went since the boot. speed_mbps: None where it cannot be
-    told. addresses: IPv4 only.
+    carrier: None while it is switched off. speed_mbps: None where it cannot be told. addresses: IPv4 only.
     """
 
     name: str
@@ -73,7 +72,6 @@ class Interface:
     physical: bool
     addresses: tuple[IPv4Interface, ...]
     rdma: Rdma | None
-    carrier_changes: int | None = None
 
     @property
     def linked(self) -> bool:
@@ -118,7 +116,7 @@ class Fabric:
     """One node. neighbours: (interface, address, MAC) of whoever answered there; answers: (interface, link-local address) of who did so
     just now; routes: (destination, interface). address: the node's in the cluster, None where it has none. environment: what its own
     process environment says of the variables that sparkd computes.
-    unified: whether CPU and GPU share its memory. proved: names of nodes to which a live NCCL test has passed. boot: which boot this is."""
+    unified: whether CPU and GPU share its memory. proved: names of nodes to which a live NCCL test has passed."""
 
     node: str
     host: str
@@ -135,7 +133,6 @@ class Fabric:
     unified: bool = True
     answers: frozenset[tuple[str, str]] = frozenset()
     proved: frozenset[str] = frozenset()
-    boot: str | None = None
 
     @property
     def twins(self) -> tuple[Interface, ...]:
@@ -172,7 +169,6 @@ def fabric_of(node: str, raw: Mapping[str, Any], address: str | None = None) -> 
         address=None if own is None or own.is_loopback else own,
         unified=bool(raw["unified"]),
         answers=frozenset((str(one["dev"]), str(one["dst"])) for one in raw.get("answers", ())),
-        boot=raw.get("boot"),
     )
 
 
@@ -224,7 +220,6 @@ def _interface(raw: Mapping[str, Any], rdma: Mapping[str, Rdma]) -> Interface:
         physical=bool(raw["physical"]),
         addresses=tuple(IPv4Interface(f"{one['address']}/{one['prefix']}") for one in raw["addresses"]),
         rdma=ports[0] if ports else None,
-        carrier_changes=raw.get("carrier_changes"),
     )
 
 

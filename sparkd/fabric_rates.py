@@ -59,14 +59,14 @@ class Rate:
 
 
 def links(a: Fabric, b: Fabric, sockets: Sequence[str] = ()) -> tuple[str, ...]:
-    """What identifies the links between two nodes as they are now, a line for each: which boot, interface, MAC, RDMA device, speed and
-    addresses at either end, and how often the carrier came and went, since a cable may be another in the same two cages. sockets: as in
-    Rate."""
+    """What identifies the links between two nodes as they are now, a line for each: interface, MAC, RDMA device, speed and addresses at
+    either end. Neither the boot nor how often the carrier came and went: a ring has to serve again by itself once the power or a cable is
+    back. sockets: as in Rate."""
     if sockets:
-        ends = [(s, t) for s in a.interfaces for t in b.interfaces if (s.name, t.name) == (*sockets,)]
+        ends = [(s, t) for s in a.interfaces for t in b.interfaces if (s.name, t.name) == (*sockets,) and s.linked and t.linked]
     else:
         ends = [(rail.a, rail.b) for cable in cables_of([a, b]) for rail in cable.sound()]
-    return tuple(sorted(f"{_end(a, s)} - {_end(b, t)}" for s, t in ends))
+    return tuple(sorted(f"{_end(s)} - {_end(t)}" for s, t in ends))
 
 
 def holds(rate: Rate, nodes: Mapping[str, Fabric]) -> bool:
@@ -131,10 +131,10 @@ def with_loss(proved: Iterable[Finding], rates: Iterable[Rate], names: Mapping[s
     return tuple(found)
 
 
-def _end(node: Fabric, one: Interface) -> str:
+def _end(one: Interface) -> str:
     addresses = ",".join(sorted(str(address) for address in one.addresses))
     device = one.rdma.name if one.rdma else None
-    return f"{one.name} {one.mac} {device} {one.speed_mbps} Mb/s {addresses}, carrier {one.carrier_changes}, boot {node.boot}"
+    return f"{one.name} {one.mac} {device} {one.speed_mbps} Mb/s {addresses}"
 
 
 def _rails(number: int) -> str:

@@ -69,7 +69,7 @@ def mac_of(base: str, twin: Twin) -> str:
 def _write(root: Path, name: str, said: Mapping[str, Any], macs: Mapping[str, str]) -> Path:
     if unknown := set(said) - _KNOWN:
         raise AssertionError(f"{name}: {unknown} means nothing in a scenario")
-    files: dict[str, object] = {"etc/hostname": f"{name}\n", "proc/sys/kernel/random/boot_id": f"boot of {name}\n"}
+    files: dict[str, object] = {"etc/hostname": f"{name}\n"}
     if said.get("hotplug"):
         files["etc/nvidia/cx7-hotplug-enabled"] = ""
     links: list[dict[str, Any]] = [_link("lo", 1, "00:00:00:00:00:00", 65536, ["127.0.0.1/8"])]
@@ -145,7 +145,6 @@ def _interface(
         f"{net}/speed": UNREADABLE if not up else str(-1 if speed is None else speed),
         f"{net}/phys_port_name": port_name,
         f"{net}/flags": hex(0x1002 | int(up)),
-        f"{net}/carrier_changes": "3",
     }
 
 

@@ -32,7 +32,6 @@ VARIABLES = (
 # NVIDIA's package dgx-spark-mlnx-hotplug powers the ConnectX-7 off where no cable is plugged and this file is there.
 HOTPLUG_MARK = "etc/nvidia/cx7-hotplug-enabled"
 GPUS = "proc/driver/nvidia/gpus"
-BOOT = "proc/sys/kernel/random/boot_id"
 # NVIDIA's GPUs whose memory is the host's, as their driver calls them. Where none is named the engine is one for CPUs.
 _UNIFIED = re.compile(r"^Model:.*\b(GB10|Thor|Orin)\b", re.MULTILINE)
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -42,15 +41,14 @@ WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/
 def sample(root: Path = ROOT) -> dict[str, Any]:
     """One look; blocks, for three IP_TIMEOUT_S at most. `trouble` tells what could not be read; what is not there at all is none.
 
-    {"host", "boot", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble"}. speed in Mb/s, counters
-    in bytes. boot: the kernel's word for this boot. unified: whether no GPU of the node has memory of its own.
+    {"host", "interfaces", "rdma", "routes", "neighbours", "hotplug", "unified", "environment", "trouble"}. speed in Mb/s, counters in
+    bytes. unified: whether no GPU of the node has memory of its own.
     """
     here = root == ROOT
     trouble: list[str] = []
     answers = {name: _asked(name, (lambda name: _ip(QUESTIONS[name])) if here else _file(root), trouble) for name in QUESTIONS}
     return {
         "host": socket.gethostname() if here else _text(root / "etc/hostname") or root.name,
-        "boot": _text(root / BOOT),
         "interfaces": _interfaces(root, answers["ip-address.json"]),
         "rdma": [port for name in _names(root / "sys/class/infiniband") for port in _rdma(root / "sys/class/infiniband" / name)],
         "routes": [_picked(one, "dst", "dev", "gateway", "metric") for one in answers["ip-route.json"] or []],
@@ -128,7 +126,6 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
         "mtu": link.get("mtu") or _number(said("mtu")),
         "up": up,
         "carrier": None if carrier is None else carrier == "1",
-        "carrier_changes": _number(said("carrier_changes")),
         "speed_mbps": _number(said("speed")),
         "port_name": said("phys_port_name") or link.get("phys_port_name"),
         "switch_id": said("phys_switch_id") or link.get("phys_switch_id"),
