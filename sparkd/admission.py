@@ -18,7 +18,7 @@ from sparkd.drafting import FLAG, Drafting, config_in, of_config
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, footprint
-from sparkd.hardware import SPARK, Hardware
+from sparkd.hardware import SPARK, UNKNOWN_RATES, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving, kv_layout, sized
 from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal, uneven_groups
@@ -259,8 +259,9 @@ def free_on(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]
 
 
 def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:
-    """This node, for planning: a Spark's bandwidths where nothing else is known."""
-    return replace(SPARK, name="node", memory_bytes=mem_total_bytes, system_bytes=reserve_bytes, platform=platform)
+    """This node, for planning: on a GPU a Spark's bandwidths where nothing else is known."""
+    node = replace(SPARK, name="node", memory_bytes=mem_total_bytes, system_bytes=reserve_bytes, platform=platform)
+    return replace(node, **UNKNOWN_RATES) if platform == "cpu" else node
 
 
 def inventory_of(spec: ModelConfig, env: Mapping[str, str], headers: Headers | None = None) -> Inventory | None:

@@ -134,7 +134,7 @@ def rank(option: Option, inventory: Inventory, wish: Wish, *, prequantized: bool
     stored, and before what would be quantized here.
     """
     enough = 0 if wish.max_model_len or wish.fewest else min(inventory.shape.max_len, DEFAULT_CONTEXT)
-    speed = option.footprint.decode_tokens_s if option.footprint is not None else 0.0
+    speed = (option.footprint.decode_tokens_s or 0.0) if option.footprint is not None else 0.0
     quality = 0.5 if prequantized else float(quality_of(option.format))
     if wish.fewest:
         return not option.fits, False, option.longest < enough, quality, float(option.nodes), option.pipeline
@@ -306,7 +306,8 @@ def _three(ranked: Sequence[Option]) -> Iterator[str]:
     ways += ["as a pipeline"] if any(one.pipeline == 3 for one in fitting) else []
     lone = next((one for one in fitting if one.nodes == 1 and one.footprint is not None), None)
     if lone is not None and lone.footprint is not None:
-        each = f"{lone.format}, 3 x {lone.footprint.decode_tokens_s:,.0f} tokens/s at most"
+        speed = lone.footprint.decode_tokens_s
+        each = lone.format if speed is None else f"{lone.format}, 3 x {speed:,.0f} tokens/s at most"
         ways.append(f"as three replicas of the engine that one node holds ({each})")
     if ways:
         yield f"Three nodes: few models divide by three; this one serves {', or '.join(ways)}."

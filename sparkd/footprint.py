@@ -51,8 +51,8 @@ class Learned:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left beside it
-    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request. limit_bytes: that the
-    whole engine may take, None for all that is there.
+    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where the
+    rates of the machine are not known. limit_bytes: that the whole engine may take, None for all that is there.
     """
 
     parts: Mapping[str, int]
@@ -63,9 +63,9 @@ class Footprint:
     system_bytes: int
     memory_bytes: int
     load_peak_bytes: int
-    first_load_s: float
-    next_load_s: float
-    decode_tokens_s: float
+    first_load_s: float | None
+    next_load_s: float | None
+    decode_tokens_s: float | None
     limit_bytes: int | None = None
 
     @property
@@ -179,24 +179,32 @@ def peak_bytes(shape: Shape, serving: Serving) -> int:
     return max(step, sampling)
 
 
-def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float, float]:
-    """(the first start, which quantizes; the next, from the cache). Each rank reads its share; the slower of disk and quantizer counts."""
+def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float | None, float | None]:
+    """(the first start, which quantizes; the next, from the cache). Each rank reads its share; the slower of disk and quantizer counts, and
+    how fast a CPU quantizes is not known."""
+    if hardware.disk_bytes_s is None:
+        return None, None
     stored = inventory.stored_bytes / ranks
     first = stored / hardware.disk_bytes_s
     if not weights.changed:
         return first, first
-    quantizing = stored / (H200_QUANTIZE_BYTES_S * hardware.bandwidth_bytes_s / H200_BANDWIDTH)
-    return max(first, quantizing), weights.disk_bytes / ranks / hardware.disk_bytes_s
+    again = weights.disk_bytes / ranks / hardware.disk_bytes_s
+    if hardware.bandwidth_bytes_s is None or hardware.platform == "cpu":
+        return None, again
+    return max(first, stored / (H200_QUANTIZE_BYTES_S * hardware.bandwidth_bytes_s / H200_BANDWIDTH)), again
 
 
-def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: Hardware) -> float:
+def decode_tokens_s(shape: Shape, weights: Weights, serving: Serving, hardware: Hardware) -> float | None:
     """An upper bound for one request at a short context: every token reads the active weights once; with tensor parallelism two sums over
     the ranks in each layer, of one row of `hidden`, and a pipeline's stages come one after the other. 0 where nothing is read."""
-    reading = weights.active_bytes / hardware.bandwidth_bytes_s
-    talking = 0.0
-    if serving.tensor_parallel > 1:
+    bandwidth, link, latency = hardware.bandwidth_bytes_s, hardware.link_bytes_s, hardware.link_latency_s
+    if bandwidth is None:
+        return None
+    reading, talking = weights.active_bytes / bandwidth, 0.0
+    if serving.tensor_parallel > 1 or serving.pipeline_parallel > 1:
+        if link is None or latency is None:
+            return None
         row = shape.hidden * shape.dtype_bytes
-        talking = 2 * shape.layers * (hardware.link_latency_s + row / hardware.link_bytes_s)
-    if serving.pipeline_parallel > 1:
-        talking += (serving.pipeline_parallel - 1) * hardware.link_latency_s
+        talking = 2 * shape.layers * (latency + row / link) if serving.tensor_parallel > 1 else 0.0
+        talking += (serving.pipeline_parallel - 1) * latency
     return 1 / (reading + talking) if reading + talking else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ JIT_CAPS = {"MAX_JOBS": "2", "FLASHINFER_NVCC_THREADS": "1"}
 class Hardware:
     """One node. Bytes and bytes a second; unified: the device's memory is the host's. link_*: between two nodes, one way.
 
-    system_bytes: what the operating system and its services hold. platform: cuda or cpu.
+    system_bytes: what the operating system and its services hold. platform: cuda or cpu. A rate that is None is not known.
     """
 
     name: str
     memory_bytes: int
     unified: bool
     system_bytes: int
-    bandwidth_bytes_s: float
-    disk_bytes_s: float
-    link_bytes_s: float
-    link_latency_s: float
+    bandwidth_bytes_s: float | None
+    disk_bytes_s: float | None
+    link_bytes_s: float | None
+    link_latency_s: float | None
     platform: str = "cuda"
 
 
@@ -39,10 +40,13 @@ SPARK = Hardware("spark", 127_535_224 * 1024, True, 4 * GIB, 273e9, 3.9e9, 20.5e
 # 141 GB HBM3e at 4.8 TB/s (data sheet); the rest as measured on a rented one.
 H200 = Hardware("h200", 139 * GIB, False, 0, 4.8e12, 2.2e9, 300e9, 10e-6)
 KNOWN = {one.name: one for one in (SPARK, H200)}
+# Of a machine that serves by its CPU nobody has measured any: it is as likely a desk as a server.
+UNKNOWN_RATES: Mapping[str, Any] = dict.fromkeys(("bandwidth_bytes_s", "disk_bytes_s", "link_bytes_s", "link_latency_s"))
 
 
 def hardware_of(text: str) -> Hardware:
-    """`spark`, `h200`, or a YAML file with the fields of `Hardware`; what it leaves out is a Spark's. Raises ConfigError."""
+    """`spark`, `h200`, or a YAML file with the fields of `Hardware`; what it leaves out is a Spark's, but for the rates of a CPU, which are
+    not known then. Raises ConfigError."""
     if text in KNOWN:
         return KNOWN[text]
     path = Path(text)
@@ -53,10 +57,12 @@ def hardware_of(text: str) -> Hardware:
     if unknown := sorted(set(map(str, given)) - names.keys()):
         raise ConfigError(f"{path}: the key {unknown[0]!r} is not known; {', '.join(names)} are.", param="hardware")
     values: dict[str, Any] = {name: getattr(SPARK, name) for name in names} | {"name": path.stem}
+    values |= UNKNOWN_RATES if given.get("platform") == "cpu" else {}
     for name, value in given.items():
-        if not _is_a(type(values[name]), value) or (name == "platform" and value not in ("cuda", "cpu")):
-            raise ConfigError(f"{path}: {name} must be {_WORDS[type(values[name])]}, not {value!r}.", param="hardware")
-        values[name] = type(values[name])(value)
+        kind = type(getattr(SPARK, name))
+        if not _is_a(kind, value) or (name == "platform" and value not in ("cuda", "cpu")):
+            raise ConfigError(f"{path}: {name} must be {_WORDS[kind]}, not {value!r}.", param="hardware")
+        values[name] = kind(value)
     if values["system_bytes"] >= values["memory_bytes"]:
         told = f"system_bytes {values['system_bytes']} leaves nothing of memory_bytes {values['memory_bytes']}; correct them"
         raise ConfigError(f"{path}: {told}.", param="hardware")

@@ -100,13 +100,14 @@ def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
             gib(parts["free"]),
             f"{option['max_model_len']:,}",
             f"< {parts['decode_tokens_s']:,.0f}" if parts["decode_tokens_s"] else "-",
-            duration(parts["first_load_s"]),
-            duration(parts["next_load_s"]),
+            *("-" if parts[key] is None else duration(parts[key]) for key in ("first_load_s", "next_load_s")),
             style="bold green" if number == 0 else "",
         )
     if table.rows:
         page.columns(table)
-        page.line("Weights, cache and the rest are of one node. TOKENS/S: bound of one request by memory bandwidth.\n", "dim")
+        unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in found["options"])
+        bound = "-: how fast this machine is, is not known" if unknown else "TOKENS/S: bound of one request by memory bandwidth"
+        page.line(f"Weights, cache and the rest are of one node. {bound}.\n", "dim")
     _rejected(rejected, page, every or not table.rows)
 
 

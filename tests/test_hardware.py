@@ -27,7 +27,10 @@ def test_a_file_is_a_spark_but_for_what_it_says(tmp_path: Path) -> None:
         hardware_of(str(file))
     file.write_text(file.read_text().replace("90e9", "9.0e+10"))
     changed = replace(SPARK, name="desk", memory_bytes=64 << 30, platform="cpu", bandwidth_bytes_s=9e10, system_bytes=0, unified=False)
-    assert hardware_of(str(file)) == replace(changed, link_latency_s=1e-5)
+    # Of a CPU no rate is a Spark's.
+    assert hardware_of(str(file)) == replace(changed, link_latency_s=1e-5, disk_bytes_s=None, link_bytes_s=None)
+    file.write_text("platform: cuda\nbandwidth_bytes_s: 9.0e+10")
+    assert hardware_of(str(file)) == replace(SPARK, name="desk", bandwidth_bytes_s=9e10)
     file.write_text("name: mine")
     assert hardware_of(str(file)) == replace(SPARK, name="mine")
     assert all(type(value) is type(getattr(SPARK, name)) for name, value in asdict(hardware_of(str(file))).items())

@@ -396,6 +396,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
     found = plan(capsys, "mine", "--config", file)
     assert (found["hardware"]["memory_bytes"], found["hardware"]["of"], found["asked"]["nodes"]) == (30 * GIB, whose, 2)
     assert "--enforce-eager" in found["choice"]["ranks"][0]["command"]  # as on a CPU
+    assert found["hardware"]["bandwidth_bytes_s"] is None and found["choice"]["footprint"]["decode_tokens_s"] is None
     assert plan(capsys, "mine", "--config", file, "--nodes", 3)["asked"]["nodes"] == 3
     for argv, head in (
         (["m"], f"\non the node of {whose} with "),

@@ -17,6 +17,7 @@ import yaml
 from sparkd import plan_command, plan_line, plan_verb, quantizing
 from sparkd.__main__ import command_line, exit_code
 from sparkd.config import load_config, parse_model
+from sparkd.hardware import UNKNOWN_RATES
 from tests.daemon_process import ROOT
 from tests.sketches import dense, mixture, tensors_of, write
 from workers.kv.settings import VARIABLE
@@ -96,6 +97,26 @@ def test_a_number_of_requests_that_is_asked_for_is_in_the_entry_also_where_it_is
     assert json.loads(choice["ranks"][0]["environment"][VARIABLE])["sequences"] == 1
     choice = planned(capsys, folder)["choice"]
     assert "kv_cache" not in choice["config"] and "sequences" not in json.loads(choice["ranks"][0]["environment"][VARIABLE])
+
+
+def test_what_is_not_known_of_a_cpu_is_no_number(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Spark's bandwidths are none of its own; what its owner says is reckoned with."""
+    file, times = tmp_path / "desk.yaml", ("decode_tokens_s", "first_load_s", "next_load_s")
+    file.write_text("platform: cpu\n")
+    found = planned(capsys, folder, "--hardware", file, "--nodes", "2")
+    assert {found["hardware"][name] for name in UNKNOWN_RATES} == {None}
+    assert all(option["footprint"][name] is None for option in found["options"] if option["fits"] for name in times)
+    assert found["choice"]["nodes"] == 1, "nothing says that two would be faster"
+    out = drawn(capsys, monkeypatch, folder, "--hardware", file)
+    assert re.search(r"^as stored +1 .* 4,096 +- +- +-$", out, re.MULTILINE) and "-: how fast this machine is, is not known." in out
+    assert planned(capsys, folder)["choice"]["footprint"]["first_load_s"] > 0
+    file.write_text("platform: cpu\nbandwidth_bytes_s: 9.0e+10\ndisk_bytes_s: 1.0e+9\n")
+    options = {one["format"]: one["footprint"] for one in planned(capsys, folder, "--hardware", file)["options"]}
+    assert all(options["as stored"][name] > 0 for name in times)
+    # How fast it quantizes is nobody's word.
+    assert options["mxfp4"]["first_load_s"] is None and options["mxfp4"]["next_load_s"] > 0
 
 
 def test_the_bar_is_the_whole_node_where_an_entry_has_a_limit(
