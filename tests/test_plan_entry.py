@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -380,6 +381,23 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
     small.write_text("{}")
     assert exit_code(["plan", *there, "m", "--hardware", str(small)]) == 2
     assert f"m is a model of sparkd at {served['url']}, which knows no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["m"], ["mine", "--config", "FILE"], ["m", "--url", "URL"]])
+def test_one_client_asks_the_daemon_all_that_a_plan_needs(
+    argv: list[str], served: dict[str, Any], folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, made = tmp_path / "mine.yaml", list[httpx.Client]()
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"mine": {"model": str(folder)}}}))
+    make = httpx.Client.__init__
+
+    def counted(self: httpx.Client, *given: Any, **named: Any) -> None:
+        made.append(self)
+        make(self, *given, **named)
+
+    monkeypatch.setattr(httpx.Client, "__init__", counted)
+    assert exit_code(["plan", *({"FILE": str(file), "URL": served["url"]}.get(word, word) for word in argv)]) == 0
+    assert len(made) == 1 and made[0].is_closed
 
 
 def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
