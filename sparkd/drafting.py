@@ -128,7 +128,7 @@ def config_in(args: Sequence[str]) -> Mapping[str, Any] | None:
         if name.replace("_", "-") == FLAG and (found or number + 1 < len(args)):
             try:
                 read = json.loads(value if found else args[number + 1])
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
             return read if isinstance(read, dict) else None
     return None

@@ -186,6 +186,6 @@ def schedule(tokens: int, limit: int) -> list[list[int]]:
 def _mapping(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -114,8 +114,8 @@ def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> 
             return  # it says a part of it, or all
     try:
         config = json.loads(text or "")
-    except ValueError:
-        return
+    except (ValueError, RecursionError):
+        return  # what is no JSON is told by the parser's own rules
     if isinstance(config, dict) and (why := misdrafts(config)):
         yield f"{_SPECULATIVE}: {why}"
 

@@ -144,6 +144,7 @@ def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path
         (("--speculative-config",), None),
         (("--speculative-config", "[1]"), None),
         (("--speculative-config", "{"), None),
+        (("--speculative-config", "[" * 5000), None),
     ],
 )
 def test_its_configuration_is_found_among_the_flags(args: tuple[str, ...], found: Any) -> None:

@@ -257,6 +257,7 @@ def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other(table:
         ("""--speculative-config '{"method": "mtp", "model": "/draft"}'""", None),
         ("""--speculative-config '{"method": "a-newer-one", "num_speculative_tokens": 3}'""", None),
         ("--speculative-config None", None),
+        (f"--speculative-config {'[' * 5000}", None),
     ],
 )
 def test_a_draft_that_cannot_be_is_found_by_a_check_and_a_load(
