@@ -88,7 +88,7 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
         waits = why.removeprefix("It ") if why.startswith("It waits ") else f"{'waits' if state == 'STOPPED' else words}: {why}"
         words = waits.rstrip(".")
     kv = known.get("kv") or {}
-    if state == "SIZING" and kv.get("phase") == "rehearsing":
+    if state == "SIZING" and kv.get("phase") == "rehearsing" and kv.get("source") in (None, "rehearsal"):
         words = "rehearsing the largest batches, to size the KV cache"
     if state == "LOADING" and known.get("phase") == "starting":
         words = "starting its engine"
@@ -253,10 +253,12 @@ def swept(size_bytes: int) -> str:
 
 
 def size(count: int) -> str:
-    """`1.50 GiB`, `213.4 MiB`, `12 KiB`, `96 B`."""
-    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (1 << 10, "KiB", 0)):
+    """`1.50 GiB`, `213.4 MiB`, `12 KiB`, `22.5 KiB`, `96 B`."""
+    for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1)):
         if count >= unit:
             return f"{count / unit:,.{digits}f} {name}"
+    if count >= 1 << 10:
+        return f"{count / (1 << 10):,.1f}".removesuffix(".0") + " KiB"
     return f"{count} B"
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,7 +146,8 @@ def test_what_others_gave_back_corrects_nothing_and_is_not_said_to(tmp_path, cap
     machine.room += 3 * GIB
     serve(sizing, machine, size, 0)
     assert told(tmp_path)["error_bytes"] == 3 * GIB
-    assert "5.25 GiB are free where 2.25 GiB were expected; nothing that was learned explains it, and it is kept." in caplog.text
+    said = "5.25 GiB are free where 2.25 GiB were expected; others have given it back meanwhile, and what was learned is kept."
+    assert said in caplog.text
 
 
 def _sized(machine: Machine, folder: Path) -> tuple[Sizing, Machine, int]:
@@ -166,6 +168,42 @@ def _sized(machine: Machine, folder: Path) -> tuple[Sizing, Machine, int]:
 )
 def test_a_cache_of_a_given_size(tmp_path, settings, expected):
     assert start(Machine(40 * GIB), tmp_path, **settings)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, None),
+        ({"bytes": 5 * GIB}, None),
+        ({"at_most_bytes": 30 * GIB}, "at most 30.0 GiB are allowed for it"),
+        ({"reserved_bytes": 34 * GIB}, "memory_gib is 34 and the engine holds 3.00 GiB of it"),
+        ({"at_most_bytes": 31 * GIB, "reserved_bytes": 20 * GIB}, "memory_gib is 20 and the engine holds 3.00 GiB of it"),
+        ({"at_most_bytes": 100 * GIB, "reserved_bytes": 100 * GIB}, None),
+    ],
+)
+def test_the_line_of_the_log_adds_up_and_says_what_limits_it(tmp_path, caplog, settings, why):
+    caplog.set_level(logging.INFO, "vllm.sparkd.kv")
+    start(Machine(40 * GIB, Demand(peak=GIB)), tmp_path, **settings)
+    (line,) = [one.message for one in caplog.records if "for the KV cache by" in one.message]
+    size, rest = re.fullmatch(r"sparkd: ([\d.]+) GiB for the KV cache by (?:rehearsal|plenty)(.*)\.", line).groups()
+    because, _, terms = rest.partition(": of ")
+    room, *others = (float(number) for number in re.findall(r"([\d.]+) GiB", terms))
+    assert float(size) + sum(others) == pytest.approx(room, abs=0.03)
+    assert because == (f" ({why})" if why else "")
+    assert told(tmp_path)["source_why"] == why
+
+
+def test_a_start_that_does_not_rehearse_says_so_while_it_lasts(tmp_path):
+    first = Machine(40 * GIB)
+    serve(*_sized(first, tmp_path), GIB)
+    seen = []
+    for settings in ({}, {"bytes": 5 * GIB}):
+        machine, folder = Machine(40 * GIB), tmp_path / str(settings.get("bytes", ""))
+        folder.mkdir(exist_ok=True)
+        warm = machine.warm
+        machine.warm = lambda warm=warm, of=folder: seen.append((told(of)["phase"], told(of)["source"])) or warm()
+        start(machine, folder, **settings)
+    assert seen == [("rehearsing", "profile"), ("rehearsing", "plenty")]
 
 
 @pytest.mark.parametrize("other", [{}, {"bytes": 50 * GIB}, {"sequences": 9}, {"at_most_bytes": GIB}, {"reserved_bytes": 34 * GIB}])

@@ -122,12 +122,14 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for (0 for `auto`)."""
+    """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for (0 for `auto`). limit: why `auto` leaves
+    something over; empty where it does not."""
 
     bytes: int
     room: int
     margin: int
     demand: Demand
+    limit: str = ""
 
     @property
     def spare(self) -> int:
@@ -165,7 +167,7 @@ def pool(
 
     room: bytes that can be taken at all (Reading.room).
     """
-    left = room - demand.ahead - margin
+    left, limit = room - demand.ahead - margin, ""
     if asked is not None:
         if asked < need.floor and (cures := _of_too_little(asked, left, need, by_blocks)):
             one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor)}"
@@ -180,13 +182,16 @@ def pool(
     else:
         within = left if reserved is None else reserved.left(demand)
         size = min(left, within) if at_most is None else min(left, within, at_most)  # negative: refused below
+        if size < left:
+            holds = "" if reserved is None else f"memory_gib is {reserved.bytes / GIB:g} and the engine holds {_gib(reserved.taken)} of it"
+            limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
     if size < need.floor:
         what = _what(need)
         if size == left or left < need.floor:
             raise DoesNotFit(_sentence(what, room, left, demand, margin, need, need.floor - left, most=size))
         by_reserve = reserved if asked is None and size != at_most else None
         raise DoesNotFit(_limited(what, size, demand, need, by_reserve, left))
-    return Pool(size, room, margin, demand)
+    return Pool(size, room, margin, demand, limit)
 
 
 def too_little(room: int, floor: int, margin: int, need: Need, weights: int, learned: Demand | None) -> str:

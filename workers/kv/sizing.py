@@ -176,7 +176,7 @@ class Sizing:
             demand = replace(demand, graphs=max(0, demand.graphs - error))
             told = "the profile is corrected" if self._learned is not None else "the next start knows"
             if demand == self._pool.demand:  # more is free than all that was learned, so others gave it
-                told = "nothing that was learned explains it, and it is kept"
+                told = "others have given it back meanwhile, and what was learned is kept"
             expected = self._pool.expected_slack
             logger.info("sparkd: %.2f GiB are free where %.2f GiB were expected; %s.", slack / GIB, expected / GIB, told)
         starts = 0 if self._learned is None else self._learned.starts + 1
@@ -255,7 +255,7 @@ class Sizing:
 
     def _sized(self, need: Need, course: Course) -> int:
         """Raises DoesNotFit, Missing, RanOut; _Wrong where a profile is not to be believed."""
-        self._report.tell("rehearsing")
+        self._report.tell("rehearsing", source=course.source)
         began = time.monotonic()
         demand = Demand()
         with Floor(self._rehearsal.read, floor_of(self._wish.margin(self._rehearsal.read())), self._ended):
@@ -274,7 +274,7 @@ class Sizing:
         wish = self._wish
         margin, by_blocks = wish.margin(reading), self._settings.blocks is not None
         made = pool(reading.room, demand, margin, need, wish.asked(need), wish.at_most(), wish.reserved(reading), by_blocks, wish.asked)
-        why = "; ".join(one for one in (wish.why(), course.why) if one) or None
+        why = "; ".join(one for one in (wish.why(), made.limit, course.why) if one) or None
         self._pool = made
         self._source = course.source
         self._report.tell(
@@ -289,13 +289,14 @@ class Sizing:
         )
         beside = f"{demand.ahead / GIB:.2f} GiB for graphs and the largest batch and " if course.source != "plenty" else ""
         logger.info(
-            "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin.",
+            "sparkd: %.2f GiB for the KV cache by %s%s: of %.2f GiB, less %s%.2f GiB margin%s.",
             made.bytes / GIB,
             course.source,
             f" ({why})" if why else "",
             made.room / GIB,
             beside,
             made.margin / GIB,
+            f"; {made.spare / GIB:.2f} GiB stay unused" if made.spare else "",
         )
         return made.bytes
 
