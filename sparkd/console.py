@@ -61,9 +61,13 @@ class Console:
             self._say_changes(self._supervisor.snapshot().models.values())
             await asyncio.sleep(WATCH_EVERY_S)
 
-    def say_ending(self, stop_engines: bool) -> None:
+    def say_ending(self, stop_engines: bool, running: int = 0, patience_s: float = 0.0) -> None:
+        """running: requests that may finish, for so long at most."""
         # The terminal has shown ^C at the beginning of this line.
         text = "Stopping: engines and Ray end now." if stop_engines else "Letting go: engines keep running for the next daemon."
+        if running:
+            first = f"{running} request{'' if running == 1 else 's'} may finish first, for at most {patience_s:.0f} s"
+            text = text.replace(" now", "") + f" {first}; a second signal (Ctrl-C) ends it at once."
         self._say(f"\n{text}" if self._terminal.is_terminal else text)
 
     def say_ended(self, stop_engines: bool) -> None:

@@ -28,7 +28,7 @@ from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
 from sparkd.gateway.limits import Limits
-from sparkd.gateway.server import BACKLOG, GatewayServer, gateway_server
+from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.keys import load_keys
 from sparkd.measures import Measures
 from sparkd.pulls import Pulls
@@ -44,7 +44,6 @@ from workers import memlock
 log = logging.getLogger("sparkd")
 
 LOOP_DEAD_S = 30.0
-HURRIED_DRAIN_S = 2.0
 FIRST_LOOK_S = 5.0
 PLACING_S = 10.0
 
@@ -81,7 +80,7 @@ async def _serve(config: Config, options: Options) -> None:
         raise ConfigError(f"This node has joined {head.address}, whose daemon serves: ask that one, or run `sparkd leave` first.")
     with _lock(config.state_dir):
         _private_folder(config.runtime_path())
-        listening = [listener.socket for listener in systemd.listeners] or [_bind(config.host, config.port)]
+        listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
         for inherited in systemd.listeners:
             _check_inherited(config, inherited.socket, environ)
         store = Store(config.state_dir / "state.db")
@@ -135,7 +134,7 @@ class Daemon:
         )
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
         self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
-        self._ending = asyncio.Event()
+        self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
         self._console = Console(self.base_url, self._supervisor, self._asker, needs_key=not self._edge.keys.open)
 
@@ -196,20 +195,17 @@ class Daemon:
 
     def _end_soon(self, stop_engines: bool) -> None:
         if self._ending.is_set():
-            self._server.force_exit = True
+            self._at_once.set()
             return
         self._stop_engines = stop_engines
         self._ending.set()
 
     async def _end(self, serving: asyncio.Task[None], background: Iterable[asyncio.Task[None]]) -> None:
         self._systemd.stopping("open requests may finish")
-        self._console.say_ending(self._stop_engines)
+        self._console.say_ending(self._stop_engines, self._running(), self._supervisor.config.unload_timeout_s)
         # Who has a connection already may ask what is READY: its engine stays.
         self._supervisor.drain(wholly=self._stop_engines)
-        if self._stop_engines:
-            self._server.config.timeout_graceful_shutdown = HURRIED_DRAIN_S
-        self._server.should_exit = True
-        await serving
+        await self._server.finish(serving, self._at_once, self._running if self._stop_engines else None)
         await self._supervisor.finish_placing(PLACING_S)
         for task in background:
             task.cancel()
@@ -220,9 +216,23 @@ class Daemon:
     async def _stop_parts(self, *, stop_engines: bool) -> None:
         self._ended = True
         if stop_engines:
-            await self._supervisor.stop_everything()
+            await self._end_engines()
         await self._asker.close()
         await self._cluster.close(stop_ray=stop_engines)
+
+    async def _end_engines(self) -> None:
+        """A second signal takes away the time that they have for it (engine.stop_timeout_s)."""
+        ends = asyncio.create_task(self._supervisor.stop_everything(at_once=self._at_once.is_set()))
+        if not self._at_once.is_set():
+            hurry = asyncio.create_task(self._at_once.wait())
+            await asyncio.wait((ends, hurry), return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            if not ends.done():
+                await self._supervisor.stop_everything(at_once=True)
+        await ends
+
+    def _running(self) -> int:
+        return sum(model.in_flight for model in self._supervisor.snapshot().models.values())
 
     def _load(self) -> Config:
         config = load_config(self._options.config_path, flags=self._options.flags, environ=self._environ)
@@ -370,21 +380,6 @@ def _private_folder(path: Path) -> None:
         raise StateError(told) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise StateError(f"The runtime directory {path} belongs to somebody else or others can write to it: remove it, or set runtime_dir.")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        why = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
-        raise ConfigError(f"listen: {host}:{port} cannot be bound: {why}. Choose another port with --listen HOST:PORT.") from None
-    listening.setblocking(False)
-    return listening
 
 
 def _check_inherited(config: Config, listening: socket.socket, environ: Mapping[str, str]) -> None:

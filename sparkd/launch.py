@@ -50,7 +50,8 @@ def serve(
 ) -> None:
     """Run the daemon in the foreground.
 
-    Ctrl-C ends it and everything it started. Under systemd, and with --leave-engines, SIGTERM leaves the engines to the next daemon.
+    Ctrl-C ends it and everything it started, once the requests that run are over (unload_timeout_s); a second one at once. Under systemd,
+    and with --leave-engines, SIGTERM leaves the engines to the next daemon.
     The log goes to stderr; on a terminal to STATE_DIR/sparkd.log, unless --log-level is given.
     """
     path = config_path(config, os.environ, alone=model is None and state_dir is None)

@@ -269,11 +269,11 @@ class Supervisor:
         if placing:
             await asyncio.wait(placing, timeout=timeout_s)
 
-    async def stop_everything(self) -> None:
+    async def stop_everything(self, *, at_once: bool = False) -> None:
         """Stop every rank that can be found, READY or not, whatever is wished; wishes stay as they are for the next start."""
         observation = await self._cluster.observe()
         ranks = observation.ranks or ()
-        results = await asyncio.gather(*(self._cluster.destroy(fact) for fact in ranks), return_exceptions=True)
+        results = await asyncio.gather(*(self._cluster.destroy(fact, hangs=at_once) for fact in ranks), return_exceptions=True)
         for fact, left in zip(ranks, results, strict=True):
             if isinstance(left, BaseException):
                 log.error("a rank was not stopped: %s", left)

@@ -282,9 +282,15 @@ def test_the_end(capsys: pytest.CaptureFixture[str]) -> None:
         console.say_ending(stop_engines)
         console.say_ended(stop_engines)
 
+    console.say_ending(True, 1, 60.0)
+    console.say_ending(False, 2, 30.0)
+
     assert capsys.readouterr().out.splitlines() == [
         "Stopping: engines and Ray end now.",
         "Everything that was started has ended.",
         "Letting go: engines keep running for the next daemon.",
         "Engines run on.",
+        "Stopping: engines and Ray end. 1 request may finish first, for at most 60 s; a second signal (Ctrl-C) ends it at once.",
+        "Letting go: engines keep running for the next daemon. 2 requests may finish first, for at most 30 s; a second signal (Ctrl-C) "
+        "ends it at once.",
     ]

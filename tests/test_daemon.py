@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -425,6 +427,52 @@ def test_the_next_daemon_adopts_the_engine_of_one_that_was_killed_and_of_one_tha
     assert made.process is not None
     assert made.process.returncode == 0
     assert not list(made.runtime_dir.rglob("*.sock"))
+
+
+def test_ctrl_c_lets_requests_finish_and_waits_for_nothing_else(tmp_path: Path) -> None:
+    env = {"SPARKD_STUB_TOKENS": "80", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.1"}
+    with daemon(tmp_path, settings(tmp_path, quick={"preload": True, "env": env})) as made, ThreadPoolExecutor(2) as pool:
+        made.wait_for("quick", "READY", 60)
+        # It would go on for ever.
+        watching = pool.submit(_read_to_its_end, made, "GET", "/admin/v1/events", {"accept": "text/event-stream"}, None)
+        asked = pool.submit(_read_to_its_end, made, "POST", "/v1/chat/completions", {}, _chat(stream=True))
+        until(lambda: made.model("quick").get("in_flight") == 1, 10, "the stream runs")
+        began_s = time.monotonic()
+        assert made.end(signal.SIGINT, 50) == 0
+        assert asked.result(1).endswith("data: [DONE]\n\n")
+        assert 5 < time.monotonic() - began_s < 40, "the whole stream, and not unload_timeout_s"
+        watching.result(1)
+        assert "1 request may finish first, for at most 60 s" in made.tail()
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
+    env = {"SPARKD_STUB_TOKENS": "3000", "SPARKD_STUB_CHUNK_INTERVAL_S": "0.1", "SPARKD_STUB_IGNORE_SIGTERM": "1"}
+    given = settings(tmp_path, quick={"preload": True, "env": env})
+    given["engine"]["stop_timeout_s"] = 45
+    with daemon(tmp_path, given) as made, ThreadPoolExecutor(1) as pool:
+        made.wait_for("quick", "READY", 60)
+        asked = pool.submit(_read_to_its_end, made, "POST", "/v1/chat/completions", {}, _chat(stream=True))
+        until(lambda: made.model("quick").get("in_flight") == 1, 10, "the stream runs")
+        assert made.process is not None
+        made.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            made.process.wait(4)
+        assert not asked.done()
+        assert made.end(signal.SIGINT, 30) == 0, "neither the stream nor the engine's own time was waited for"
+        assert "sparkd is going down" in asked.result(1), "the stream ends with the reason"
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "quick", "messages": [{"role": "user", "content": "x"}], **fields}
+
+
+def _read_to_its_end(made: DaemonProcess, method: str, path: str, headers: dict[str, str], body: dict[str, Any] | None) -> str:
+    """Or until it is cut."""
+    text, cut = "", contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError)
+    with cut, httpx.stream(method, f"{made.url}{path}", headers=headers, json=body, timeout=90, trust_env=False) as response:
+        for piece in response.iter_text():
+            text += piece
+    return text
 
 
 KEYS = {"inference": ["user-key-0123456789"], "admin": ["admin-key-0123456789"]}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from sparkd.errors import ConfigError
 from sparkd.gateway.answers import App
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.protocol import bounded_protocol
 
 BACKLOG = 2048
+REST_S, CUT_S = 2.0, 1.0
+LOOK_EVERY_S = 0.1
 # mallopt(3). glibc raises its own threshold to the largest block ever freed; from then on bodies grow on the heap by being copied.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAPPED_FROM_BYTES = 1 << 20
@@ -28,6 +33,37 @@ class GatewayServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def finish(self, serving: asyncio.Task[None], at_once: asyncio.Event, running: Callable[[], int] | None = None) -> None:
+        """Take no more, and return once `serving`, the task of `serve`, has ended: when all that is open was answered, after drain_s, or
+        soon after `at_once` was set. Then what is open is cut.
+
+        running: how many requests the engines work on. Once there is none, what else is open (a log that is followed, a connection that
+        says nothing) has REST_S; without `running` it has drain_s, too.
+        """
+        self.should_exit = True
+        clock = asyncio.get_running_loop().time
+        busy_at_s = clock()
+        while not serving.done():
+            if running is None or running():
+                busy_at_s = clock()
+            if at_once.is_set() or clock() - busy_at_s >= REST_S:
+                await self._cut()
+                break
+            await asyncio.wait((serving,), timeout=LOOK_EVERY_S)
+        await serving
+
+    async def _cut(self) -> None:
+        """uvicorn's force_exit alone leaves tasks and connections open, and since Python 3.12 it waits for those."""
+        self.force_exit = True
+        tasks = set(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CUT_S)
+            await asyncio.sleep(LOOK_EVERY_S)  # what they said last is sent
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def set_limits(self, limits: Limits) -> None:
         """For a reload: open connections follow from their next deadline on."""
@@ -70,3 +106,19 @@ def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> Gatewa
         timeout_graceful_shutdown=drain_s,
     )
     return GatewayServer(config)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError where another has the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        why = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
+        raise ConfigError(f"listen: {host}:{port} cannot be bound: {why}. Choose another port with --listen HOST:PORT.") from None
+    listening.setblocking(False)
+    return listening
