@@ -189,13 +189,15 @@ class Daemon:
         loop.add_signal_handler(signal.SIGTERM, self._end_soon, not (self._options.leave_engines or self._systemd.supervised))
         # On a terminal, SIGHUP is the terminal that was closed; anywhere else it is somebody who asks for a reload.
         if sys.stdin is not None and sys.stdin.isatty():
-            loop.add_signal_handler(signal.SIGHUP, self._end_soon, True)
+            loop.add_signal_handler(signal.SIGHUP, self._end_soon, True, False)
         else:
             loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
 
-    def _end_soon(self, stop_engines: bool) -> None:
+    def _end_soon(self, stop_engines: bool, insists: bool = True) -> None:
+        """insists: once more means at once. Of a terminal that is closed, kernel and shell both tell."""
         if self._ending.is_set():
-            self._at_once.set()
+            if insists:
+                self._at_once.set()
             return
         self._stop_engines = stop_engines
         self._ending.set()
