@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
 
 GIB = 2**30
 # A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
@@ -167,17 +169,16 @@ def pool(
 
     room: bytes that can be taken at all (Reading.room).
     """
-    left, limit = room - demand.ahead - margin, ""
+    case = _Case(room, margin, demand, need, again if asked is not None and again else lambda _need: asked, at_most, reserved, by_blocks)
+    left, limit = case.left, ""
     if asked is not None:
-        if asked < need.floor and (cures := _of_too_little(asked, left, need, by_blocks)):
-            one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor)}"
+        if asked < need.floor and (cures := _of_too_little(asked, case)):
+            one = f"one request of {need.shortest:,} tokens needs {_gib(need.floor, math.ceil)}"
             raise DoesNotFit(f"The KV cache that was asked for is {_gib(asked)}, and {one}. What helps: {', or '.join(cures)}.")
         if asked > left:
-            what = f"The KV cache that was asked for needs {_gib(asked)}"
-            then = asked if again is None else again(need.shortened(longest(left, need) or need.max_model_len))
-            # Of a size in bytes a shorter context takes nothing.
-            smaller = left >= need.floor or (then or 0) > left
-            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, missing=asked - left, smaller=smaller, by_blocks=by_blocks))
+            raise DoesNotFit(
+                _sentence(f"The KV cache that was asked for needs {_gib(asked)}", case, max(asked, need.floor) - left, smaller=True)
+            )
         size = asked
     else:
         within = left if reserved is None else reserved.left(demand)
@@ -186,11 +187,9 @@ def pool(
             holds = "" if reserved is None else f"memory_gib is {reserved.bytes / GIB:g} and the engine holds {_gib(reserved.taken)} of it"
             limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
     if size < need.floor:
-        what = _what(need)
         if size == left or left < need.floor:
-            raise DoesNotFit(_sentence(what, room, left, demand, margin, need, need.floor - left, most=size))
-        by_reserve = reserved if asked is None and size != at_most else None
-        raise DoesNotFit(_limited(what, size, demand, need, by_reserve, left))
+            raise DoesNotFit(_sentence(_what(need), case, need.floor - left, most=size))
+        raise DoesNotFit(_limited(size, case, by_reserve=asked is None and size != at_most))
     return Pool(size, room, margin, demand, limit)
 
 
@@ -198,9 +197,9 @@ def too_little(room: int, floor: int, margin: int, need: Need, weights: int, lea
     """The sentence where less than `floor` is there before anything is tried. weights: bytes that the engine holds. learned: what earlier
     starts needed beside the cache; None where nobody knows."""
     demand = replace(learned or Demand(), weights=weights)
-    left = room - demand.ahead - margin
+    case = _Case(room, margin, demand, need)
     more = "" if learned is not None else "; CUDA graphs and the largest batch, which nobody knows yet, come on top"
-    told = _sentence(_what(need), room, min(left, 0), demand, margin, need, max(need.floor - left, floor - room), more=more)
+    told = _sentence(_what(need), case, max(need.floor - case.left, floor - room), most=0, more=more, none_left=True)
     return f"Under {_gib(floor)} nothing is tried. {told}".replace("The weights take", "The engine, its weights included, holds", 1)
 
 
@@ -230,46 +229,114 @@ def smaller_batch(demand: Demand, missing: int, need: Need) -> dict[str, int]:
     return found if all(found.values()) else {}
 
 
-def _of_too_little(asked: int, left: int, need: Need, by_blocks: bool) -> list[str]:
-    """What helps a cache whose given size is less than one request, where `left` bytes are there for it."""
-    way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if by_blocks else "kv_cache"
-    cures = [f"a larger cache ({way})"] if left >= need.floor else []
-    if tokens := longest(min(asked, left), need):
-        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)" if asked <= left else _both(left, tokens, need, by_blocks))
-    return cures
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What is known when a cache does not fit, so that no advice breaks another limit. asked: bytes of a cache of a given size, by the
+    need; the others as in `pool`."""
+
+    room: int
+    margin: int
+    demand: Demand
+    need: Need
+    asked: Callable[[Need], int | None] = lambda _need: None
+    at_most: int | None = None
+    reserved: Reserved | None = None
+    by_blocks: bool = False
+
+    @property
+    def left(self) -> int:
+        return self.room - self.demand.ahead - self.margin
+
+    @property
+    def within(self) -> int:
+        """Of it, what memory_gib leaves."""
+        return self.left if self.reserved is None else min(self.left, self.reserved.left(self.demand))
+
+    def fits(self, *, need: Need | None = None, demand: Demand | None = None, freed: int = 0) -> bool:
+        """Whether a start with one of these instead is not refused. freed: bytes of weights that are not there."""
+        reserved = self.reserved and replace(self.reserved, taken=self.reserved.taken - freed * self.reserved.ranks)
+        then = replace(self, room=self.room + freed, need=need or self.need, demand=demand or self.demand, reserved=reserved)
+        asked = then.asked(then.need)
+        if asked is not None:
+            return then.need.floor <= asked <= then.left
+        return then.need.floor <= (then.within if then.at_most is None else min(then.within, then.at_most))
+
+    @property
+    def least(self) -> int:
+        """A size that holds one request, as the words for it say it."""
+        blocks = -(-self.need.floor // self.need.per_block)
+        return blocks * self.need.per_block if self.by_blocks else _rounded(self.need.floor, math.ceil)
+
+    @property
+    def larger(self) -> str:
+        """What else is needed where the cache's own size or limit is below one request, whatever is left; empty where it is not."""
+        if all(one is None or one >= self.need.floor for one in (self.asked(self.need), self.at_most)):
+            return ""
+        way = f"{BLOCKS_FLAG} {self.least // self.need.per_block}" if self.by_blocks else f"kv_cache; {_gib(self.least)}"
+        return f" with a larger cache ({way} would do)"
+
+    def enough(self, cure: str, **change: Any) -> list[str]:
+        """The cure, with a larger cache where that is needed too; none where it does not do. change: see `fits`."""
+        if self.fits(**change):
+            return [cure]
+        free = replace(self, asked=lambda _need: None, at_most=None)
+        sized = replace(free, asked=lambda _need: self.least)
+        return [cure + self.larger] if self.larger and free.fits(**change) and sized.fits(**change) else []
+
+    def offered(self, size: int) -> int:
+        """Of a size, what the words for it say: they are followed to the letter."""
+        return size // self.need.per_block * self.need.per_block if self.by_blocks else _rounded(size, math.floor)
 
 
-def _both(left: int, tokens: int, need: Need, by_blocks: bool) -> str:
-    """What helps where a request is too long and the size that was asked for too large."""
-    return f"a smaller cache with a shorter context ({_most(left, need, by_blocks)} and max_model_len {tokens:,} would fit)"
+def _of_too_little(asked: int, case: _Case) -> list[str]:
+    """What helps a cache whose given size is less than one request."""
+    need = case.need
+    way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if case.by_blocks else "kv_cache"
+    cures = [f"a larger cache ({way})"] if case.left >= case.least else []
+    return cures + _shorter(min(asked, case.left), case)
 
 
-def _most(left: int, need: Need, by_blocks: bool) -> str:
-    """The size that there is room for, in the words in which it was asked for."""
-    return f"{BLOCKS_FLAG} {left // need.per_block}" if by_blocks else f"up to {_gib(left)}"
+def _shorter(size: int, case: _Case) -> list[str]:
+    """A context for which `size` bytes are enough; with a size of its own where the one that was asked for is too large for it, or becomes
+    so or too small."""
+    if not (tokens := longest(size, case.need)):
+        return []
+    if case.fits(need=case.need.shortened(tokens)):
+        return [f"a shorter context (max_model_len {tokens:,} would fit)"]
+    asked, offered = case.asked(case.need), case.offered(case.left)
+    if asked is None or not 0 < (tokens := longest(offered, case.need)) < case.need.max_model_len:
+        return []
+    kind = "a smaller cache" if asked > offered else "a cache of another size"
+    return [f"{kind} with a shorter context ({_most(offered, case)} and max_model_len {tokens:,} would fit)"]
+
+
+def _most(size: int, case: _Case) -> str:
+    """A size that is offered, in the words in which it was asked for."""
+    return f"{BLOCKS_FLAG} {size // case.need.per_block}" if case.by_blocks else f"up to {_gib(size)}"
 
 
 def _what(need: Need) -> str:
-    return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor)}"
+    return f"One request of {need.shortest:,} tokens needs a KV cache of {_gib(need.floor, math.ceil)}"
 
 
-def _limited(what: str, size: int, demand: Demand, need: Need, reserved: Reserved | None, left: int) -> str:
-    """Where a limit is in the way and not the machine, which has `left` bytes for the cache. reserved: None where the limit is the cache's
-    own."""
-    missing = need.floor - size
-    if reserved is None:
-        sum_of, cures = "", [f"a larger cache (kv_cache; up to {_gib(left)} would fit)"]
-    else:
+def _limited(size: int, case: _Case, *, by_reserve: bool) -> str:
+    """Where a limit is in the way and not the machine. by_reserve: it is memory_gib; else the cache's own."""
+    need, demand, reserved = case.need, case.demand, case.reserved
+    sum_of, cures = "", []
+    larger = _rounded(case.within, math.floor) >= need.floor
+    if reserved is not None and by_reserve:
         parts = [f"{_gib(reserved.taken)} that the engine holds", *_ahead(demand)]
         share = "" if reserved.ranks == 1 else f" The {reserved.ranks} ranks here share that."
         sum_of = f" memory_gib is {reserved.bytes / GIB:g}, less {', '.join(parts)}.{share}"
-        more = (reserved.taken + (need.floor + demand.ahead) * reserved.ranks) / GIB
-        cures = [f"a larger memory_gib ({math.ceil(more * 10) / 10:g} would fit)"]
-    if tokens := longest(size, need):
-        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
-    if reserved is not None:
-        cures += _smaller(demand, need, missing)
-    return f"{what}, and at most {_gib(max(0, size))} were allowed for it.{sum_of} What helps: {', or '.join(cures)}."
+    if reserved is not None and not larger:
+        more = (reserved.taken + (case.least + demand.ahead) * reserved.ranks) / GIB
+        cures.append(f"a larger memory_gib ({math.ceil(more * 10) / 10:g} would fit){case.larger}")
+    elif larger:
+        cures.append(f"a larger cache (kv_cache; up to {_gib(case.within, math.floor)} would fit)")
+    cures += _shorter(size, case)
+    if by_reserve:
+        cures += _smaller(case, need.floor - size)
+    return f"{_what(need)}, and at most {_gib(max(0, size))} were allowed for it.{sum_of} What helps: {', or '.join(cures)}."
 
 
 def _ahead(demand: Demand) -> list[str]:
@@ -278,49 +345,61 @@ def _ahead(demand: Demand) -> list[str]:
 
 
 def _sentence(
-    what: str,
-    room: int,
-    left: int,
-    demand: Demand,
-    margin: int,
-    need: Need,
-    missing: int,
-    *,
-    smaller: bool = False,
-    by_blocks: bool = False,
-    most: int | None = None,
-    more: str = "",
+    what: str, case: _Case, missing: int, *, smaller: bool = False, most: int | None = None, more: str = "", none_left: bool = False
 ) -> str:
-    """missing: bytes. smaller: whether the cache must be smaller than was asked for; by_blocks: whose size was given in
-    vLLM's blocks. most: what the cache may have, where that is less than
-    `left`. more: what else there is to the sum."""
+    """missing: bytes. smaller: the cache was given a size, which is too large. most: what it may have, where less than what is left.
+    more: what else there is to the sum. none_left: whatever that is, it is too little to begin."""
+    demand, need, left = case.demand, case.need, case.left
     weights = f" The weights take {_gib(demand.weights)}." if demand.weights else ""
-    sum_of = f"{_gib(room)} are there, less {', '.join([*_ahead(demand), f'{_gib(margin)} of margin'])}{more}."
-    cures: list[str] = []
-    if smaller and left < need.floor:
-        cures += [_both(left, tokens, need, by_blocks)] if (tokens := longest(left, need)) else []
-    elif smaller:
-        requests = (left - need.per_block) // need.per_request
-        cures.append(f"a smaller cache ({_most(left, need, by_blocks)} would fit, which is {requests} of {need.max_model_len:,} tokens)")
-    elif tokens := longest(left if most is None else min(left, most), need):
-        cures.append(f"a shorter context (max_model_len {tokens:,} would fit)")
-    cures += [*_smaller(demand, need, missing), "ending what else uses the memory"]
-    return f"{what} and {_gib(max(0, left))} are left: {sum_of}{weights} What helps: {', or '.join(cures)}."
+    sum_of = f"{_gib(case.room)} are there, less {', '.join([*_ahead(demand), f'{_gib(case.margin)} of margin'])}{more}."
+    offered = case.offered(left)
+    if smaller and offered >= need.floor:
+        requests = (offered - need.per_block) // need.per_request
+        cures = [f"a smaller cache ({_most(offered, case)} would fit, which is {requests} of {need.max_model_len:,} tokens)"]
+    else:
+        cures = _shorter(left if most is None else min(left, most), case)
+    cures += [*_smaller(case, missing), f"ending what else uses the memory{case.larger}"]
+    return f"{what} and {_gib(0 if none_left else max(0, left))} are left: {sum_of}{weights} What helps: {', or '.join(cures)}."
 
 
-def _smaller(demand: Demand, need: Need, missing: int) -> list[str]:
-    """What frees `missing` bytes of the engine's own."""
+def _smaller(case: _Case, missing: int) -> list[str]:
+    """What frees `missing` bytes of the engine's own, and is enough."""
+    demand, need = case.demand, case.need
     cures: list[str] = []
     if demand.ahead - demand.graphs > missing:
-        fits = [f"{name} {count:,}" for name, count in smaller_batch(demand, missing, need).items()]
+        found = smaller_batch(demand, missing, need)
+        fits = [f"{name} {count:,}" for name, count in found.items()]
         how = f"{' and '.join(fits)} would about fit" if fits else "max_num_batched_tokens, max_num_seqs"
-        cures.append(f"a smaller batch ({how})")
+        then = _with_batch(demand, need, found) if found else replace(demand, peak=0)
+        cures += case.enough(f"a smaller batch ({how})", demand=then)
     if demand.graphs > missing:
-        cures.append(f"no CUDA graphs (enforce_eager: true frees {_gib(demand.graphs)})")
-    if (freed := int(demand.weights * (1 - FOUR_BITS / need.weight_bits))) > missing and need.weight_bits > FOUR_BITS:
-        cures.append(f"4-bit weights (quantize: nvfp4 frees up to {_gib(freed)} of {need.weight_bits}-bit ones)")
+        cures += case.enough(f"no CUDA graphs (enforce_eager: true frees {_gib(demand.graphs)})", demand=replace(demand, graphs=0))
+    freed = int(demand.weights * (1 - FOUR_BITS / need.weight_bits))
+    if freed > missing and need.weight_bits > FOUR_BITS:
+        cures += case.enough(f"4-bit weights (quantize: nvfp4 frees up to {_gib(freed)} of {need.weight_bits}-bit ones)", freed=freed)
     return cures
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size < 10 * GIB else f"{size / GIB:.1f} GiB"
+def _with_batch(demand: Demand, need: Need, batch: dict[str, int]) -> Demand:
+    """With so many tokens and sequences."""
+    tokens, sequences = batch.get("max_num_batched_tokens", need.batch_tokens), batch.get("max_num_seqs", need.sequences)
+    if not demand.prefill:
+        return replace(demand, peak=demand.peak * tokens // (need.batch_tokens or 1))
+    decoding = demand.decoding * sequences // (need.sequences or 1)
+    return demand.with_peaks(demand.prefill * tokens // (need.batch_tokens or 1), decoding)
+
+
+def _decimals(size: int) -> int:
+    return 2 if size < 10 * GIB else 1
+
+
+def _rounded(size: int, way: Callable[[Any], int]) -> int:
+    """Bytes of what `_gib` says of it."""
+    unit = 10 ** _decimals(size)
+    return int(Fraction(way(Fraction(size * unit, GIB)), unit) * GIB)
+
+
+def _gib(size: int, way: Callable[[Any], int] = round) -> str:
+    """way: math.floor for what there is room for, math.ceil for what is needed, where somebody may take the number as it stands."""
+    unit = 10 ** _decimals(size)
+    return f"{way(Fraction(size * unit, GIB)) / unit:.{_decimals(size)}f} GiB"

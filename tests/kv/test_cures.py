@@ -1,0 +1,211 @@
+"""Whoever follows a refusal's cure is not refused again: every number that is offered satisfies all limits that are known by then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.kv.arithmetic import BLOCKS_FLAG, FOUR_BITS, GIB, Demand, DoesNotFit, Need, Reserved, pool
+from workers.kv.settings import Settings
+from workers.kv.wish import Wish
+
+_NUMBER = r"([\d,]+\d|\d)"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of an engine, as far as its cache is concerned. state: bytes of a request that its length does not change."""
+
+    room: int
+    demand: Demand
+    need: Need
+    settings: Settings = field(default_factory=Settings)
+    reserved: Reserved | None = None
+    margin: int = GIB
+
+    def tried(self) -> int:
+        """Bytes of the cache, or the sentence."""
+        wish = Wish(self.settings, lambda: 0)
+        blocks = self.settings.blocks is not None
+        size = wish.asked(self.need)
+        # An operator's own size goes before memory_gib; sparkd hands over one or the other.
+        reserved = self.reserved if size is None else None
+        made = pool(self.room, self.demand, self.margin, self.need, size, wish.at_most(), reserved, blocks, wish.asked)
+        return made.bytes
+
+
+def need_of(length: int, per_token: int, state: int, block: int, **more: Any) -> Need:
+    def of(tokens: int) -> int:
+        return -(-(state + per_token * tokens) // block) * block
+
+    return Need(of(length), of(length) + block, length, of=of, **more)
+
+
+def followed(start: Start, cure: str, sentence: str) -> Start | None:
+    """As if started again by this advice; None where it names no number."""
+
+    def number(pattern: str) -> int | None:
+        found = re.search(pattern, cure)
+        return int(found[1].replace(",", "")) if found else None
+
+    def gib(pattern: str) -> int | None:
+        found = re.search(pattern, cure)
+        return int(float(found[1]) * GIB) if found else None
+
+    if "(max_num_batched_tokens, max_num_seqs)" in cure:
+        return None
+    made = start
+    size = gib(r"([\d.]+) GiB(?: would fit| would do| and max_model_len)")
+    if size and (" cache (" in cure or " with a shorter context" in cure):
+        made = replace(made, settings=Settings(bytes=size))
+    if cure == "a larger cache (kv_cache)":
+        needs = re.search(r"tokens needs ([\d.]+) GiB", sentence)
+        assert needs is not None
+        made = replace(made, settings=Settings(bytes=int(float(needs[1]) * GIB)))
+    if (blocks := number(rf"{BLOCKS_FLAG} {_NUMBER}")) is not None:
+        made = replace(made, settings=Settings(blocks=blocks))
+    if (tokens := number(rf"max_model_len {_NUMBER}")) is not None:
+        made = replace(made, need=start.need.shortened(tokens))
+    if (larger := gib(r"memory_gib \(([\d.]+) would fit")) is not None and start.reserved is not None:
+        made = replace(made, reserved=replace(start.reserved, bytes=larger))
+    batch, seqs = number(rf"max_num_batched_tokens {_NUMBER}"), number(rf"max_num_seqs {_NUMBER}")
+    if batch is not None or seqs is not None:
+        prefill = start.demand.prefill * (batch or start.need.batch_tokens) // start.need.batch_tokens
+        decoding = start.demand.decoding * (seqs or start.need.sequences) // start.need.sequences
+        made = replace(made, demand=start.demand.with_peaks(prefill, decoding))
+    if "enforce_eager" in cure:
+        made = replace(made, demand=replace(start.demand, graphs=0))
+    if "ending what else" in cure:
+        made = replace(made, room=1 << 50)
+        if start.reserved is not None:  # it stays in the way
+            return None
+    if "4-bit weights" in cure:
+        freed = int(start.demand.weights * (1 - FOUR_BITS / 16))
+        made = replace(made, room=start.room + freed)
+        if start.reserved is not None:
+            made = replace(made, reserved=replace(start.reserved, taken=start.reserved.taken - freed * start.reserved.ranks))
+    return None if made is start else made
+
+
+def cures(sentence: str) -> Iterator[str]:
+    yield from re.split(r", or ", sentence.partition("What helps: ")[2].rstrip("."))
+
+
+def check(start: Start) -> list[str]:
+    """The advice that was followed."""
+    try:
+        start.tried()
+    except DoesNotFit as refused:
+        sentence = str(refused)
+    else:
+        return []
+    found = []
+    for cure in cures(sentence):
+        again = followed(start, cure, sentence)
+        if again is None:
+            continue
+        try:
+            again.tried()
+        except DoesNotFit as second:
+            raise AssertionError(f"{cure!r} of\n{sentence}\nends in\n{second}") from None
+        found.append(cure)
+    return found
+
+
+_MIB = 1 << 20
+_bytes = st.integers(0, 24 * 1024).map(lambda mib: mib * _MIB)
+
+
+@st.composite
+def starts(draw: Callable[..., Any]) -> Start:
+    length = draw(st.sampled_from([4096, 32768, 131072]))
+    state = draw(st.sampled_from([0, 0, 37 * _MIB, GIB]))
+    block = draw(st.sampled_from([_MIB, 3 * _MIB + 4096, 16 * _MIB]))
+    need = need_of(
+        length,
+        draw(st.integers(1, 160)) * 1024,
+        state,
+        block,
+        batch_tokens=8192,
+        sequences=draw(st.sampled_from([16, 256])),
+        lookahead=draw(st.sampled_from([0, 3])),
+    )
+    demand = Demand(draw(st.sampled_from([0, GIB, 3 * GIB])), 0, 0, draw(_bytes)).with_peaks(
+        draw(_bytes) // 4 + _MIB, draw(_bytes) // 4 + _MIB
+    )
+    sizes = st.sampled_from(["auto", "bytes", "tokens", "sequences", "at", "blocks", "at_most", "reserved", "both"])
+    how = draw(sizes)
+    reserved = None
+    asked = Settings()
+    if how == "bytes":
+        asked = Settings(bytes=max(1, draw(_bytes)))
+    elif how == "tokens":
+        asked = Settings(tokens=draw(st.integers(1, 4 * length)))
+    elif how == "sequences":
+        asked = Settings(sequences=draw(st.integers(1, 6)))
+    elif how == "at":
+        asked = Settings(sequences=draw(st.integers(1, 6)), at=draw(st.integers(1, 2 * length)))
+    elif how == "blocks":
+        asked = Settings(blocks=draw(st.integers(1, 4096)))
+    if how in ("at_most", "both"):
+        asked = Settings(at_most_bytes=max(1, draw(_bytes)))
+    if how in ("reserved", "both"):
+        taken = demand.weights + draw(st.integers(0, 4096)) * _MIB
+        reserved = Reserved(draw(st.integers(1, 64)) * GIB, taken, draw(st.sampled_from([1, 2])))
+    return Start(draw(_bytes), demand, need, asked, reserved)
+
+
+@settings(max_examples=600, deadline=None)
+@given(starts())
+def test_an_advice_that_is_followed_is_no_reason_for_another_refusal(start: Start) -> None:
+    check(start)
+
+
+LINEAR = need_of(32768, 128 << 10, 0, 16 * _MIB, batch_tokens=8192, sequences=256)  # 4 GiB
+# As much again whatever its length: tokens of a shorter request cost more each.
+STATE = need_of(32768, 128 << 10, 4 * GIB, 16 * _MIB, batch_tokens=8192, sequences=256)
+BATCH = Demand(graphs=2 * GIB, weights=8 * GIB).with_peaks(4 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        # 12.48 GiB would be called 12.5, which is more than is left.
+        (
+            Start(int(13.48 * GIB), Demand(), LINEAR, Settings(bytes=20 * GIB)),
+            "a smaller cache (up to 12.4 GiB would fit, which is 3 of 32,768 tokens)",
+        ),
+        (Start(int(1.997 * GIB), Demand(), LINEAR, Settings(bytes=20 * GIB)), "(up to 0.99 GiB and max_model_len 7,936 would fit)"),
+        (Start(20 * GIB, Demand(), LINEAR, Settings(bytes=3 * GIB)), "one request of 32,768 tokens needs 4.02 GiB"),
+        # 22,000 tokens of long requests are 5.4 GiB, and of shorter ones more than there is room for; a size in bytes does not grow.
+        (
+            Start(int(6.5 * GIB), Demand(), STATE, Settings(tokens=22_000)),
+            "a cache of another size with a shorter context (up to 5.50 GiB and max_model_len 12,032 would fit)",
+        ),
+        # The machine lacks room, and so does the limit: either alone would not do.
+        (
+            Start(7 * GIB, BATCH, LINEAR, Settings(at_most_bytes=GIB)),
+            "4-bit weights (quantize: nvfp4 frees up to 5.75 GiB of 16-bit ones) with a larger cache (kv_cache; 4.02 GiB would do)",
+        ),
+        (Start(40 * GIB, Demand(), LINEAR, Settings(bytes=GIB // 64)), "a larger cache (kv_cache)"),
+        (
+            Start(40 * GIB, BATCH, LINEAR, Settings(at_most_bytes=GIB), Reserved(10 * GIB, 9 * GIB)),
+            "a larger memory_gib (20.1 would fit) with a larger cache (kv_cache; 4.02 GiB would do)",
+        ),
+        (
+            Start(40 * GIB, BATCH, LINEAR, Settings(at_most_bytes=GIB), Reserved(22 * GIB, 9 * GIB)),
+            "a larger cache (kv_cache; up to 6.00 GiB would fit)",
+        ),
+    ],
+)
+def test_a_number_satisfies_every_limit_that_is_known(start: Start, says: str) -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        start.tried()
+    assert says in str(refused.value)
+    assert check(start)
