@@ -103,6 +103,18 @@ def test_the_sequences_that_are_said_to_fit_fit(prefill, decoding, sequences, sa
         assert seqs <= tokens
 
 
+@pytest.mark.parametrize(
+    ("chunked", "says"), [(True, "max_num_batched_tokens 5,888"), (False, "max_num_batched_tokens 5,888 and max_model_len 5,888")]
+)
+def test_a_batch_that_is_said_to_fit_is_one_that_vllm_takes(chunked, says):
+    """Without chunked prefill it refuses a batch that is smaller than the longest prompt."""
+    need = replace(NEED, batch_tokens=8192, sequences=16, chunked=chunked)
+    demand = Demand(reusable=2 * GIB, weights=60 * GIB).with_peaks(6 * GIB, 3 * GIB)
+    with pytest.raises(DoesNotFit) as raised:
+        pool(8 * GIB, demand, GIB, need)
+    assert f"a smaller batch ({says} would about fit)" in str(raised.value)
+
+
 def test_the_context_that_is_said_to_fit_fits():
     left = 2 * GIB
     tokens = longest(left, NEED)

@@ -58,11 +58,10 @@ class Demand:
 class Need:
     """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
     one such request. batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 where
-    nobody knows. of: bytes of
-    a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window; None: it is one. weight_bits:
-    of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone. lookahead:
-    tokens that a request has slots for beyond its own, for what is drafted. shrinks: vLLM makes max_model_len what fits, which it does for
-    --max-model-len -1.
+    nobody knows. of: bytes of a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window;
+    None: it is one. weight_bits: of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone.
+    lookahead: tokens that a request has slots for beyond its own, for what is drafted. shrinks: vLLM makes max_model_len what fits, which
+    it does for --max-model-len -1. chunked: a prompt may be longer than a batch.
     """
 
     per_request: int
@@ -74,6 +73,7 @@ class Need:
     sequences: int = 0
     lookahead: int = 0
     shrinks: bool = False
+    chunked: bool = True
 
     @property
     def per_token(self) -> float:
@@ -223,6 +223,8 @@ def smaller_batch(demand: Demand, missing: int, need: Need) -> dict[str, int]:
         found["max_num_batched_tokens"] = tokens
         if need.sequences > tokens:  # vLLM refuses more sequences than a batch has tokens (vllm/config/scheduler.py)
             found["max_num_seqs"] = tokens
+        if need.max_model_len > tokens and not need.chunked:  # nor a prompt that is longer than a batch, then
+            found["max_model_len"] = tokens
     if demand.decoding > peak:
         sequences = int(need.sequences * peak / demand.decoding)
         found["max_num_seqs"] = min(sequences, found.get("max_num_seqs", sequences))
@@ -389,17 +391,13 @@ def _with_batch(demand: Demand, need: Need, batch: dict[str, int]) -> Demand:
     return demand.with_peaks(demand.prefill * tokens // (need.batch_tokens or 1), decoding)
 
 
-def _decimals(size: int) -> int:
-    return 2 if size < 10 * GIB else 1
-
-
 def _rounded(size: int, way: Callable[[Any], int]) -> int:
     """Bytes of what `_gib` says of it."""
-    unit = 10 ** _decimals(size)
+    unit = 100 if size < 10 * GIB else 10
     return int(Fraction(way(Fraction(size * unit, GIB)), unit) * GIB)
 
 
 def _gib(size: int, way: Callable[[Any], int] = round) -> str:
     """way: math.floor for what there is room for, math.ceil for what is needed, where somebody may take the number as it stands."""
-    unit = 10 ** _decimals(size)
-    return f"{way(Fraction(size * unit, GIB)) / unit:.{_decimals(size)}f} GiB"
+    unit, decimals = (100, 2) if size < 10 * GIB else (10, 1)
+    return f"{way(Fraction(size * unit, GIB)) / unit:.{decimals}f} GiB"

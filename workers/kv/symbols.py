@@ -50,9 +50,10 @@ def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
     shrinks = getattr(vllm_config.model_config, "original_max_model_len", None) == -1
     scheduler = vllm_config.scheduler_config
     batch, sequences = int(scheduler.max_num_batched_tokens), int(getattr(scheduler, "max_num_seqs", 0))
-    return Need(
-        per_request, per_request + block_bytes, length, batch, of, weight_bits(vllm_config), sequences, lookahead_of(vllm_config), shrinks
-    )
+    # Without it no prompt may be longer than a batch (vllm/config/scheduler.py, verify_max_model_len).
+    chunked = bool(getattr(scheduler, "enable_chunked_prefill", True))
+    bits, lookahead = weight_bits(vllm_config), lookahead_of(vllm_config)
+    return Need(per_request, per_request + block_bytes, length, batch, of, bits, sequences, lookahead, shrinks, chunked)
 
 
 def lookahead_of(vllm_config: Any) -> int:
