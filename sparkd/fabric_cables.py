@@ -171,8 +171,8 @@ def _rails(x: Cage, y: Cage, met: bool) -> tuple[Rail, ...]:
 
 
 def _problem(s: Interface, t: Interface) -> str | None:
-    if {one.ip for one in s.addresses} & {one.ip for one in t.addresses}:
-        return f"both ends have {s.addresses[0].ip}"
+    if twice := {one.ip for one in s.addresses} & {one.ip for one in t.addresses}:
+        return f"both ends have {min(twice)}"
     if s.mtu != t.mtu:
         return f"MTU {s.mtu} at one end and {t.mtu} at the other"
     return None

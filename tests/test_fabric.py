@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from sparkd.cluster import Cluster
 from sparkd.config import Config
-from sparkd.fabric import Fabric, fabric_of, rdma_mtu, traffic
+from sparkd.fabric import Fabric, Interface, fabric_of, rdma_mtu, traffic
 from sparkd.fabric_cables import cables_of, rails, teams, topology, unlinked
 from sparkd.fabric_findings import findings, worst
 from sparkd.fabric_report import report
@@ -89,6 +89,20 @@ def test_two_cards_with_ports_of_one_name_are_told_apart(tmp_path: Path) -> None
         ("cage 0 of 1610000347bb4c", ["enp1s0f0np0", "enp1s0f1np1"]),
         ("cage 0 of second", ["enP2p1s0f0np0", "enP2p1s0f1np1"]),
     ]
+
+
+def test_the_address_that_both_ends_have_is_the_one_that_is_told(tmp_path: Path) -> None:
+    one, both = "192.168.100.1/24", "192.168.100.7/24"
+    nodes = [
+        replace(node, cages=tuple(replace(cage, twins=tuple(_with(twin, own, both) for twin in cage.twins)) for cage in node.cages))
+        for node, own in zip(nodes_of(tmp_path, "pair-different-ports"), (one, "192.168.100.2/24"), strict=True)
+    ]
+
+    assert {rail.problem for cable in cables_of(nodes) for rail in cable.rails} == {"both ends have 192.168.100.7"}
+
+
+def _with(twin: Interface, *addresses: str) -> Interface:
+    return replace(twin, addresses=tuple(map(IPv4Interface, addresses)))
 
 
 @pytest.mark.parametrize("index", [1, 3, 5])
