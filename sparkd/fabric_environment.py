@@ -109,7 +109,7 @@ def _meeting(node: Fabric, peers: Sequence[Fabric], cables: Sequence[Cable], sha
     holder = node.holding(node.address) if node.address else None
     if holder and node.address:
         network = next(one.network for one in holder.addresses if one.ip == node.address)
-        if all(_reaches(network, peer) for peer in peers):
+        if all(_reaches(network, peer) or _lives_in(network, peer) for peer in peers):
             return holder, node.address, "it is this node's address in the cluster (cluster.node_ip)"
     if not peers:
         return None
@@ -147,6 +147,13 @@ def _inside(network: IPv4Network, node: Fabric) -> list[Interface]:
 
 def _reaches(network: IPv4Network, node: Fabric) -> bool:
     return bool(_inside(network, node))
+
+
+def _lives_in(network: IPv4Network, node: Fabric) -> bool:
+    """Whether its address in the cluster is one of the subnet, on whatever interface: a bond or a bridge over the LAN's port is none that
+    is a LAN's by its own looks, and the cluster has met there."""
+    holder = node.holding(node.address) if node.address else None
+    return bool(holder and holder.linked and any((one.ip, one.network) == (node.address, network) for one in holder.addresses))
 
 
 def _within(one: Interface, network: IPv4Network) -> IPv4Address:

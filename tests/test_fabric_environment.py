@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 
 import pytest
 
 from sparkd.config_fields import environment as checked
-from sparkd.fabric import Fabric
+from sparkd.fabric import OTHER, Fabric
 from sparkd.fabric_environment import ADDRESS, DEVICES, LINK, Setting, environment, expected, settings
 from sparkd.hardware import JIT_CAPS
 from tests.test_fabric import SCENARIOS, nodes_of
@@ -70,6 +70,22 @@ def test_all_ranks_meet_in_one_subnet(name: str, tmp_path: Path) -> None:
         assert (held.name if held else None) == values.get("GLOO_SOCKET_IFNAME")
         where |= {address.network for address in held.addresses if str(address.ip) == values["VLLM_HOST_IP"]} if held else set()
     assert len(where) == (len(nodes) > 1)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_nodes_whose_lan_is_a_bond_meet_at_their_addresses_in_the_cluster(elsewhere: bool, tmp_path: Path) -> None:
+    """Before: no interface that looks like a LAN's has the address, so the ranks got no names."""
+    nodes = []
+    for number, node in enumerate(nodes_of(tmp_path, "lan-only")[:2], 1):
+        address = IPv4Interface(f"10.{7 if elsewhere and number == 2 else 0}.0.{number}/24")
+        bond = replace(node.lans[0], name=f"bond{number}", kind=OTHER, physical=False, mac=f"{number}", addresses=(address,))
+        bare = tuple(replace(lan, addresses=()) for lan in node.lans)
+        nodes.append(replace(node, node=f"n{number}", address=address.ip, lans=bare, wifis=(), others=(bond,)))
+    a, b = (environment(settings(one, [other])) for one, other in (nodes, nodes[::-1]))
+
+    names = ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [a.get(name) for name in names] == ([None] * 3 if elsewhere else ["10.0.0.1", "bond1", "=bond1"])
+    assert [b.get(name) for name in names] == ([None] * 3 if elsewhere else ["10.0.0.2", "bond2", "=bond2"])
 
 
 def test_nodes_that_share_two_subnets_choose_the_same(tmp_path: Path) -> None:
