@@ -257,9 +257,7 @@ def size(count: int) -> str:
     for unit, name, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1)):
         if count >= unit:
             return f"{count / unit:,.{digits}f} {name}"
-    if count >= 1 << 10:
-        return f"{count / (1 << 10):,.1f}".removesuffix(".0") + " KiB"
-    return f"{count} B"
+    return f"{count / 1024:,.1f}".removesuffix(".0") + " KiB" if count >= 1024 else f"{count} B"
 
 
 def overview(status: Mapping[str, Any], base_url: str, console: Console) -> None:

@@ -110,8 +110,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the whole engine may take on a node (memory_gib), and what its processes and weights hold of that already. ranks: that share it
-    and the node's memory."""
+    """What the whole engine may take on a node (memory_gib); of that, what it holds already. ranks: that share it and the node's memory."""
 
     bytes: int
     taken: int
@@ -124,8 +123,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for (0 for `auto`). limit: why `auto` leaves
-    something over; empty where it does not."""
+    """bytes: the cache. room: what was there for everything. spare: of it, what nobody asked for. limit: why `auto` leaves that."""
 
     bytes: int
     room: int
@@ -181,8 +179,7 @@ def pool(
             )
         size = asked
     else:
-        within = left if reserved is None else reserved.left(demand)
-        size = min(left, within) if at_most is None else min(left, within, at_most)  # negative: refused below
+        size = case.within if at_most is None else min(case.within, at_most)  # negative: refused below
         if size < left:
             holds = "" if reserved is None else f"memory_gib is {reserved.bytes / GIB:g} and the engine holds {_gib(reserved.taken)} of it"
             limit = f"at most {_gib(size)} are allowed for it" if size == at_most else holds
