@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -18,8 +18,9 @@ from sparkd.drafting import FLAG, Drafting, config_in, of_config
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, footprint
-from sparkd.hardware import SPARK, UNKNOWN_RATES, Hardware
-from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving, kv_layout, sized
+from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
+from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, KvLayout, Serving, kv_layout, sized
+from sparkd.kv_sizing import spelled
 from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal, uneven_groups
 from sparkd.model_config import ModelConfig
@@ -49,7 +50,7 @@ class Account:
     """Bytes on one node. least: without which the model cannot serve one request of full length; fixed: all of it but the cache.
 
     cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. request: of a cache
-    of one request of max_model_len tokens.
+    of one request of max_model_len tokens. layout: how its layers share a cache.
     """
 
     least: int
@@ -58,6 +59,7 @@ class Account:
     sentence: str
     request: int = 0
     max_model_len: int = 0
+    layout: KvLayout | None = field(default=None, compare=False)
 
     @property
     def asked(self) -> int | None:
@@ -108,9 +110,11 @@ def account(
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
     fixed = found.fixed
-    cache = sized(spec.kv_cache, kv_layout(known.shape, serving), serving.max_model_len)
+    layout = kv_layout(known.shape, serving)
+    cache = sized(spec.kv_cache, layout, serving.max_model_len)
+    asked = spelled(spec.kv_cache) if isinstance(spec.kv_cache, dict) and cache is not None and cache > found.kv.least else None
     least = fixed + max(found.kv.least, 0 if cache is None else cache)
-    return Account(least, fixed, cache, _sentence(found, serving, least), found.kv.least, serving.max_model_len)
+    return Account(least, fixed, cache, _sentence(found, serving, least, asked), found.kv.least, serving.max_model_len, layout)
 
 
 def illegal(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], ways: Ways) -> str | None:
@@ -334,12 +338,21 @@ def serving_of(
     return plain if drafted is None else drafted.serving(plain)
 
 
-def _sentence(found: Footprint, serving: Serving, least: int) -> str:
-    parts = [f"weights {gib(found.parts['weights'])}"]
-    parts.append(f"KV cache {gib(found.kv.least)} for one request of {serving.max_model_len:,} tokens")
+def _sentence(found: Footprint, serving: Serving, least: int, asked: str | None) -> str:
+    """asked: a cache of a given size that is more than one request takes, as its entry has it."""
     rest = sum(found.parts[name] for name in ("peak", "graphs", "context"))
-    parts += (
-        [f"{gib(rest)} for the largest batch and what CUDA holds"] if serving.platform == "cuda" else [f"{gib(rest)} for the largest batch"]
+    parts = (found.parts["weights"], least - found.fixed, rest, found.parts["processes"])
+    total, (weights, cache, batch, processes) = _adding_up(parts)
+    what = f"as asked for (kv_cache: {asked})" if asked else f"for one request of {serving.max_model_len:,} tokens"
+    held = " and what CUDA holds" if serving.platform == "cuda" else ""
+    return (
+        f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {batch} for the largest batch{held}, processes {processes}"
     )
-    parts.append(f"processes {gib(found.parts['processes'])}")
-    return f"it needs at least {gib(least)}: {', '.join(parts)}"
+
+
+def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
+    """The sum and its parts, in tenths of a GiB that add up: what rounding leaves over goes to those that it took most from."""
+    total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
+    for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
+        tenths[number] += 1
+    return f"{total / 10:.1f} GiB", [f"{one / 10:.1f} GiB" for one in tenths]

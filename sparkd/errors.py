@@ -149,6 +149,10 @@ class ModelUnusable(RankError):
     code = "model_unusable"
 
 
+# Of a model that failed so no engine was started, or the failure's own words name its log.
+UNSTARTED = frozenset(kind.__name__ for kind in (DoesNotFit, NoRoom, RankError, FlagRefused, ContextTooLong, LoadRefused, ModelUnusable))
+
+
 class RequestError(SparkdError):
     status = 400
     type = "invalid_request_error"

@@ -250,6 +250,8 @@ def _short_cache(found: Footprint, wish: Wish) -> str | None:
     size = found.parts["kv"] if wish.cache is not None else wish.cache_limit
     if size is None or found.kv.least <= size:
         return None
+    if wish.cache is not None and "tokens" in wish.cache:
+        return f"kv_cache holds {wish.cache['tokens']:,} tokens, and one request has {found.kv.max_model_len:,}"
     said = "kv_cache" if wish.cache is not None else "the cache of a CPU's engine"
     return f"{said} holds {gib(size)}, and one request of {found.kv.max_model_len:,} tokens needs {gib(found.kv.least)}"
 

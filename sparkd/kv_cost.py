@@ -7,10 +7,11 @@ of one size, and a request takes blocks for every group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from sparkd.hardware import GIB
 from sparkd.model_shape import DTYPE_BYTES, Attention, Mixer, Shape, State
 
 # Of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
@@ -144,6 +145,40 @@ def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
         tokens = min((size.get("at") or max_model_len) + _lookahead(layout.serving), max_model_len)
         return int(size["sequences"]) * layout.cost(tokens).per_request + layout.block_bytes
     return None
+
+
+def fitting(size: object, layout: KvLayout, max_model_len: int, room: int) -> dict[str, int] | None:
+    """The largest size of the kind that was asked for which `room` bytes hold, and which holds one request of max_model_len tokens; None
+    where no size was asked for, or they hold no request."""
+    least = layout.cost(max_model_len).least
+    way = next((key for key in ("bytes", "tokens", "sequences") if key in size), None) if isinstance(size, Mapping) else None
+    if way is None or not isinstance(size, Mapping) or not 0 < least <= room:
+        return None
+    if way == "bytes":
+        return {"bytes": next(found for found in (int(room * 10 // GIB / 10 * GIB), room >> 20 << 20, room) if least <= found <= room)}
+    most = _most(lambda count: (sized({**size, way: count}, layout, max_model_len) or 0) <= room, int(size[way]))
+    found = {**size, way: most}
+    return found if (sized(found, layout, max_model_len) or 0) >= least else {"sequences": 1}
+
+
+def longest(size: object, layout: KvLayout, most: int, room: int) -> int:
+    """How many tokens, at most `most`, a request may have in a cache of a given size (as `sized` takes it) that has `room` bytes; 0 for
+    none."""
+
+    def fits(tokens: int) -> bool:
+        given = sized(size, layout, tokens)
+        return max(given or 0, least := layout.cost(tokens).least) <= room and (given is None or least <= given)
+
+    return _most(fits, most)
+
+
+def _most(fits: Callable[[int], bool], most: int) -> int:
+    """Between 0, which is not asked about, and `most`."""
+    low = 0
+    while low < most:
+        middle = (low + most + 1) // 2
+        low, most = (middle, most) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _lookahead(serving: Serving) -> int:

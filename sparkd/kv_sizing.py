@@ -96,6 +96,12 @@ def margin_bytes(model: Keys, env: Mapping[str, str]) -> int | None:
     return int(mib) << 20
 
 
+def spelled(size: Mapping[str, Any]) -> str:
+    """A size as an entry has it: what this is read as is the same size again."""
+    told = (f"{key}: {_written(value) if key == 'bytes' else value}" for key, value in size.items())
+    return f"{{{', '.join(told)}}}"
+
+
 def unreadable(model: Keys, env: Mapping[str, str]) -> str | None:
     """Which of the variables that size its cache cannot be read, whatever its platform; None where all can, or none counts."""
     try:
@@ -136,6 +142,13 @@ def sizing_of(
 def without_cpu_space(model: Keys, env: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment; the CPU backend's variable, which would win over a flag, gives way to `kv_cache`."""
     return {name: value for name, value in env.items() if name != CPU_KV_SPACE or model.kv_cache is None}
+
+
+def _written(size: int) -> str:
+    tenths = f"{size / GIB:.1f}".removesuffix(".0")
+    if int(float(tenths) * GIB) == size:
+        return f"{tenths}GiB"
+    return str(size) if size % (1 << 20) else f"{size >> 20}MiB"
 
 
 def _bytes(key: str, value: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Protocol
 
 from sparkd.admission import Account, Ways, account, advice, illegal, machine, too_long, uneven
@@ -16,7 +17,8 @@ from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
 from sparkd.installed import full_version_in, release_in
-from sparkd.kv_sizing import margin_bytes, utilization_of, without_cpu_space
+from sparkd.kv_cost import fitting, longest, sized
+from sparkd.kv_sizing import margin_bytes, spelled, utilization_of, without_cpu_space
 from sparkd.model_folder import unusable
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
@@ -27,7 +29,7 @@ from workers.meminfo import sample
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
 ERROR_SHARE, ERROR_BYTES = 0.05, 300 << 20
-_CURE = "Choose a smaller context or format"
+_SMALLER = "a smaller context or format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +128,40 @@ def runtime_of(spec: ModelConfig, config: Config) -> str:
 def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> str | None:
     """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers."""
     spec, known = need.spec, need.account
-    if known is not None and (short := _short_cache(need, known, env)):
-        return short
     kept = (margin_bytes(spec, env) or 0) / GIB if utilization_of(spec) is None else 0.0
-    if known is not None and spec.memory_gib == "auto" and known.least > (most_gib - kept) * GIB:
+    room = int((most_gib - kept) * GIB)
+    if known is not None and (short := _short_cache(need, known, room, env)):
+        return short
+    if known is not None and spec.memory_gib == "auto" and known.least > room:
         free = f", of which {'kv_margin_gib' if spec.kv_margin_gib is not None else MARGIN_VARIABLE} keeps {kept:g} free" if kept else ""
-        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int((most_gib - kept) * GIB), need.ways) or _CURE
+        cure = _what_would_fit(need, known, most_gib, room, env) or f"Choose {_SMALLER}"
         return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
     if known is not None and outgrown(need) and need.gib <= most_gib:
-        cure = advice(spec, machine(need.platform, most_gib * GIB, 0), env, int(float(spec.memory_gib) * GIB), need.ways) or _CURE
-        return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. Allow it more, or: {cure}."
+        allow = f"Allow it more (memory_gib: {more}), or" if (more := ceil(known.least / GIB)) <= most_gib else ""
+        cure = _what_would_fit(need, known, most_gib, int(float(spec.memory_gib) * GIB), env)
+        told = f"{allow}{':' if allow and cure else ''} {cure or f'choose {_SMALLER}'}".strip()
+        return f"{spec.name} does not fit into memory_gib: {spec.memory_gib:g}: {known.sentence}. {told[0].upper()}{told[1:]}."
     if need.gib > most_gib:
+        size = "a smaller size" if isinstance(spec.kv_cache, dict) else "a size"
         return (
-            f"{spec.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB: choose a smaller "
-            "context or format, give kv_cache a size, or set memory_gib to what it really needs."
+            f"{spec.name} asks for {need.gib} GiB of unified memory and {where} offers {most_gib} GiB: choose {_SMALLER}, "
+            f"give kv_cache {size}, or set memory_gib to what it really needs."
         )
     return None
+
+
+def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:
+    """Of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
+    spec, layout = need.spec, known.layout
+    left = room - known.fixed
+    if layout is not None and (less := fitting(spec.kv_cache, layout, known.max_model_len, left)):
+        size, cost = sized(less, layout, known.max_model_len) or 0, layout.cost(known.max_model_len)
+        many = "" if "sequences" in less else f" ({(size - cost.block_bytes) // cost.per_request:,} of {known.max_model_len:,} tokens)"
+        shorter = longest(spec.kv_cache, layout, known.max_model_len, left) if list(spec.kv_cache or ()) == ["sequences"] else 0
+        context = f", or max_model_len {shorter:,} as it is" if shorter else ""
+        return f"What would fit: a smaller kv_cache, {spelled(less)}{many}{context}"
+    told = advice(spec, machine(need.platform, most_gib * GIB, 0), env, room, need.ways)
+    return f"{told}, with kv_cache: {{sequences: 1}}" if told and known.cache is not None and known.cache > known.request else told
 
 
 def outgrown(need: Need) -> bool:
@@ -153,16 +173,29 @@ def outgrown(need: Need) -> bool:
     return known.least - max(ERROR_SHARE * known.least, ERROR_BYTES) > own * GIB
 
 
-def _short_cache(need: Need, known: Account, env: Mapping[str, str]) -> str | None:
-    """Why a cache of its size would hold no request: vLLM ends its start over that, with all weights loaded."""
-    spec = need.spec
+def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) -> str | None:
+    """Why a cache of its size would hold no request: vLLM ends its start over that, with all weights loaded. room: bytes for the engine."""
+    spec, layout = need.spec, known.layout
     limit = cache_limit(spec, need.platform, env)
     size = known.cache if known.cache is not None else limit
     if size is None or known.request <= size or spec.memory_gib != "auto":
         return None
-    said = "kv_cache" if known.cache is not None else "the cache of a CPU's engine"
-    one = f"one request of {known.max_model_len:,} tokens needs {gib(known.request)}"
-    return f"{spec.name} does not fit: {said} holds {gib(size)}, and {one}. Give kv_cache a larger size, or choose a smaller max_model_len."
+    given = spec.kv_cache if known.cache is not None else {"bytes": size}
+    if isinstance(given, dict) and "tokens" in given:
+        why = f"kv_cache holds {given['tokens']:,} tokens, and one request has {known.max_model_len:,}"
+    else:
+        said = "kv_cache" if known.cache is not None else "the cache of a CPU's engine"
+        why = f"{said} holds {_size(size)}, and one request of {known.max_model_len:,} tokens needs {_size(known.request)}"
+    larger = {"tokens": known.max_model_len} if isinstance(given, dict) and "tokens" in given else {"sequences": 1}
+    cures = [f"give kv_cache at least {spelled(larger)}"] if known.fixed + known.request <= room else []
+    shorter = longest(given, layout, known.max_model_len, room - known.fixed) if layout is not None else 0
+    cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
+    cure = ", or ".join(cures) or f"choose {_SMALLER}"
+    return f"{spec.name} does not fit: {why}. {cure[0].upper()}{cure[1:]}."
+
+
+def _size(size: int) -> str:
+    return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
 
 def _platform(found: Mapping[str, Any], config: Config) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from sparkd import __version__, show
 from sparkd.amounts import MOST, real, whole
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
-from sparkd.errors import ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
+from sparkd.errors import UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
 
 POLL_S = 1.0
 LOG_LINES = 200
@@ -96,7 +96,9 @@ class Session:
             self.err.print(f"\nNo longer waiting; the {operation['kind']} of {model} goes on. {_how_on(operation)}", markup=False)
             raise
         if operation["state"] == "FAILED":
-            more = "" if "sparkd logs" in operation["message"] else f"`sparkd logs {model}` tells more, "
+            view = self._seen(model)
+            known = "sparkd logs" in operation["message"] or (view is not None and view["reason"] in UNSTARTED)
+            more = "" if known else f"`sparkd logs {model}` tells more, "
             raise ModelFailed(f"{model}: {operation['message']} {more}`sparkd unload {model}` stops its next try.")
         if operation["state"] == "CANCELLED":
             raise Conflict(f"The {operation['kind']} of {model} was cancelled: {operation['message']}")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sparkd.admission import Account, account, advice, free_on, machine, no_room
 from sparkd.config import Config, parse_model
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
+from sparkd.kv_sizing import kv_cache, spelled
 from sparkd.model_config import ModelConfig
 from sparkd.needs import Need, need_of, said_to, too_large
 from sparkd.recipe_book import AsWritten, Book
@@ -286,14 +289,82 @@ def test_what_an_entry_does_not_allow_itself_is_told(folder: Path) -> None:
     # An account may be wrong by so much, and the engine measures.
     assert refused(memory_gib=least * 0.96) is None
     told = refused(memory_gib=least * 0.9)
-    assert told is not None and "m does not fit into memory_gib: " in told and "Allow it more, or: What would fit: " in told
+    assert (
+        told is not None
+        and "m does not fit into memory_gib: " in told
+        and "Allow it more (memory_gib: " in told
+        and "), or: What would fit: " in told
+    )
     assert refused(most_gib=40, kv_margin_gib=5) is None
     told = refused(most_gib=40, kv_margin_gib=25)
     assert told is not None and "this node offers 40 GiB, of which kv_margin_gib keeps 25 free. What would fit" in told
     told = refused(kv_cache={"tokens": 4096})
-    assert told is not None and "kv_cache holds 0.5 GiB, and one request of 8,192 tokens needs 1.0 GiB" in told
+    assert told is not None and "kv_cache holds 4,096 tokens, and one request has 8,192. Give kv_cache at least {tokens: 8192}, or" in told
     told = refused(platform="cpu", max_model_len=32_768)
     assert told is not None and "the cache of a CPU's engine holds 2.0 GiB, and one request of 32,768 tokens needs 4.0 GiB" in told
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "step"),
+    [
+        ({"bytes": "200GiB"}, "bytes", GIB // 10),
+        ({"tokens": 3_000_000}, "tokens", 16),
+        ({"sequences": 400}, "sequences", 1),
+        ({"sequences": 800, "at": 4096}, "sequences", 1),
+    ],
+)
+@pytest.mark.parametrize("memory_gib", [None, 30])
+def test_of_a_cache_that_is_too_large_the_largest_that_fits_is_told(
+    folder: Path, size: dict[str, Any], way: str, step: int, memory_gib: int | None
+) -> None:
+    """The terms are the sum, the cache among them as its entry has it."""
+
+    def refused(given: Any, **more: Any) -> str | None:
+        own = {} if memory_gib is None else {"memory_gib": memory_gib}
+        spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16, "kv_cache": given, **own, **more})
+        found = account(spec, SPARK, {})
+        assert found is not None
+        return too_large(Need(spec, "cuda", "x", memory_gib or 1, found), 30, "this node", {})
+
+    why = refused(size)
+    assert why is not None and f"as asked for (kv_cache: {spelled(kv_cache(size))}), " in why
+    terms = why.partition("it needs at least ")[2].replace(spelled(kv_cache(size)), "").partition("; ")[0].partition(". ")[0]
+    total, *parts = (float(found) for found in re.findall(r"([0-9.]+) GiB", terms))
+    assert len(parts) == 4
+    assert sum(parts) == pytest.approx(total, abs=1e-9)
+    assert ("Allow it more" in why) is False  # a node has no more than 30 GiB
+    most = yaml.safe_load(re.findall(r"a smaller kv_cache, (\{[^}]*\})", why)[0])
+    assert list(most) == list(size) and refused(most) is None
+    more = kv_cache(most)
+    if memory_gib is None:
+        assert refused({**more, way: more[way] + step}) is not None
+    if list(size) == ["sequences"]:
+        shorter = int(re.findall(r"or max_model_len ([0-9,]+) as it is", why)[0].replace(",", ""))
+        assert refused(size, max_model_len=shorter) is None
+
+
+def test_of_a_cache_that_holds_no_request_what_would_is_told(folder: Path) -> None:
+    def refused(most_gib: int = 100, **more: Any) -> str | None:
+        spec = spec_of(folder, **{"max_model_len": 8192, "max_num_seqs": 16} | more)
+        found = account(spec, SPARK, {})
+        assert found is not None
+        return too_large(Need(spec, "cuda", "x", 10, found), most_gib, "this node", {})
+
+    for size in ({"tokens": 100}, {"bytes": "100MiB"}, {"sequences": 1, "at": 100}):
+        why = refused(kv_cache=size)
+        assert why is not None and "0.0 GiB" not in why
+        larger = yaml.safe_load(re.findall(r"at least (\{[^}]*\})", why)[0])
+        shorter = int(re.findall(r"max_model_len ([0-9,]+) or less", why)[0].replace(",", ""))
+        assert refused(kv_cache=larger) is None and refused(kv_cache=size, max_model_len=shorter) is None
+        assert refused(kv_cache=size, max_model_len=shorter + 16) is not None
+        # Where a node holds no request at all, a larger cache is no cure.
+        assert "at least" not in (refused(kv_cache=size, most_gib=10) or "")
+
+
+def test_where_one_request_is_too_much_a_smaller_cache_is_told_with_what_else_has_to_be_smaller(folder: Path) -> None:
+    spec = spec_of(folder, max_num_seqs=16, kv_cache={"sequences": 9})
+    why = too_large(Need(spec, "cuda", "x", 121, of(folder, max_num_seqs=16, kv_cache={"sequences": 9})), 24, "this node", {})
+    assert why is not None and "What would fit: max_model_len " in why and ", with kv_cache: {sequences: 1}." in why
 
 
 def test_whose_end_would_make_room() -> None:

@@ -115,6 +115,15 @@ def test_a_load_that_waits_says_for_what(answers: Answers, capsys: pytest.Captur
     assert out == "m: It is ready.\n"
 
 
+@pytest.mark.parametrize(("reason", "told"), [("DoesNotFit", False), ("WrongModel", True)])
+def test_a_log_is_named_where_an_engine_was_started(answers: Answers, capsys: pytest.CaptureFixture[str], reason: str, told: bool) -> None:
+    failed = {"id": "1", "model": "m", "kind": "load", "state": "FAILED", "message": "It is too large."}
+    answers.by_path = {"/models/m/load": [failed], "/models/m": [{"state": "FAILED", "reason": reason}]}
+    assert exit_code(["--url", answers.url, "load", "m"]) == 8
+    err = capsys.readouterr().err
+    assert ("`sparkd logs m` tells more" in err) is told and "`sparkd unload m` stops its next try." in err
+
+
 def test_what_goes_wrong_is_an_object_with_json(
     answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,7 +234,7 @@ def fits(capsys: pytest.CaptureFixture[str], file: Path, *argv: object) -> tuple
     [
         ({"memory_gib": 2}, (), "more than the memory_gib of 2 in its entry"),
         ({"gpu_memory_utilization": 0.001}, (), "of gpu_memory_utilization 0.001"),
-        ({"kv_cache": {"tokens": 1024}}, (), "kv_cache holds 0.0 GiB, and one request of 4,096 tokens needs"),
+        ({"kv_cache": {"tokens": 1024}}, (), "kv_cache holds 1,024 tokens, and one request has 4,096"),
         ({"kv_margin_gib": 120}, (), "120.0 GiB margin"),
         ({"tensor_parallel": 3}, (), "do not divide by 3 ranks"),
         ({}, ("--margin", 120), "120.0 GiB margin"),
