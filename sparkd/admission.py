@@ -20,7 +20,7 @@ from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, KvLayout, Serving, kv_layout, sized
-from sparkd.kv_sizing import spelled
+from sparkd.kv_sizing import cache_of, in_words
 from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal, uneven_groups
 from sparkd.model_config import ModelConfig
@@ -28,7 +28,7 @@ from sparkd.model_shape import LENGTHS, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
-from sparkd.uncounted import switched, uncounted
+from sparkd.uncounted import switched, unsized
 from sparkd.vllm_flags import flag_name, values_of
 from sparkd.vllm_history import Release
 from sparkd.vllm_known import amount
@@ -110,9 +110,9 @@ def account(
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
     fixed = found.fixed
-    layout = kv_layout(known.shape, serving)
-    cache = sized(spec.kv_cache, layout, serving.max_model_len)
-    asked = spelled(spec.kv_cache) if isinstance(spec.kv_cache, dict) and cache is not None and cache > found.kv.least else None
+    layout, size = kv_layout(known.shape, serving), cache_of(spec)
+    cache = sized(size, layout, serving.max_model_len)
+    asked = in_words(size) if isinstance(size, Mapping) and cache is not None and cache > found.kv.least else None
     least = fixed + max(found.kv.least, 0 if cache is None else cache)
     return Account(least, fixed, cache, _sentence(found, serving, least, asked), found.kv.least, serving.max_model_len, layout)
 
@@ -310,7 +310,7 @@ def serving_of(
 ) -> Serving | None:
     """None where the entry has something that changes an engine's memory in a way that is not counted."""
     kv_dtype = spec.kv_cache_dtype or "auto"
-    if kv_dtype not in KNOWN_KV_DTYPES or any(True for _ in uncounted(spec.extra_args)) or _is_other(spec, known):
+    if kv_dtype not in KNOWN_KV_DTYPES or any(True for _ in unsized(spec.extra_args)) or _is_other(spec, known):
         return None
     try:
         drafted = headers.drafting if headers is not None else _drafting(spec, known, env)
@@ -343,7 +343,7 @@ def _sentence(found: Footprint, serving: Serving, least: int, asked: str | None)
     rest = sum(found.parts[name] for name in ("peak", "graphs", "context"))
     parts = (found.parts["weights"], least - found.fixed, rest, found.parts["processes"])
     total, (weights, cache, batch, processes) = _adding_up(parts)
-    what = f"as asked for (kv_cache: {asked})" if asked else f"for one request of {serving.max_model_len:,} tokens"
+    what = f"as asked for ({asked})" if asked else f"for one request of {serving.max_model_len:,} tokens"
     held = " and what CUDA holds" if serving.platform == "cuda" else ""
     return (
         f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {batch} for the largest batch{held}, processes {processes}"

@@ -390,7 +390,7 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
         for remark in quantizing.remarks(model, model.environment(config.engine)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         said = dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine))
-        for remark in (*said, *reserved_whole(model.extra_args, model.memory_gib, ModelConfig.model_fields)):
+        for remark in (*said, *reserved_whole(model, ModelConfig.model_fields)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
         if model.extra_args and model.runs_vllm(config.engine):
             env, runtime = model.environment(config.engine), model.runtime_of(config.engine)

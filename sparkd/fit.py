@@ -14,6 +14,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvLayout, Serving, kv_layout, sized
 from sparkd.legal import refusal
 from sparkd.weight_cost import Inventory
+from workers.kv.arithmetic import BLOCKS_FLAG
 from workers.stream.recipe import Recipe
 
 AS_STORED = "as stored"
@@ -252,7 +253,7 @@ def _short_cache(found: Footprint, wish: Wish) -> str | None:
         return None
     if wish.cache is not None and "tokens" in wish.cache:
         return f"kv_cache holds {wish.cache['tokens']:,} tokens, and one request has {found.kv.max_model_len:,}"
-    said = "kv_cache" if wish.cache is not None else "the cache of a CPU's engine"
+    said = "the cache of a CPU's engine" if wish.cache is None else BLOCKS_FLAG if "blocks" in wish.cache else "kv_cache"
     return f"{said} holds {gib(size)}, and one request of {found.kv.max_model_len:,} tokens needs {gib(found.kv.least)}"
 
 

@@ -132,13 +132,15 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
-    """Bytes of a cache whose size an entry gives (`kv_cache:`, sparkd.kv_sizing.kv_cache) for requests of max_model_len tokens, with the
+    """Bytes of a cache whose size an entry gives (sparkd.kv_sizing.cache_of) for requests of max_model_len tokens, with the
     block that vLLM keeps; None for one that takes what is left. `at` is the length of each of so many sequences: a window or a state takes
     no less for a shorter one."""
     if not isinstance(size, Mapping):
         return None
     if "bytes" in size:
         return int(size["bytes"])
+    if "blocks" in size:
+        return int(size["blocks"]) * layout.block_bytes
     if "tokens" in size:
         return ceil(size["tokens"] * layout.cost(max_model_len).per_token) + layout.block_bytes
     if "sequences" in size:
@@ -151,7 +153,7 @@ def fitting(size: object, layout: KvLayout, max_model_len: int, room: int) -> di
     """The largest size of the kind that was asked for which `room` bytes hold, and which holds one request of max_model_len tokens; None
     where no size was asked for, or they hold no request."""
     least = layout.cost(max_model_len).least
-    way = next((key for key in ("bytes", "tokens", "sequences") if key in size), None) if isinstance(size, Mapping) else None
+    way = next((key for key in ("bytes", "tokens", "sequences", "blocks") if key in size), None) if isinstance(size, Mapping) else None
     if way is None or not isinstance(size, Mapping) or not 0 < least <= room:
         return None
     if way == "bytes":

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sparkd import vllm_args
 from sparkd.errors import ConfigError
 from sparkd.refusal import plain, refuse
+from sparkd.uncounted import blocks_of
 from workers.command import CPU_KV_CACHE_GIB, CPU_KV_SPACE
+from workers.kv.arithmetic import BLOCKS_FLAG
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
 
@@ -69,6 +71,12 @@ def utilization_of(model: Keys) -> float | None:
     return model.gpu_memory_utilization
 
 
+def cache_of(model: Keys) -> dict[str, Any] | str | None:
+    """The size that counts: `kv_cache`, and before it vLLM's --num-gpu-blocks-override, as {blocks: N} (sparkd.kv_cost.sized)."""
+    blocks = blocks_of(model.extra_args)
+    return model.kv_cache if blocks is None else {"blocks": blocks}
+
+
 def vllm_sizes(model: Keys) -> bool:
     """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
     return utilization_of(model) is not None or any(True for _ in vllm_args.cache_flags(model.extra_args))
@@ -94,6 +102,11 @@ def margin_bytes(model: Keys, env: Mapping[str, str]) -> int | None:
     if not re.fullmatch(r"[0-9]{1,9}", mib):
         raise ConfigError(f"{MARGIN_VARIABLE} must be a whole number of MiB: correct it, or set kv_margin_gib instead.", param="env")
     return int(mib) << 20
+
+
+def in_words(size: Mapping[str, Any]) -> str:
+    """A size as `cache_of` gives it, by the key or the flag that it stands in."""
+    return f"{BLOCKS_FLAG} {size['blocks']}" if "blocks" in size else f"kv_cache: {spelled(size)}"
 
 
 def spelled(size: Mapping[str, Any]) -> str:

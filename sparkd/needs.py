@@ -18,12 +18,13 @@ from sparkd.fit import gib
 from sparkd.hardware import Hardware
 from sparkd.installed import full_version_in, release_in
 from sparkd.kv_cost import fitting, longest, sized
-from sparkd.kv_sizing import margin_bytes, spelled, utilization_of, without_cpu_space
+from sparkd.kv_sizing import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
 from sparkd.model_folder import unusable
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
 from sparkd.vllm_table import refused
+from workers.kv.arithmetic import BLOCKS_FLAG
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
 
@@ -152,14 +153,15 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
 
 def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:
     """Of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
-    spec, layout = need.spec, known.layout
+    spec, layout, given = need.spec, known.layout, cache_of(need.spec)
     left = room - known.fixed
-    if layout is not None and (less := fitting(spec.kv_cache, layout, known.max_model_len, left)):
+    if layout is not None and (less := fitting(given, layout, known.max_model_len, left)):
         size, cost = sized(less, layout, known.max_model_len) or 0, layout.cost(known.max_model_len)
         many = "" if "sequences" in less else f" ({(size - cost.block_bytes) // cost.per_request:,} of {known.max_model_len:,} tokens)"
-        shorter = longest(spec.kv_cache, layout, known.max_model_len, left) if list(spec.kv_cache or ()) == ["sequences"] else 0
+        shorter = longest(given, layout, known.max_model_len, left) if list(given or ()) == ["sequences"] else 0
         context = f", or max_model_len {shorter:,} as it is" if shorter else ""
-        return f"What would fit: a smaller kv_cache, {spelled(less)}{many}{context}"
+        smaller = in_words(less) if "blocks" in less else f"a smaller kv_cache, {spelled(less)}"
+        return f"What would fit: {smaller}{many}{context}"
     told = advice(spec, machine(need.platform, most_gib * GIB, 0), env, room, need.ways)
     return f"{told}, with kv_cache: {{sequences: 1}}" if told and known.cache is not None and known.cache > known.request else told
 
@@ -180,18 +182,27 @@ def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) 
     size = known.cache if known.cache is not None else limit
     if size is None or known.request <= size or spec.memory_gib != "auto":
         return None
-    given = spec.kv_cache if known.cache is not None else {"bytes": size}
-    if isinstance(given, dict) and "tokens" in given:
+    given = cache_of(spec) if known.cache is not None else {"bytes": size}
+    if isinstance(given, Mapping) and "tokens" in given:
         why = f"kv_cache holds {given['tokens']:,} tokens, and one request has {known.max_model_len:,}"
     else:
-        said = "kv_cache" if known.cache is not None else "the cache of a CPU's engine"
+        blocks = isinstance(given, Mapping) and "blocks" in given
+        said = "the cache of a CPU's engine" if known.cache is None else f"the cache of its {BLOCKS_FLAG}" if blocks else "kv_cache"
         why = f"{said} holds {_size(size)}, and one request of {known.max_model_len:,} tokens needs {_size(known.request)}"
-    larger = {"tokens": known.max_model_len} if isinstance(given, dict) and "tokens" in given else {"sequences": 1}
-    cures = [f"give kv_cache at least {spelled(larger)}"] if known.fixed + known.request <= room else []
+    larger = _larger(given, known)
+    cures = [f"give {larger}"] if known.fixed + known.request <= room else []
     shorter = longest(given, layout, known.max_model_len, room - known.fixed) if layout is not None else 0
     cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
     cure = ", or ".join(cures) or f"choose {_SMALLER}"
     return f"{spec.name} does not fit: {why}. {cure[0].upper()}{cure[1:]}."
+
+
+def _larger(given: object, known: Account) -> str:
+    """What holds one request, in the words of the size that was given."""
+    if isinstance(given, Mapping) and "blocks" in given and known.layout is not None:
+        return f"more blocks ({BLOCKS_FLAG} {-(-known.request // known.layout.block_bytes)} would do)"
+    least = {"tokens": known.max_model_len} if isinstance(given, Mapping) and "tokens" in given else {"sequences": 1}
+    return f"kv_cache at least {spelled(least)}"
 
 
 def _size(size: int) -> str:

@@ -15,7 +15,8 @@ from sparkd.amounts import multiple
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
-from sparkd.vllm_flags import Translation
+from sparkd.uncounted import BYTES, SHARE, blocks_of, unsized
+from sparkd.vllm_flags import Translation, flag_name
 from workers.command import CPU_KV_CACHE_GIB
 from workers.meminfo import sample
 
@@ -66,10 +67,11 @@ def needed_gib(
 
     known: by the checkpoint's headers; where a cache has a size, that account goes before the sizes of files.
 
-    memory_gib where it is given. A cache of so many bytes: that, the weights on disk and the engine's processes. Else on CUDA
-    gpu_memory_utilization of the node, and so much, but no more than the node offers, for a cache of all that is left or of a size that
-    only the engine can tell in bytes. On the CPU: weights on disk, the KV cache that is configured, and the engine's processes; a hub id
-    that is not on disk yet counts as its processes alone.
+    memory_gib where it is given. All that the node offers where a flag changes what the model takes in a way that is not counted, as is a
+    number of blocks without the headers; but for gpu_memory_utilization, which vLLM keeps within. A cache of so many bytes: that, the
+    weights on disk and the engine's processes. Else on CUDA gpu_memory_utilization of the node, and so much, but no more than the node
+    offers, for a cache of all that is left or of a size that only the engine can tell in bytes. On the CPU: weights on disk, the KV cache
+    that is configured, and the engine's processes; a hub id that is not on disk yet counts as its processes alone.
 
     offered_gib: what the node lends.
 
@@ -80,21 +82,26 @@ def needed_gib(
     flags = spec.vllm_flags()
     share = _share(flags)
     weights = weights_gib(spec.model)
-    sized = spec.kv_cache is not None and not vllm_sizes(spec)
+    blocks = blocks_of(spec.extra_args)
+    sized = blocks is not None or (spec.kv_cache is not None and not vllm_sizes(spec))
+    shared = math.ceil((share or 0.0) * mem_total_gib)
+    most = math.ceil(VLLM_DEFAULT_UTILIZATION * mem_total_gib)
+    whole = most if offered_gib is None else min(most, int(offered_gib))
     kv_gib = spec.kv_cache["bytes"] / GIB if isinstance(spec.kv_cache, dict) and "bytes" in spec.kv_cache else None
     if known is not None and known.asked is not None and sized:
-        return math.ceil(known.asked / GIB)
+        return max(math.ceil(known.asked / GIB), shared)
+    counted = (SHARE, BYTES) if platform == "cpu" else (SHARE,)
+    if blocks is not None or (share is None and any(flag_name(flag) not in counted for flag in unsized(spec.extra_args))):
+        return max(whole, shared)
     if platform == "cuda" and not (kv_gib and weights):
-        most = math.ceil((share or VLLM_DEFAULT_UTILIZATION) * mem_total_gib)
-        return most if share or offered_gib is None else min(most, int(offered_gib))
+        return shared or whole
     if not sized:
         kv_gib = _cpu_kv_gib(flags, env)
         if kv_gib is None and share is not None:
-            return math.ceil(share * mem_total_gib)
+            return shared
         kv_gib = CPU_KV_CACHE_GIB if kv_gib is None else kv_gib
     if kv_gib is None:
-        most = math.ceil(VLLM_DEFAULT_UTILIZATION * mem_total_gib)
-        return most if offered_gib is None else min(most, int(offered_gib))
+        return whole
     if known is not None:
         return math.ceil(known.fixed / GIB + kv_gib)
     return math.ceil(weights * LOADING_FACTOR + kv_gib + PROCESSES_GIB)

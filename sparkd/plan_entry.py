@@ -22,7 +22,7 @@ from sparkd.fit import Choice, Option, Wish, choose, gib, quality_of, rank
 from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import Serving
-from sparkd.kv_sizing import margin_bytes, utilization_of
+from sparkd.kv_sizing import cache_of, margin_bytes, utilization_of
 from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
 from sparkd.needs import runtime_of, said_to
@@ -34,7 +34,7 @@ from sparkd.recipe_book import split
 from sparkd.resolving import resolved, room_of
 from sparkd.source import folder_of
 from sparkd.source_quantization import SourceQuantization
-from sparkd.uncounted import uncounted
+from sparkd.uncounted import unsized
 from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER, probe
@@ -213,7 +213,8 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
         limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {share:g}")
     elif isinstance(spec.memory_gib, int | float):
         limit = (int(spec.memory_gib * GIB), f"the memory_gib of {spec.memory_gib:g} in its entry")
-    cache = spec.kv_cache if isinstance(spec.kv_cache, dict) and "utilization" not in spec.kv_cache else None
+    size = cache_of(spec)
+    cache = size if isinstance(size, dict) and "utilization" not in size else None
     margin = 0 if share is not None else margin_bytes(spec, env)
     profiles, held = str(entry.config.profiles_path()), folder_of(spec.model, spec.revision, env)
 
@@ -269,7 +270,7 @@ def _free(hardware: Hardware) -> int:
 
 
 def _uncounted(spec: ModelConfig) -> str:
-    flags = list(uncounted(spec.extra_args))
+    flags = list(unsized(spec.extra_args))
     if flags:
         return f"{', '.join(flags)} in extra_args changes what it takes"
     if spec.quantization is not None or spec.dtype in ("float32", "float"):

@@ -14,7 +14,7 @@ from sparkd.errors import CheckpointError, ConfigError, RankError
 from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
 from sparkd.footprint import PROCESS_BYTES
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_sizing import cpu_space_gib, margin_bytes, utilization_of, vllm_sizes
+from sparkd.kv_sizing import cache_of, cpu_space_gib, margin_bytes, utilization_of, vllm_sizes
 from sparkd.legal import refusal
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
@@ -52,7 +52,7 @@ def room_of(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_
 
 def cache_limit(spec: ModelConfig, platform: str, env: Mapping[str, str]) -> int | None:
     """Bytes that a cache of no given size may take at most: of a CPU's memory, so much as sparkd.kv_sizing.sizing_of allows it."""
-    if platform != "cpu" or spec.kv_cache is not None or vllm_sizes(spec):
+    if platform != "cpu" or cache_of(spec) is not None or vllm_sizes(spec):
         return None
     return (cpu_space_gib(env) or CPU_KV_CACHE_GIB) * GIB
 

@@ -7,6 +7,9 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+from sparkd.vllm_flags import flag_name, values_of
 
 _FLAGS = frozenset(
     {
@@ -36,6 +39,24 @@ _FLAGS = frozenset(
 # --attention-config, the only flag of one dash that is a kernel's alone.
 _PASSED_SHORT = "-ac"
 _SPECULATIVE = "speculative-config"
+_BLOCKS = "num-gpu-blocks-override"
+# Of vLLM's, flags that say a size themselves, so that what is reserved follows from them (sparkd.placement.needed_gib).
+SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
+# Sparkd's own worker classes, which size a cache in the same way whoever names them.
+_OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
+
+
+class Entry(Protocol):
+    """Of a model's entry, what bears on how much is reserved for it; see sparkd.model_config.ModelConfig."""
+
+    @property
+    def memory_gib(self) -> Any: ...
+    @property
+    def kv_cache(self) -> dict[str, Any] | str | None: ...
+    @property
+    def gpu_memory_utilization(self) -> float | None: ...
+    @property
+    def extra_args(self) -> Sequence[str]: ...
 
 
 def uncounted(args: Sequence[str]) -> Iterator[str]:
@@ -43,8 +64,10 @@ def uncounted(args: Sequence[str]) -> Iterator[str]:
 
     --speculative-config is counted where its value is whole, and not in pieces (`--speculative-config.method`) or as `-sc`.
     """
-    for arg in args:
+    for index, arg in enumerate(args):
         written = arg.partition("=")[0]
+        if is_own_worker(args, index):
+            continue
         if arg.startswith("--"):
             path = written[2:].replace("_", "-")
             name = path.partition(".")[0].rstrip("+").removeprefix("no-")
@@ -54,9 +77,35 @@ def uncounted(args: Sequence[str]) -> Iterator[str]:
             yield arg[:2] if arg.startswith(("-q", "-O")) else written
 
 
-def reserved_whole(args: Sequence[str], memory_gib: object, keys: Collection[str]) -> Iterator[str]:
-    """What `sparkd check` says where a flag of extra_args has the whole machine reserved. keys: those that a model's entry may have."""
-    if memory_gib != "auto" or not (flags := list(dict.fromkeys(uncounted(args)))):
+def unsized(args: Sequence[str]) -> Iterator[str]:
+    """`uncounted`, less a number of blocks of the cache: with the checkpoint's headers that is a size like others."""
+    counted = blocks_of(args) is not None
+    return (flag for flag in uncounted(args) if not counted or flag_name(flag) != _BLOCKS)
+
+
+def blocks_of(args: Sequence[str]) -> int | None:
+    """What --num-gpu-blocks-override gives the cache; None where it is not there, or vLLM could not serve with its value."""
+    given = [value for *_, value in values_of(args, _BLOCKS)]
+    return int(given[-1]) if given and given[-1].isascii() and given[-1].isdecimal() and len(given[-1]) <= 12 and int(given[-1]) else None
+
+
+def is_own_worker(args: Sequence[str], index: int) -> bool:
+    """Whether the argument there is a --worker-cls that names one of sparkd's own."""
+    return any(first == index and value in _OWN_WORKERS for first, _, value in values_of(args, "worker-cls"))
+
+
+def reserved_whole(model: Entry, keys: Collection[str]) -> Iterator[str]:
+    """What `sparkd check` says where a flag of extra_args has the whole machine reserved, which sparkd.placement.needed_gib does. keys:
+    those that a model's entry may have."""
+    args = model.extra_args
+    flags = list(dict.fromkeys(unsized(args)))
+    share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
+    share = share or any(flag_name(flag) == SHARE for flag in flags)
+    if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
+        return
+    if all(flag_name(flag) == BYTES for flag in flags):
+        told = f"{flags[0]} in extra_args has vLLM size the cache: on a GPU all that a node lends is reserved for it, on a CPU that size"
+        yield f"{told}, its weights and processes. Better use kv_cache (bytes) of the entry, or set memory_gib."
         return
     named = {flag.strip("-").replace("-", "_") for flag in flags}
     better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))

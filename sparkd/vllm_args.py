@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from sparkd.errors import ConfigError
+from sparkd.uncounted import is_own_worker
 
 _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or address that only the gateway reaches. Remove it"
 _TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"
@@ -195,10 +196,10 @@ def loader_flags(args: Sequence[str]) -> Iterable[str]:
 
 
 def cache_flags(args: Sequence[str]) -> Iterable[str]:
-    """Every argument, without its value, that has vLLM size its KV cache, or another worker class, in any spelling or beginning."""
-    for arg in args:
+    """Every argument, without its value, that has vLLM size its KV cache, or a worker class but ours, in any spelling or beginning."""
+    for index, arg in enumerate(args):
         name = _long_name(arg)
-        if name and any(flag.startswith(name) for flag in _CACHE):
+        if name and not is_own_worker(args, index) and any(flag.startswith(name) for flag in _CACHE):
             yield _flag(arg)
 
 

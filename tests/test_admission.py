@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from sparkd.hardware import GIB
 from sparkd.kv_sizing import kv_cache, spelled
 from sparkd.model_config import ModelConfig
 from sparkd.needs import Need, need_of, said_to, too_large
+from sparkd.placement import needed_gib
 from sparkd.recipe_book import AsWritten, Book
 from sparkd.recipe_check import checked
 from sparkd.resolving import resolved
-from sparkd.uncounted import uncounted
+from sparkd.uncounted import unsized
 from sparkd.vllm_flags import without
 from tests.shards import layered, write_sparse
 
@@ -90,6 +92,39 @@ def test_a_cache_of_a_given_size_is_reserved_and_no_more(folder: Path, size: dic
     assert found.asked - found.fixed == pytest.approx(tokens * TOKEN_BYTES, abs=16 * TOKEN_BYTES)
 
 
+def test_a_number_of_blocks_is_a_size_and_goes_before_any_other(folder: Path, tmp_path: Path) -> None:
+    """As it does for the worker: 4,096 blocks of 16 tokens on a GPU, of 128 on a CPU."""
+    config = Config.model_validate({"state_dir": tmp_path})
+    blocks = ["--num-gpu-blocks-override", "4096"]
+    for keys in ({}, {"kv_cache": {"tokens": 1000}}, {"kv_cache": {"bytes": "90GiB"}}):
+        found = of(folder, max_model_len=8192, extra_args=blocks, **keys)
+        assert found.cache == 4096 * 16 * TOKEN_BYTES
+        for platform, tokens in (("cuda", 16), ("cpu", 128)):
+            need = need_of(
+                spec_of(folder, max_model_len=8192, extra_args=blocks, **keys), config, Runtime("e", platform=platform), 200.0, 200.0
+            )
+            assert need.account is not None and need.account.cache == 4096 * tokens * TOKEN_BYTES
+            assert need.gib == ceil((need.account.fixed + need.account.cache) / GIB)
+    # Without the headers nobody knows what a block takes; with memory_gib the owner has said it.
+    hub = parse_model("m", {"model": "owner/name", "extra_args": blocks}, over_admin=False)
+    assert [needed_gib(hub, platform, 100, {}, 80.0) for platform in ("cuda", "cpu")] == [80, 80]
+    assert needed_gib(hub.model_copy(update={"memory_gib": 7}), "cpu", 100, {}, 80.0) == 7
+    # vLLM's own sizing wants its share free beside that, at its start.
+    share = spec_of(folder, max_model_len=8192, extra_args=blocks, gpu_memory_utilization=0.5)
+    assert needed_gib(share, "cpu", 100, {}, 80.0, found) == max(50, ceil((found.fixed + 4096 * 16 * TOKEN_BYTES) / GIB))
+
+
+def test_blocks_that_hold_no_request_are_refused_as_such(folder: Path, tmp_path: Path) -> None:
+    config = Config.model_validate({"state_dir": tmp_path})
+    spec = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "64"])
+    told = too_large(need_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node", {})
+    assert told is not None and "the cache of its --num-gpu-blocks-override holds" in told and "Give more blocks, or" in told
+    longest = need_of(
+        spec.model_copy(update={"max_model_len": "auto"}), config, Runtime("e", platform="cpu"), 100.0, 100.0
+    ).spec.max_model_len
+    assert isinstance(longest, int) and 0 < longest <= 63 * 128
+
+
 def test_shorter_requests_of_layers_that_look_back_a_window_are_counted_as_such(folder: Path, tmp_path: Path) -> None:
     """Mistral's: all layers keep 4,096 tokens and what is in flight, whatever the length."""
     for path in folder.iterdir():
@@ -153,7 +188,7 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
         args = without(each.model.extra_args, "speculative-config")
         keys = {"model": str(folder), "extra_args": args, "max_model_len": 8192, "max_num_batched_tokens": None, "quantization": None}
         found = account(each.model.model_copy(update=keys), SPARK, {})
-        assert (found is None) == any(uncounted(args)), each.choice
+        assert (found is None) == any(unsized(args)), each.choice
 
 
 @pytest.mark.parametrize("args", [["--block-size", "32"], ["--hf_overrides={}"], ["--max-num-b", "1"]])
@@ -378,8 +413,8 @@ def test_whose_end_would_make_room() -> None:
 
 
 class Runtime:
-    def __init__(self, entrypoint: str | None, vllm: str | None = None) -> None:
-        self.found = {"platform": "cuda", "entrypoint": entrypoint, "vllm": vllm}
+    def __init__(self, entrypoint: str | None, vllm: str | None = None, platform: str = "cuda") -> None:
+        self.found = {"platform": platform, "entrypoint": entrypoint, "vllm": vllm}
 
     def runtime(self, _interpreter: str) -> dict[str, Any]:
         return self.found

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sparkd.config import parse_model
+from sparkd.kv_sizing import WORKERS, vllm_sizes
 from sparkd.model_config import ModelConfig
-from sparkd.uncounted import _FLAGS, reserved_whole, switched, uncounted
+from sparkd.placement import needed_gib
+from sparkd.uncounted import _FLAGS, blocks_of, reserved_whole, switched, uncounted, unsized
 
 FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
 # Of releases before 0.32.
@@ -40,22 +44,65 @@ def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("args", "memory_gib", "told"),
+    ("args", "keys", "told"),
     [
         (
             ["--max-num-seq", "4", "--block-size=32"],
-            "auto",
-            "--max-num-seq and --block-size in .*Better use max_num_seqs of the",
+            {},
+            "--max-num-seq and --block-size in .* all that a node lends is .* max_num_seqs of the",
         ),
-        (["--block-size", "32"], "auto", "Better set memory_gib to what it really needs"),
-        (["--block-size", "32"], 4, None),
-        (["--seed", "1"], "auto", None),
+        (["--block-size", "32"], {}, "Better set memory_gib to what it really needs"),
+        (["--block-size", "32"], {"memory_gib": 4}, None),
+        (["--block-size", "32"], {"gpu_memory_utilization": 0.5}, None),
+        (["--gpu-memory-utilization", "0.5", "--block-size", "32"], {}, None),
+        (["--num-gpu-blocks-override", "9", "--block-size", "32"], {"kv_cache": {"utilization": 0.5}}, "^--block-size in"),
+        (["--num-gpu-blocks-override", "9"], {}, None),
+        (["--num-gpu-blocks-override", "many"], {}, "all that a node lends is reserved"),
+        (["--kv-cache-memory-bytes", "1G"], {}, "on a GPU all that a node lends is reserved for it, on a CPU that size, its weights"),
+        (["--kv-cache-memory-bytes", "1G", "--block-size", "32"], {}, "^--kv-cache-memory-bytes and --block-size .*all that a node lends"),
+        (["--worker-cls", "some.Worker"], {}, "--worker-cls in .* all that a node lends is reserved"),
+        (["--worker-cls", "workers.kv.SparkWorker"], {}, None),
+        (["--seed", "1"], {}, None),
     ],
 )
-def test_check_says_what_has_a_whole_machine_reserved(args: list[str], memory_gib: object, told: str | None) -> None:
-    found = list(reserved_whole(args, memory_gib, ModelConfig.model_fields))
+def test_check_says_what_has_a_whole_machine_reserved(args: list[str], keys: dict[str, Any], told: str | None) -> None:
+    """And it is so: what is reserved on a GPU and on a CPU of 100 GiB."""
+    spec = parse_model("m", {"model": "o/m", "extra_args": args, **keys}, over_admin=False)
+    found = list(reserved_whole(spec, ModelConfig.model_fields))
     assert len(found) == (told is not None)
     assert told is None or re.search(told, found[0])
+    on_gpu, on_cpu = (needed_gib(spec, platform, 100, {}, 90.0) for platform in ("cuda", "cpu"))
+    if told is not None:
+        assert (on_gpu, on_cpu) == (90, 3 if "on a CPU" in told else 90)
+    elif not any("blocks" in arg for arg in args):  # which is a size where the headers are here
+        assert on_cpu < 90
+
+
+@pytest.mark.parametrize(
+    ("args", "blocks"),
+    [
+        (["--num-gpu-blocks-override", "300"], 300),
+        (["--num_gpu_blocks_override=300", "--num-gpu-blocks-override", "40"], 40),
+        (["--num-gpu-blocks", "300"], None),
+        (["--num-gpu-blocks-override", "0"], None),
+        (["--num-gpu-blocks-override", "4k"], None),
+        (["--num-gpu-blocks-override"], None),
+        ([], None),
+    ],
+)
+def test_a_number_of_blocks_is_a_size(args: list[str], blocks: int | None) -> None:
+    assert blocks_of(args) == blocks
+    assert list(unsized(args)) == ([] if blocks is not None else [arg for arg in args if arg[:2] == "--"])
+
+
+@pytest.mark.parametrize("name", sorted(WORKERS.values()))
+def test_a_worker_class_of_ours_is_the_same_whoever_names_it(name: str) -> None:
+    for args in (["--worker-cls", name], [f"--worker_cls={name}"]):
+        spec = parse_model("m", {"model": "o/m", "extra_args": args, "kv_cache": {"tokens": 4096}}, over_admin=False)
+        assert not vllm_sizes(spec)
+        assert list(uncounted(args)) == []
+    spec = parse_model("m", {"model": "o/m", "extra_args": ["--worker-cls", f"{name}s"]}, over_admin=False)
+    assert vllm_sizes(spec)
 
 
 def test_no_flag_of_the_release_is_taken_for_the_beginning_of_another() -> None:
