@@ -186,23 +186,19 @@ def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) 
     if isinstance(given, Mapping) and "tokens" in given:
         why = f"kv_cache holds {given['tokens']:,} tokens, and one request has {known.max_model_len:,}"
     else:
-        blocks = isinstance(given, Mapping) and "blocks" in given
-        said = "the cache of a CPU's engine" if known.cache is None else f"the cache of its {BLOCKS_FLAG}" if blocks else "kv_cache"
+        said = "the cache of a CPU's engine" if known.cache is None else "kv_cache"
         why = f"{said} holds {_size(size)}, and one request of {known.max_model_len:,} tokens needs {_size(known.request)}"
-    larger = _larger(given, known)
-    cures = [f"give {larger}"] if known.fixed + known.request <= room else []
+    larger = {"tokens": known.max_model_len} if isinstance(given, Mapping) and "tokens" in given else {"sequences": 1}
+    cure = f"give kv_cache at least {spelled(larger)}"
+    if layout is not None and isinstance(given, Mapping) and "blocks" in given:
+        blocks = -(-known.request // layout.block_bytes)
+        why = f"{BLOCKS_FLAG} is {given['blocks']:,}, and one request of {known.max_model_len:,} tokens needs {blocks:,} blocks"
+        cure = f"give {BLOCKS_FLAG} {blocks}"
+    cures = [cure] if known.fixed + known.request <= room else []
     shorter = longest(given, layout, known.max_model_len, room - known.fixed) if layout is not None else 0
     cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
     cure = ", or ".join(cures) or f"choose {_SMALLER}"
     return f"{spec.name} does not fit: {why}. {cure[0].upper()}{cure[1:]}."
-
-
-def _larger(given: object, known: Account) -> str:
-    """What holds one request, in the words of the size that was given."""
-    if isinstance(given, Mapping) and "blocks" in given and known.layout is not None:
-        return f"more blocks ({BLOCKS_FLAG} {-(-known.request // known.layout.block_bytes)} would do)"
-    least = {"tokens": known.max_model_len} if isinstance(given, Mapping) and "tokens" in given else {"sequences": 1}
-    return f"kv_cache at least {spelled(least)}"
 
 
 def _size(size: int) -> str:

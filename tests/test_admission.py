@@ -118,7 +118,15 @@ def test_blocks_that_hold_no_request_are_refused_as_such(folder: Path, tmp_path:
     config = Config.model_validate({"state_dir": tmp_path})
     spec = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "64"])
     told = too_large(need_of(spec, config, Runtime("e", platform="cpu"), 100.0, 100.0), 100, "this node", {})
-    assert told is not None and "the cache of its --num-gpu-blocks-override holds" in told and "Give more blocks, or" in told
+    needs = "m does not fit: --num-gpu-blocks-override is 64, and one request of 8,192 tokens needs 65 blocks."
+    assert told == f"{needs} Give --num-gpu-blocks-override 65, or choose max_model_len 8,064 or less."
+    many = spec_of(folder, max_model_len=8192, extra_args=["--num-gpu-blocks-override", "99999"])
+    told = too_large(need_of(many, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node", {}) or ""
+    assert "as asked for (--num-gpu-blocks-override 99999), " in told
+    fitting = re.search(r"What would fit: --num-gpu-blocks-override (\d+) \(", told)
+    assert fitting is not None
+    less = many.model_copy(update={"extra_args": ["--num-gpu-blocks-override", fitting[1]]})
+    assert too_large(need_of(less, config, Runtime("e", platform="cpu"), 100.0, 100.0), 20, "this node", {}) is None
     longest = need_of(
         spec.model_copy(update={"max_model_len": "auto"}), config, Runtime("e", platform="cpu"), 100.0, 100.0
     ).spec.max_model_len
