@@ -121,7 +121,7 @@ class Progress:
     blocks, past the page cache where direct; source is `checkpoint` or `cache`; cache_state tells of the quantized cache that is written
     beside the load: none, writing, written, failed or skipped, and cache_why of the latter two. failure is why the load ended,
     and failure_lasts that the next one will end the same way. lost: which process inside the engine is gone. kv is how the KV cache was
-    sized, as the worker says (workers.kvfile.read_kv), None where vLLM's own sizing says nothing.
+    sized, as the worker says (workers.kvfile.read_kv), or where vLLM sized it its log; None before.
     """
 
     phase: str = "starting"
@@ -135,6 +135,7 @@ class Progress:
     weights_s: float | None = None
     kv_tokens: int | None = None
     kv_gib: float | None = None
+    kv_requests: float | None = None
     init_s: float | None = None
     server_up: bool = False
     last_error: str | None = None

@@ -178,6 +178,9 @@ def test_auto_stays_within_the_reservation(keys: dict[str, Any], platform: str, 
         ({"extra_args": ["--gpu-memory-utilization=0.5"]}, COMMAND_LINE, False),
         ({"extra_args": ["--kv-cache-memory-bytes", "5"]}, COMMAND_LINE, False),
         ({"extra_args": ["--worker-cls", "x.Y"]}, COMMAND_LINE, False),
+        # Which then reports where we look.
+        ({"extra_args": ["--worker-cls", "workers.kv.SparkCPUWorker"]}, COMMAND_LINE, True),
+        ({"extra_args": ["--worker_cls=workers.kv.SparkWorker"]}, COMMAND_LINE, True),
     ],
 )
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])

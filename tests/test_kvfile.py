@@ -217,7 +217,8 @@ def test_whatever_stands_in_it_makes_a_progress(
         ({"phase": "warming", "kv_tokens": None}, READ | {"phase": "sized"}, {"phase": "sizing", "kv_tokens": 65536, "kv_gib": 8.0}),
         ({"phase": "sizing", "fraction": 0.5, "kv_tokens": 7}, READ | {"phase": "sized"}, {"phase": "sizing", "fraction": 0.5}),
         ({"phase": "serving", "kv_tokens": 7, "kv_gib": 1.0}, READ, {"phase": "serving", "kv_tokens": 65536, "kv_gib": 8.0}),
-        ({"phase": "warming", "kv_tokens": 7}, {"phase": "stock", "tokens": None}, {"phase": "warming", "kv_tokens": 7}),
+        ({"phase": "warming", "kv_tokens": 7}, {"phase": "rehearsing", "tokens": None}, {"phase": "sizing", "kv_tokens": 7}),
+        ({"phase": "warming", "kv_tokens": None}, {"phase": "stock", "tokens": None}, {"phase": "warming", "kv_tokens": None}),
     ],
 )
 def test_the_worker_says_more_than_the_log(log: dict[str, Any], kv: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -225,6 +226,46 @@ def test_the_worker_says_more_than_the_log(log: dict[str, Any], kv: dict[str, An
 
     assert {name: value for name, value in found.items() if name in expected} == expected
     assert found["kv"] == (kv or None)
+
+
+@pytest.mark.parametrize("report", [False, True])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ([], {"pool_bytes": GIB, "bytes_per_token": 2048.0}),
+        # What was logged before is then not what is there.
+        (["INFO 11-21 07:00:49 [kv_cache_utils.py:2619] Overriding num_gpu_blocks=9 with num_gpu_blocks_override=5"], {}),
+    ],
+)
+def test_of_a_cache_that_vllm_sized_the_log_says_what_is_known(
+    path: Path, report: bool, override: list[str], expected: dict[str, Any]
+) -> None:
+    """A real one, with --gpu-memory-utilization. What it does not say stays unknown."""
+    lines = Path("tests/fixtures/vllm-logs/cpu-0.32.0-single-start-serve-sigterm.txt").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if "KV cache size" in line)
+    parser = Parser()
+    for line in lines[:at] + override:
+        parser.feed(line, 1.0)
+    assert with_kv(parser.progress, {})["kv"] is None
+    for line in lines[at:]:
+        parser.feed(line, 1.0)
+    if report:
+        path.write_text(json.dumps({"v": 1, "rank": 0, "phase": "stock", "at": 5.0, "why": "this vLLM has no x"}))
+    found = with_kv(parser.progress, read_kv(path))
+
+    kv = found["kv"]
+    assert kv.keys() == READ.keys()
+    assert {name: value for name, value in kv.items() if value not in (None, []) and name not in ("by_rank", "why")} == {
+        "phase": "stock", "rank": 0, "ranks": 1, "tokens": 524_288, "sequences": 256.0, **expected,
+    }  # fmt: skip
+    assert (found["kv_tokens"], found["kv_gib"]) == (524_288, 1.0 if expected else None)
+    assert kv["why"] == ("this vLLM has no x" if report else None)
+    assert Progress(**found).kv == kv
+
+
+def test_a_small_cache_says_little_of_a_token() -> None:
+    kv = with_kv({"phase": "serving", "kv_tokens": 1024, "kv_gib": 0.02, "kv_requests": None}, {})["kv"]
+    assert (kv["pool_bytes"], kv["bytes_per_token"], kv["sequences"]) == (round(0.02 * GIB), None, None)
 
 
 def test_nothing_is_left_of_it(path: Path) -> None:

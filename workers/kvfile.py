@@ -23,6 +23,9 @@ _SIZES = ("pool_bytes", "tokens", "room_bytes", "margin_bytes", "graphs_bytes", 
 _SHARES = ("sequences", "bytes_per_token")
 _DIFFERENCES = ("spare_bytes", "slack_bytes", "error_bytes")
 LIMITED = "limited_by_other_rank"
+# vLLM's log has whole hundredths of a GiB: of less, a token's share of it says little.
+EXACT_GIB = 1.0
+_TOLD_OF_ALL = ("bytes_per_token", "sequences", "source_why", "peak_why", "why")
 # What is told of each rank; of its arithmetic, all that may differ.
 BY_RANK = ("rank", "phase", "source", *_SIZES, *_DIFFERENCES, LIMITED)
 
@@ -77,13 +80,33 @@ def over_nodes(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def with_kv(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's progress with what its worker says of the cache. What is rehearsed is sizing, whatever the log has said by then."""
-    found = {**progress, "kv": dict(kv) or None}
+    """A rank's progress with what its worker says of the cache, or where vLLM sized it, its log. What is rehearsed is sizing, whatever the
+    log has said by then."""
+    found = {**progress, "kv": _of_log(progress, kv) or None}
     if kv.get("tokens") is not None and kv.get("pool_bytes") is not None:
         found |= {"kv_tokens": kv["tokens"], "kv_gib": kv["pool_bytes"] / GIB}
     if kv.get("phase") in ("rehearsing", "sized") and progress.get("phase") in ("starting", "loading", "warming"):
         found |= {"phase": "sizing", "fraction": None, "eta_s": None}
     return found
+
+
+def _of_log(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any]:
+    """kv with what the log of an engine whose cache vLLM sized says of it; as it is of any other."""
+    tokens, gib = progress.get("kv_tokens"), progress.get("kv_gib")
+    if tokens is None or kv.get("tokens") is not None or kv.get("phase", "stock") != "stock":
+        return dict(kv)
+    told: dict[str, Any] = {"tokens": tokens, "sequences": progress.get("kv_requests")}
+    if gib is not None:
+        told["pool_bytes"] = round(gib * GIB)
+        told["bytes_per_token"] = told["pool_bytes"] / tokens if gib >= EXACT_GIB and tokens else None
+    nobody = {
+        **dict.fromkeys((*(one for one in BY_RANK if one != LIMITED), *_TOLD_OF_ALL)),
+        "phase": "stock",
+        "rank": 0,
+        "ranks": 1,
+        "by_rank": [],
+    }
+    return {**nobody, **kv, **told}
 
 
 def remove_kv(run_dir: str, rank_id: str) -> None:

@@ -43,8 +43,9 @@ _FACTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
     (re.compile(rf"Available KV cache memory: {_NUMBER} Gi?B"), "sizing", ("kv_gib",)),
     (re.compile(rf"\b(?:Explicitly|Auto) set \({_NUMBER}/[\d.,]+\) GiB for KV cache"), "sizing", ("kv_gib",)),
     (re.compile(rf"reserved {_NUMBER} GiB memory for KV Cache as specified"), "sizing", ("kv_gib",)),
-    (re.compile(rf"\bKV cache size: {_NUMBER} tokens(?:, {_CONCURRENCY})?"), "sizing", ("kv_tokens", "max_concurrency")),
-    (re.compile(rf"^{_CONCURRENCY}"), "sizing", ("max_concurrency",)),
+    (re.compile(r"^Overriding num_gpu_blocks=\d+ with num_gpu_blocks_override="), "sizing", ("kv_gib",)),
+    (re.compile(rf"\bKV cache size: {_NUMBER} tokens(?:, {_CONCURRENCY})?"), "sizing", ("kv_tokens", "kv_requests")),
+    (re.compile(rf"^{_CONCURRENCY}"), "sizing", ("kv_requests",)),
     (re.compile(rf"\bCurrent kv cache memory in use is {_NUMBER} GiB"), "sizing", ("kv_gib",)),
     (re.compile(r"^Graph capturing finished in "), "sizing", ()),
     (re.compile(rf"^init engine \(profile, create kv cache, warmup model\) took {_NUMBER} s"), "sizing", ("init_s",)),
@@ -104,12 +105,11 @@ class Parser:
     """Feed it every line of a rank's log in order; `progress` has the fields of sparkd.state.Progress.
 
     fraction and eta_s belong to the current phase: shards while loading, graphs while sizing. weights_gib and kv_gib are this
-    rank's; eta_s counts from line_at_s. phase moves forward only. max_concurrency is requests of full length at once, where said.
+    rank's; eta_s counts from line_at_s. phase moves forward only. kv_requests is requests of full length at once, where said.
     diagnosis is what the weightiest known line means, the first among equals.
     """
 
     def __init__(self) -> None:
-        self.max_concurrency: float | None = None
         self.diagnosis: Diagnosis | None = None
         self._known: dict[str, Any] = {
             "phase": PHASES[0],
@@ -123,6 +123,7 @@ class Parser:
             "weights_s": None,
             "kv_tokens": None,
             "kv_gib": None,
+            "kv_requests": None,
             "init_s": None,
             "server_up": False,
             "last_error": None,
@@ -195,6 +196,9 @@ class Parser:
         for pattern, phase, names in _FACTS:
             if match := pattern.search(text):
                 self._enter(phase)
+                if names and not match.groups():  # what was said of it before does not hold
+                    self._known.update(dict.fromkeys(names))
+                    return True
                 for name, value in zip(names, match.groups(), strict=True):
                     if value is not None:
                         self._learn(name, float(value.replace(",", "")))
@@ -203,8 +207,6 @@ class Parser:
 
     def _learn(self, name: str, value: float) -> None:
         match name:
-            case "max_concurrency":
-                self.max_concurrency = value
             case "kv_tokens":
                 self._known[name] = int(value)
             case "checkpoint_gib":
