@@ -97,7 +97,10 @@ def _router(
         snapshot = supervisor.snapshot()
         one = await asyncio.to_thread(hardware_here, "node", supervisor.config)
         head = {"head": snapshot.cluster.get("address"), "hardware": asdict(one)}
-        return {"nodes": [asdict(node) for node in snapshot.nodes], "offered": await offers.now()} | head
+        # One that has just left is among the nodes until Ray has forgotten it.
+        listed = {node.address for node in snapshot.nodes}
+        others = [one for one in await offers.now() if not any(address in listed for _, address, _ in one["seen"])]
+        return {"nodes": [asdict(node) for node in snapshot.nodes], "offered": others} | head
 
     @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
     async def fabric() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
@@ -26,16 +26,18 @@ class Peer:
         return f"{address} on {name} ({self.node}, {self.cage}) {'answers' if self.answers else 'was met'}"
 
 
-def peers(nodes: Sequence[Fabric]) -> tuple[Peer, ...]:
-    """Of all nodes in their order; whom two of them have met is offered once."""
+def peers(nodes: Sequence[Fabric], members: Collection[str] = ()) -> tuple[Peer, ...]:
+    """Of all nodes in their order; whom two of them have met is offered once. members: addresses of those that are of the cluster already,
+    of whom nobody could read what else is theirs."""
     ours = {one.mac for node in nodes for one in node.interfaces if one.mac}
+    ours |= {mac for node in nodes for _, address, mac in node.neighbours if address in members}
     taken: set[str] = set()
     found = []
     for node in nodes:
         for cage in node.cages:
             for peer in _of_cage(node, cage, ours):
                 macs = {mac for *_, mac in peer.seen}
-                if not macs & taken:
+                if not macs & taken and not any(address in members for _, address, _ in peer.seen):
                     found.append(peer)
                 taken |= macs
     return tuple(found)

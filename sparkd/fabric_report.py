@@ -53,7 +53,7 @@ def report(
         "cables": [_cable(cable) for cable in cables],
         "topology": topology(nodes, cables),
         "rates": [shown(rate, names, held=there) for rate, there in held.items()],
-        "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes)],
+        "offered": [asdict(peer) | {"told": peer.told} for peer in peers(nodes, silent)],
         "tensor_parallel": {"all": together, "reason": reason, "pairs": [list(pair) for pair in teams(nodes, 2, rdma=rdma)]},
         "findings": [asdict(one) for one in found],
         "verdict": worst(found),

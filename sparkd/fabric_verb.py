@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,10 +103,24 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
 
 
 def _of_this_node() -> dict[str, Any]:
+    """Of a node that has joined a head nobody is a peer to offer: whom it meets is of that cluster, or to join that head."""
     from sparkd.fabric_report import report
     from workers.fabric_knock import knock
     from workers.fabric_reading import sample
 
     answers = knock()
     raw = sample() | {"answers": answers}
-    return report({str(raw["host"]): raw})
+    found = report({str(raw["host"]): raw})
+    return {**found, "offered": []} if _has_joined() else found
+
+
+def _has_joined() -> bool:
+    """False too where this user may not read it."""
+    from sparkd import joined
+    from sparkd.config import load_config
+    from sparkd.launch import config_path
+
+    try:
+        return joined.read(load_config(config_path(None, os.environ, alone=True), environ=os.environ)) is not None
+    except (SparkdError, OSError):
+        return False

@@ -23,6 +23,7 @@ from sparkd.admin import MAX_SEQ, PREFIX, admin_app
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
 from sparkd.model_config import ModelConfig
+from sparkd.offers import Offers
 from sparkd.state import Want
 from tests.fabric_tree import readings
 from tests.fakes import Scene
@@ -145,6 +146,20 @@ async def test_status_nodes_memory_plan(tmp_path: Path) -> None:
         assert await made.ask("GET", "/memory") == {"readings": []}
         made.scene.supervisor.want("m", Want.RUNNING, "admin")
         assert await made.ask("GET", "/plan") == {"actions": [{"action": "Place", "model": "m"}]}
+
+
+async def test_a_node_that_is_listed_is_not_offered_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with admin_of(tmp_path) as made:
+        made.scene.cluster.agents = ("n",)
+        await made.scene.tick()
+        (node,) = (await made.ask("GET", "/nodes"))["nodes"]
+        two = [{"told": told, "seen": [("a", address, "aa")]} for told, address in (("it", node["address"]), ("other", "10.0.0.9"))]
+
+        async def now(_: Offers) -> list[dict[str, Any]]:
+            return two
+
+        monkeypatch.setattr(Offers, "now", now)
+        assert [one["told"] for one in (await made.ask("GET", "/nodes"))["offered"]] == ["other"]
 
 
 async def test_how_the_nodes_are_linked(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparkd import show_fabric
+from sparkd import joined, show_fabric
 from sparkd.__main__ import exit_code
 from sparkd.client import Client
+from sparkd.config import load_config
 from sparkd.errors import EngineError, SparkdError, Unauthorized, Unavailable, UnknownRoute
 from sparkd.fabric_report import report
 from tests.fabric_tree import readings, scenarios, write_nodes
@@ -108,6 +109,21 @@ def test_without_a_daemon_this_node_is_shown(capsys: pytest.CaptureFixture[str])
     assert code in (0, 1)
     assert shown.err == "This node alone, since no daemon answers.\n"
     assert shown.out.splitlines()[0] == os.uname().nodename
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_node_that_has_joined_offers_nobody(
+    has_joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Least of all its own head: whom it meets is of that cluster, or is to join that head."""
+    raw = readings("cable-to-a-stranger")["spark-1"]
+    monkeypatch.setattr("workers.fabric_reading.sample", lambda: raw)
+    monkeypatch.setattr("workers.fabric_knock.knock", list)
+    monkeypatch.setenv("SPARKD_STATE_DIR", str(tmp_path))
+    if has_joined:
+        joined.keep(load_config(None, environ=os.environ), joined.Joined("10.0.8.9:6379", "10.0.8.1"))
+    exit_code(["fabric", "--json"])
+    assert bool(json.loads(capsys.readouterr().out)["offered"]) is not has_joined
 
 
 class Daemon:

@@ -22,6 +22,7 @@ from sparkd.config import Config, load_config
 from sparkd.errors import ConfigError, RayUnavailable, StateError
 from sparkd.fabric import Fabric, fabric_of
 from sparkd.fabric_peers import peers
+from sparkd.fabric_report import report
 from sparkd.join_head import Head, ask_head, clock_doubt, find_head
 from sparkd.join_way import way_to
 from sparkd.offers import KEPT_S, Offers
@@ -392,6 +393,16 @@ def test_a_stranger_at_the_end_of_a_cable_is_offered_and_a_node_is_not() -> None
     (peer,) = peers(nodes_of("cable-to-a-stranger"))
     assert (peer.node, peer.cage, peer.answers) == ("spark-1", "cage 1", False)
     assert peer.told == "10.0.8.9 on enp1s0f1np1 (spark-1, cage 1) was met"
+
+
+def test_who_is_of_the_cluster_is_not_offered_though_nobody_could_read_it() -> None:
+    """As a node that has just left, which Ray still lists: by any of its addresses, and by its MAC at the other twin."""
+    nodes = nodes_of("cable-to-a-stranger")
+    assert len(peers(nodes, ["10.0.8.8"])) == 1
+    assert peers(nodes, ["10.0.8.9"]) == ()
+    raw = readings("cable-to-a-stranger")
+    assert len(report(raw)["offered"]) == 1
+    assert report({**raw, "10.0.8.9": None})["offered"] == []
 
 
 def test_twins_are_one_peer_and_a_switch_shows_many() -> None:

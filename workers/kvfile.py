@@ -99,7 +99,7 @@ def _of_log(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any
     if gib is not None:
         told["pool_bytes"] = round(gib * GIB)
         told["bytes_per_token"] = told["pool_bytes"] / tokens if gib >= EXACT_GIB and tokens else None
-    nobody = {
+    nobody: dict[str, Any] = {
         **dict.fromkeys((*(one for one in BY_RANK if one != LIMITED), *_TOLD_OF_ALL)),
         "phase": "stock",
         "rank": 0,
