@@ -12,7 +12,7 @@ from sparkd.errors import Conflict, SparkdError, UnknownModel
 from sparkd.model_config import ModelConfig
 from sparkd.record import Record
 from sparkd.snapshot import ModelView
-from sparkd.state import Desired, ModelState, Store, Want
+from sparkd.state import Desired, ModelState, Progress, Store, Want
 
 # Who unloads a model without an operator's word: what is to be preloaded comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
@@ -202,7 +202,7 @@ class Roster:
             created_at_s=self._started_at_s,
             reason=record.reason,
             message=record.message,
-            progress=record.progress,
+            progress=_without_cache(record.progress) if record.state is ModelState.FAILED else record.progress,
             node=record.node_id,
             ranks=() if gone else record.handles,
             in_flight=record.in_flight,
@@ -210,7 +210,7 @@ class Roster:
             failures=record.failures,
             restarts=record.restarts,
             retry_in_s=retry_in_s,
-            load_s=record.load_s,
+            load_s=None if record.state is ModelState.FAILED else record.load_s,
             memory_gib=None if gone else record.memory_gib,
             operation=record.operation,
             transport=record.transport,
@@ -218,3 +218,11 @@ class Roster:
             doubt=doubt,
             adopted=record.adopted,
         )
+
+
+def _without_cache(progress: Progress | None) -> Progress | None:
+    """Of an engine that has failed: its cache is gone with it. That one was refused stays said."""
+    if progress is None:
+        return None
+    refused = progress.kv is not None and progress.kv.get("phase") == "refused"
+    return replace(progress, kv_tokens=None, kv_gib=None, kv_requests=None, kv=progress.kv if refused else None)

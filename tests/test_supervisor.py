@@ -65,6 +65,26 @@ async def test_a_load_goes_from_wish_to_ready_and_ready_means_it_answered(tmp_pa
         assert made.cluster.log == ["place m", "spawn m"]
 
 
+@pytest.mark.parametrize("phase", ["ready", "refused"])
+async def test_of_an_engine_that_has_failed_there_is_no_cache_and_no_load(phase: str, tmp_path: Path) -> None:
+    """That a cache was refused stays said."""
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        kv = {"phase": phase, "tokens": 100}
+        made.cluster.show(progress=replace(UP, kv_tokens=100, kv_gib=1.0, kv_requests=2.0, weights_gib=3.0, kv=kv))
+        await made.tick()
+        view = made.supervisor.snapshot().models["m"]
+        assert view.progress is not None and view.progress.kv_tokens == 100 and view.load_s is not None
+        made.cluster.show(alive=False, processes=0, exit_code=1)
+        await made.tick(2)
+
+        view = made.supervisor.snapshot().models["m"]
+        told = view.progress
+        assert (view.state, view.load_s) == ("FAILED", None) and told is not None
+        assert (told.kv_tokens, told.kv_gib, told.kv_requests, told.weights_gib) == (None, None, None, 3.0)
+        assert told.kv == (kv if phase == "refused" else None)
+
+
 async def test_a_server_that_answers_for_another_model_is_not_ready(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         made.supervisor.want("m", Want.RUNNING, "admin")
