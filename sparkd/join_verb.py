@@ -233,15 +233,18 @@ def _end(config: Config, node_ip: str) -> None:
     """What is left once Ray has ended: ranks, which nobody would look after, and the files."""
     from sparkd import joined
     from sparkd.rank_folders import rank_folders
-    from sparkd.raynode import end_ranks, node_of
+    from sparkd.raynode import end_ranks, forget_folder, node_of
 
+    run_dir = rank_folders(config, node_ip)[0]
     with suppress(ConfigError):
         ray = node_of(joined.applied(config), os.environ)
         ray.stop()
         ray.forget()
-    left = end_ranks(rank_folders(config, node_ip)[0], float(config.engine.stop_timeout_s))
+    left = end_ranks(run_dir, float(config.engine.stop_timeout_s))
     joined.forget(config)
-    if left:
+    if not left:
+        forget_folder(run_dir)
+    else:
         raise RayUnavailable(f"Processes of {', '.join(left)} do not end even after SIGKILL: if they stay, this node must be rebooted.")
 
 
@@ -261,6 +264,8 @@ def _offered_address(config: Config, path: Path | None) -> str:
     node_ip, port = config.cluster.node_ip, config.cluster.port
     if node_ip is not None and not is_loopback(node_ip) and port:
         return f"{node_ip}:{port}"
+    if running := _running_address(config):
+        return running
     rail = _own_rail() if node_ip is None or is_loopback(node_ip) else (node_ip, "")
     settings = f"cluster: {{node_ip: {rail[0] if rail else 'THIS NODE ON THE CABLE'}, port: {port or PORT}}}"
     from_where = f" {rail[0]} is {rail[1]}'s." if rail and rail[1] else ""
@@ -268,6 +273,18 @@ def _offered_address(config: Config, path: Path | None) -> str:
         f"Nobody can join yet, since Ray listens on {'a port of its own choice' if rail and not rail[1] else 'loopback only'}: put "
         f"`{settings}` into {path or 'sparkd.yaml'}, then restart Ray and the daemon (systemctl restart sparkd-ray sparkd).{from_where}"
     )
+
+
+def _running_address(config: Config) -> str | None:
+    """Where the Ray that runs here listens for others: its daemon may have another configuration file than was named here."""
+    from sparkd.config import is_loopback
+    from sparkd.raynode import node_of
+
+    with suppress(ConfigError):
+        address = node_of(config, os.environ).living_address()
+        if address is not None and not is_loopback(address.rpartition(":")[0].strip("[]")):
+            return address
+    return None
 
 
 def _own_rail() -> tuple[str, str] | None:

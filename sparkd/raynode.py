@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -62,6 +63,14 @@ def end_ranks(run_dir: Path, grace_s: float) -> list[str]:
         else:
             left.append(str((fact["handle"] or {}).get("model", fact["rank_id"])))
     return left
+
+
+def forget_folder(run_dir: Path) -> None:
+    """What the node's agent keeps there beside its ranks, and the folder itself where nothing else is in it: once all of it has ended."""
+    shutil.rmtree(run_dir / "plugin", ignore_errors=True)
+    with suppress(OSError):
+        (run_dir / "guard.lock").unlink(missing_ok=True)
+        run_dir.rmdir()
 
 
 def node_of(config: Config, environ: Mapping[str, str]) -> RayHead:

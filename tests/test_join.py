@@ -26,10 +26,12 @@ from sparkd.fabric_report import report
 from sparkd.join_head import Head, ask_head, clock_doubt, find_head
 from sparkd.join_way import way_to
 from sparkd.offers import KEPT_S, Offers
+from sparkd.rank_folders import rank_folders
 from sparkd.rayhead import RayHead
 from sparkd.raynode import node_of
 from tests.fabric_tree import readings
 from tests.fakes import FakeClock
+from workers.agent import Agent
 from workers.fabric_knock import knock
 
 TOKEN = "0123456789abcdef" * 4
@@ -286,6 +288,18 @@ def test_token_says_what_a_head_still_needs(cluster: str, words: str, tmp_path: 
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("living", "code"), [(HEAD, 0), ("127.0.0.1:6379", 2), (None, 2)])
+def test_token_says_where_the_ray_that_runs_here_listens(
+    living: str | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its daemon has a configuration file that was not named here."""
+    (tmp_path / "ray.token").write_text(TOKEN)
+    monkeypatch.setattr(RayHead, "living_address", lambda _: living)
+    assert exit_code(["token", "--state-dir", str(tmp_path)]) == code
+    shown = capsys.readouterr()
+    assert f"sudo sparkd join {HEAD} --token -" in shown.out if living == HEAD else "Nobody can join yet" in shown.err
+
+
 def test_the_token_comes_from_stdin_a_file_or_an_earlier_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +397,27 @@ def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: p
         lock.flush()
         assert exit_code(["join", "spark-1", "--token", "-", "--state-dir", str(tmp_path)]) == 5
     assert "A daemon of its own runs on this node (process 4711)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_node_that_leaves_leaves_nothing_of_its_agent_behind(more: bool, tmp_path: Path) -> None:
+    """Whatever else somebody has put there stays, and so do the files that the plugin's folder points to."""
+    config = load_config(None, flags={"state_dir": tmp_path / "state", "runtime_dir": tmp_path / "run"}, environ={})
+    run_dir, *_ = rank_folders(config, "192.0.2.7")
+    agent = Agent("192.0.2.7", str(run_dir), str(tmp_path / "logs"))
+    agent._expose_plugin()
+    agent.sentry.stop()
+    (run_dir / "guard.lock").touch()
+    targets = [one.resolve() for one in (run_dir / "plugin").iterdir() if one.is_symlink()]
+    if more:
+        (run_dir / "notes").touch()
+    joined.keep(config, joined.Joined(HEAD, "192.0.2.7"))
+    assert (run_dir / "plugin").is_dir() and targets
+    join_verb._end(config, "192.0.2.7")
+
+    assert run_dir.exists() is more
+    assert [one.name for one in run_dir.parent.rglob("*")] == ([run_dir.name, "notes"] if more else [])
+    assert all(one.exists() for one in targets)
 
 
 # Who is offered
