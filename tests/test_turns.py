@@ -146,6 +146,14 @@ def two(tmp_path: Path, **keys: Any) -> dict[str, Any]:
     return {name: {"model": str(tmp_path), "memory_gib": 10} | keys for name in ("a", "b")}
 
 
+async def fill(made: Scene, by: str) -> None:
+    """The node, which has room for one, with `a`."""
+    made.cluster.offered = {"n": 15}
+    made.supervisor.want("a", Want.RUNNING, by)
+    await made.tick()
+    await make_ready(made, "a")
+
+
 async def make_ready(made: Scene, name: str) -> None:
     made.cluster.names = ["a", "b", "m"]
     made.cluster.serve(name)
@@ -242,10 +250,7 @@ async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
 
 async def test_a_requested_model_takes_the_place_of_an_idle_one_after_its_time(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=30) as made:
-        made.cluster.offered = {"n": 15}
-        made.supervisor.want("a", Want.RUNNING, "admin")
-        await made.tick()
-        await make_ready(made, "a")
+        await fill(made, "admin")
         waiting = asyncio.create_task(enter(made, "b"))
         await made.tick(3)
         view = made.supervisor.snapshot().models["b"]
@@ -263,10 +268,7 @@ async def test_a_requested_model_takes_the_place_of_an_idle_one_after_its_time(t
 
 async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
-        made.cluster.offered = {"n": 15}
-        made.supervisor.want("a", Want.RUNNING, "config")
-        await made.tick()
-        await make_ready(made, "a")
+        await fill(made, "config")
         order: list[str] = []
         async with made.supervisor.lease("a"):
             first = asyncio.create_task(enter(made, "b", order))
@@ -286,10 +288,7 @@ async def test_who_asks_for_the_one_that_goes_waits_behind_the_other(tmp_path: P
 
 async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
-        made.cluster.offered = {"n": 15}
-        made.supervisor.want("a", Want.RUNNING, "config")
-        await made.tick()
-        await make_ready(made, "a")
+        await fill(made, "config")
         async with made.supervisor.lease("a"):
             first = asyncio.create_task(enter(made, "b"))
             await made.tick(4)
@@ -303,10 +302,7 @@ async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: P
 
 async def test_one_that_nothing_makes_room_for_is_refused_at_once(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path, pin=True)) as made:
-        made.cluster.offered = {"n": 15}
-        made.supervisor.want("a", Want.RUNNING, "config")
-        await made.tick()
-        await make_ready(made, "a")
+        await fill(made, "config")
         waiting = asyncio.create_task(enter(made, "b"))
         await made.tick(3)
         with pytest.raises(ModelFailed) as refused:
@@ -376,10 +372,7 @@ async def test_nobody_makes_room_for_a_load_whose_operator_was_told_that_it_fail
 
 async def test_a_load_by_hand_is_asked_for_also_where_the_configuration_wished_it_before(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
-        made.cluster.offered = {"n": 15}
-        made.supervisor.want("a", Want.RUNNING, "config")
-        await made.tick()
-        await make_ready(made, "a")
+        await fill(made, "config")
         made.supervisor.want("b", Want.RUNNING, "config")
         await made.tick(3)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
