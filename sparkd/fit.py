@@ -11,7 +11,7 @@ from sparkd.drafting import Drafting
 from sparkd.errors import CheckpointError
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import KvLayout, Serving, kv_layout, sized
+from sparkd.kv_cost import KvLayout, Serving, kv_layout, largest, sized
 from sparkd.legal import refusal
 from sparkd.weight_cost import Inventory
 from workers.kv.arithmetic import BLOCKS_FLAG
@@ -236,14 +236,7 @@ def _longest(found: Footprint, layout: KvLayout, inventory: Inventory, wish: Wis
 
     if fits(most):
         return most
-    low, high = 0, (most - 1) // CONTEXT_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle * CONTEXT_STEP):
-            low = middle
-        else:
-            high = middle - 1
-    return low * CONTEXT_STEP
+    return CONTEXT_STEP * largest(lambda steps: fits(steps * CONTEXT_STEP), (most - 1) // CONTEXT_STEP)
 
 
 def _short_cache(found: Footprint, wish: Wish) -> str | None:

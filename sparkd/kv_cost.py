@@ -158,7 +158,7 @@ def fitting(size: object, layout: KvLayout, max_model_len: int, room: int) -> di
         return None
     if way == "bytes":
         return {"bytes": next(found for found in (int(room * 10 // GIB / 10 * GIB), room >> 20 << 20, room) if least <= found <= room)}
-    most = _most(lambda count: (sized({**size, way: count}, layout, max_model_len) or 0) <= room, int(size[way]))
+    most = largest(lambda count: (sized({**size, way: count}, layout, max_model_len) or 0) <= room, int(size[way]))
     found = {**size, way: most}
     return found if (sized(found, layout, max_model_len) or 0) >= least else {"sequences": 1}
 
@@ -171,11 +171,11 @@ def longest(size: object, layout: KvLayout, most: int, room: int) -> int:
         given = sized(size, layout, tokens)
         return max(given or 0, least := layout.cost(tokens).least) <= room and (given is None or least <= given)
 
-    return _most(fits, most)
+    return largest(fits, most)
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Between 0, which is not asked about, and `most`."""
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest whole number up to `most` that fits, by bisection; 0, which is not asked about, where none does."""
     low = 0
     while low < most:
         middle = (low + most + 1) // 2

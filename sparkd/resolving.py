@@ -14,6 +14,7 @@ from sparkd.errors import CheckpointError, ConfigError, RankError
 from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
 from sparkd.footprint import PROCESS_BYTES
 from sparkd.hardware import GIB, Hardware
+from sparkd.kv_cost import largest
 from sparkd.kv_sizing import cache_of, cpu_space_gib, margin_bytes, utilization_of, vllm_sizes
 from sparkd.legal import refusal
 from sparkd.model_config import ModelConfig
@@ -111,11 +112,7 @@ def _longest(fits: Callable[[int], bool], most: int, steps: int) -> int:
     """`most`, or so many whole steps; 0 where nothing fits."""
     if fits(most):
         return most
-    low, high = 0, steps
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * CONTEXT_STEP) else (low, middle - 1)
-    return low * CONTEXT_STEP
+    return CONTEXT_STEP * largest(lambda number: fits(number * CONTEXT_STEP), steps)
 
 
 def _least(known: Account | None) -> float:
