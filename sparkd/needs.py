@@ -183,17 +183,16 @@ def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) 
     if size is None or known.request <= size or spec.memory_gib != "auto":
         return None
     given = cache_of(spec) if known.cache is not None else {"bytes": size}
+    one, cure = f"one request of {known.max_model_len:,} tokens needs", f"give kv_cache at least {spelled({'sequences': 1})}"
     if isinstance(given, Mapping) and "tokens" in given:
         why = f"kv_cache holds {given['tokens']:,} tokens, and one request has {known.max_model_len:,}"
+        cure = f"give kv_cache at least {spelled({'tokens': known.max_model_len})}"
+    elif isinstance(given, Mapping) and "blocks" in given and layout is not None:
+        blocks = -(-known.request // layout.block_bytes)
+        why, cure = f"{BLOCKS_FLAG} is {given['blocks']:,}, and {one} {blocks:,} blocks", f"give {BLOCKS_FLAG} {blocks}"
     else:
         said = "the cache of a CPU's engine" if known.cache is None else "kv_cache"
-        why = f"{said} holds {_size(size)}, and one request of {known.max_model_len:,} tokens needs {_size(known.request)}"
-    larger = {"tokens": known.max_model_len} if isinstance(given, Mapping) and "tokens" in given else {"sequences": 1}
-    cure = f"give kv_cache at least {spelled(larger)}"
-    if layout is not None and isinstance(given, Mapping) and "blocks" in given:
-        blocks = -(-known.request // layout.block_bytes)
-        why = f"{BLOCKS_FLAG} is {given['blocks']:,}, and one request of {known.max_model_len:,} tokens needs {blocks:,} blocks"
-        cure = f"give {BLOCKS_FLAG} {blocks}"
+        why = f"{said} holds {_size(size)}, and {one} {_size(known.request)}"
     cures = [cure] if known.fixed + known.request <= room else []
     shorter = longest(given, layout, known.max_model_len, room - known.fixed) if layout is not None else 0
     cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
