@@ -79,7 +79,7 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str
     """The whole environment of the engine: inherited where the lists above allow it, sparkd's defaults, the operator's, sparkd's own."""
     kept = {name: value for name, value in inherited.items() if _is_inherited(name, value)}
     environment = {**kept, **_defaults(spec), **spec.env}
-    environment = {**_kernels_on_disk(environment), **environment}
+    environment = {**kernels_on_disk(environment), **environment}
     # JIT compilers are looked up by name (ninja, ptxas): those beside the engine's interpreter come first, as in an activated venv.
     environment["PATH"] = os.pathsep.join([str(Path(spec.runtime).parent), environment.get("PATH", os.defpath)])
     folders = [*spec.pythonpath, *filter(None, [spec.env.get("PYTHONPATH")])]
@@ -172,7 +172,7 @@ def _defaults(spec: RankSpec) -> dict[str, str]:
     return defaults
 
 
-def _kernels_on_disk(environment: Mapping[str, str]) -> dict[str, str]:
+def kernels_on_disk(environment: Mapping[str, str]) -> dict[str, str]:
     """Triton's own default, said aloud. Unsaid, an engine that compiles a graph puts every kernel of its life into a folder of Inductor's
     (torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner), and the next, which loads that graph, compiles them once more here."""
     home = environment.get("TRITON_HOME") or environment.get("HOME")

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workers.command import kernels_on_disk
+
 ROOT = Path(__file__).resolve().parents[2]
 # The one backend of latent attention that every GPU has; the others need libraries that are not everywhere.
 LATENT_ATTENTION = "TRITON_MLA"
@@ -74,11 +76,10 @@ def environment(plugins: Path, *, ours: bool, more: Mapping[str, str] | None = N
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # As sparkd says it to its engines (workers/command.py); without it every second start is timed with its compilers.
-        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"),
         "PYTHONWARNINGS": "ignore",
     }
-    return {**os.environ, **fixed, **(more or {})}
+    # As sparkd says it to its engines; without it every second start is timed with its compilers.
+    return {**kernels_on_disk(os.environ), **os.environ, **fixed, **(more or {})}
 
 
 def engine_arguments(*, cuda: bool, kv_bytes: int = 2**30) -> dict[str, Any]:
