@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import partial
 from time import monotonic
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
@@ -72,6 +71,7 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_in_head",
         "_keep",
+        "_made",
         "_parser",
         "_pass",
         "_passing",
@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._whole_request = True
         self._until_close = False
         self._keep = False
+        self._made = False
         self._between_chunks = False
         self._pass: Callable[[bytes], None] | None = None
         self._passing: Callable[[bytes], None] | None = None  # _pass, while the parser stands between two chunks
@@ -145,6 +146,13 @@ class Connection(asyncio.Protocol):
             self._sink = self._passing = None
             self.transport.abort()
 
+    def discard(self) -> None:
+        """For a connection that was never handed out. uvloop closes it without connection_lost where its maker is cancelled."""
+        self._pool.closed(self)
+        self._parser = None
+        if self._made:
+            self.transport.abort()
+
     def pass_chunks(self, write: Callable[[bytes], None]) -> None:
         """For the rest of this answer, has `write` called with every read that is exactly one chunk, framing included, in place of
         `Sink.body`. `passed` is the last of them, `passed_bytes` the size of all without their framing.
@@ -163,6 +171,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self._made = True
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -315,6 +324,10 @@ class Pool:
         self._sweeper: asyncio.TimerHandle | None = None
         self._shut = False
 
+    @property
+    def open_connections(self) -> int:
+        return len(self._open)
+
     async def connection(self) -> Connection:
         """An idle connection that is open, else a new one. Raises EngineGone where none can be made, after a second try."""
         if self._shut:
@@ -361,17 +374,20 @@ class Pool:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        make = partial(Connection, self)
+        connection = Connection(self)
         opening: Coroutine[Any, Any, tuple[Any, Connection]]
         if self._path is not None:
-            opening = loop.create_unix_connection(make, self._path)
+            opening = loop.create_unix_connection(lambda: connection, self._path)
         else:
-            opening = loop.create_connection(make, self._host, self._port)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await opening
-        if self._shut:
-            connection.transport.abort()
-            raise ConnectionError("closed meanwhile")
+            opening = loop.create_connection(lambda: connection, self._host, self._port)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await opening
+            if self._shut:
+                raise ConnectionError("closed meanwhile")
+        except BaseException:  # a client that leaves at this moment cancels the request
+            connection.discard()
+            raise
         return connection
 
     def _sweep(self) -> None:

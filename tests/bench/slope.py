@@ -1,6 +1,7 @@
 """`python -m tests.bench.slope`: whether the daemon grows with what it serves. Never asserts; it exits 1 where the bar is missed.
 
-A real daemon with the stub engine serves short answers over kept connections, streams, and now and then a refusal; its memory (anonymous
+A real daemon with the stub engine serves short answers over kept connections, streams, now and then a refusal, and clients that send a
+whole request and close at once; its memory (anonymous
 pages of /proc/PID/smaps_rollup) is read in between. Before the first reading that counts, --warm requests come over twice as
 many connections: caches and what is kept of the last minutes fill, and pools grow beyond what the rest can need at once, so that what is
 left is growth. The slope is a least-squares line through all readings after it: below 1 KiB for each 1000 requests.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300_000)
     parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--leavers", type=int, default=60_000, help="clients that send a whole request and close at once")
     parser.add_argument("--warm", type=int, default=100_000, help="requests before those that count, with streams in proportion")
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--limit-s", type=float, default=3600)
@@ -63,13 +66,13 @@ def _daemon(folder: Path) -> DaemonProcess:
 
 
 def _measure(made: DaemonProcess, asked: argparse.Namespace) -> list[tuple[int, int, float]]:
-    """(requests, streams, KiB) so far, at each reading."""
+    """(requests, streams and clients that left, KiB) so far, at each reading."""
     if made.process is None:
         raise RuntimeError("the daemon does not run")
-    pid, requests, streams, failed = made.process.pid, 0, 0, 0
+    pid, requests, streams, leavers, failed = made.process.pid, 0, 0, 0, 0
     points = [(0, 0, _kib(pid))]
     all_requests = asked.warm + asked.requests
-    all_streams = asked.streams * all_requests // asked.requests
+    all_streams, all_leavers = (count * all_requests // asked.requests for count in (asked.streams, asked.leavers))
     deadline_s = time.monotonic() + asked.limit_s
     load = subprocess.Popen([sys.executable, "-m", "tests.bench.load"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -85,14 +88,18 @@ def _measure(made: DaemonProcess, asked: argparse.Namespace) -> list[tuple[int, 
                 streams, failed = streams + count, failed + count - int(done["whole"])
             # What is refused, and who leaves early, must not stay either.
             made.chat("nobody", "x")
-            points.append((requests, streams, _kib(pid)))
+            count = int(all_leavers * min(1.0, requests / all_requests)) - leavers
+            _leave(made.port, count)
+            leavers += count
+            points.append((requests, streams + leavers, _kib(pid)))
             if len(points) % 10 == 0:
-                print(f"{requests:>8,} requests {streams:>7,} streams {points[-1][2] / 1024:>8.1f} MiB, {failed} lost", flush=True)
+                told = f"{requests:>8,} requests {streams:>7,} streams {leavers:>7,} leavers"
+                print(f"{told} {points[-1][2] / 1024:>8.1f} MiB, {failed} lost", flush=True)
     finally:
         if load.stdin:
             load.stdin.close()
         load.wait(30)
-    print(f"{requests:,} requests, {streams:,} streams, {failed} lost", flush=True)
+    print(f"{requests:,} requests, {streams:,} streams, {leavers:,} leavers, {failed} lost", flush=True)
     return points
 
 
@@ -104,13 +111,21 @@ def _run(load: subprocess.Popen[str], job: Job) -> dict[str, float]:
     return dict(json.loads(load.stdout.readline()))
 
 
+def _leave(port: int, count: int) -> None:
+    """Clients that send a whole request and close at once: the engine's connection opens while its request is being cancelled."""
+    request = Job("short", "127.0.0.1", port, "m", 1).request({"model": "m", "messages": [{"role": "user", "content": "x"}]})
+    for _ in range(count):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(request)
+
+
 def _kib(pid: int) -> float:
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return float(re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)[1])  # type: ignore[index]
 
 
 def _judge(points: Sequence[tuple[int, int, float]]) -> int:
-    slope = _slope([(requests + streams, kib) for requests, streams, kib in points])
+    slope = _slope([(requests + others, kib) for requests, others, kib in points])
     ok = slope < BAR_KIB
     first, last = points[0][2] / 1024, points[-1][2] / 1024
     told = f"{slope:+.2f} KiB for each 1000 requests (bar {BAR_KIB:g}), from {first:.1f} to {last:.1f} MiB over {len(points)} readings"
