@@ -26,6 +26,8 @@ ALONE_DARK_S = 10.0
 _LOST = ("EngineDeadError", "Engine core initialization failed", "EngineCore encountered a fatal error")
 # A rank that is stopped by a signal (state T; a debugger's is t): seen twice.
 HALTED_S = 1.0
+# A delay is at its cap long before, and the 1,025th failure of a lasting fault would be a number that no float holds.
+MOST_DOUBLINGS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Backoff:
 
     def delay_s(self, failures: int, rng: random.Random) -> float:
         """Delay before the next try after `failures` (>= 1) failures in a row, seconds."""
-        base = min(self.max_s, self.initial_s * 2.0 ** (failures - 1))
+        base = min(self.max_s, self.initial_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS))
         return base * (1.0 + self.jitter * (2.0 * rng.random() - 1.0))
 
 

@@ -73,7 +73,7 @@ MODEL_FOREIGN: Mapping[str, str] = {
     "mods": _SHELL,
     "name": "A model's name is its key below 'models:'; a display name goes below 'metadata:'.",
     "path": "Write it as 'model:'.",
-    "pipeline_parallel": "sparkd spreads a model by tensor parallelism only: see 'tensor_parallel:'.",
+    "pipeline_parallel": "sparkd makes a pipeline where the heads cannot be split over the nodes: see 'tensor_parallel:'.",
     "port": "sparkd chooses where an engine listens. Remove the key.",
     "post_commands": _SHELL,
     "post_exec": _SHELL,

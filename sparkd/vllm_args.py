@@ -16,6 +16,10 @@ _SOCKET = "sparkd chooses where an engine listens: a private Unix socket or addr
 _TLS = "clients reach the engine through the gateway, which speaks to it on a private socket. Remove it"
 _RANKS = "sparkd places the ranks of a model and tells each where its peers are. Remove it"
 _SIZE = "sparkd chooses the number of ranks from the memory of the nodes. Set 'tensor_parallel:' on the model, or remove it"
+_STAGES = (
+    "sparkd makes a pipeline of the nodes where the heads cannot be split over them, and chooses its stages. Set 'tensor_parallel:' on the "
+    "model, or remove it"
+)
 
 _OWNED: Mapping[str, str] = {
     "host": _SOCKET,
@@ -42,8 +46,8 @@ _OWNED: Mapping[str, str] = {
     "master-addr": _RANKS,
     "master-port": _RANKS,
     "tensor-parallel-size": _SIZE,
-    "pipeline-parallel-size": "sparkd spreads a model by tensor parallelism only. Set 'tensor_parallel:' on the model, or remove it",
-    "prefill-context-parallel-size": "sparkd spreads a model by tensor parallelism only. Set 'tensor_parallel:' on the model, or remove it",
+    "pipeline-parallel-size": _STAGES,
+    "prefill-context-parallel-size": "sparkd splits no prompt over the nodes. Set 'tensor_parallel:' on the model, or remove it",
     "distributed-executor-backend": "it decides how the ranks find each other. Set 'executor: mp' or 'executor: ray' on the model",
     "data-parallel": "sparkd runs one engine per model and places its ranks. Remove it",
 }

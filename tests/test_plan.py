@@ -260,7 +260,7 @@ def test_strangers_are_destroyed() -> None:
     assert plan({}, (ALIVE,), True, NOW_S) == [Destroy("r1", "m", "no such model is configured")]
 
 
-@pytest.mark.parametrize(("failures", "base_s"), [(1, 10), (2, 20), (3, 40), (5, 160), (6, 300), (60, 300)])
+@pytest.mark.parametrize(("failures", "base_s"), [(1, 10), (2, 20), (3, 40), (5, 160), (6, 300), (60, 300), (1025, 300), (10**9, 300)])
 def test_backoff_doubles_up_to_its_cap_within_its_jitter(failures: int, base_s: float) -> None:
     delays = [Backoff().delay_s(failures, random.Random(seed)) for seed in range(200)]
 

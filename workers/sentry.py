@@ -85,11 +85,13 @@ class Sentry:
         self._told, self._heard_at_s = told, time.monotonic()
 
     def killed(self, rank_id: str) -> str | None:
-        """Why the guard killed this rank, also before this process began; None where it did not."""
-        if rank_id not in self._killed:
-            told = [one for one in incidents.summaries(self.folder) if one["rank_id"] == rank_id]
-            self._killed[rank_id] = _sentence(told[-1]["why"], told[-1]["id"]) if told else ""
-        return self._killed[rank_id] or None
+        """Why the guard killed this rank, also before this process began; None where it did not.
+
+        Another sentry of this folder may have done it a moment ago, and its bundle comes after its kill: a no is never kept.
+        """
+        if rank_id not in self._killed and (bundle := incidents.of_rank(self.folder, rank_id)) is not None:
+            self._killed[rank_id] = _sentence(str(bundle.get("why")), str(bundle.get("id")))
+        return self._killed.get(rank_id)
 
     def look(self, now_s: float) -> tuple[Look, Trend] | None:
         """One look and what follows from it. None where memory cannot be read: the age of the last reading tells."""
