@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from email.utils import formatdate
+from functools import lru_cache
 from typing import Any
 
 from sparkd.errors import SparkdError, error_body
@@ -46,10 +49,21 @@ def json_headers(length: int, request_id: str, more: Mapping[str, str] | None = 
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % length),
+        (b"date", date()),
         (b"x-request-id", request_id.encode()),
     ]
     headers.extend((name.encode(), value.encode("latin-1", "replace")) for name, value in (more or {}).items())
     return headers
+
+
+def date() -> bytes:
+    """The Date of an answer that begins now (RFC 9110 6.6.1)."""
+    return _date_of(int(time.time()))
+
+
+@lru_cache(maxsize=1)
+def _date_of(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()
 
 
 async def send_whole(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:

@@ -27,7 +27,7 @@ from sparkd.errors import (
     Unavailable,
     UnknownRoute,
 )
-from sparkd.gateway.answers import App, Message, RawHeaders, Receive, Scope, Send, error_bytes, json_headers, send_whole
+from sparkd.gateway.answers import App, Message, RawHeaders, Receive, Scope, Send, date, error_bytes, json_headers, send_whole
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import Keys, Role
 from sparkd.gateway.limits import Limits
@@ -163,18 +163,23 @@ class Edge:
         async def receive_again() -> Message:
             return replay.pop() if replay else await receive()
 
-        broken = False
+        client = scope["extensions"][CONNECTION]
+        broken, to_the_close = False, False
 
         async def send_named(message: Message) -> None:
-            nonlocal broken
+            nonlocal broken, to_the_close
             if message["type"] == "http.response.start":
                 broken = message["status"] == 500 and (b"content-type", b"text/plain; charset=utf-8") in message["headers"]
                 if not broken:
                     exchange.status = message["status"]
                     kept: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
-                    message = {**message, "headers": [*kept, (b"x-request-id", exchange.request_id.encode())]}
-            if not broken:  # Starlette says a fault of the app in its own words, and raises it then: the answer to that is __call__'s
-                await send(message)
+                    sized = scope["method"] == "HEAD" or any(name.lower() == b"content-length" for name, _ in kept)
+                    to_the_close = not sized and not client.takes_chunks
+                    own = [(b"x-request-id", exchange.request_id.encode())] + ([] if to_the_close else [(b"date", date())])
+                    message = {**message, "headers": [*kept, *own]}
+            if broken:  # Starlette says a fault of the app in its own words, and raises it then: the answer to that is __call__'s
+                return
+            await (client.send_to_the_close if to_the_close else send)(message)
 
         # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

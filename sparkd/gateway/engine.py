@@ -6,18 +6,8 @@ import re
 
 from sparkd.gateway.answers import RawHeaders
 
-_FORWARDED = (
-    b"content-type",
-    b"accept",
-    b"user-agent",
-    b"traceparent",
-    b"tracestate",
-    b"anthropic-version",
-    b"anthropic-beta",
-    b"openai-beta",
-)
-# RFC 9110 7.6.1, and what the gateway says itself.
-_DROPPED = frozenset(
+# RFC 9110 7.6.1: they speak of one connection.
+_HOP_BY_HOP = frozenset(
     (
         b"connection",
         b"keep-alive",
@@ -28,41 +18,48 @@ _DROPPED = frozenset(
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
-        b"server",
-        b"date",
-        b"x-request-id",
     )
 )
+_CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"))
+# What the gateway says itself, or answers itself: the frame of a request, the encodings that it can pass on, which page may ask.
+_OWN = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"origin"))
+_KEPT_FROM_ENGINE = _HOP_BY_HOP | _CREDENTIALS | _OWN
+_KEPT_FROM_CLIENT = _HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"set-cookie"}
+_OWN_PREFIXES = (b"proxy-", b"x-sparkd-", b"access-control-")
 _PRINTABLE = re.compile(rb"[\t\x20-\x7e]*")
 
 
-def request_head(method: str, target: bytes, preamble: bytes, headers: dict[bytes, bytes], request_id: str, body_bytes: int) -> bytes:
-    """The head of the engine's request: an allow-list of the client's headers, less what `Connection` names, in printable ASCII.
+def request_head(method: str, target: bytes, preamble: bytes, headers: RawHeaders, request_id: str, body_bytes: int) -> bytes:
+    """The head of the engine's request: the client's headers in printable ASCII.
 
-    Not the client's key. No encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.wire.Pool's.
+    Left out are the client's credentials, what speaks of its connection (and what `Connection` names), and what sparkd says itself. No
+    encoding is accepted, because bytes are passed on as they come. `preamble` is sparkd.wire.Pool's.
     """
-    hidden: list[bytes] | tuple[()] = ()
-    connection = headers.get(b"connection")
-    if connection is not None:
-        hidden = _tokens(connection)
+    hidden: list[bytes] = []
     lines = [b"%b %b%bx-request-id: %b\r\naccept-encoding: identity\r\n" % (method.encode(), target, preamble, request_id.encode())]
-    for name in _FORWARDED:
-        value = headers.get(name)
-        if value is not None and name not in hidden and _PRINTABLE.fullmatch(value):
-            lines.append(b"%b: %b\r\n" % (name, value))
+    for name, value in headers:
+        if name == b"connection":
+            hidden += _tokens(value)
+    for name, value in headers:
+        if name in _KEPT_FROM_ENGINE or name in hidden or name.startswith(_OWN_PREFIXES) or not _PRINTABLE.fullmatch(value):
+            continue
+        lines.append(b"%b: %b\r\n" % (name, value))
     if body_bytes or method == "POST":
         lines.append(b"content-length: %d\r\n" % body_bytes)
     lines.append(b"\r\n")
     return b"".join(lines)
 
 
-def response_headers(status: int, headers: RawHeaders, request_id: str) -> tuple[RawHeaders, bool, bool]:
-    """The client's headers for an engine's answer, whether it is an event stream, and whether it goes out in chunks."""
+def response_headers(status: int, headers: RawHeaders, request_id: str, chunks: bool = True) -> tuple[RawHeaders, bool, bool]:
+    """The client's headers for an engine's answer, whether it is an event stream, and whether its length is unknown.
+
+    chunks: the client takes chunks.
+    """
     kept: RawHeaders = [(b"x-request-id", request_id.encode())]
     streams, chunked = False, status not in (204, 304)
     hidden: list[bytes] = []
     for name, value in headers:
-        if name in _DROPPED or name.startswith(b"access-control-"):
+        if name in _KEPT_FROM_CLIENT or name.startswith(_OWN_PREFIXES):
             if name == b"connection":
                 hidden += _tokens(value)
             continue
@@ -79,7 +76,7 @@ def response_headers(status: int, headers: RawHeaders, request_id: str) -> tuple
         # nginx and its like would hold a stream back; browsers and caches would keep it.
         kept = [pair for pair in kept if pair[0] != b"cache-control"]
         kept += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    if chunked:
+    if chunked and chunks:
         kept.append((b"transfer-encoding", b"chunked"))
     return kept, streams, chunked
 

@@ -98,8 +98,9 @@ class Heartbeat:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (b"transfer-encoding", b"chunked"),
         ]
+        if self._client.takes_chunks:
+            head.append((b"transfer-encoding", b"chunked"))
         self._client.transport.write(self._client.begin_answer(200, head))
 
     def _comment(self) -> bytes:
@@ -124,7 +125,9 @@ class Heartbeat:
 
     def _write(self, event: bytes, *, last: bool = False) -> None:
         self._exchange.bytes_out += len(event)
-        self._client.transport.write(b"%x\r\n%b\r\n%b" % (len(event), event, b"0\r\n\r\n" if last else b""))
+        if self._client.takes_chunks:
+            event = b"%x\r\n%b\r\n%b" % (len(event), event, b"0\r\n\r\n" if last else b"")
+        self._client.transport.write(event)
 
 
 def how_far(loading: Mapping[str, Any]) -> str:

@@ -14,8 +14,9 @@ from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.protocol import BoundedProtocol
 from sparkd.wire import Connection
 
-# How a chunk ends that ends with an event.
-_EVENT_ENDS = (b"\n\n\r\n", b"\r\n\r\n\r\n", b"\r\r\r\n")
+# How an event ends, and a chunk that ends with one.
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
 
 # Of an engine's answer that was to be a stream and is none: an error of vLLM's is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
@@ -33,6 +34,7 @@ class Pipe:
 
     __slots__ = (
         "_chunked",
+        "_chunks",
         "_client",
         "_exchange",
         "_foreign",
@@ -60,7 +62,8 @@ class Pipe:
         self.begun = False
         self.ended = False
         self._streams = False
-        self._chunked = False
+        self._chunked = False  # the answer's length is not known: it goes in chunks, or up to the close where the client takes none
+        self._chunks = client.takes_chunks
         self._last = b""
         self._foreign: bytearray | None = None
 
@@ -78,10 +81,13 @@ class Pipe:
         what is no event stream has no place for words: there the connection is cut.
         """
         self._exchange.code = error.code
-        if self._streams and self._chunked and (not self._last or self._last.endswith(_EVENT_ENDS)):
+        if self._streams and self._chunked and (not self._last or self._last.endswith(_CHUNK_ENDS if self._chunks else _EVENT_ENDS)):
             event = error_event(error, self._exchange.request_id, anthropic=anthropic)
-            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            self._write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if self._chunks else event)
             self._client.end_answer()
+            return
+        if self._chunked and not self._chunks:
+            self._client.reset()
             return
         self._client.cut()
 
@@ -89,7 +95,7 @@ class Pipe:
 
     def head(self, status: int, headers: RawHeaders) -> None:
         self._status = status
-        self._headers, self._streams, self._chunked = response_headers(status, headers, self._exchange.request_id)
+        self._headers, self._streams, self._chunked = response_headers(status, headers, self._exchange.request_id, self._chunks)
         if self._follows():
             if status != 200 or not self._streams:
                 self._foreign = bytearray()
@@ -115,12 +121,13 @@ class Pipe:
                 self._client.fed_by(source)
         if data:
             self._count(data)
-            if self._chunked and self._peek is None:
-                source.pass_chunks(self._write)
-            if self._chunked:
-                data = source.passed = b"%x\r\n%b\r\n" % (len(data), data)
+            if self._chunked and self._chunks:
+                if self._peek is None:
+                    source.pass_chunks(self._write)
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            source.passed = data
             pieces.append(data)
-        if ended and self._chunked:
+        if ended and self._chunked and self._chunks:
             pieces.append(b"0\r\n\r\n")
         if pieces:
             self._write(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import struct
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -18,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable
-from sparkd.gateway.answers import RawHeaders, error_bytes
+from sparkd.gateway.answers import Message, RawHeaders, date, error_bytes
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
 
@@ -30,6 +31,8 @@ _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header 
 # asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
+# struct linger of socket(7), on with 0 s: closing sends a reset.
+_LINGER_NOT = struct.pack("ii", 1, 0)
 # How long a connection without a request is kept once the server ends.
 _LAST_S = 0.25
 
@@ -88,6 +91,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
         self._close()
 
+    def reset(self) -> None:
+        """As `cut`, for an answer whose end is the connection's: only a reset tells the client that it is incomplete."""
+        self._when_gone = None
+        self.cycle.disconnected = True
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        self.transport.abort()
+
     def begin_answer(self, status: int, headers: RawHeaders) -> bytes:
         """The head of the present answer, for one who writes to `transport` himself. Instead of ASGI's `send`, whose message, task
         and second write each chunk would cost; what uvicorn books of an answer is booked here and in `end_answer`.
@@ -95,11 +105,29 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        lines = [STATUS_LINE[status]]
+        lines = [STATUS_LINE[status], b"date: ", date(), b"\r\n"]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         return b"".join(lines)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """False for a client of HTTP/1.0: a body whose length is not known ends with the connection there (RFC 9112 6.1, 6.3)."""
+        return bool(self.scope["http_version"] == "1.1")
+
+    async def send_to_the_close(self, message: Message) -> None:
+        """ASGI's `send`, for a body without a length and a client that takes no chunks: uvicorn would send it chunks."""
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if self.cycle.disconnected:
+            return
+        if message["type"] == "http.response.start":
+            self.transport.write(self.begin_answer(message["status"], list(message["headers"])))
+            return
+        self.transport.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.end_answer()
 
     def fed_by(self, source: Source | None) -> None:
         """Has `source` paused while the client's buffer is full. None: nobody."""
@@ -218,6 +246,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.scope["raw_path"] = self.url
         if self._last:
             self.cycle.keep_alive = False
+        if not self.takes_chunks:
+            self.cycle.waiting_for_100_continue = False  # RFC 9110 15.2: it takes no interim answer either
         self.headers = []  # trailers land here, where nobody reads them, instead of among the request's headers
         self._stage = _Stage.BODY
         self._unparsed_bytes = self._body_bytes = 0
@@ -279,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
         body = error_bytes(error, None)
         head = [
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, _REASONS[error.status]),
-            b"content-length: %d\r\nconnection: close\r\n" % len(body),
+            b"date: %s\r\ncontent-length: %d\r\nconnection: close\r\n" % (date(), len(body)),
         ]
         head.extend(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers().items())
         self.transport.write(b"".join([*head, b"\r\n", body]))

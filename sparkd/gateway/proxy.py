@@ -163,7 +163,7 @@ class Proxy:
         exchange.hang_up = pipe.stop
         before = exchange.bytes_out  # a client that waited for the load was told so
         try:
-            head = request_head(scope["method"], target, wire.preamble, headers, exchange.request_id, len(exchange.body))
+            head = request_head(scope["method"], target, wire.preamble, scope["headers"], exchange.request_id, len(exchange.body))
             await source.ask(head, exchange.body, pipe)
             self.release(exchange)
             error = await pipe.over

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 
 from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
 from sparkd.gateway import Keys, Limits
@@ -88,42 +90,47 @@ async def test_a_stream_is_passed_on_unaltered_and_unbuffered(gateway: Running) 
     await client.close()
 
 
-async def test_request_headers_are_an_allow_list(engine: RawEngine) -> None:
-    async with serving(engine, keys=Keys.of(inference=["secret-key"])) as gateway:
-        await gateway.post(
-            CHAT,
-            BODY,
-            "Authorization: Bearer secret-key",
-            "X-Api-Key: secret-key",
-            "Cookie: a=secret-key",
-            "Accept: text/event-stream",
-            "Accept-Encoding: gzip, br",
-            "User-Agent: OpenAI/Python",
-            "Traceparent: 00-1-2-01",
-            "Tracestate: a=1",
-            "Anthropic-Version: 2023-06-01",
-            "Anthropic-Beta: x",
-            "OpenAI-Beta: y",
-            "OpenAI-Organization: org",
-            "X-Request-Id: my.id-1",
-            "X-Forwarded-For: 1.2.3.4",
-            "X-Sparkd-Probe: nonsense",
-            "TE: trailers",
-            "Keep-Alive: timeout=5",
-            "Connection: tracestate, Keep-Alive, openai-beta",
-        )
-    told = engine.heard[0].headers
-    assert told == {
-        "host": "engine",
-        "authorization": "Bearer the-engine-key",
-        "content-type": "application/json",
-        "content-length": str(len(BODY)),
+async def test_request_headers_reach_the_engine_but_credentials_and_what_is_ours(engine: RawEngine) -> None:
+    passed = {
         "accept": "text/event-stream",
-        "accept-encoding": "identity",
         "user-agent": "OpenAI/Python",
         "traceparent": "00-1-2-01",
         "anthropic-version": "2023-06-01",
         "anthropic-beta": "x",
+        "openai-organization": "org",
+        "endpoint-load-metrics-format": "JSON",
+        "x-session-id": "one",
+        "x-data-parallel-rank": "0",
+        "x-forwarded-for": "1.2.3.4",
+    }
+    kept = (
+        "Authorization: Bearer secret-key",
+        "X-Api-Key: secret-key",
+        "Api-Key: secret-key",
+        "X-Goog-Api-Key: secret-key",
+        "Cookie: a=secret-key",
+        "Proxy-Authorization: Basic secret-key",
+        "Proxy-Anything: x",
+        "Accept-Encoding: gzip, br",
+        "Origin: http://localhost:3000",
+        "Access-Control-Request-Method: POST",
+        "Tracestate: a=1",
+        "OpenAI-Beta: y",
+        "X-Sparkd-Probe: nonsense",
+        "TE: trailers",
+        "Trailer: x",
+        "Keep-Alive: timeout=5",
+        "Connection: tracestate, Keep-Alive, openai-beta",
+    )
+    async with serving(engine, keys=Keys.of(inference=["secret-key"])) as gateway:
+        lines = [f"{name}: {value}" for name, value in passed.items()]
+        assert (await gateway.post(CHAT, BODY, *lines, *kept, "X-Request-Id: my.id-1")).status == 200
+    assert engine.heard[0].headers == passed | {
+        "host": "engine",
+        "authorization": "Bearer the-engine-key",
+        "content-type": "application/json",
+        "content-length": str(len(BODY)),
+        "accept-encoding": "identity",
         "x-request-id": "my.id-1",
     }
 
@@ -141,6 +148,7 @@ async def test_response_headers_lose_what_is_between_two_hops(gateway: Running) 
         b"HTTP/1.1 418 I'm a teapot\r\nServer: engine\r\nDate: today\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\n"
         b"Keep-Alive: timeout=5\r\n"
         b"X-Request-Id: theirs\r\nAccess-Control-Allow-Origin: *\r\nContent-Type: text/plain\r\nX-Kept: a\r\nX-Kept: b\r\n"
+        b"Set-Cookie: session=1\r\nX-Sparkd-Probe: 1\r\nProxy-Authenticate: Basic\r\nProxy-Anything: x\r\n"
         b"Content-Length: 5\r\n\r\nshort"
     )
     client = await gateway.open()
@@ -149,7 +157,10 @@ async def test_response_headers_lose_what_is_between_two_hops(gateway: Running) 
     await client.close()
     lines = raw.decode().split("\r\n")
     assert lines[0] == "HTTP/1.1 418 I'm a Teapot"
-    assert sorted(lines[1:-2]) == ["content-length: 5", "content-type: text/plain", "x-kept: a", "x-kept: b", "x-request-id: mine"]
+    (own,) = [line.partition(": ")[2] for line in lines if line.startswith("date: ")]
+    assert parsedate_to_datetime(own).tzinfo is UTC
+    others = sorted(line for line in lines[1:-2] if not line.startswith("date: "))
+    assert others == ["content-length: 5", "content-type: text/plain", "x-kept: a", "x-kept: b", "x-request-id: mine"]
 
 
 async def test_request_ids(gateway: Running) -> None:

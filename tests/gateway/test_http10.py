@@ -1,0 +1,122 @@
+"""Clients of HTTP/1.0, which nginx is to its upstreams by default: bodies end with the connection, and nothing comes before an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+
+from sparkd.gateway import Limits
+from sparkd.state import ModelState
+from tests.gateway.fakes import ANSWER, DONE, EVENT, STREAM_HEAD, Answer, RawEngine, Running, chunked, serving, soon, view
+
+CHAT = "/v1/chat/completions"
+STREAM = b'{"model":"tiny","stream":true}'
+
+
+def old(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.0", "Host: localhost", *headers]
+    if body:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def until_closed(gateway: Running, raw: bytes) -> Answer:
+    """The one answer of a connection, its body whatever comes before the close. Raises ConnectionResetError for a reset."""
+    client = await gateway.open()
+    client.send(raw)
+    answer = await client.answer(head_only=True)
+    async with asyncio.timeout(10):
+        answer.body = await client.reader.read(-1)
+    await client.close()
+    return answer
+
+
+def is_open_ended(answer: Answer) -> bool:
+    return answer.headers["connection"] == "close" and not {"transfer-encoding", "content-length"} & set(answer.headers)
+
+
+async def test_a_stream_ends_with_the_connection(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), chunked(EVENT, end=False), chunked(DONE))
+    answer = await until_closed(gateway, old("POST", CHAT, STREAM))
+    assert (answer.status, answer.body) == (200, EVENT + EVENT + DONE)
+    assert is_open_ended(answer)
+
+
+async def test_an_answer_without_a_length_ends_with_the_connection(gateway: Running) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    gateway.engine.replies(head, chunked(ANSWER[:7], ANSWER[7:]))
+    answer = await until_closed(gateway, old("POST", CHAT, STREAM))
+    assert answer.body == ANSWER
+    assert is_open_ended(answer)
+
+
+async def test_an_answer_with_a_length_keeps_it(gateway: Running) -> None:
+    answer = await until_closed(gateway, old("POST", CHAT, STREAM, "Connection: keep-alive"))
+    assert (answer.body, answer.headers["content-length"], answer.headers["connection"]) == (ANSWER, str(len(ANSWER)), "close")
+
+
+async def test_a_broken_stream_ends_with_an_event_where_it_stands_between_two(gateway: Running) -> None:
+    gateway.engine.replies(STREAM_HEAD, chunked(EVENT, end=False), then_close=True)
+    answer = await until_closed(gateway, old("POST", CHAT, STREAM))
+    assert answer.body.startswith(EVENT)
+    assert json.loads(answer.body.removeprefix(EVENT + b"data: "))["error"]["code"] == "engine_error"
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
+async def test_a_broken_body_is_never_closed_in_order(gateway: Running, kind: str) -> None:
+    """Without a length an orderly close would be its end."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    gateway.engine.replies(head, chunked(EVENT[:20], end=False), then_close=True)
+    with pytest.raises(ConnectionResetError):
+        await until_closed(gateway, old("POST", CHAT, STREAM))
+
+
+async def test_no_interim_answer(gateway: Running) -> None:
+    answer = await until_closed(gateway, old("POST", CHAT, STREAM, "Expect: 100-continue"))
+    assert (answer.status, answer.body) == (200, ANSWER)
+
+
+async def test_beats_of_a_model_that_loads(engine: RawEngine) -> None:
+    engine.replies(STREAM_HEAD, chunked(EVENT, DONE))
+    async with serving(engine, limits=Limits(linger_s=0.3, heartbeat_s=0.02)) as gateway:
+        gateway.supervisor.models = {"tiny": view("tiny", state=ModelState.LOADING)}
+        gateway.supervisor.gate.clear()
+        client = await gateway.open()
+        client.send(old("POST", CHAT, STREAM))
+        answer = await client.answer(head_only=True)
+        beat = await client.reader.readuntil(b"\n\n")
+        await soon(lambda: gateway.supervisor.waiting)
+        gateway.supervisor.gate.set()
+        rest = await client.ended()
+        await client.close()
+    assert is_open_ended(answer)
+    assert beat.startswith(b": tiny is loading")
+    assert rest.replace(beat, b"") == EVENT + DONE
+
+
+async def test_what_the_admin_api_streams(engine: RawEngine) -> None:
+    app = FastAPI()
+
+    async def pieces() -> object:
+        yield b"one\n"
+        yield b"two\n"
+
+    @app.get("/admin/v1/models/tiny/logs")
+    async def logs() -> StreamingResponse:
+        return StreamingResponse(pieces(), media_type="text/plain")
+
+    async with serving(engine, admin=app) as gateway:
+        answer = await until_closed(gateway, old("GET", "/admin/v1/models/tiny/logs", b"", "X-Request-Id: mine"))
+        assert (answer.body, answer.headers["x-request-id"]) == (b"one\ntwo\n", "mine")
+        assert is_open_ended(answer)
+        assert "date" in answer.headers
+        assert (await until_closed(gateway, old("HEAD", "/admin/v1/models/tiny/logs"))).body == b""
+
+
+async def test_refusals(gateway: Running) -> None:
+    answer = await until_closed(gateway, old("POST", CHAT, b'{"model":"nobody"}'))
+    assert (answer.status, answer.headers["content-length"]) == (404, str(len(answer.body)))
