@@ -1,13 +1,27 @@
-"""Owns what an added model, one that came over the admin API, may not bring in by itself. Never reads a file."""
+"""Owns what an added model, one that came over the admin API, may bring in by itself: a list of keys. Never reads a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sparkd import vllm_args
+from sparkd.added_flags import refuse_flags, refuse_variables
 from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
 from sparkd.yamlfile import Table
+
+# Keys of an entry that only tune a model or say which one it is. What is in no list here needs the configuration file.
+KEYS = frozenset(
+    {
+        "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "metadata", "preload",
+        "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s", "executor",
+        "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache", "kv_margin_gib",
+        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype", "quantization",
+        "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "extra_args",
+    }
+)  # fmt: skip
+# Of vLLM's ways to read a checkpoint, those that read its own files as plain numbers: no pickle, no address, no plugin.
+LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral", "dummy", "bitsandbytes", "gguf"})
+_CURE = "set it in the configuration file."
 
 
 def refuse_paths(own: Table) -> None:
@@ -22,15 +36,24 @@ def refuse_paths(own: Table) -> None:
 
 
 def refuse_over_admin(own: Table, model: ModelConfig) -> None:
-    """Raises ConfigError for code, files, addresses or another Python among the keys of the request itself.
+    """Raises ConfigError for what is not in the lists among the keys of the request itself.
 
-    own: those keys. model: what they came to; what its recipe brought is the word of whoever put the recipe on this machine.
+    own: those keys. model: what they came to; what its recipe brought is the word of whoever put the recipe on this machine. Trust in
+    code belongs to the recipe's own repository and revision: a request that names another is refused.
     """
-    for key in ("trust_remote_code", "runtime", "entrypoint"):
-        if own.get(key):
-            raise ConfigError(f"{key} is refused over the admin API: set it in the configuration file.", param=key)
-    if model.trust_remote_code and ("model" in own or "revision" in own):
-        raise ConfigError("The recipe runs code that comes with its own model: another one is refused over the admin API.", param="model")
+    for key in own:
+        if key not in KEYS and own[key] not in (None, False):
+            raise ConfigError(f"{key} is refused over the admin API: {_CURE}", param=key)
+    if own.get("load_format") is not None and model.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format is refused over the admin API but for {', '.join(sorted(LOAD_FORMATS))}: {_CURE}", param="load_format"
+        )
     args, env = own.get("extra_args") or (), own.get("env") or {}
     names = list(env) if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env]
-    vllm_args.refused_over_admin(model.extra_args[len(model.extra_args) - len(args) :], names)
+    refuse_flags(model.extra_args[len(model.extra_args) - len(args) :])
+    refuse_variables(names)
+    if model.trusts_code():
+        for key in ("model", "revision"):
+            if key in own:
+                why = "The recipe runs code that comes with its own model at its own revision"
+                raise ConfigError(f"{key}: {why}: another one is refused over the admin API. Leave {key} out.", param=key)

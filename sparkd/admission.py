@@ -184,7 +184,7 @@ def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None 
         text, most = text_config(config), shape_of(config).max_len
     except (OSError, ValueError, AttributeError, CheckpointError):
         return None
-    if not any(text.get(key) for key in LENGTHS) or (_own_code(spec) and config.get("auto_map")):
+    if not any(text.get(key) for key in LENGTHS) or (spec.trusts_code() and config.get("auto_map")):
         return None  # vLLM knows no end, or a class of the model's own says where it is
     stated = [size for place in (config, text) if isinstance(size := place.get("model_max_length"), int)]
     longest = [most, *stated, *(_stretched(text, table, max(most, *stated, 0), release) for table in rotary_tables(text).values())]
@@ -208,10 +208,6 @@ def _reads_another_config(spec: ModelConfig, files: Iterable[str]) -> bool:
     """Whether flags or files of other kinds tell vLLM how long a request may be: Mistral's params.json, a sentence transformer's own."""
     flags = any((flag_name(arg) or "").startswith(("hf-", "config-f", "revision")) for arg in spec.extra_args)
     return flags or any(name == "params.json" or fnmatchcase(name, "sentence_*_config.json") for name in files)
-
-
-def _own_code(spec: ModelConfig) -> bool:
-    return spec.trust_remote_code or any((flag_name(arg) or "").startswith("trust-re") for arg in spec.extra_args)
 
 
 def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int, release: Release | None) -> float:

@@ -303,7 +303,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
 def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Book | None = None) -> ModelConfig:
     """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
 
-    over_admin refuses what an admin key alone must not bring in (vllm_args.refused_over_admin): code, files, addresses, another Python.
+    over_admin refuses what an admin key alone must not bring in (sparkd.added): code, files, addresses, another Python.
     What a recipe of this machine brings is its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
     problems: list[Problem] = []

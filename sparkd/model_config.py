@@ -30,6 +30,7 @@ from sparkd.config_fields import (
 )
 from sparkd.engine_flags import flags_of
 from sparkd.refusal import refuse
+from sparkd.vllm_args import trusts_code
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -149,6 +150,10 @@ class ModelConfig(Section):
     def served_names(self) -> tuple[str, ...]:
         """Every name a request may call this model by, the canonical one first."""
         return tuple(dict.fromkeys((self.name, *self.served_model_name, *self.aliases)))
+
+    def trusts_code(self) -> bool:
+        """Whether Python code that comes with the checkpoint runs in its engine."""
+        return self.trust_remote_code or trusts_code(self.extra_args)
 
     def vllm_flags(self) -> list[str]:
         """As sparkd.engine_flags.flags_of."""

@@ -99,7 +99,8 @@ def resolved(
     most = spec.max_model_len if isinstance(spec.max_model_len, int) else known.shape.max_len
     steps = (most - 1) // CONTEXT_STEP if spec.max_model_len == AUTO else 0
     enough = min(most, DEFAULT_CONTEXT) if spec.max_model_len == AUTO else most
-    others = _neighbours(plain, known, env, ways) if beside and spec.quantize == AUTO else ()
+    # Trust in code belongs to the entry's own repository.
+    others = _neighbours(plain, known, env, ways) if beside and spec.quantize == AUTO and not spec.trusts_code() else ()
     found = [(one, _longest(partial(fits, one), most, steps)) for one in _ranked(_legal(spec, plain, known, env, ways), others)]
     best = next((pair for pair in found if pair[1] >= enough), None) or max(found, key=lambda pair: pair[1], default=(plain, 0))
     if not best[1] and found:

@@ -6,7 +6,6 @@ calls of importlib, resolve_obj_by_qualname, bind and torch.load.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from sparkd.errors import ConfigError
@@ -64,65 +63,8 @@ _OWNED_SHORT: Mapping[str, str] = {
 # Short flags of vLLM that the rule of prefixes below would take for an owned one, or that an owned one begins with.
 _FREE_SHORT = frozenset({"-q", "-asc", "-sc", "-dc", "-cc", "-ac", "-dcp", "-ep"})
 
-_CODE = "it makes the engine import code"
-_REACH = "it makes the engine reach or open network addresses"
-_FILES = "it makes the engine read or write files of the node"
-_CURE = "Set it in the configuration file."
-_LOGS = "it writes prompts and answers into logs"
-
-_NOT_OVER_ADMIN: Mapping[str, str] = {
-    "trust-remote-code": _CODE,
-    "code-revision": _CODE,
-    "middleware": _CODE,
-    "logits-processors": _CODE,
-    "io-processor-plugin": _CODE,
-    "tool-parser-plugin": _CODE,
-    "reasoning-parser-plugin": _CODE,
-    "structured-outputs-config": _CODE,  # .reasoning_parser_plugin
-    "worker-cls": _CODE,
-    "worker-extension-cls": _CODE,
-    "scheduler-cls": _CODE,
-    "model-class-overrides": _CODE,
-    "speculative-config": _CODE,  # .model may be "module.Class" (config/speculative.py, _is_custom_proposer_path)
-    "spec-model": _CODE,
-    "compilation-config": _CODE,  # .backend is resolved by name; .debug_dump_path and .cache_dir write
-    "additional-config": _CODE,
-    "model-loader-extra-config": _CODE,
-    "logging-config": _CODE,  # .pylogging_config_file is a logging.config dictionary, which names classes
-    "log-config-file": _CODE,
-    "ec-manager-config": _CODE,
-    "kv-transfer-config": _CODE,
-    "ec-transfer-config": _CODE,
-    "weight-transfer-config": _REACH,
-    "kv-events-config": _REACH,  # .endpoint is tcp://*:5557 unless set
-    "tool-server": _REACH,  # "demo" also executes what the model writes
-    "otlp-traces-endpoint": _REACH,
-    "allowed-media-domains": _REACH,
-    "fault-tolerance-config": _REACH,
-    "enable-fault-tolerance": _REACH,
-    "enable-elastic-ep": _REACH,
-    "allowed-local-media-path": _FILES,
-    "chat-template": _FILES,  # any file becomes a prompt, and /tokenize shows the prompt
-    "download-dir": _FILES,
-    "hf-config-path": _FILES,
-    "profiler-config": _FILES,
-    "mm-encoder-fp8-scale-path": _FILES,
-    "mm-encoder-fp8-scale-save-path": _FILES,
-    "enable-log-requests": _LOGS,
-    "enable-log-outputs": _LOGS,
-    "enable-prompt-embeds": "it lets requests carry tensors",
-    "enable-mm-embeds": "it lets requests carry tensors",
-    "trust-request-chat-template": "it lets requests carry templates",
-    "trust-request-mm-kwargs": "it lets requests configure the engine",
-}
-_NOT_OVER_ADMIN_SHORT: Mapping[str, str] = {"-sc": "speculative-config", "-cc": "compilation-config"}
-# A whole flag of its own that happens to begin a refused one.
-_ALSO_FLAGS = frozenset({"reasoning-parser"})
 _CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
-# What a later vLLM may add: a name of this form loads code, opens a path or an address in every flag of 0.32.0 that has it.
-_SUSPECT = re.compile(r"plugin|middleware|trust|-cls$|-class(?:-|$)|-path$|-dir$|-file$|-addr(?:ess)?$|-port$|-token$|-key$")
-
 _OWNED_ENV: Mapping[str, str] = {
     "VLLM_API_KEY": "sparkd makes a random key for each engine that needs one",
     "VLLM_HOST_IP": "sparkd sets it to the node's address in the cluster",
@@ -141,15 +83,6 @@ _OWNED_ENV_FAMILIES: Mapping[str, str] = {
     "VLLM_DP_": "sparkd runs one engine per model and places its ranks",
     "VLLM_RAY_": "Ray belongs to sparkd; see 'cluster:'",
 }
-# Too many variables load code (LD_PRELOAD, PYTHON*, PATH, NCCL_NET_PLUGIN, CUDA_INJECTION64_PATH, VLLM_PLUGINS, ...) to name them all,
-# so over the admin API only these plain numbers and switches may be set.
-_ENV_OVER_ADMIN = frozenset(
-    {
-        "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_MERGE_NICS", "NCCL_IB_QPS_PER_CONNECTION",
-        "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
-        "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL", "VLLM_LOG_STATS_INTERVAL", "VLLM_USE_DEEP_GEMM",
-    }
-)  # fmt: skip
 
 
 def check_args(args: Sequence[str], place: str = "extra_args") -> None:
@@ -207,21 +140,9 @@ def cache_flags(args: Sequence[str]) -> Iterable[str]:
             yield _flag(arg)
 
 
-def refused_over_admin(args: Sequence[str], env: Iterable[str]) -> None:
-    """Raises ConfigError where a request of the admin API brings in more than the configuration file's owner has allowed.
-
-    An admin key may start, stop and tune models. What loads code, reads or writes the node's files, opens addresses or logs prompts
-    needs the file, so that a stolen key is not a shell on the node.
-    """
-    check_args(args)
-    for arg in args:
-        name = _long_name(arg)
-        reason = _not_over_admin(name) if name else _not_over_admin_short(arg)
-        if reason:
-            raise ConfigError(f"{_flag(arg)} is refused over the admin API: {reason}. {_CURE}", param="extra_args")
-    for key in env:
-        if key not in _ENV_OVER_ADMIN:
-            raise ConfigError(f"The environment variable {_shown(key)} is refused over the admin API. {_CURE}", param="env")
+def trusts_code(args: Sequence[str]) -> bool:
+    """Whether an argument lets a checkpoint bring Python code, in any spelling or beginning; one that takes it back does not count."""
+    return any((name := _long_name(arg)) and "trust-remote-code".startswith(name) for arg in args)
 
 
 def _long_name(arg: str) -> str | None:
@@ -255,24 +176,6 @@ def _reason(name: str) -> str:
     if name in _OWNED:
         return _OWNED[name]
     return _TLS if name == "ssl-" else _OWNED["data-parallel"]
-
-
-def _not_over_admin(name: str) -> str | None:
-    name = name.removeprefix("no-")
-    if name in _NOT_OVER_ADMIN:
-        return _NOT_OVER_ADMIN[name]
-    if _SUSPECT.search(name):
-        return "its name says that it loads code or opens a path or an address"
-    return next((why for flag, why in _NOT_OVER_ADMIN.items() if flag.startswith(name) and name not in _ALSO_FLAGS), None)
-
-
-def _not_over_admin_short(arg: str) -> str | None:
-    key = arg.split("=", 1)[0].split(".", 1)[0]
-    if len(key) < 2 or key[0] != "-" or key[1].isdigit():
-        return None
-    if key.startswith("-O"):
-        return None if re.fullmatch(r"-O=?[0-3]?", arg) else _CODE
-    return next((_NOT_OVER_ADMIN[name] for short, name in _NOT_OVER_ADMIN_SHORT.items() if short.startswith(key)), None)
 
 
 def _flag(arg: str) -> str:

@@ -192,6 +192,9 @@ def test_auto_takes_it_before_anything_is_quantized_where_there_is_one_node(
     for free, expected in ((room, f"{model}-AWQ"), (2 * stored.least, str(model))):
         taken = resolved(auto, SPARK, {}, free, beside=nodes == 1)
         assert (taken.model, taken.quantize is None) == ((expected, True) if nodes == 1 or free > room else (str(model), False))
+        # Trust in code belongs to the model that the entry names.
+        trusting = auto.model_copy(update={"trust_remote_code": True})
+        assert resolved(trusting, SPARK, {}, free, beside=nodes == 1).model == str(model)
 
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": {"m": {**keys, "quantize": "auto"}}}))

@@ -6,8 +6,9 @@ from typing import NoReturn
 
 import pytest
 
+from sparkd.added_flags import refuse_flags, refuse_variables
 from sparkd.errors import ConfigError
-from sparkd.vllm_args import check_args, owned_args, owned_env, refused_over_admin
+from sparkd.vllm_args import check_args, owned_args, owned_env, trusts_code
 
 FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
 
@@ -17,25 +18,18 @@ def release() -> list[tuple[str, list[str]]]:
     return [(line[0], line[1:]) for line in lines]
 
 
-def kind_of(args: list[str]) -> str:
-    if list(owned_args(args)):
-        return "owned"
-    try:
-        refused_over_admin(args, [])
-    except ConfigError:
-        return "file"
-    return "free"
+def owned(args: list[str]) -> bool:
+    return bool(list(owned_args(args)))
 
 
 @pytest.mark.parametrize(("kind", "spellings"), release(), ids=lambda value: value[0] if isinstance(value, list) else value)
 def test_every_flag_of_the_release_has_its_place(kind: str, spellings: list[str]) -> None:
     for spelling in spellings:
-        assert kind_of(["--seed=0", spelling]) == kind
-        assert kind_of(["--seed=0", f"{spelling}=x"]) == kind
+        for attempt in (spelling, f"{spelling}=x"):
+            assert owned(["--seed=0", attempt]) == (kind == "owned")
         if spelling.startswith("--"):
-            assert kind_of(["--seed=0", "--" + spelling[2:].replace("-", "_")]) == kind
-            assert kind_of(["--seed=0", f"{spelling}.key=1"]) == kind
-            assert kind_of(["--seed=0", f"{spelling}.list+=1"]) == kind
+            for attempt in ("--" + spelling[2:].replace("-", "_"), f"{spelling}.key=1", f"{spelling}.list+=1"):
+                assert owned(["--seed=0", attempt]) == (kind == "owned")
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,8 +53,7 @@ def test_what_argparse_would_complete_or_split_is_refused_as_the_whole_flag_is()
             continue  # ambiguous: vLLM does not start
         for name in (name for name, value in vars(found).items() if value is not None):
             meant += 1
-            allowed = {"owned": {"owned"}, "file": {"owned", "file"}, "free": {"owned", "file", "free"}}[kinds[name]]
-            assert kind_of(["--seed=0", attempt]) in allowed, attempt
+            assert kinds[name] != "owned" or owned(["--seed=0", attempt]), attempt
     assert meant > 3000
 
 
@@ -116,28 +109,12 @@ def test_refused(args: list[str]) -> None:
 )
 def test_passes(args: list[str]) -> None:
     check_args(args)
-    refused_over_admin(args, [])
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--trust_remote_code"],
-        ["--trust"],
-        ["--speculative-config.model", "my.Proposer"],
-        ["-s", "{}"],
-        ["-cc.backend=my.backend"],
-        ["-O.backend=x"],
-        ["-O{}"],
-        ["--some-future-plugin", "x"],
-        ["--some-future-cls=x"],
-        ["--some-future-dump-dir", "/"],
-        ["--host", "x"],
-    ],
-)
-def test_refused_over_admin(args: list[str]) -> None:
-    with pytest.raises(ConfigError):
-        refused_over_admin(args, [])
+@pytest.mark.parametrize("arg", ["--trust-remote-code", "--trust_remote_code", "--trust", "--trust-remote=1", "--trust-remote-code.x=1"])
+def test_trust_in_code_is_found_in_any_spelling(arg: str) -> None:
+    assert trusts_code(["--seed", "0", arg])
+    assert not trusts_code(["--seed", "0", "--no-trust-remote-code", "--trust-request-chat-template", "trust-remote-code"])
 
 
 def test_the_message_has_flag_reason_and_cure_and_no_value() -> None:
@@ -149,7 +126,7 @@ def test_the_message_has_flag_reason_and_cure_and_no_value() -> None:
         "clients' keys stand under 'keys:'. Remove it."
     )
     with pytest.raises(ConfigError) as caught:
-        refused_over_admin(["--middleware=sk-canary"], [])
+        refuse_flags(["--middleware=sk-canary"])
     assert "canary" not in str(caught.value)
     assert "Set it in the configuration file" in str(caught.value)
 
@@ -179,9 +156,10 @@ def test_owned_environment(name: str, owned: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["LD_PRELOAD", "PYTHONSTARTUP", "VLLM_PLUGINS", "NCCL_NET_PLUGIN", "PATH", "HF_TOKEN", "SPARKD_STUB_DELAY"]
+    "name",
+    ["LD_PRELOAD", "PYTHONSTARTUP", "VLLM_PLUGINS", "NCCL_NET_PLUGIN", "PATH", "HF_TOKEN", "SPARKD_STUB_DELAY", "VLLM_LOGGING_LEVEL"],
 )
 def test_environment_over_admin_is_a_list_of_what_may_pass(name: str) -> None:
     with pytest.raises(ConfigError):
-        refused_over_admin([], [name])
-    refused_over_admin([], ["OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"])
+        refuse_variables([name])
+    refuse_variables(["OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"])

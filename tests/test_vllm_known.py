@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparkd import vllm_table
+from sparkd import added_flags, vllm_table
 from sparkd.cluster import Cluster
 from sparkd.config import Config, check, parse_model
 from sparkd.errors import RankError
@@ -134,6 +134,13 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> FlagTable:
     found = flag_table(None, [tmp_path_factory.mktemp("tables")], ask=True)
     assert found is not None
     return found
+
+
+def test_what_an_added_model_may_bring_takes_as_many_values_as_it_is_listed_with(table: FlagTable) -> None:
+    for name in sorted(added_flags.SWITCHES | added_flags.VALUES | added_flags.MAPPINGS | added_flags.LISTS):
+        takes = 0 if name in added_flags.SWITCHES else None if name in added_flags.LISTS else 1
+        assert table.flags[name].takes == takes, name
+        assert f"no-{name}" not in table.flags or takes == 0, name
 
 
 PARSER = """

@@ -1,0 +1,139 @@
+"""Owns the flags and variables that an added model, one that came over the admin API, may bring: a list, and all else is refused.
+
+An admin key may start, stop and tune models. What loads code, names another repository, reads or writes the node's files, opens addresses
+or writes prompts and answers into logs needs the configuration file, so that a stolen key is not a shell on the node. A flag that no list
+names is refused, so that a flag of a later vLLM is, too. Read off the parser of vLLM 0.32.0 (tests/fixtures/vllm-flags-0.32.0.txt).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from sparkd.errors import ConfigError
+
+# Without a value, also as --no-NAME.
+SWITCHES = frozenset(
+    {
+        "enable-auto-tool-choice", "exclude-tools-when-tool-choice-none", "return-tokens-as-token-ids", "enable-prompt-tokens-details",
+        "enable-per-request-metrics", "enable-server-load-tracking", "enable-force-include-usage", "enable-tokenizer-info-endpoint",
+        "cohere-is-reasoning-model", "enable-request-id-headers", "enable-flash-late-interaction", "allow-deprecated-quantization",
+        "enforce-eager", "enable-return-routed-experts", "return-sampling-mask", "use-fp64-gumbel", "disable-sliding-window",
+        "disable-cascade-attn", "skip-tokenizer-init", "enable-mamba-cache-stochastic-rounding", "dcp-q-replicate",
+        "enable-expert-parallel", "enable-batch-sharded-sampling", "enable-ep-weight-filter", "enable-dbo", "enable-eplb",
+        "disable-custom-all-reduce", "enable-prefix-caching", "kv-sharing-fast-prefill", "swa-bounded-replay",
+        "enable-mamba-shared-prefix-checkpoint", "use-replayssm", "language-model-only", "mm-encoder-only", "interleave-mm-strings",
+        "skip-mm-profiling", "enable-lora", "enable-tower-connector-lora", "fully-sharded-loras", "kv-cache-metrics",
+        "long-prefill-token-threshold-adaptive", "enable-chunked-prefill", "disable-chunked-mm-input", "scheduler-reserve-full-isl",
+        "disable-hybrid-kv-cache-manager", "async-scheduling", "enable-flashinfer-autotune", "disable-log-stats",
+    }
+)  # fmt: skip
+# With one value: a number, or a name out of a list of vLLM's. None is a file, a repository, an address or a module.
+VALUES = frozenset(
+    {
+        "chat-template-content-format", "response-role", "tool-call-parser", "tool-strict-level", "sse-keep-alive-interval",
+        "cohere-format", "anthropic-disabled-thinking-effort", "runner", "convert", "tokenizer-mode", "dtype", "seed", "max-model-len",
+        "quantization", "max-logprobs", "logprobs-mode", "config-format", "model-impl", "renderer-num-workers",
+        "safetensors-load-strategy", "safetensors-prefetch-num-threads", "safetensors-prefetch-block-size", "attention-backend",
+        "mamba-backend", "mamba-ssu-algorithm", "mamba-cache-philox-rounds", "reasoning-parser", "distributed-timeout-seconds",
+        "cpu-distributed-timeout-seconds", "decode-context-parallel-size", "dcp-comm-backend", "dcp-kv-cache-interleave-size",
+        "cp-kv-cache-interleave-size", "all2all-backend", "ubatch-size", "dbo-decode-token-threshold", "dbo-prefill-token-threshold",
+        "expert-placement-strategy", "max-parallel-loading-workers", "block-size", "gpu-memory-utilization",
+        "device-memory-utilization", "kv-cache-memory-bytes", "kv-cache-dtype", "num-gpu-blocks-override", "prefix-caching-hash-algo",
+        "prefix-cache-retention-interval", "mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size", "prefix-match-unit",
+        "mamba-cache-mode", "replayssm-buffer-len", "offload-backend", "cpu-offload-gb", "offload-group-size", "offload-num-in-group",
+        "offload-prefetch-step", "mm-processor-cache-gb", "mm-processor-cache-type", "mm-hasher-algorithm",
+        "mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "mm-encoder-attn-backend", "mm-encoder-attn-dtype",
+        "video-pruning-rate", "video-pruning-method", "max-loras", "max-lora-rank", "lora-dtype", "max-cpu-loras",
+        "max-lora-cls-labels", "kv-cache-metrics-sample", "max-num-batched-tokens", "max-num-scheduled-tokens", "max-num-seqs",
+        "max-num-active-seqs", "max-num-queued-reqs", "max-num-queued-tokens", "long-prefill-token-threshold", "scheduling-policy",
+        "watermark", "prefill-schedule-interval", "stream-interval", "max-cudagraph-capture-size", "moe-backend", "linear-backend",
+        "sparse-indexer-topk-backend", "optimization-level", "performance-mode", "gdn-prefill-backend", "kda-prefill-backend",
+        "kda-decode-backend",
+    }
+)  # fmt: skip
+# With one value that is JSON of numbers and names, or in pieces: --limit-mm-per-prompt.image 2.
+MAPPINGS = frozenset({"limit-mm-per-prompt", "override-generation-config", "default-chat-template-kwargs", "pooler-config"})
+# With as many values as follow.
+LISTS = frozenset({"cudagraph-capture-sizes", "kv-cache-dtype-skip-layers"})
+_SHORT = {"-q": VALUES, "-ep": SWITCHES}
+# A level in one argument. In two, `-O` is --compilation-config in older releases, which names code.
+_LEVEL = re.compile(r"-O=?[0-3]")
+# As argparse tells a negative number from a flag.
+_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
+
+# Too many variables load code (LD_PRELOAD, PYTHON*, PATH, NCCL_NET_PLUGIN, VLLM_PLUGINS, ...), and VLLM_LOGGING_LEVEL writes what models
+# answer into the log: only these plain numbers and switches may be set.
+ENVIRONMENT = frozenset(
+    {
+        "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_MERGE_NICS", "NCCL_IB_QPS_PER_CONNECTION",
+        "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+        "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOG_STATS_INTERVAL", "VLLM_USE_DEEP_GEMM",
+    }
+)  # fmt: skip
+
+
+def refuse_flags(args: Sequence[str]) -> None:
+    """Raises ConfigError for the first argument that is no flag of the lists, written in full, or none of its values.
+
+    A flag that is cut short is refused, because another release may complete it to another flag; a value where none is taken, because
+    vLLM may read it as its model.
+    """
+    index = 0
+    while index < len(args):
+        arg = args[index]
+        kind = _kind(arg)
+        if kind is None:
+            raise _refusal(arg)
+        index += 1
+        if kind is SWITCHES or "=" in arg or _LEVEL.fullmatch(arg):
+            continue
+        most = len(args) if kind is LISTS else index + 1
+        first = index
+        while index < min(most, len(args)) and _is_value(args[index]):
+            index += 1
+        if index == first:
+            raise ConfigError(f"{_shown(arg)} needs a value that does not begin with '-': write {arg[:48]}=VALUE.", param="extra_args")
+
+
+def refuse_variables(names: Iterable[str]) -> None:
+    """Raises ConfigError for the first name of a variable that an added model may not set."""
+    for name in names:
+        if name not in ENVIRONMENT:
+            raise ConfigError(
+                f"The environment variable {_shown(name)} is refused over the admin API. Set it in the configuration file.", param="env"
+            )
+
+
+def _kind(arg: str) -> frozenset[str] | None:
+    """The list that the flag stands in; None where it may not be given so."""
+    if not arg.startswith("--"):
+        return VALUES if _LEVEL.fullmatch(arg) else _SHORT.get(arg)
+    key, equals, _ = arg[2:].partition("=")
+    name, dot, _ = key.partition(".")
+    name = name.replace("_", "-")
+    if name in MAPPINGS:
+        return MAPPINGS
+    if dot:
+        return None
+    if name in SWITCHES or name.removeprefix("no-") in SWITCHES:
+        return None if equals else SWITCHES
+    return next((kind for kind in (VALUES, LISTS) if name in kind), None)
+
+
+def _is_value(arg: str) -> bool:
+    return not arg.startswith("-") or _NEGATIVE.fullmatch(arg) is not None
+
+
+def _refusal(arg: str) -> ConfigError:
+    shown = _shown(arg.split("=", 1)[0])
+    if not arg.startswith("-") or _NEGATIVE.fullmatch(arg):
+        return ConfigError(
+            "extra_args has a value that no flag before it takes, and vLLM would read it as its model: remove it.", param="extra_args"
+        )
+    reason = "an added model may bring only flags that tune it, written in full"
+    return ConfigError(f"{shown} is refused over the admin API: {reason}. Set it in the configuration file.", param="extra_args")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 48 else text[:45] + "...")

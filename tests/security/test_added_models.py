@@ -1,0 +1,201 @@
+"""What a model that was added over the admin API may bring, by every flag of a release's parser in every spelling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.added import KEYS
+from sparkd.added_flags import ENVIRONMENT, LISTS, MAPPINGS, SWITCHES, VALUES, refuse_flags
+from sparkd.config import load_config, parse_model
+from sparkd.errors import ConfigError
+from sparkd.model_config import ModelConfig
+from sparkd.recipe_book import Book
+from sparkd.roster import Roster
+from sparkd.state import Store
+from sparkd.vllm_args import check_args
+
+FLAGS = Path(__file__).parents[1] / "fixtures" / "vllm-flags-0.32.0.txt"
+ALLOWED = SWITCHES | VALUES | MAPPINGS | LISTS
+# Keys that an added model may not have: they bring code, another Python or an address.
+OF_THE_FILE = {"runtime", "entrypoint", "trust_remote_code"}
+RECIPE = """
+description: a model with code of its own
+model: good/model
+sources: {paper: a paper}
+settings: {SETTINGS}
+"""
+
+
+def release() -> list[tuple[str, list[str]]]:
+    lines = [line.split() for line in FLAGS.read_text().splitlines() if not line.startswith("#")]
+    return [(line[0], line[1:]) for line in lines]
+
+
+def passes(args: list[str]) -> bool:
+    try:
+        check_args(args)
+        refuse_flags(args)
+    except ConfigError as error:
+        assert error.param == "extra_args"
+        return False
+    return True
+
+
+def spellings(flag: str) -> Iterator[list[str]]:
+    """Every way to write one option, each with a value and without, behind another flag and alone."""
+    names = [flag, flag.replace("_", "-"), "--" + flag[2:].replace("-", "_")]
+    if flag.startswith("--"):
+        names += [flag[:length] for length in range(3, len(flag))]
+        names += [f"--no-{flag[2:]}", f"{flag}.key", f"{flag}.key+", f"{flag}+", f"{flag[:-1]}.key"]
+    for name in dict.fromkeys(names):
+        for args in ([name], [name, "1"], [f"{name}=1"], [name, '{"key": "value"}'], [f'{name}={{"key": "value"}}'], [name, "1", "2"]):
+            yield args
+            yield ["--seed", "0", *args]
+
+
+@pytest.mark.parametrize("kind, flags", release(), ids=lambda value: value[0] if isinstance(value, list) else value)
+def test_every_flag_of_the_parser_is_in_the_list_or_refused_in_each_spelling(kind: str, flags: list[str]) -> None:
+    listed = {flag for flag in flags if flag[2:].removeprefix("no-") in ALLOWED or flag in ("-q", "-ep")}
+
+    assert bool(listed) == (kind == "free")
+    for flag in flags:
+        for args in spellings(flag):
+            rest = args[2:] if args[:1] == ["--seed"] and len(args) > 2 and flag != "--seed" else args
+            name = rest[0].partition("=")[0].partition(".")[0].replace("_", "-")
+            whole = name[2:].removeprefix("no-") in ALLOWED or name in listed
+            if passes(args):
+                assert whole and (kind == "free" or name != flag), args
+    for flag in listed:
+        if flag.startswith("--"):
+            name = flag[2:].removeprefix("no-")
+            args = [flag] if name in SWITCHES else [flag, "1"]
+            assert passes(args) and passes(["--seed", "0", *args])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--enforce-eager", "evil/model"],
+        ["--max-num-seqs", "4", "evil/model"],
+        ["--max-num-seqs=4", "evil/model"],
+        ["--max-num-seqs"],
+        ["--max-num-seqs", "--trust-remote-code"],
+        ["--cudagraph-capture-sizes=1", "2"],
+        ["--enforce-eager=1"],
+        ["--no-max-num-seqs", "4"],
+        ["--seed.a", "1"],
+        ["--limit-mm-per-prompt.a", "-O--uds"],
+        ["-O", "3"],
+        ["-O", '{"backend": "my.backend"}'],
+        ["-O.backend=x"],
+        ["-O3", "evil/model"],
+        ["-q=fp8"],
+        ["-qfp8"],
+        ["--", "evil/model"],
+        ["", "--seed"],
+    ],
+)
+def test_what_vllm_might_read_as_something_else_is_refused(args: list[str]) -> None:
+    assert not passes(args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--max-model-len", "-1"], ["--max_num_seqs", "8", "--enable-auto-tool-choice"], ["--no-enable-prefix-caching"], ["-O3"], ["-O=2"],
+        ["-q", "fp8"], ["-ep"], ["--seed", "-5"], ["--cudagraph-capture-sizes", "1", "2", "--seed=1"], ["--limit-mm-per-prompt.image=2"],
+        ["--limit-mm-per-prompt", '{"image": 2}'], ["--override-generation-config.temperature", "0.2"],
+    ],
+)  # fmt: skip
+def test_what_tunes_a_model_passes(args: list[str]) -> None:
+    assert passes(args)
+
+
+def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
+    assert set(ModelConfig.model_fields) - KEYS == OF_THE_FILE
+    for key in OF_THE_FILE:
+        with pytest.raises(ConfigError) as caught:
+            parse_model("m", {"model": "o/m", key: True if key == "trust_remote_code" else "/x"}, over_admin=True)
+        assert caught.value.param == key
+
+
+def test_no_variable_that_opens_a_log_or_loads_code_may_be_set() -> None:
+    assert not [name for name in ENVIRONMENT if "LOGGING" in name or "PLUGIN" in name or "PATH" in name or "PRELOAD" in name]
+
+
+@pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer", "runai_streamer", "modelexpress", "sharded_state", "anything"])
+def test_a_load_format_that_reads_more_than_plain_numbers_is_of_the_file(load_format: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"model": "o/m", "load_format": load_format}, over_admin=True)
+    assert caught.value.param == "load_format"
+    parse_model("m", {"model": "o/m", "load_format": "safetensors"}, over_admin=True)
+
+
+# A recipe that trusts the code of its own model.
+
+
+@pytest.fixture(params=["{trust_remote_code: true}", "{extra_args: [--trust-remote-code]}", "{extra_args: [--trust-remote]}"])
+def book(tmp_path: Path, request: pytest.FixtureRequest) -> Book:
+    (tmp_path / "trusting.yaml").write_text(RECIPE.replace("{SETTINGS}", request.param))
+    return Book(tmp_path, {})
+
+
+def test_a_recipe_that_trusts_code_is_taken_as_it_pins_it(book: Book) -> None:
+    spec = parse_model("m", {"recipe": "trusting", "max_num_seqs": 4, "extra_args": ["--enforce-eager"]}, over_admin=True, book=book)
+
+    assert spec.model == "good/model" and spec.trusts_code()
+
+
+@pytest.mark.parametrize("key, value", [("model", "evil/model"), ("revision", "evil"), ("model", "good/model")])
+def test_another_model_or_revision_of_it_is_refused_by_its_key(book: Book, key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"recipe": "trusting", key: value}, over_admin=True, book=book)
+
+    assert caught.value.param == key
+
+
+@pytest.mark.parametrize(
+    "flag", ["model", "tokenizer", "tokenizer-revision", "revision", "code-revision", "hf-overrides", "hf-config-path"]
+)
+def test_no_flag_leads_its_code_elsewhere(book: Book, flag: str) -> None:
+    for args in spellings(f"--{flag}"):
+        if args[0] in ("--seed", "--s") and len(args) < 3:
+            continue
+        try:
+            spec = parse_model("m", {"recipe": "trusting", "extra_args": args}, over_admin=True, book=book)
+        except ConfigError:
+            continue
+        pytest.fail(f"{args} passed as {spec.vllm_flags()}")
+
+
+def test_what_an_older_release_took_in_is_judged_again_and_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
+    store = Store(tmp_path / "state.db")
+    store.save_spec("tuned", {"model": "o/m", "max_num_seqs": 4})
+    store.save_spec("elsewhere", {"model": "o/m", "extra_args": ["--tokenizer", "evil/model"]})
+    store.save_spec("loud", {"model": "o/m", "env": {"VLLM_LOGGING_LEVEL": "DEBUG"}})
+    store.save_spec("overridden", {"model": "o/m", "extra_args": ["--hf-overrides", json.dumps({"a": 1})]})
+
+    roster = Roster(config, store, lambda: 0.0, lambda: 0.0)
+
+    assert set(roster.records) == {"tuned"}
+    assert all(name in caplog.text for name in ("elsewhere", "loud", "overridden"))
+    assert "evil" not in caplog.text
+
+
+def added(**keys: Any) -> ModelConfig:
+    return parse_model("m", {"model": "o/m", **keys}, over_admin=True)
+
+
+@pytest.mark.parametrize("value", ["--trust-remote-code", "-q"])
+@pytest.mark.parametrize(
+    "key", ["revision", "dtype", "kv_cache_dtype", "quantization", "load_format", "tool_call_parser", "reasoning_parser"]
+)
+def test_the_value_of_a_key_is_no_flag(key: str, value: str) -> None:
+    with pytest.raises(ConfigError):
+        added(**{key: value})
