@@ -13,7 +13,7 @@ from typing import Any
 
 from sparkd import gauges, metrics
 from sparkd.cluster import Cluster
-from sparkd.errors import ClusterError, DoesNotFit, ModelUnusable, NoRoom, RankError, SparkdError
+from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
 from sparkd.lease import Door
 from sparkd.ledger import Ledger, Served
 from sparkd.plan import Backoff
@@ -118,7 +118,7 @@ class Actions:
     def _wait_for_room(self, record: Record, error: NoRoom) -> None:
         """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.turns)."""
         lack = Lack(error.gib, error.nodes)
-        if self._cluster.book().has_room(record.name, lack):
+        if not isinstance(error, MemoryReturns) and self._cluster.book().has_room(record.name, lack):
             # The book is wrong, or Ray is: to ask again at once would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)
             return

@@ -180,9 +180,9 @@ class Cluster:
         if self._link.connected:
             await self._places.again(nodes)
 
-    def shut(self, nodes: frozenset[str]) -> None:
-        """Nothing is placed on these until they are named no more."""
-        self._places.shut = nodes
+    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
+        """Nothing is placed on these until they are named no more, and no more than room_gib on those."""
+        self._places.shut, self._places.room_gib = nodes, dict(room_gib)
 
     async def unusable(self, spec: ModelConfig) -> str | None:
         """Why there is no model to start, as a sentence, by a look at its folder."""

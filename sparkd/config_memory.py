@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from sparkd.config_fields import Gib, PositiveSeconds, Section
+from workers.guard import Limits
 
 GIB = 1 << 30
 
@@ -37,6 +38,11 @@ class Memory(Section):
         """As workers.sentry.Sentry takes them."""
         limits = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return {"mode": self.guard} | {name: None if limit == "auto" else limit for name, limit in limits.items()}
+
+    def limits(self, mem_total_bytes: int) -> Limits:
+        """The guard's, on a node with so much memory."""
+        given = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
+        return Limits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})
 
     def os_reserve_bytes(self, mem_total_bytes: int) -> int:
         """What stays free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70 GiB."""

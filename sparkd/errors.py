@@ -10,6 +10,7 @@
     - AgentLost                 a node's agent does not answer
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
+        . MemoryReturns         and one will, once memory of an engine that ended is back
     - RankError                 a rank could not be started, found or stopped
       - FlagRefused             the vLLM of its runtime would not take a flag
       - ContextTooLong          its vLLM would not take so long a max_model_len
@@ -127,6 +128,10 @@ class NoRoom(DoesNotFit):
         super().__init__(message)
         self.gib = gib
         self.nodes = nodes
+
+
+class MemoryReturns(NoRoom):
+    """It is in nobody's book, and not free yet."""
 
 
 class RankError(ClusterError):

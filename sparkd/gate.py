@@ -17,12 +17,16 @@ from sparkd.record import Record
 from sparkd.release import Release
 from sparkd.sight import Observation
 from sparkd.state import ModelState, Want
+from workers.guard import Limits
 
 RETRY_AFTER_S = 30
 
 
 class Gate:
-    """Asked once in each tick. `allows` says whether a load may begin somewhere, `shut` on which nodes none may."""
+    """Asked once in each tick. `allows` says whether a load may begin somewhere, `shut` on which nodes none may. room_gib: see Release.
+
+    limits: the guard's, of a node with so many bytes.
+    """
 
     def __init__(
         self,
@@ -31,9 +35,10 @@ class Gate:
         want: Callable[[str, Want, str], Any],
         clock: Callable[[], float],
         holders: Callable[[Record, float], list[dict[str, Any]]],
+        limits: Callable[[int], Limits] = Limits.of,
     ) -> None:
         self.pressure = Pressure(ledger, want, clock)
-        self.release = Release(ledger, clock)
+        self.release = Release(ledger, clock, limits)
         self._door = door
         self._want = want
         self._clock = clock
@@ -45,6 +50,10 @@ class Gate:
     def conditions(self) -> tuple[str | None, ...]:
         return self.pressure.condition, self.release.condition
 
+    @property
+    def room_gib(self) -> dict[str, float]:
+        return self.release.room_gib
+
     def look(self, observation: Observation, records: Mapping[str, Record]) -> None:
         if observation.ranks is None:
             return  # nobody could look at any node: what is shut stays so, and who waits hears nothing of it
@@ -52,7 +61,7 @@ class Gate:
         self.release.look(observation)
         self.shut = self.pressure.shut | self.release.shut
         somewhere = observation.has_beside(self.shut)
-        self.allows = self.pressure.allows and self.release.allows and somewhere
+        self.allows = self.pressure.allows and somewhere
         # An open node that misses a look may be back with the next one.
         if self.pressure.is_news or not (somewhere or observation.unseen - self.shut):
             for record in records.values():

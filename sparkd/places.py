@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparkd.admission import free_on, no_room
-from sparkd.errors import NoRoom
+from sparkd.errors import MemoryReturns, NoRoom
 from sparkd.placement import nodes_with_room
 from sparkd.raylink import RayLink
-from sparkd.room import Book, Held
+from sparkd.room import Book, Held, Lack
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -21,6 +21,7 @@ class Places:
     """The daemon's own book goes before Ray's: Ray forgets what was reserved on a node that it lost, and the rank there lives on.
 
     `here` is the daemon's node; `offered()` says what each node in sight lends, GiB. shut: nodes that take nothing new now.
+    room_gib: see Book.
     """
 
     def __init__(self, link: RayLink, here: str, offered: Callable[[], Mapping[str, float]]) -> None:
@@ -28,6 +29,7 @@ class Places:
         self._here = here
         self._offered = offered
         self.shut: frozenset[str] = frozenset()
+        self.room_gib: Mapping[str, float] = {}
         self._held: dict[str, Held] = {}
 
     def offered(self) -> dict[str, float]:
@@ -35,11 +37,13 @@ class Places:
         return {node: gib for node, gib in self._offered().items() if node not in self.shut}
 
     def book(self) -> Book:
-        return Book(self.offered(), dict(self._held), self.shut)
+        return Book(self.offered(), dict(self._held), self.shut, self.room_gib)
 
     def with_room(self, model: str, gib: int) -> list[str]:
-        """Nodes that can hold so much beside what the other models hold there: this one first, then the one with the most room."""
-        return nodes_with_room(self.offered(), self._of_others(model), self._here, gib)
+        """Nodes that can hold so much beside what the other models hold there, and have it now: this one first, then the one with the most
+        room."""
+        nodes = nodes_with_room(self.offered(), self._of_others(model), self._here, gib)
+        return [node for node in nodes if self.room_gib.get(node, gib) >= gib]
 
     def most_free_gib(self, model: str, otherwise: float, nodes: int = 1) -> float:
         """The most that each of so many nodes has beside the other models; `otherwise` where not so many are in sight."""
@@ -61,6 +65,8 @@ class Places:
         self._held[model] = tuple((node, gib) for node in nodes)
 
     def no_room(self, model: str, gib: int, nodes: int = 1) -> NoRoom:
+        if why := self.book().returning(model, Lack(gib, nodes)):
+            return MemoryReturns(why, gib, nodes)
         others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
         return NoRoom(f"{no_room(model, gib, self.offered(), others, nodes)} {self.book().told_shut}".rstrip(), gib, nodes)
 

@@ -1,4 +1,4 @@
-"""The release gate: after an engine ended, no load begins until its memory is back, and what stays away or behind is said. Never kills.
+"""The release gate: after an engine ended, a load begins once what it needs is free, and what stays away or behind is said. Never kills.
 
 On a Spark memory comes back up to a minute after the process is gone, an engine that crashes may leave 33 GB in the driver, and a start
 into that is an out-of-memory that one made oneself. A port that is free, or a `systemctl stop` that has returned, says nothing of it.
@@ -6,21 +6,21 @@ into that is an out-of-memory that one made oneself. A port that is free, or a `
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparkd import metrics
 from sparkd.ledger import Ledger
+from sparkd.returning import Held, Look, Returning, last_held
 from sparkd.sight import Observation
 from sparkd.state import RankFact, RankHandle, Reading
+from workers.guard import Limits
 
 GIB = 1 << 30
 # Below this an engine's end cannot be told from what else happens on a machine.
 LEAST_BYTES = GIB
-SLACK_BYTES = GIB // 2
-SHARE = 0.9
 LIMIT_S = 90.0
 # A Spark restarts within minutes. Of a node that stays away for longer nobody is told any more: it may have been retired.
 GONE_S = 600.0
@@ -34,18 +34,14 @@ NAMED = 3
 
 @dataclass(slots=True)
 class Pending:
-    """One rank that ended. held: bytes that it had, of which `device` on the device; available and unaccounted: the least of MemAvailable
-    and the most that no line of /proc/meminfo accounts for, just before its end. cure: what was said of it once the limit had passed;
+    """One rank that ended. last: what it held just before. cure: what was said of it once the limit had passed;
     restart: that it is one. away: its node was out of sight by then, and has been since away_since_s; gone: for so long that it may
     never be back."""
 
     model: str
     node: str
-    held: int
-    device: int
-    available: int
-    unaccounted: int | None
-    since_s: float
+    last: Held
+    memory: Returning
     cure: str = ""
     restart: bool = False
     away: bool = False
@@ -62,39 +58,35 @@ class Pending:
         return f"{self.node} lacks memory of an engine that ended, which something else holds"
 
     @property
-    def holds_up_others(self) -> bool:
+    def returns(self) -> bool:
+        """Whether its memory is on its way, as far as anybody can tell."""
         return not (self.cure or self.away)
-
-    def missing(self, available: int) -> int:
-        """Bytes that have not come back."""
-        return max(0, self.held - (available - self.available))
 
     def kept(self, reading: Reading) -> int | None:
         """Bytes of it that the driver still has: CUDA's memory is in no line of /proc/meminfo. None where that cannot be told."""
-        if self.unaccounted is None or reading.unaccounted_bytes is None or not self.device:
+        before, device = self.last.look.unaccounted, self.last.device
+        if before is None or reading.unaccounted_bytes is None or not device:
             return None
-        return max(0, min(self.device, reading.unaccounted_bytes - (self.unaccounted - self.device)))
-
-    def is_back(self, available: int) -> bool:
-        return self.missing(available) <= (1 - SHARE) * self.held + SLACK_BYTES
+        return max(0, min(device, reading.unaccounted_bytes - (before - device)))
 
 
 class Release:
-    """Looks at every observation; a stop, a crash and a kill are the same to it. `allows` says whether a load may begin, `shut` on which
-    nodes none may until they were seen to."""
+    """Looks at every observation; a stop, a crash and a kill are the same to it. `shut` says on which nodes no load may begin until they
+    were seen to, `room_gib` how much one may need that begins now on a node to which memory returns.
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float]) -> None:
+    limits: the guard's, of a node with so many bytes.
+    """
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], limits: Callable[[int], Limits] = Limits.of) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._living: dict[str, tuple[str, str, int, int]] = {}
-        self._lately: dict[str, deque[tuple[float, int, int | None]]] = {}
+        self._limits = limits
+        # By rank_id: its handle, and what it held lately.
+        self._living: dict[str, tuple[RankHandle, deque[Held]]] = {}
         self._pending: list[Pending] = []
+        self.room_gib: dict[str, float] = {}
         # By model and node: what its last rank there left behind and nobody removed.
         self._stays: dict[tuple[str, str], str] = {}
-
-    @property
-    def allows(self) -> bool:
-        return not any(one.holds_up_others for one in self._pending)
 
     @property
     def shut(self) -> frozenset[str]:
@@ -107,7 +99,7 @@ class Release:
 
     @property
     def _stuck(self) -> list[Pending]:
-        return [one for one in self._pending if not one.holds_up_others and not one.gone]
+        return [one for one in self._pending if not one.returns and not one.gone]
 
     @property
     def condition(self) -> str | None:
@@ -118,7 +110,7 @@ class Release:
         ]
         if stuck:
             return f"MemoryNotReleased: {'; '.join(stuck)}."
-        returning = [f"{one.model} on {one.node}" for one in self._pending if one.holds_up_others]
+        returning = [f"{one.model} on {one.node}" for one in self._pending if one.returns]
         return f"MemoryReturns: {', '.join(returning)}." if returning else None
 
     def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
@@ -142,48 +134,66 @@ class Release:
         if observation.ranks is None:
             return
         now_s, readings = self._clock(), _readings(observation)
-        for fact in observation.ranks:
-            if fact.alive and (held := _held(fact)) is not None:
-                _, _, before, device = self._living.get(fact.handle.rank_id, ("", "", 0, 0))
-                if held >= before:
-                    before, device = held, fact.device_bytes or 0
-                self._living[fact.handle.rank_id] = (fact.handle.model, fact.handle.node_id, before, device)
-        alive = {fact.handle.rank_id for fact in observation.ranks if fact.alive or fact.processes}
-        for rank_id in self._living.keys() - alive:
-            model, node, held, device = self._living[rank_id]
-            if node in observation.unseen:
+        looks = _looks(observation.ranks, readings, now_s)
+        self._note_ends(observation, now_s)
+        self._note_living(observation.ranks, looks, now_s)
+        unweighed = {fact.handle.node_id for fact in observation.ranks if fact.alive and _held(fact) is None}
+        self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), looks.get(one.node), now_s, unweighed)]
+        self.room_gib = {}
+        for one in self._pending:
+            if one.returns:
+                reading = readings.get(one.node)
+                room = one.memory.room(self._limits(reading.mem_total_bytes)) / GIB if reading else 0.0
+                self.room_gib[one.node] = min(room, self.room_gib.get(one.node, room))
+
+    def _note_ends(self, observation: Observation, now_s: float) -> None:
+        there = {fact.handle.rank_id for fact in observation.ranks or () if fact.alive or fact.processes}
+        ended = []
+        for rank_id in self._living.keys() - there:
+            handle, looks = self._living[rank_id]
+            if handle.node_id in observation.unseen:
                 continue
             del self._living[rank_id]
-            lately = self._lately.get(node, ())
-            least = min((available for _, available, _ in lately), default=None)
-            most = max((unaccounted for _, _, unaccounted in lately if unaccounted is not None), default=None)
-            if held >= LEAST_BYTES and least is not None:
-                self._pending.append(Pending(model, node, held, device, least, most, now_s))
-        for node, reading in readings.items():
-            lately = self._lately.setdefault(node, deque())
-            lately.append((now_s, reading.mem_available_bytes, reading.unaccounted_bytes))
-            while lately[0][0] < now_s - BEFORE_S:
-                lately.popleft()
-        self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), now_s)]
+            last = last_held(looks)
+            if last and last.bytes >= LEAST_BYTES:
+                ended.append((handle, last))
+        # Of several that ended together, what comes back first counts for the smallest.
+        before: dict[str, int] = defaultdict(int)
+        for handle, last in sorted(ended, key=lambda one: -one[1].bytes):
+            whole = last.look.available + last.look.living - before[handle.node_id]
+            before[handle.node_id] += last.bytes
+            self._pending.append(Pending(handle.model, handle.node_id, last, Returning(last.bytes, whole, now_s)))
 
-    def _waits(self, one: Pending, reading: Reading | None, now_s: float) -> bool:
-        waited_s = now_s - one.since_s
+    def _note_living(self, ranks: Sequence[RankFact], looks: Mapping[str, Look], now_s: float) -> None:
+        for fact in ranks:
+            held, look = _held(fact), looks.get(fact.handle.node_id)
+            if not fact.alive or held is None or look is None:
+                continue
+            _, lately = self._living.setdefault(fact.handle.rank_id, (fact.handle, deque()))
+            lately.append(Held(look, held, fact.device_bytes or 0))
+            while lately[0].look.at_s < now_s - BEFORE_S:
+                lately.popleft()
+
+    def _waits(self, one: Pending, reading: Reading | None, look: Look | None, now_s: float, unweighed: Collection[str]) -> bool:
+        """unweighed: nodes where something runs that nobody could weigh yet. What it takes would look like memory that stays away."""
+        waited_s = now_s - one.memory.since_s
         one.away = reading is None and waited_s >= LIMIT_S
         one.away_since_s = None if reading is not None else now_s if one.away_since_s is None else one.away_since_s
         one.gone = one.away_since_s is not None and now_s - one.away_since_s >= GONE_S
-        if reading is None:
+        if reading is None or look is None:
             return True
-        missing = one.missing(reading.mem_available_bytes)
-        if one.is_back(reading.mem_available_bytes):
+        one.memory.look(look)
+        held, missing = one.memory.held, one.memory.missing
+        if one.memory.is_back:
             metrics.RELEASE_SECONDS.labels(one.node).observe(waited_s)
             metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(0)
-            told = f"{(one.held - missing) / GIB:.1f} of {one.held / GIB:.1f} GiB came back to {one.node} within {waited_s:.1f} s."
+            told = f"{(held - missing) / GIB:.1f} of {held / GIB:.1f} GiB came back to {one.node} within {waited_s:.1f} s."
             self._ledger.say("release", one.model, told, node=one.node, seconds=round(waited_s, 2))
             return False
-        if waited_s < LIMIT_S or one.cure:
+        if waited_s < LIMIT_S or one.cure or one.node in unweighed:
             return True
         metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(missing)
-        needs_restart = missing >= REBOOT_BYTES and missing >= REBOOT_SHARE * one.held
+        needs_restart = missing >= REBOOT_BYTES and missing >= REBOOT_SHARE * held
         kept = one.kept(reading)
         who = "" if kept is None else f", {kept / GIB:.1f} of them in the driver"
         if not needs_restart:
@@ -196,7 +206,7 @@ class Release:
             one.cure, one.restart = "no load begins there before it was restarted", True
         if stays := self._stays.get((one.model, one.node)):
             one.cure += f", and it may have left {stays}"
-        told = f"{missing / GIB:.1f} of {one.held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."
+        told = f"{missing / GIB:.1f} of {held / GIB:.1f} GiB have not come back to {one.node} after {waited_s:.0f} s{who}: {one.cure}."
         self._ledger.say("release", one.model, told, node=one.node, missing_bytes=missing, driver_bytes=kept)
         return needs_restart
 
@@ -214,6 +224,15 @@ def _size(size: int) -> str:
 def _held(fact: RankFact) -> int | None:
     """Bytes on the host and on the device, as far as they are known."""
     return None if fact.host_bytes is None else fact.host_bytes + (fact.device_bytes or 0)
+
+
+def _looks(ranks: Sequence[RankFact], readings: Mapping[str, Reading], now_s: float) -> dict[str, Look]:
+    """By node, of those with a reading."""
+    living: dict[str, int] = defaultdict(int)
+    for fact in ranks:
+        if fact.alive:
+            living[fact.handle.node_id] += _held(fact) or 0
+    return {node: Look(now_s, one.mem_available_bytes, living[node], one.unaccounted_bytes) for node, one in readings.items()}
 
 
 def _readings(observation: Observation) -> Mapping[str, Reading]:

@@ -19,11 +19,15 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """offered: node -> GiB that it lends, of the nodes in sight that take something now. held: by model. shut: those that take nothing."""
+    """offered: node -> GiB that it lends, of the nodes in sight that take something now. held: by model. shut: those that take nothing.
+
+    room_gib: of nodes to which memory of an engine that ended returns, what a load may need that begins there now.
+    """
 
     offered: Mapping[str, float] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
     shut: Collection[str] = ()
+    room_gib: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def told_shut(self) -> str:
@@ -43,3 +47,12 @@ class Book:
         """Whether so much is free on so many nodes, what `model` itself holds not counted."""
         free = self.free_gib({model, *without})
         return sum(gib >= lack.gib for gib in free.values()) >= lack.nodes
+
+    def returning(self, model: str, lack: Lack) -> str | None:
+        """Why it has to wait although nobody holds what it needs, as a sentence; None where so much is free now."""
+        fitting = [node for node, gib in self.free_gib({model}).items() if gib >= lack.gib]
+        waited_for = [node for node in fitting if self.room_gib.get(node, lack.gib) < lack.gib]
+        if len(fitting) - len(waited_for) >= lack.nodes or not waited_for:
+            return None
+        free = ", ".join(f"{self.room_gib[node]:.0f} on {node}" for node in sorted(waited_for))
+        return f"It waits for memory of an engine that ended to come back: it needs {lack.gib} GiB, and can have {free} now."

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparkd.admission import Ways
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, NoRoom
+from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
@@ -79,6 +79,8 @@ class Siting:
         for *_, ways in sorted(found):
             try:
                 return await self._team(config, spec, ways, linked=True)
+            except MemoryReturns:
+                raise  # that is soon over, and a worse format would stay
             except DoesNotFit:
                 continue
             except ClusterError as error:  # files that are not there, an agent that is silent: alone it is served all the same
@@ -92,6 +94,8 @@ class Siting:
             for ways in await asyncio.to_thread(_ways, config, spec, self._here, nodes):
                 try:
                     return await self._team(config, spec, ways)
+                except MemoryReturns:
+                    raise
                 except DoesNotFit as error:
                     full = full or (error if isinstance(error, NoRoom) else None)
                     called = f"As a pipeline of {ways[1]} stages over" if ways[1] > 1 else "Over"

@@ -72,7 +72,7 @@ class Supervisor:
         self.ledger = Ledger(store, wall)
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock, unusable=cluster.unusable)
-        self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders)
+        self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
         hands = (self._roster, self.ledger, cluster, self._door)
         jitter = rng or random.Random()
@@ -299,6 +299,7 @@ class Supervisor:
                     # The last boundary: engines serve on whatever this loop stumbles over, and the next look may be a better one.
                     log.exception("a tick failed")
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
+                hurry = hurry or bool(self._gate.room_gib)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(BUSY_TICK_S if hurry else TICK_S):
                         await self._wake.wait()
@@ -350,7 +351,7 @@ class Supervisor:
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        self._cluster.shut(self._gate.shut)
+        self._cluster.shut(self._gate.shut, self._gate.room_gib)
         bar = bar_of(observation, self._gate, strangers)
         whose = self._swap.turn(facts, bar)
         return plan(facts, strangers, bar is None, now_s, whose), whose

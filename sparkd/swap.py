@@ -27,8 +27,7 @@ def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]
         return "It waits for Ray to start." if kind == "RayStarting" else reason or "It waits for this node's agent to answer."
     if not gate.allows:
         told = [condition.partition(": ") for condition in gate.conditions if condition]
-        back = "It waits for memory to come back: "
-        return " ".join(f"{back if kind == 'MemoryReturns' else ''}{why}" for kind, _, why in told) or "It waits for memory of a node."
+        return " ".join(why for kind, _, why in told if kind != "MemoryReturns") or "It waits for memory of a node."
     if any(fact.alive for fact in strangers):
         return "It waits for what an earlier daemon left to end."
     return None

@@ -45,9 +45,10 @@ def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float,
         lacks = one.lack is not None and not book.has_room(one.name, one.lack)
         if not rivals and not lacks:
             told |= dict.fromkeys(others, f"It waits for its turn: {one.name} is started first.")
-            if (why := bar or _before(models, now_s)) is not None:
+            returning = book.returning(one.name, one.lack) if one.lack else None
+            if (why := bar or _before(models, now_s) or returning) is not None:
                 told[one.name] = why
-            return Turn(one.name, {}, told, refused, _line(waiting, refused))
+            return Turn(None if returning else one.name, {}, told, refused, _line(waiting, refused))
         if not one.claims:
             told[one.name] = _waits_for(one, rivals, f"until that is free or somebody asks for {one.name}")
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config import Config, ModelConfig, load_config
-from sparkd.errors import NoRoom, RankError, SparkdError
+from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
 from sparkd.fabric_findings import Finding
 from sparkd.placement import Placement
 from sparkd.room import Book, Held, Lack
@@ -59,6 +59,7 @@ class FakeCluster:
         self.offered: dict[str, float] = {}
         self.held: dict[str, Held] = {}
         self.shut_nodes: frozenset[str] = frozenset()
+        self.room_gib: Mapping[str, float] = {}
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -70,10 +71,11 @@ class FakeCluster:
         return Observation(ranks, self.reading, self.connected, nodes=nodes, unseen=self.unseen, dark_s=self.dark_s)
 
     def book(self) -> Book:
-        return Book({node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}, dict(self.held), self.shut_nodes)
+        offered = {node: gib for node, gib in self.offered.items() if node not in self.shut_nodes}
+        return Book(offered, dict(self.held), self.shut_nodes, self.room_gib)
 
-    def shut(self, nodes: frozenset[str]) -> None:
-        self.shut_nodes = nodes
+    def shut(self, nodes: frozenset[str], room_gib: Mapping[str, float]) -> None:
+        self.shut_nodes, self.room_gib = nodes, room_gib
 
     async def place(self, spec: ModelConfig) -> Placement:
         self.log.append(f"place {spec.name}")
@@ -84,6 +86,8 @@ class FakeCluster:
         if self.offered:
             if not self.book().has_room(spec.name, Lack(gib)):
                 raise NoRoom(f"{spec.name} asks for {gib} GiB.", gib, 1)
+            if why := self.book().returning(spec.name, Lack(gib)):
+                raise MemoryReturns(why, gib, 1)
             self.held[spec.name] = (("n", gib),)
         return Placement(self.nodes[0], spec.name, gib, "cpu", "workers.stub", peers=self.nodes[1:], tensor=len(self.nodes))
 

@@ -12,7 +12,7 @@ from sparkd.release import BEFORE_S, GONE_S, LIMIT_S, Release
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
 from sparkd.state import RankFact, Reading, Store, Want
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, Scene
 from tests.test_plan import ALIVE
 from tests.test_supervisor import make_ready, stage
 
@@ -24,6 +24,12 @@ SERVING = replace(ALIVE, host_bytes=6 * GIB, device_bytes=52 * GIB)
 # Another node, and what serves there.
 THERE = replace(READING, node_id="o", mem_available_bytes=50 * GIB)
 FAR = replace(SERVING, handle=replace(SERVING.handle, node_id="o"))
+
+
+def rank(model: str, gib: float | None) -> RankFact:
+    """Another engine on the node, which holds so much."""
+    held = None if gib is None else int(gib * GIB)
+    return replace(ALIVE, handle=replace(ALIVE.handle, model=model, rank_id=f"{model}-1"), host_bytes=held, device_bytes=0)
 
 
 def seen(*readings: Reading) -> tuple[NodeView, ...]:
@@ -42,7 +48,7 @@ class Gate:
         self.clock.now_s += seconds
         seen = replace(self.reading, mem_available_bytes=int(available_gib * GIB))
         self.release.look(Observation(ranks, seen, True, **changes))  # type: ignore[arg-type]
-        return self.release.allows and not self.release.shut
+        return not self.release.room_gib and not self.release.shut
 
     @property
     def told(self) -> list[str]:
@@ -66,8 +72,54 @@ def test_a_load_waits_until_memory_is_back(gate: Gate) -> None:
 
 def test_what_went_before_the_last_process_counts(gate: Gate) -> None:
     gate.look(50, SERVING)
-    gate.look(90, replace(SERVING, host_bytes=1 * GIB, device_bytes=10 * GIB))
-    assert gate.look(108), "58 GiB came back since it was at its largest"
+    gate.look(50, replace(SERVING, host_bytes=1 * GIB, device_bytes=0))
+    assert not gate.look(51), "its processes were gone before its memory"
+    assert gate.look(108)
+
+
+def test_what_it_held_while_it_loaded_says_nothing_of_its_end(gate: Gate) -> None:
+    """An H200, 154 s from a cold start: 4.2 GiB on the host while it compiled, 2.5 when it ended."""
+    gate.look(96, replace(ALIVE, host_bytes=int(4.2 * GIB)))
+    gate.look(97.7, replace(ALIVE, host_bytes=int(2.5 * GIB)), seconds=BEFORE_S + 1)
+    assert not gate.look(98)
+    assert gate.look(100.2, seconds=0.9)
+    assert gate.told == ["2.5 of 2.5 GiB came back to n within 0.9 s."]
+
+
+def test_a_load_may_begin_that_needs_no_more_than_is_free(gate: Gate) -> None:
+    gate.look(50, SERVING)
+    gate.look(60)
+    assert (gate.release.room_gib, gate.release.shut) == ({"n": 54.0}, frozenset()), "60 less the guard's soft limit, 6"
+    gate.look(60, seconds=3)
+    assert gate.release.room_gib == {"n": 56.0}, "it rests: less the hard one"
+
+
+def test_several_engines_that_end_together(gate: Gate) -> None:
+    large, small = SERVING, rank("k", 20)
+    gate.look(30, large, small)
+    gate.look(30)
+    assert gate.release.condition == "MemoryReturns: m on n, k on n."
+    gate.look(49)
+    assert gate.release.condition == "MemoryReturns: m on n.", "what comes back first counts for the smaller one"
+    assert gate.look(107)
+    assert gate.told == ["19.0 of 20.0 GiB came back to n within 1.0 s.", "57.0 of 58.0 GiB came back to n within 2.0 s."]
+
+
+def test_an_engine_that_begins_meanwhile_is_not_taken_for_memory_that_stays_away(gate: Gate) -> None:
+    gate.look(50, SERVING)
+    gate.look(80)
+    for second in range(60):
+        gate.look(80 + min(28, second) - second / 2, rank("k", second / 2))
+    assert gate.told == ["52.0 of 58.0 GiB came back to n within 23.0 s."]
+
+
+def test_nothing_is_said_to_be_missing_beside_what_nobody_can_weigh(gate: Gate) -> None:
+    gate.look(50, SERVING)
+    gate.look(75)
+    gate.look(60, rank("k", None), seconds=LIMIT_S)
+    assert (gate.told, gate.release.shut, gate.release.room_gib) == ([], frozenset(), {"n": 56.0})
+    gate.look(60, rank("k", 15), seconds=1)
+    assert gate.release.shut == {"n"}
 
 
 def test_a_dead_rank_whose_processes_live_still_holds(gate: Gate) -> None:
@@ -116,7 +168,7 @@ def test_who_has_what_did_not_come_back(gate: Gate, unaccounted_gib: float, driv
     told = f"33.0 of 58.0 GiB have not come back to n after 90 s, {driver_gib} of them in the driver: {cure}."
     assert gate.told == [told]
     assert gate.release.condition == f"MemoryNotReleased: what m on n held has not come back; {cure}."
-    assert (gate.release.shut, gate.release.allows) == ({"n"}, True), "other nodes need not wait for that"
+    assert (gate.release.shut, gate.release.room_gib) == ({"n"}, {}), "other nodes need not wait for that"
     assert gate.look(120)
 
 
@@ -140,9 +192,12 @@ def test_a_node_that_goes_before_its_memory_is_back_holds_up_no_other(gate: Gate
     here, there = READING, THERE
     gate.look(110, FAR, nodes=seen(here, there))
     assert not gate.look(110, nodes=seen(here, there))
-    assert not gate.look(110, nodes=seen(here)), "it may be back within a moment"
+    gate.look(110, nodes=seen(here))
+    assert (gate.release.room_gib, gate.release.shut) == ({"o": 0.0}, frozenset()), (
+        "it may be back within a moment, and others need not wait"
+    )
     gate.look(110, nodes=seen(here), seconds=LIMIT_S)
-    assert (gate.release.allows, gate.release.shut) == (True, {"o"})
+    assert (gate.release.room_gib, gate.release.shut) == ({}, {"o"})
     assert gate.release.condition == "MemoryNotReleased: what m on o held has not come back; that node is out of sight."
     gate.look(110, nodes=seen(here, there))
     assert gate.told == ["58.0 of 58.0 GiB have not come back to o after 92 s: no load begins there before it was restarted."]
@@ -159,7 +214,7 @@ def test_a_node_that_was_retired_is_told_of_no_more_and_shut_again_where_it_come
     gate.look(110, nodes=seen(here), seconds=GONE_S - 1)
     assert (gate.release.told, gate.release.shut) == ({"o": "o is out of sight"}, {"o"})
     assert gate.look(110, nodes=seen(here))
-    assert (gate.release.condition, gate.release.allows) == (None, True)
+    assert (gate.release.condition, gate.release.room_gib) == (None, {})
 
     assert not gate.look(110, nodes=seen(here, there))
     assert gate.release.shut == {"o"} and "before it was restarted" in (gate.release.condition or "")
@@ -201,6 +256,15 @@ def test_what_stays_is_named_where_memory_does_not_come_back(gate: Gate, again: 
     assert gate.told[-1] == f"8.0 of 58.0 GiB have not come back to n after 90 s: it is given up{named}."
 
 
+async def made_ready(made: Scene, model: str) -> None:
+    made.cluster.names = ["m", "k"]
+    made.supervisor.want(model, Want.RUNNING, "admin")
+    await made.tick()
+    made.cluster.serve(model)
+    await made.tick(3)
+    assert made.state(model) == "READY"
+
+
 async def test_the_stop_of_a_rank_tells_what_it_left(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         await make_ready(made)
@@ -212,22 +276,42 @@ async def test_the_stop_of_a_rank_tells_what_it_left(tmp_path: Path) -> None:
         assert told == ["It left /dev/shm/psm_1 on n, 3.0 MiB: removed, since nothing that lives holds it."]
 
 
-async def test_the_next_start_waits_for_it(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made:
-        await make_ready(made)
+@pytest.mark.parametrize(("need_gib", "begins"), [(70, False), (40, True)], ids=["more than is free", "no more than is free"])
+async def test_the_next_start_waits_for_what_it_needs(need_gib: int, begins: bool, tmp_path: Path) -> None:
+    models = {"m": {"model": str(tmp_path), "memory_gib": need_gib}, "k": {"model": str(tmp_path), "memory_gib": 114}}
+    async with stage(tmp_path, models=models) as made:
+        made.cluster.offered = {"n": 114.0}
+        await made_ready(made, "k")
 
         def show(available_gib: float) -> None:
             made.cluster.reading = replace(READING, mem_available_bytes=int(available_gib * GIB))
 
         show(50)
-        made.cluster.show(host_bytes=30 * GIB)
+        made.cluster.show(host_bytes=60 * GIB)
         await made.tick(8)
-        made.supervisor.want("m", Want.STOPPED, "admin")
+        made.supervisor.want("k", Want.STOPPED, "admin")
         await made.tick(4)
-        assert made.state() == "STOPPED"
+        assert made.state("k") == "STOPPED"
         made.supervisor.want("m", Want.RUNNING, "admin")
-        await made.tick(3)
-        assert made.state() == "STOPPED" and made.supervisor.snapshot().conditions == ("MemoryReturns: m on n.",)
+        await made.tick(2)
+        snapshot = made.supervisor.snapshot()
+        assert (made.state("m") != "STOPPED", snapshot.conditions) == (begins, ("MemoryReturns: k on n.",))
+        assert (snapshot.models["m"].turn, made.cluster.log.count("spawn m")) == (None if begins else 1, int(begins))
         show(80)
         await made.tick(2)
-        assert made.cluster.log.count("spawn m") == 2
+        assert made.cluster.log.count("spawn m") == 1
+
+
+async def test_a_load_waits_only_for_memory_of_nodes_that_it_would_use(tmp_path: Path) -> None:
+    """Memory returns to `o`, and what is asked for goes to `n`."""
+    models = {"m": {"model": str(tmp_path), "memory_gib": 70}}
+    async with stage(tmp_path, models=models) as made:
+        made.cluster.offered, made.cluster.agents = {"n": 114.0, "o": 114.0}, ("n", "o")
+        made.cluster.node_readings = {"n": READING, "o": THERE}
+        made.cluster.ranks = {FAR.handle.rank_id: replace(FAR, handle=replace(FAR.handle, model="other"))}
+        await made.tick()
+        made.cluster.ranks = {}
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+        assert made.supervisor.snapshot().conditions == ("MemoryReturns: other on o.",)
+        assert made.state("m") == "LOADING"

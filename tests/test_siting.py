@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkd.config import Config, load_config, parse_model
-from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, RankError
+from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, MemoryReturns, RankError
 from sparkd.needs import refuse_unloadable
 from sparkd.placement import Placement
 from sparkd.places import Places
@@ -133,6 +133,20 @@ async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> 
     await scene.places.release("m")
     scene.places.shut = frozenset({A, B})
     assert f"Nothing is started on {A} or {B} now: `sparkd status` says why." in await scene.refused(model)
+
+
+async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20, B: 20})
+    scene.places.room_gib = {A: 1.0}
+    assert (await scene.place(model)).nodes == (B,)
+    await scene.places.release("m")
+    scene.places.room_gib = {A: 20.0, B: 1.0}
+    assert (await scene.place(model)).nodes == (A,)
+    await scene.places.release("m")
+    scene.places.room_gib = {A: 1.0, B: 1.0}
+    with pytest.raises(MemoryReturns) as caught:
+        await scene.place(model)
+    assert (caught.value.nodes, caught.value.gib > 1) == (1, True)
 
 
 @pytest.mark.parametrize(

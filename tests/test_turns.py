@@ -83,6 +83,15 @@ def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
     assert found.told["c"] == "It waits for room, 10 GiB: until that is free or somebody asks for c."
 
 
+@pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
+def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
+    models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
+    found = turn(models, Book({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    assert (found.first, found.line, "c" in found.told) == (first, ("c", "d"), first is None)
+    elsewhere = turn(models, Book({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
+    assert elsewhere.first == "c"
+
+
 def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", pinned=True), a=16)
     assert (found.first, found.line) == ("d", ("d",))
@@ -226,7 +235,7 @@ class Bars:
         (False, "RayStarting: Ray is not connected yet.", Bars(), Bars(), "It waits for Ray to start."),
         (False, "RayUnavailable: Ray has ended.", Bars("MemoryShort: n has 1 GiB."), Bars(), "Ray has ended."),
         (True, "GpuSilent: n.", Bars("MemoryShort: n has 1 GiB."), Bars(), "n has 1 GiB."),
-        (True, None, Bars(), Bars("MemoryReturns: a on n."), "It waits for memory to come back: a on n."),
+        (True, None, Bars(), Bars("MemoryReturns: a on n."), None),
         (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"n"})), "a."),
         (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"o"})), None),
     ],
