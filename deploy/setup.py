@@ -264,7 +264,7 @@ def _set_up(engine: Engine, *, dev: bool, model: Path | None) -> None:
         draft.write_text(json.dumps(wanted, indent=1) + "\n")
         draft.replace(STAMP)
     if model is not None:
-        prepare = [_venv_python(), "-m", "sparkd.embedded", "--out", str(model)]
+        prepare = [_venv_python(), "-P", "-m", "sparkd.embedded", "--out", str(model)]
         _Step("embedded model", quiet=(model / "config.json").exists()).run(prepare)
 
 
@@ -275,7 +275,7 @@ def _install(engine: Engine, *, anew: bool, dev: bool) -> None:
     if anew:
         _empty(VENV)
         check_disk(engine, shutil.disk_usage(VENV).free, VENV)
-        _Step("virtual environment").run([sys.executable, "-m", "venv", str(VENV)])
+        _Step("virtual environment").run([sys.executable, "-P", "-m", "venv", str(VENV)])
     extras = "dev" if dev else "embedded"
     if engine.kind == "cpu":
         _Step("engine").pip(engine.requirement, "--no-deps")
@@ -335,7 +335,7 @@ class _Step:
         self.began_s = time.monotonic()
 
     def pip(self, *what: str) -> None:
-        self.run([_venv_python(), "-m", "pip", "install", "--only-binary=:all:", *what])
+        self.run([_venv_python(), "-P", "-m", "pip", "install", "--only-binary=:all:", *what])
 
     def run(self, argv: Sequence[str], *, tell_last: bool = False) -> None:
         """Runs `argv` with its output in the log. Raises SetupError with the reason when it fails."""

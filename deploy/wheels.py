@@ -166,7 +166,7 @@ def table(found: Mapping[str, Mapping[str, Wheel]]) -> str:
 
 def _pip_report(requirements: Sequence[str], target: Target, *, deps: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as nowhere:
-        argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
+        argv = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
         argv += ["--only-binary=:all:", "--implementation=cp", f"--python-version={target.python}", f"--target={nowhere}", "--report=-"]
         argv += [f"--platform={platform}" for platform in target.platforms()]
         done = subprocess.run([*argv, *([] if deps else ["--no-deps"]), *requirements], capture_output=True, text=True, timeout=900)

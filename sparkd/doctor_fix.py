@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import StateError
+from workers.interpreter import inherited_environment
 
 TIMEOUT_S = 30.0
 SYSCTL_FILE = "etc/sysctl.d/60-sparkd-{name}.conf"
@@ -68,7 +69,8 @@ def apply(fix: Fix, root: Path) -> None:
         return
     for command in fix.commands:
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+            null, environ = subprocess.DEVNULL, inherited_environment(os.environ)
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=null, env=environ)
         except (OSError, subprocess.SubprocessError) as error:
             if fix.path:
                 path.unlink(missing_ok=True)

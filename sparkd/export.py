@@ -17,11 +17,11 @@ import typer
 from sparkd import show
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
 from sparkd.verbs import Session, argument, option, verb
+from workers.interpreter import module_command, program_environment
 
 if TYPE_CHECKING:
     from sparkd.cached import Chosen
 
-ROOT = Path(__file__).resolve().parent.parent
 # What a program that was interrupted gets to remove what it has written.
 REMOVE_S = 60.0
 # A rate over less than this says nothing about the rest.
@@ -95,8 +95,7 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
         "cache_dir": wanted.cache_dir,
         "device": device,
     }
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [wanted.runtime or sys.executable, "-m", "workers.stream.export"]
+    command = module_command(str(wanted.runtime or sys.executable), "workers.stream.export")
     with tempfile.TemporaryFile() as errors:
         try:
             program = subprocess.Popen(
@@ -104,7 +103,7 @@ def run(wanted: Chosen, target: str, device: str, tell: Callable[[Mapping[str, A
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env={**os.environ, "PYTHONPATH": path},
+                env=program_environment(os.environ),
                 start_new_session=True,
             )
         except OSError as error:

@@ -19,6 +19,7 @@ from sparkd.config_fields import split_address
 from sparkd.errors import ConfigError, RayUnavailable
 from sparkd.rayhead import VERSION_LABEL, is_here, node_environment
 from sparkd.sight import CLOCK_S
+from workers.interpreter import inherited_environment, module_command
 
 PORT = 6379
 REACH_TIMEOUT_S = 5.0
@@ -99,11 +100,10 @@ def clock_doubt(ahead_s: float | None) -> str | None:
 
 def probe_head(address: str, token_path: Path, node_ip: str, *more: str) -> dict[str, object]:
     """What workers.ray_probe says, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most PROBE_TIMEOUT_S."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "workers.ray_probe", address, *more],
-            env=clean | node_environment(token_path, node_ip) | {"RAY_BACKEND_LOG_LEVEL": "fatal"},
+            module_command(sys.executable, "workers.ray_probe", address, *more),
+            env=inherited_environment(os.environ) | node_environment(token_path, node_ip) | {"RAY_BACKEND_LOG_LEVEL": "fatal"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

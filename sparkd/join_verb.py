@@ -20,6 +20,7 @@ from sparkd import show
 from sparkd.errors import ConfigError, Conflict, RayUnavailable
 from sparkd.launch import ConfigFile, config_path
 from sparkd.verbs import Asked, Json, argument, option
+from workers.interpreter import inherited_environment
 
 if TYPE_CHECKING:
     from sparkd.config import Config
@@ -326,7 +327,8 @@ def _daemon(config: Config) -> str:
 def _systemctl(*words: Any) -> bool:
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["systemctl", "--quiet", *words]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, check=False)
+        null, environ = subprocess.DEVNULL, inherited_environment(os.environ)
+        done = subprocess.run(command, stdin=null, capture_output=True, timeout=SYSTEMCTL_TIMEOUT_S, env=environ, check=False)
         return done.returncode == 0
     return False
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd.config import Config, ModelConfig
@@ -23,6 +22,7 @@ from sparkd.fabric import fabrics_of
 from sparkd.fabric_cables import cables_of
 from sparkd.ledger import Ledger
 from sparkd.state import Operation, OperationState, Progress
+from workers.interpreter import PACKAGE_DIR, module_command, program_environment
 
 log = logging.getLogger("sparkd.pulls")
 
@@ -37,7 +37,6 @@ SILENT_S = 30.0
 RATE_S = 3.0
 MOST_NAMES = 4  # of files, in a sentence
 MAX_LINE = 1 << 20
-_ROOT = str(Path(__file__).resolve().parent.parent)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -193,10 +192,9 @@ class _Pull:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH", ""))))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sparkd.fetch"),
-            env={**os.environ, **environ, **quiet, "PYTHONPATH": path},
+            *module_command(sys.executable, "sparkd.fetch"),
+            env={**program_environment(os.environ), **environ, **quiet, "PYTHONPATH": PACKAGE_DIR},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -20,6 +20,7 @@ from typing import Any
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
 from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
+from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
 
 MARK = "SPARKD_RAY_DIR"
 # Of each node in Ray: sparkd's version there, which a node that wants to join compares.
@@ -146,8 +147,8 @@ class RayHead:
         return sorted(f"{where} {name}" for name, pid in self._processes() for where in _listening(pid))
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What `ray start` runs in. Ray's own variables of the caller are dropped: another cluster's settings must not leak in."""
-        clean = {name: value for name, value in inherited.items() if not name.startswith("RAY_")}
+        """What `ray start` runs in. Ray's own variables of the caller do not reach it: another cluster's settings must not leak in."""
+        clean = inherited_environment(inherited)
         names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
         folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
         links = dict(self._fabric(self.node_ip, clean)) if self._fabric else {}
@@ -159,7 +160,7 @@ class RayHead:
         resources = {"unified_memory_gib": self._memory_gib}
         head = ["--head", f"--port={self._port}", "--include-dashboard=false", "--no-monitor"]
         return [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start"),
+            *module_command(sys.executable, "ray.scripts.scripts", "start"),
             *([f"--address={self._join}"] if self._join else head),
             f"--node-ip-address={self.node_ip}",
             f"--labels={VERSION_LABEL}={__version__}",
@@ -251,7 +252,6 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
     Token authentication on (off by default in Ray; CVE-2023-48022), memory monitor off (it kills loading workers at 95 % of the node:
     ray-project/ray issue 39723), no metrics collection, no prestarted workers, no usage report.
     """
-    package_root = str(Path(__file__).resolve().parent.parent)
     variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -269,7 +269,7 @@ def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": "1",
         # Ray titles its processes with setproctitle, which overwrites what /proc shows of their environment unless told not to.
         "SPT_NOENV": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH", "")))),
+        "PYTHONPATH": PACKAGE_DIR,
     }
     if node_ip == LOOPBACK:
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

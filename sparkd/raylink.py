@@ -186,6 +186,7 @@ class RayLink:
         try:
             ray.init(
                 address=address,
+                job_config=_job(),
                 namespace=NAMESPACE,
                 _node_ip_address=node_ip,
                 log_to_driver=False,
@@ -310,6 +311,18 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, name="ray call", daemon=True).start()
     return await done
+
+
+def _job() -> Any:
+    """A driver that lends no folder: Ray would have its workers import from the driver's working folder first (worker.py, connect)."""
+    from ray.job_config import JobConfig
+
+    class Job(JobConfig):
+        def _serialize(self) -> bytes:
+            self._py_driver_sys_path.clear()
+            return super()._serialize()
+
+    return Job()
 
 
 def _knock(address: str) -> None:

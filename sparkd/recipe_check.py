@@ -20,8 +20,8 @@ from sparkd.speculation import NOTES
 from sparkd.vllm_flags import translated
 from sparkd.vllm_history import READ_OFF, Release
 from sparkd.yamlfile import MAX_BYTES, Problem, parse
+from workers.interpreter import module_command, program_environment
 
-ROOT = Path(__file__).resolve().parent.parent
 PARSE_TIMEOUT_S = 300.0
 # Where a draft lies inside the checkpoint, the model has to be a folder.
 _FOLDER = "/model"
@@ -141,15 +141,14 @@ def checked(file: RecipeFile, book: Book, release: Release | None = READ_OFF) ->
 
 def parsed(found: Sequence[Resolved], runtime: str) -> list[Problem]:
     """What the parser of the vLLM in `runtime`, a Python interpreter, does not take. Raises SparkdError where it cannot be asked."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(
-            [runtime, "-m", "workers.parse_args"],
+            module_command(runtime, "workers.parse_args"),
             input=json.dumps([each.line for each in found]),
             capture_output=True,
             text=True,
             timeout=PARSE_TIMEOUT_S,
-            env={**os.environ, "PYTHONPATH": path},
+            env=program_environment(os.environ),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

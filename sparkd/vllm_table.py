@@ -20,6 +20,7 @@ import workers
 from sparkd.installed import full_version_in, packages_of
 from sparkd.vllm_flags import release_of, translated
 from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
+from workers.interpreter import inherited_environment
 
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
 TIMEOUT_S = 120.0
@@ -109,10 +110,12 @@ def _asked(interpreter: Path, version: str, kept: Sequence[Path]) -> FlagTable |
 
 def _run(interpreter: Path) -> str | None:
     """What the program says; None where it fails or takes too long, and then nothing of it is left."""
-    command = [str(interpreter), "-c", _PROGRAM.read_text()]
+    command = [str(interpreter), "-P", "-c", _PROGRAM.read_text()]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
-        child = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, cwd="/", start_new_session=True)
+        child = subprocess.Popen(
+            command, stdin=null, stdout=pipe, stderr=null, cwd="/", env=inherited_environment(os.environ), start_new_session=True
+        )
     except OSError:
         return None
     with child:

@@ -403,8 +403,8 @@ def test_every_rank_has_a_command_that_vllm_parses(hardware: str, wish: Wish, pa
     choice = found["choice"]
     assert len(choice["ranks"]) == choice["nodes"]
     for number, rank in enumerate(choice["ranks"]):
-        _, dash_m, module, *arguments = rank["command"]
-        assert (dash_m, module) == ("-m", "vllm.entrypoints.openai.api_server")
+        _, safe_path, dash_m, module, *arguments = rank["command"]
+        assert (safe_path, dash_m, module) == ("-P", "-m", "vllm.entrypoints.openai.api_server")
         parsed = parsed_by(parser, arguments)
         assert (parsed.model, parsed.max_model_len, parsed.max_num_seqs) == ("/m", choice["max_model_len"], Serving(0).max_num_seqs)
         assert parsed.max_num_batched_tokens == wish.serving.max_num_batched_tokens

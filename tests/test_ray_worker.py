@@ -91,11 +91,11 @@ def test_rank_0_leads_vllm_into_our_ray_and_the_others_wait_for_their_worker(pla
     flags = tuple(command.parallel_flags(2, 1, 0, "192.168.100.10", 29500, "ray"))
     first = place.spec(flags=flags, ray=PLACED, world=2, attempt="r1", env={"NCCL_IB_HCA": "rocep1s0f0"})
     second = replace(first, rank=1, rank_id="r1-r1", socket_path=None)
-    starts = {"runtime_env": {"py_executable": "${SPARKD_RAY_PYTHON} -m workers.ray_worker r1"}, "metadata": {}}
+    starts = {"runtime_env": {"py_executable": "${SPARKD_RAY_PYTHON} -P -m workers.ray_worker r1"}, "metadata": {}}
     environ = command.build_environment(first, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_JOB_ID": "01"}, None)
 
     assert flags == ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
-    assert command.build_command(second) == [sys.executable, "-m", "workers.ray_keeper"]
+    assert command.build_command(second) == [sys.executable, "-P", "-m", "workers.ray_keeper"]
     assert {name: environ[name] for name in environ if name.startswith(("RAY_", "SPARKD_RAY_G", "VLLM_RAY_"))} == {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_ADDRESS": PLACED["address"], "RAY_BACKEND_LOG_LEVEL": "error",
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(starts),

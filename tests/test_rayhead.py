@@ -74,8 +74,8 @@ def up(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 def test_the_command_of_a_head(folder: Path) -> None:
     command = head_of(folder, port=6380).command()
 
-    assert command[:4] == [sys.executable, "-m", "ray.scripts.scripts", "start"]
-    assert set(command[4:]) == {
+    assert command[:5] == [sys.executable, "-P", "-m", "ray.scripts.scripts", "start"]
+    assert set(command[5:]) == {
         *("--head", "--port=6380", "--include-dashboard=false", "--no-monitor", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}/ray"),
         *("--object-store-memory=83886080", '--resources={"unified_memory_gib": 4}', "--num-cpus=1", "--num-gpus=1"),
         f"--labels=sparkd-version={__version__}",

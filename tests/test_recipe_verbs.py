@@ -135,7 +135,7 @@ def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.C
     python = tmp_path / "python"
     # As `python -m workers.parse_args` answers: the first line is taken, the others are not.
     answer = "import json,sys; lines = json.load(sys.stdin); json.dump([None] + ['no such flag'] * (len(lines) - 1), sys.stdout)"
-    python.write_text(f'#!/bin/sh\ntest "$*" = "-m workers.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
+    python.write_text(f'#!/bin/sh\ntest "$*" = "-P -m workers.parse_args" || exit 9\nexec {sys.executable} -c "{answer}"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "r.yaml").write_text(RECIPE)
 

@@ -325,7 +325,9 @@ def test_what_a_plugin_adds_is_known(tmp_path: Path, table: FlagTable, monkeypat
     (tmp_path / "its_plugin-1.0.dist-info").mkdir()
     (tmp_path / "its_plugin-1.0.dist-info" / "METADATA").write_text("Name: its-plugin\nVersion: 1.0\n")
     (tmp_path / "its_plugin-1.0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nits = its_plugin:register\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(vllm_table, "_tables", {})
+    # As if it were installed: PYTHONPATH of this process reaches no child, as it reaches no engine.
+    monkeypatch.setattr(vllm_table, "inherited_environment", lambda environ: {**environ, "PYTHONPATH": str(tmp_path)})
     found = flag_table(None, [tmp_path / "kept"], ask=True)
     assert found is not None
     assert found.flags.keys() - table.flags.keys() == {"flag-of-a-plugin"}

@@ -1,7 +1,7 @@
 """The argv and the environment of one rank's engine. Never starts it, never reads this process's own environment.
 
-Nothing here passes through a shell. The environment is built from empty: what is not on the list below, and not the operator's own
-`env`, does not reach the engine.
+Nothing here passes through a shell. The environment is built from empty: what is not on the list of workers.interpreter, and not the
+operator's own `env`, does not reach the engine.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import ipaddress
 import json
 import os
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from workers import ray_place
+from workers.interpreter import inherited_environment, module_command
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
@@ -28,34 +28,16 @@ CPU_KV_CACHE_GIB = 2
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
 
-INHERITED = (
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH",
-    "HF_HOME", "HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR",
-    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
-    "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "TORCH*", "TRITON_*", "FLASHINFER_*", "VLLM_*",
-    "TP_SOCKET_IFNAME", "MAX_JOBS",
-)  # fmt: skip
-
-# Opens development or update routes, loads code, writes prompts, tensors or answers to disk or log, changes the log that progress is
-# read from, or describes the place of another process. The operator's own `env` may still set them. OMP_NUM_THREADS is not inherited
-# because Ray forces it to 1 in its workers (ray/_private/utils.py), and LD_PRELOAD because it loads code.
-NOT_INHERITED = (
-    "RAY_*", "*_PLUGINS", "*PROFIL*", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION",
-    "VLLM_API_KEY", "VLLM_LORA_RESOLVER_*", "VLLM_MODEL_REDIRECT_PATH", "VLLM_MEDIA_CONNECTOR", "VLLM_GPT_OSS_*", "VLLM_RUST_FRONTEND_PATH",
-    "VLLM_DEBUG_*", "VLLM_TRACE_FUNCTION", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_CONFIG_PATH", "VLLM_LOGGING_STREAM",
-    "VLLM_LOGGING_PREFIX", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "VLLM_RPC_BASE_PATH", "VLLM_DP_*", "VLLM_RAY_*",
-    "TORCH_TRACE", "TORCH_LOGS*", "TORCH_SHOW_*",
-)  # fmt: skip
-
 
 def build_command(spec: RankSpec) -> list[str]:
     """argv of the engine. The operator's arguments stand unchanged; names and listener come last, where argparse lets them win."""
     if spec.ray and spec.rank:
-        return [spec.runtime, "-m", ray_place.KEEPER]
+        return module_command(spec.runtime, ray_place.KEEPER)
     entrypoint = HEADLESS if spec.rank and spec.entrypoint == API_SERVER else spec.entrypoint
     model = ["serve", spec.model] if entrypoint == COMMAND_LINE else ["--model", spec.model]
     names = ["--served-model-name", *spec.served_names] if spec.served_names else []
-    return [spec.runtime, "-m", entrypoint, *model, *_platform_flags(spec), *spec.flags, *spec.extra_args, *names, *_listener(spec)]
+    flags = [*_platform_flags(spec), *spec.flags, *spec.extra_args, *names, *_listener(spec)]
+    return module_command(spec.runtime, entrypoint, *model, *flags)
 
 
 def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, executor: str = "mp") -> list[str]:
@@ -76,9 +58,8 @@ def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, 
 
 
 def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str | None) -> dict[str, str]:
-    """The whole environment of the engine: inherited where the lists above allow it, sparkd's defaults, the operator's, sparkd's own."""
-    kept = {name: value for name, value in inherited.items() if _is_inherited(name, value)}
-    environment = {**kept, **_defaults(spec), **spec.env}
+    """The whole environment of the engine: what it may inherit (workers.interpreter), sparkd's defaults, the operator's, sparkd's own."""
+    environment = {**inherited_environment(inherited), **_defaults(spec), **spec.env}
     environment = {**kernels_on_disk(environment), **environment}
     # JIT compilers are looked up by name (ninja, ptxas): those beside the engine's interpreter come first, as in an activated venv.
     environment["PATH"] = os.pathsep.join([str(Path(spec.runtime).parent), environment.get("PATH", os.defpath)])
@@ -181,9 +162,3 @@ def kernels_on_disk(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _has_flag(spec: RankSpec, *beginnings: str) -> bool:
     return any(one.replace("_", "-").startswith(beginnings) for one in (*spec.flags, *spec.extra_args))
-
-
-def _is_inherited(name: str, value: str) -> bool:
-    if name == "CUDA_VISIBLE_DEVICES" and not value:
-        return False  # Ray hides the GPUs from an actor that asked for none; the engine is not that actor
-    return any(fnmatchcase(name, one) for one in INHERITED) and not any(fnmatchcase(name, one) for one in NOT_INHERITED)

@@ -21,6 +21,7 @@ from typing import Any
 from sparkd.errors import RankError
 from workers import processes, shared
 from workers.command import build_command, build_environment, ipc_dir
+from workers.interpreter import PACKAGE_DIR, module_command
 from workers.kvfile import kv_path, read_kv, remove_kv, with_kv
 from workers.loadfile import load_path, read_load, remove_load, together
 from workers.logfile import STARTED, lines_since, read_log
@@ -34,7 +35,6 @@ __all__ = [
     "verify_gone",
 ]  # fmt: skip
 
-PACKAGE_DIR = str(Path(__file__).resolve().parent.parent)
 SPAWN_TIMEOUT_S = 30.0
 SHIM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
@@ -187,7 +187,7 @@ def _fact(
 def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
     """The order goes through a pipe, so that no secret of it is on disk, in an argv or in the shim's environment."""
     shim = subprocess.Popen(
-        [sys.executable, "-m", "workers.shim", spec.rank_id],
+        module_command(sys.executable, "workers.shim", spec.rank_id),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", umask=0o077, start_new_session=True,
         env={"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": PACKAGE_DIR, "LANG": "C.UTF-8"},
     )  # fmt: skip

@@ -19,7 +19,7 @@ ON_CPU = "SPARKD_RAY_ON_CPU"
 # What Ray calls it. Of each bundle and each worker: a node has one GPU, and how many models share it is a matter of its memory.
 DEVICE, DEVICE_SHARE = "GPU", 0.01
 # Run by a shell of each node (ray/_private/runtime_env/context.py), so that each takes its own interpreter.
-_WORKER = "${SPARKD_RAY_PYTHON} -m workers.ray_worker"
+_WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.ray_worker"
 
 
 def environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:

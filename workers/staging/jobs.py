@@ -7,15 +7,14 @@ import secrets
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sparkd.errors import RankError
+from workers.interpreter import PACKAGE_DIR, module_command
 from workers.spoken import Spoken
 
 PROGRAMS = ("source", "sink")
 START_TIMEOUT_S = 20.0
-_ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class Jobs:
@@ -67,8 +66,8 @@ class Jobs:
 class _Job:
     def __init__(self, program: str, order: Mapping[str, Any]) -> None:
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
-        command = [sys.executable, "-m", f"workers.staging.{program}"]
-        self._program = Spoken(command, environ | {"PYTHONPATH": _ROOT}, order, "copies")
+        command = module_command(sys.executable, f"workers.staging.{program}")
+        self._program = Spoken(command, environ | {"PYTHONPATH": PACKAGE_DIR}, order, "copies")
         self.fetches = str(order["manifest"]["model"]) if program == "sink" else None
 
     def first(self, timeout_s: float) -> dict[str, Any]:

@@ -1,0 +1,247 @@
+"""Every program that sparkd starts: none imports from the working folder, none gets a variable that only `${env.NAME}` needs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import stat
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd import doctor_fix, export, join_head, join_verb, pulls, recipe_check, vllm_table
+from sparkd.cached import Chosen
+from sparkd.errors import ClusterError, SparkdError
+from sparkd.rayhead import RayHead
+from tests.ranks import Place
+from workers import child, fabric_reading, rank, rating, ray_place, ray_worker, runtime
+from workers.command import build_command, build_environment
+from workers.spec import RankSpec
+from workers.staging.jobs import Jobs
+from workers.stream.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "SPARKD_TEST_SECRET"
+# What starts another program. `Spoken` is ours (workers.spoken): its environment is the second argument.
+STARTS = {
+    "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.getoutput",
+    "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.system", "os.popen", "os.execv", "os.execve", "os.execvp",
+    "os.execvpe", "os.execl", "os.execle", "os.execlp", "os.posix_spawn", "os.posix_spawnp", "os.spawnv", "os.spawnve", "Spoken",
+}  # fmt: skip
+# file -> how many programs it starts. Whoever adds one adds a case to PROGRAMS below, which runs it.
+SITES = {
+    "sparkd/doctor_fix.py": 1,
+    "sparkd/export.py": 1,
+    "sparkd/join_head.py": 1,
+    "sparkd/join_verb.py": 1,
+    "sparkd/pulls.py": 1,
+    "sparkd/rayhead.py": 1,
+    "sparkd/recipe_check.py": 1,
+    "sparkd/vllm_table.py": 1,
+    "workers/child.py": 1,
+    "workers/fabric_reading.py": 1,
+    "workers/rank.py": 1,
+    "workers/rating.py": 1,
+    "workers/ray_worker.py": 1,
+    "workers/runtime.py": 1,
+    "workers/shim.py": 1,
+    "workers/spoken.py": 1,
+    "workers/staging/jobs.py": 1,
+    # Children of the stub engine, which carry the rank's mark as an engine's do.
+    "workers/stub.py": 2,
+}
+WITHOUT_ENVIRONMENT = {"workers/stub.py"}
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("sparkd", "workers"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def _starts(tree: ast.Module) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) in STARTS]
+
+
+def test_the_programs_that_are_started_are_those_that_are_tried_here() -> None:
+    assert {path: len(found) for path, tree in _sources() if (found := _starts(tree))} == SITES
+
+
+def test_every_start_says_what_environment_the_program_gets() -> None:
+    silent = []
+    for path, tree in _sources():
+        for call in _starts(tree):
+            said = any(keyword.arg == "env" for keyword in call.keywords)
+            said |= ast.unparse(call.func) in ("os.execve", "Spoken") and len(call.args) > 1
+            if not said and path not in WITHOUT_ENVIRONMENT:
+                silent.append(f"{path}:{call.lineno}")
+    assert not silent
+
+
+def test_no_command_line_has_a_module_or_a_text_for_python_and_no_flag_against_the_working_folder() -> None:
+    """Whatever stands before `-m` or `-c` in a list, a tuple or a call; the words that recipes are read by are no command lines."""
+    bare = []
+    for path, tree in _sources():
+        for node in ast.walk(tree):
+            parts = node.elts if isinstance(node, ast.List | ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            words = [part.value for part in parts if isinstance(part, ast.Constant)]
+            first = next((at for at, word in enumerate(words) if word in ("-m", "-c")), None)
+            if first is not None and not {"-P", "-I"} & set(words[:first]):
+                bare.append(f"{path}: {ast.unparse(node)[:80]}")
+    expected = {"sparkd/recipe_command.py", "workers/foreign.py"}
+    assert {one.partition(":")[0] for one in bare} <= expected, bare
+
+
+class Recorder:
+    """An interpreter that notes what it was called with, and answers with an empty object."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._notes = folder / "python", folder / "notes"
+        lines = (
+            "import json, os, sys",
+            f"with open({str(self._notes)!r}, 'a') as file:",
+            "    file.write(json.dumps({'argv': sys.argv[1:], 'environ': dict(os.environ)}) + '\\n')",
+            "print('{}')",
+        )
+        self.path.write_text(f"#!{os.path.realpath(sys.executable)} -IS\n" + "\n".join(lines) + "\n")
+        self.path.chmod(stat.S_IRWXU)
+
+    def notes(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._notes.read_text().splitlines()] if self._notes.exists() else []
+
+
+async def _pull(python: Path, folder: Path) -> None:
+    with suppress(ClusterError, KeyError):
+        await pulls._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
+
+
+async def _ray(python: Path, folder: Path) -> None:
+    head = RayHead(folder / "run", folder / "token", node_ip="127.0.0.1", port=0, memory_gib=1, object_store_mib=80)
+    with suppress(ClusterError):
+        head.ensure()
+
+
+async def _join(python: Path, folder: Path) -> None:
+    join_head.probe_head("127.0.0.1:1", folder / "token", "127.0.0.1")
+
+
+async def _parser(python: Path, folder: Path) -> None:
+    recipe_check.parsed([], str(python))
+
+
+async def _export(python: Path, folder: Path) -> None:
+    with suppress(SparkdError, KeyError):
+        export.run(Chosen("/m", Recipe.parse("int4"), str(python), ""), str(folder / "out"), "cpu", lambda event: None)
+
+
+async def _flags(python: Path, folder: Path) -> None:
+    vllm_table._run(python)
+
+
+async def _probe(python: Path, folder: Path) -> None:
+    with suppress(KeyError):
+        runtime.probe(str(python))
+
+
+async def _copy(python: Path, folder: Path) -> None:
+    with suppress(ClusterError):
+        Jobs().start("source", {"manifest": {"model": "/m"}})
+
+
+async def _rate(python: Path, folder: Path) -> None:
+    rated = rating.Rating()
+    name = rated.start(str(python), {}, {})
+    rated._run._program.process.wait(30)  # type: ignore[union-attr]
+    rated.end(name)
+
+
+async def _shim(python: Path, folder: Path) -> None:
+    with suppress(ClusterError):
+        rank.spawn(_spec(python, folder))
+
+
+async def _nvidia_smi(python: Path, folder: Path) -> None:
+    child.ask([str(python), "-I"], 30.0)
+
+
+async def _ip(python: Path, folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ip").symlink_to(python)
+    os.environ["PATH"] = f"{folder}/bin"
+    fabric_reading._ip(("-I",))
+
+
+async def _fix(python: Path, folder: Path) -> None:
+    doctor_fix.apply(doctor_fix.Fix("a", "b", "", "", ((str(python), "-I"),), ""), Path("/"))
+
+
+async def _systemctl(python: Path, folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "systemctl").symlink_to(python)
+    os.environ["PATH"] = f"{folder}/bin"
+    join_verb._systemctl("-I")
+
+
+def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
+    (folder / "rank").mkdir(exist_ok=True)
+    return Place(folder / "rank").spec(runtime=str(python), entrypoint="vllm.entrypoints.cli.main", **changes)
+
+
+PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
+    _pull, _ray, _join, _parser, _export, _flags, _probe, _copy, _rate, _shim, _nvidia_smi, _ip, _fix, _systemctl,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("start", PROGRAMS, ids=lambda start: start.__name__.strip("_"))
+async def test_a_program_gets_the_flag_and_the_variables_of_the_list_alone(
+    start: Callable[[Path, Path], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(recorder.path))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    for name in (SECRET, "LD_PRELOAD_NOT", "AWS_SECRET_ACCESS_KEY", "PYTHONSTARTUP"):
+        monkeypatch.setenv(name, "canary")
+    monkeypatch.setenv("PYTHONPATH", f":{tmp_path}/canary")
+    await start(recorder.path, tmp_path)
+
+    notes = recorder.notes()
+    assert notes, "it was not started"
+    for note in notes:
+        assert {"-P", "-I"} & set(note["argv"][:2]), note["argv"]
+        assert "canary" not in json.dumps(note["environ"])
+        folders = note["environ"].get("PYTHONPATH", "/x").split(os.pathsep)
+        assert all(map(os.path.isabs, folders)), "an empty entry is the working folder"
+
+
+def test_an_engine_and_the_ranks_under_ray_have_the_flag_too(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    for spec in (_spec(python, tmp_path), _spec(python, tmp_path, rank=1, world=2, ray={"address": "a", "group": "g"})):
+        assert build_command(spec)[:3] == [str(python), "-P", "-m"]
+    assert ray_place._WORKER.split()[1:3] == ["-P", "-m"]
+
+
+def test_what_an_operator_sets_for_an_engine_reaches_it_and_the_rest_of_the_environment_does_not(tmp_path: Path) -> None:
+    documented = ("HF_TOKEN", "HF_HOME", "HTTPS_PROXY", "CUDA_HOME", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "UCX_TLS", "GLOO_SOCKET_IFNAME")
+    environ = dict.fromkeys((*documented, SECRET, "AWS_SECRET_ACCESS_KEY", "RAY_ADDRESS"), "x") | {"PATH": "/bin"}
+    spec = _spec(tmp_path / "python", tmp_path, env={"MY_OWN": "y"})
+    made = build_environment(spec, environ, None)
+
+    assert {name: made.get(name) for name in documented} == dict.fromkeys(documented, "x")
+    assert made["MY_OWN"] == "y"
+    assert not {SECRET, "AWS_SECRET_ACCESS_KEY", "RAY_ADDRESS"} & made.keys()
+
+
+def test_a_worker_of_ray_becomes_the_engines_python_with_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, environ: made.append(argv))
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(ray_worker, "rank_of", lambda *_: ("r0", os.getpid()))
+    ray_worker.main(["r0", "worker.py"], {"SPARKD_RAY_RUN_DIR": str(tmp_path)})
+
+    assert made[0][1:] == ["-P", "worker.py"]
