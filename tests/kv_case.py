@@ -2,7 +2,8 @@
 
     {"model": FOLDER, "requests": N}  ->  {"prompts": [tokens], "preempted": N, "answer": TEXT}, or {"refused": SENTENCE}
 
-The worst load that it admits: twice as many prompts of the longest length as may run together.
+In a session of its own (tests/given_memory.py). The worst load that it admits: twice as many prompts of the longest length as may run
+together.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import json
 import sys
 from typing import Any
 
+from tests.given_memory import install
+
 MAX_MODEL_LEN, MAX_NUM_SEQS = 256, 3
 
 
 def main() -> None:
     case: dict[str, Any] = json.load(sys.stdin)
+    install()
     from vllm import LLM, SamplingParams, TokensPrompt
 
     try:

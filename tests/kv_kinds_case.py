@@ -5,7 +5,7 @@
                                                               {"kind": REFUSED, "refused": SENTENCE, "report": {...}}
 
 tokens: what vLLM itself says the cache holds. told: what the ranks' reports say together. REFUSED: an engine that must leave all of the
-machine free. One process, because importing vLLM takes longer than each of them.
+machine free. One process, because importing vLLM takes longer than each of them; in a session of its own (tests/given_memory.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.architectures import ARCHITECTURES
 from tests.checkpoints import write_checkpoint
-from workers.kv.readings import host
+from tests.given_memory import SIZE_BYTES, given, install
 from workers.kv.settings import VARIABLE
 from workers.kvfile import read_kv
 
@@ -46,6 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def main() -> None:
     case: dict[str, Any] = json.load(sys.stdin)
     folder = Path(case["folder"])
+    install()
     for kind in case["kinds"]:
         found = refused(folder) if kind == REFUSED else run(kind, folder, case["pool_bytes"])
         print(f"\nkv_kind {json.dumps({'kind': kind, **found})}", flush=True)
@@ -56,7 +57,7 @@ def refused(folder: Path) -> dict[str, Any]:
     from vllm import LLM
 
     report = folder / "report"
-    os.environ[VARIABLE] = json.dumps({"margin_bytes": host().total, "profiles": str(folder / "profiles"), "report": str(report)})
+    os.environ[VARIABLE] = json.dumps({"margin_bytes": SIZE_BYTES, "profiles": str(folder / "profiles"), "report": str(report)})
     model = str(written("llama", folder))
     try:
         LLM(model, worker_cls="workers.kv.SparkCPUWorker", enforce_eager=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
@@ -76,7 +77,7 @@ def run(kind: str, folder: Path, pool_bytes: int) -> dict[str, Any]:
     report = folder / "report"
     # So much margin that a rehearsal is needed, and the pool small all the same.
     left = 4 * GIB * more.get("tensor_parallel_size", 1)
-    known = {"margin_bytes": max(0, host().room - left), "at_most_bytes": pool_bytes, "report": str(report)}
+    known = {"margin_bytes": max(0, given().room - left), "at_most_bytes": pool_bytes, "report": str(report)}
     if kind == TWO_RANKS:
         known |= {"profiles": str(folder / "profiles")}
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

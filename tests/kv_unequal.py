@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from tests.given_memory import install
 from workers.kv.arithmetic import Demand
 from workers.kv.cpu import SparkCPUWorker
 from workers.kv.identity import identity_of
@@ -18,6 +19,7 @@ from workers.kv.settings import Settings
 
 class UnequalWorker(SparkCPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        install()
         super().__init__(*args, **kwargs)
         self._known = Settings.parse(os.environ)
         if self.rank:
@@ -31,6 +33,6 @@ class UnequalWorker(SparkCPUWorker):
         return super().determine_available_memory()
 
     def _less(self) -> Reading:
-        """Room for the margin and the cache that is allowed, and none for a batch beside them."""
+        """Room for the margin and for 1.75 times the cache that is allowed: a batch, which needs about 1 of these, leaves less than all."""
         found = self._usual()
-        return replace(found, available=(self._known.margin_bytes or 0) + found.sharers * (self._known.at_most_bytes or 0))
+        return replace(found, available=(self._known.margin_bytes or 0) + found.sharers * (self._known.at_most_bytes or 0) * 7 // 4)

@@ -40,7 +40,9 @@ class Kinds:
         }
         with case.open() as stdin, self._output.open("w") as output:
             command = [sys.executable, "-m", "tests.kv_kinds_case"]
-            self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdin=stdin, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=env, cwd=ROOT, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def said(self) -> dict[str, dict[str, Any]]:
         """What each kind came to, once all have."""

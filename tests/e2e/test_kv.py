@@ -12,22 +12,19 @@ from typing import Any
 import pytest
 
 from tests.daemon_process import ROOT
+from tests.given_memory import SIZE_BYTES
 from tests.kv_case import MAX_MODEL_LEN, MAX_NUM_SEQS
-from workers.kv.readings import host
 from workers.kv.under_load import ERROR_BYTES
 
 GIB = 2**30
-POOL = 4 * GIB  # about so much is left to the cache, whose pages nobody writes: a test does not take all of a machine
-NOISE = GIB // 2  # that other processes take or give meanwhile
+MARGIN = SIZE_BYTES - 6 * GIB  # so that engine and cache, whose pages nobody writes, share 6 GiB
+NOISE = GIB // 2  # that the engine's own processes take or give meanwhile
 START_S = 240
 
 
-def engine(
-    folder: Path, model: Path, margin: int | None = None, requests: int = 2 * MAX_NUM_SEQS
-) -> tuple[dict[str, Any], dict[str, Any], str]:
+def engine(folder: Path, model: Path, requests: int = 2 * MAX_NUM_SEQS) -> tuple[dict[str, Any], dict[str, Any], str]:
     """(what it answered, its report, its log)."""
-    margin = host().room - POOL - GIB // 2 if margin is None else margin
-    known = {"margin_bytes": margin, "profiles": str(folder / "profiles"), "report": str(folder / "report")}
+    known = {"margin_bytes": MARGIN, "profiles": str(folder / "profiles"), "report": str(folder / "report")}
     env = os.environ | {
         "SPARKD_KV": json.dumps(known),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,8 +35,9 @@ def engine(
     }
     case = json.dumps({"model": str(model), "requests": requests})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kv_case"], input=case, env=env, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False
-    )
+        [sys.executable, "-m", "tests.kv_case"], input=case, env=env, cwd=ROOT, capture_output=True, text=True, timeout=START_S,
+        start_new_session=True, check=False,
+    )  # fmt: skip
     said = [line.removeprefix("kv_case ") for line in done.stdout.splitlines() if line.startswith("kv_case ")]
     assert said, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(said[0]), json.loads((folder / "report").read_text()), done.stdout + done.stderr
