@@ -7,9 +7,10 @@
 Without vLLM in an environment of its own: PYTHONPATH=SITE:$PWD python3 -m tests.bench.loader; torch and vLLM are all it needs.
 
 Every row is an engine in a process of its own, which starts with the checkpoint's files out of the page cache, loads it and generates
-(tests/bench/loader_case.py). "Above final" is the peak during load_model less the value after it. GB/s are bytes from storage over the
-time of load_weights; the disk's rate is O_DIRECT on the same files, before and after all rows, the better of the two. "Second start"
-reads the quantized cache that the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/checkpoints.py), shards in
+(tests/bench/loader_case.py). "Above final" is the peak during load_model less the value after it. "All" is that peak less the value before
+it and the parameters, so that it counts what stays besides the parameters. GB/s are bytes from storage over the time of load_weights; the
+disk's rate is O_DIRECT on the same files, before and after all rows, the better of the two. "Second start" reads the quantized cache that
+the row before it has written. The checkpoints are random Qwen3-MoE ones (tests/checkpoints.py), shards in
 layer order or all tensors shuffled over them; with --dir and --keep they are used again. --compare: digests every parameter and buffer of
 each load, once it was measured, and says whether all loads of one format hold the same, bit for bit (bf16: as stock vLLM's), or the first
 name that differs (tests/bench/digest.py). Exit status 1: a bar was missed, or loads differ.
@@ -39,7 +40,8 @@ MIB, GIB = 2**20, 2**30
 LIMIT_S = 900.0
 _STOCK = {"cpu": ("bf16", "int8_per_channel_weight_only"), "h200": ("bf16", "fp8_per_tensor", "int8_per_channel_weight_only")}
 _OURS = {"cpu": ("mxfp4", "int4"), "h200": ("nvfp4", "mxfp4", "int4", "fp8", "bf16")}
-# The bars. Peaks above final are MiB: on the CPU the sum of anonymous and mapped memory, on a GPU the device's.
+# The bars. Peaks are MiB: on the CPU of anonymous and mapped memory, less what there was before and the parameters, on a GPU the device's
+# above final.
 _PEAK_BAR_MIB = {"cpu": 96.0, "h200": 0.15 * 1024}
 _PAGE_CACHE_BAR_BYTES = 0.1e9
 _RATE_BAR = 0.90
@@ -189,7 +191,7 @@ def cases(preset: str, formats: Sequence[str], ranks: int) -> Iterator[Case]:
 
 def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *, cuda: bool) -> str:
     """MiB, GB (1e9) and seconds; a dash where nothing was measured."""
-    titles = ["case", "final", "anon", "mapped", "sum", *(["dev final", "dev above"] if cuda else []), "cached", "cached all"]
+    titles = ["case", "final", "anon", "mapped", "sum", "all", *(["dev final", "dev above"] if cuda else []), "cached", "cached all"]
     titles += ["read GB", "of ckpt", "weights s", "GB/s", "of disk", "load s", "tok/s", "remark"]
     lines = [titles]
     for row in rows:
@@ -204,6 +206,7 @@ def table(rows: Sequence[Row], disk_bytes_per_s: float, checkpoint_bytes: int, *
                 row.case.name,
                 _mib(first.get("parameter_bytes")),
                 *(_mib(above.get(key)) for key in ("anon", "mapped", "sum")),
+                _mib(_above_parameters(first) if above else None),
                 *device,
                 _mib(row.page_cache_bytes) if row.loads else "-",
                 _mib(row.total("cached_bytes")),
@@ -243,8 +246,8 @@ def bars(rows: Sequence[Row], preset: str, disk_bytes_per_s: float, checkpoint_b
             yield f"{case.name}: bytes read, of the quantized size", share, _SECOND_READ_BAR, share <= _SECOND_READ_BAR
             continue
         if four_bit and not case.cache:
-            peak = (first["device_peak_above_final"] if preset == "h200" else first["peak_above_final"]["sum"]) / MIB
-            yield f"{case.name}: peak above final, MiB", peak, _PEAK_BAR_MIB[preset], peak <= _PEAK_BAR_MIB[preset]
+            peak = (first["device_peak_above_final"] if preset == "h200" else _above_parameters(first)) / MIB
+            yield f"{case.name}: peak above the parameters, MiB", peak, _PEAK_BAR_MIB[preset], peak <= _PEAK_BAR_MIB[preset]
         if preset == "h200" and case.ranks == 1:
             grown = max(row.page_cache_bytes, 0) / 1e9
             yield f"{case.name}: page cache left, GB", grown, _PAGE_CACHE_BAR_BYTES / 1e9, grown * 1e9 <= _PAGE_CACHE_BAR_BYTES
@@ -269,6 +272,11 @@ def comparisons(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
             found = difference(one["digests"], other["digests"])
             differs = differs or (found and f"rank {one['rank']}: {found}")
         yield f"{row.case.name}, against {known.case.name}: {differs or f'all {count} parameters and buffers'}", differs is None
+
+
+def _above_parameters(load: dict[str, Any]) -> int:
+    """Bytes of the peak that are no parameter, whether they went back or stayed."""
+    return int(load["peak_above_before"]["sum"] - load["parameter_bytes"])
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
@@ -354,7 +362,8 @@ def main() -> int:
         rates.append(bench.disk_rate())
         told = " and ".join(f"{rate / 1e9:.2f}" for rate in rates)
         print(f"checkpoint {size / 1e9:.2f} GB ({size / GIB:.2f} GiB); disk, O_DIRECT: {told} GB/s")
-        print("final, anon, mapped, sum, dev, cached: MiB; anon, mapped, sum and dev above: peak above final; cached: pages of the files\n")
+        print("final, anon, mapped, sum, all, dev, cached: MiB; anon, mapped, sum and dev above: peak above final")
+        print("all: peak above the start, less the parameters; cached: pages of the files\n")
         print(table(bench.rows, max(rates), size, cuda=bool(gpus)), end="\n\n")
         missed = 0
         for what, value, limit, met in bars(bench.rows, given.preset, max(rates), size):

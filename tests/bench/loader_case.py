@@ -2,7 +2,8 @@
 
 The wrapper goes into every process in which vLLM loads its plugins, ranks of a tensor-parallel engine included, and writes one JSON file
 for each rank into the folder that SPARKD_BENCH_LOADS names. Byte figures are above the values just before `load_model`, those that are
-called above_final above the values just after it.
+called above_final above the values just after it. The bar takes peak_above_before less the parameters: what a load leaves behind besides
+them (pages of libraries that it loaded, heap that did not go back) is in "just after", and a figure above that does not count it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Load:
             "cached_bytes": cached_after - cached,
             "final": {key: after[key] - before[key] for key in before},
             "peak_above_final": {key: peaks[key] - after[key] for key in peaks},
+            "peak_above_before": {key: peaks[key] - before[key] for key in peaks},
             "device_final": device_after.get("allocated", 0) - device_before.get("allocated", 0),
             "device_peak_above_final": device_after.get("peak", 0) - device_after.get("allocated", 0),
             "device_reserved_peak_above_final": device_after.get("reserved_peak", 0) - device_after.get("reserved", 0),

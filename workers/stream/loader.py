@@ -273,7 +273,7 @@ class SparkStreamLoader(DefaultModelLoader):
         reader = partial(
             Reader,
             block_bytes=self._settings.block_bytes,
-            blocks=self._settings.blocks,
+            blocks=self._settings.blocks(on_gpu=device.type == "cuda"),
             pin=device.type == "cuda",
             direct=self._settings.direct,
         )

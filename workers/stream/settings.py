@@ -12,6 +12,8 @@ from workers.stream.recipe import Recipe
 KEYS = ("quantize", "cache_dir", "cache_limit_bytes", "progress", "ring_bytes", "block_bytes", "direct", "enable_weights_track")
 BLOCK_BYTES = 8 * 2**20
 RING_BYTES = 64 * 2**20
+# A CPU quantizes 0.2 GB/s: half of the ring keeps it busy, and the rest would be memory for nothing (`python -m tests.bench.loader`).
+CPU_RING_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Settings:
     """The loader's own settings.
 
     cache_dir: folder of quantized checkpoints, None for no cache. progress: file for how far the load is. ring_bytes: memory for reads
-    in flight.
+    in flight; None leaves it to the device.
     direct: False forbids O_DIRECT, True demands it, None uses it where the file system has it. enable_weights_track: False loads a model
     that the checkpoint does not fill, as vLLM's own loader does under the same name.
     """
@@ -28,7 +30,7 @@ class Settings:
     cache_dir: str | None = None
     cache_limit_bytes: int | None = None
     progress: str | None = None
-    ring_bytes: int = RING_BYTES
+    ring_bytes: int | None = None
     block_bytes: int = BLOCK_BYTES
     direct: bool | None = None
     enable_weights_track: bool = True
@@ -56,13 +58,15 @@ class Settings:
                     f"the setting {key!r} of spark_stream must be {what}, not {given[key]!r}", cure="Mend --model-loader-extra-config"
                 )
         made = cls(recipe=recipe, **given)
-        if made.block_bytes % 4096 or made.ring_bytes < 2 * made.block_bytes:
+        smallest = CPU_RING_BYTES if made.ring_bytes is None else made.ring_bytes
+        if made.block_bytes % 4096 or smallest < 2 * made.block_bytes:
             raise CheckpointError(
-                f"ring_bytes {made.ring_bytes} and block_bytes {made.block_bytes} do not suit each other",
+                f"ring_bytes {smallest} and block_bytes {made.block_bytes} do not suit each other",
                 cure="block_bytes is a multiple of 4096 and ring_bytes at least twice that",
             )
         return made
 
-    @property
-    def blocks(self) -> int:
-        return self.ring_bytes // self.block_bytes
+    def blocks(self, *, on_gpu: bool) -> int:
+        """How many blocks the ring has."""
+        ring_bytes = self.ring_bytes or (RING_BYTES if on_gpu else CPU_RING_BYTES)
+        return ring_bytes // self.block_bytes
