@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkd.errors import StateError, UnknownOperation
 from sparkd.record import Record
+from sparkd.rows import Damage
 from sparkd.state import (
     EVENTS_KEPT,
     OPERATIONS_KEPT,
@@ -26,6 +27,9 @@ from sparkd.state import (
 )
 
 log = logging.getLogger("sparkd.events")
+
+DAMAGES_SHOWN = 10
+CURES = {"desired": "Load or unload that model", "specs": "Add that model"}
 
 LISTENER_BACKLOG = 1000
 
@@ -47,6 +51,28 @@ class Ledger:
         self._operations: dict[str, Operation] = {operation.id: operation for operation in store.operations()}
         self._listeners: set[asyncio.Queue[Event]] = set()
         self.trouble: str | None = None
+
+    def tell_damages(self) -> None:
+        """Once at the start: which rows of the database are left out, an event for each table."""
+        tables: dict[str, list[Damage]] = {}
+        for damage in self._store.damages:
+            tables.setdefault(damage.table, []).append(damage)
+        for table, damages in tables.items():
+            for damage in damages[:DAMAGES_SHOWN]:
+                log.warning("%s: %s; it is left out", self._store.path, damage)
+            places = "; ".join(map(str, damages[:DAMAGES_SHOWN]))
+            message = f"{len(damages)} of its rows cannot be used and are left out: {places}"
+            rows = [damage.row for damage in damages[:DAMAGES_SHOWN]]
+            self.say("store", None, f"{self._store.path}: {message}.", file=str(self._store.path), table=table, rows=rows, count=len(damages))
+
+    @property
+    def conditions(self) -> list[str]:
+        """What is not saved, and the wishes and added models that were left out until they are written anew."""
+        lost = [damage for damage in self._store.damages if damage.table in CURES]
+        left_out = [
+            f"StateRowLeftOut: {self._store.path}, {damage}. {CURES[damage.table]} again to replace the row." for damage in lost[:DAMAGES_SHOWN]
+        ]
+        return [*filter(None, (self.trouble,)), *left_out]
 
     def wish(self, record: Record, want: Want, by: str) -> None:
         record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())
@@ -73,7 +99,11 @@ class Ledger:
         self._persist(lambda: self._store.save_answered(rank_id, self._wall(), load_s))
 
     def answered(self, rank_id: str) -> Served | None:
-        found = self._store.answered(rank_id)
+        try:
+            found = self._store.answered(rank_id)
+        except StateError as error:
+            self._note(error)
+            return None
         return None if found is None else Served(None if found[0] is None else max(0.0, self._wall() - found[0]), found[1])
 
     def operation(self, operation_id: str) -> Operation:

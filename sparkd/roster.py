@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparkd.config import Config, config_hash, parse_model
-from sparkd.errors import Conflict, SparkdError, UnknownModel
+from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.model_config import ModelConfig
 from sparkd.record import Record
 from sparkd.snapshot import ModelView
@@ -30,6 +30,8 @@ class Roster:
         self._started_at_s = wall()
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
+        # By added model that cannot be used: why.
+        self._left_out: dict[str, str] = {}
         self.config = config
         self.configure(config)
 
@@ -51,11 +53,12 @@ class Roster:
         What changed, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
         preload: that are to be loaded at start from now on.
         """
+        stored, added = self._store.desired(), self._store.specs()
         before = {name: record.hash for name, record in self.records.items() if record.spec}
         specs = {name: record.spec for name, record in self.records.items() if record.spec}
         preloaded = self.config.preload()
         self._base = base
-        self.config = self._with_added(base)
+        self.config = self._with_added(base, added)
         models = self.config.models
         for name in set(self.records) - set(models):
             record = self.records[name]
@@ -63,7 +66,9 @@ class Roster:
             record.desired = replace(record.desired, want=Want.STOPPED, by="config")
             if record.state is ModelState.STOPPED:
                 del self.records[name]
-        stored = self._store.desired()
+        # A model that comes back later, under the same name, is not loaded because of what was wished for the one that has gone.
+        for name in stored.keys() - models.keys() - added.keys():
+            self._forget_wish(name)
         for name, spec in models.items():
             if name not in self.records:
                 desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self._wall())
@@ -125,6 +130,14 @@ class Roster:
         self._store.forget_spec(record.name)
         self.configure(self._base)
 
+    def forget_left_out(self, name: str) -> bool:
+        """Forget an added model that cannot be used; False where `name` is none of those."""
+        if name not in self._left_out:
+            return False
+        self._store.forget_spec(name)
+        self.configure(self._base)
+        return True
+
     def check_removable(self, record: Record) -> None:
         if record.name in self._base.models:
             raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
@@ -149,17 +162,36 @@ class Roster:
             if (wish.by == "request" if wish.want is Want.RUNNING else wish.generation == 0 or wish.by in OWN_WISHES)
         ]
 
-    def _with_added(self, config: Config) -> Config:
-        """One that a newer release refuses, or whose name the file has taken since, is left out."""
+    @property
+    def conditions(self) -> list[str]:
+        """Added models that are left out, and why."""
+        again = "add it again, or remove it with `sparkd rm`"
+        return [f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} Then {again}." for name, why in self._left_out.items()]
+
+    def _with_added(self, config: Config, added: Mapping[str, Mapping[str, Any]]) -> Config:
+        """One that this release refuses, or whose name the file has taken since, is left out."""
         book = config.book()
-        for name, raw in self._store.specs().items():
+        self._left_out = {}
+        for name, raw in added.items():
             if name in config.models:
                 continue
             try:
                 config = config.with_model(parse_model(name, raw, over_admin=True, book=book))
             except SparkdError as error:
-                log.warning("the model %s, added earlier, is left out: %s", name, error.message)
+                self._left_out[name] = error.message
+            except Exception as error:
+                # The last boundary of a row that another release may have written: it must not stop a start.
+                log.exception("the model %s, added earlier, cannot be read", name)
+                self._left_out[name] = f"sparkd made an error ({type(error).__name__}); its log has more."
+        for name, why in self._left_out.items():
+            log.warning("the model %s, added earlier, is left out: %s", name, why)
         return config
+
+    def _forget_wish(self, name: str) -> None:
+        try:
+            self._store.forget_desired(name)
+        except StateError as error:
+            log.warning("the wish for %s, which is no model any more, is not forgotten: %s", name, error.message)
 
     def holders(self, lacking: Record, now_s: float) -> list[dict[str, Any]]:
         """Who holds memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no name."""

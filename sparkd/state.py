@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, fields
 from enum import StrEnum
@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sparkd.errors import StateError
+from sparkd.rows import Damage, noun_of, object_in, shown, text_or_bytes
 from workers.signatures import Diagnosis
 
 SCHEMA_VERSION = 1
+# See Store: the hundreds are what another release may not be able to read.
+SCHEMA_MAJOR = 100
 EVENTS_KEPT = 5000
 OPERATIONS_KEPT = 500
 
@@ -258,82 +261,96 @@ class Event:
 class Store:
     """Desired models, rank handles, operations and events in one SQLite file. One writer: the supervisor's thread.
 
-    The write-ahead log and `synchronous=NORMAL` keep the file whole through `kill -9` (sqlite.org/wal.html). Raises StateError,
-    naming the file, where the file cannot be opened, read or written.
+    The write-ahead log and `synchronous=NORMAL` keep the file whole through `kill -9` (sqlite.org/wal.html). Raises StateError, naming
+    the file and the table, where the file cannot be opened, read or written.
+
+    A row that this release cannot use is left out and stands in `damages`; it stays in the file. So is what lies behind a damaged page,
+    but for wishes and added models. `user_version` is 100 * major + minor: a release may add tables, columns that have a default and
+    members of JSON under a new minor, and every release of the same major starts with it, so that a downgrade does.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damages: list[Damage] = []
         with self._translated():
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                raise OSError(f"it is {'a folder' if path.is_dir() else 'no file'}")
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.1)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._migrate()
+        try:
+            with self._translated():
+                self._db.text_factory = text_or_bytes
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._migrate()
+            self._examine()
+        except BaseException:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         self._db.close()
 
     def desired(self) -> dict[str, Desired]:
-        rows = self._rows("SELECT model, want, generation, by, since_s FROM desired")
-        return {row[0]: Desired(row[0], Want(row[1]), row[2], row[3], row[4]) for row in rows}
+        return {wish.model: wish for wish in self._read("desired")}
 
     def save_desired(self, desired: Desired) -> None:
-        self._write("INSERT OR REPLACE INTO desired(model, want, generation, by, since_s) VALUES (?,?,?,?,?)", astuple(desired))
+        self._write("desired", "INSERT OR REPLACE INTO desired(model, want, generation, by, since_s) VALUES (?,?,?,?,?)", astuple(desired))
+        self._replaced("desired", desired.model)
 
     def forget_desired(self, model: str) -> None:
-        self._write("DELETE FROM desired WHERE model=?", (model,))
+        self._write("desired", "DELETE FROM desired WHERE model=?", (model,))
+        self._replaced("desired", model)
 
     def handles(self) -> dict[str, RankHandle]:
-        """Those that can be read; one of another release that cannot is left to the adoption scan."""
-        found = {}
-        for rank_id, raw in self._rows("SELECT rank_id, handle FROM handles"):
-            try:
-                found[rank_id] = known(RankHandle, json.loads(raw))
-            except (TypeError, ValueError):
-                continue
-        return found
+        """One of another release that cannot be read is left to the adoption scan."""
+        return dict(self._read("handles"))
 
     def save_handle(self, handle: RankHandle) -> None:
-        self._write("INSERT OR REPLACE INTO handles(rank_id, handle) VALUES (?,?)", (handle.rank_id, json.dumps(asdict(handle))))
+        sql = "INSERT OR REPLACE INTO handles(rank_id, handle) VALUES (?,?)"
+        self._write("handles", sql, (handle.rank_id, json.dumps(asdict(handle))))
 
     def forget_handle(self, rank_id: str) -> None:
-        self._write("DELETE FROM handles WHERE rank_id=?", (rank_id,))
-        self._write("DELETE FROM answered WHERE rank_id=?", (rank_id,))
+        self._write("handles", "DELETE FROM handles WHERE rank_id=?", (rank_id,))
+        self._write("answered", "DELETE FROM answered WHERE rank_id=?", (rank_id,))
 
     def save_answered(self, rank_id: str, at_s: float, load_s: float) -> None:
         """This rank, this very process, has answered a real question: who adopts it need not ask again."""
-        self._write("INSERT OR REPLACE INTO answered(rank_id, at_s, load_s) VALUES (?,?,?)", (rank_id, at_s, load_s))
+        self._write("answered", "INSERT OR REPLACE INTO answered(rank_id, at_s, load_s) VALUES (?,?,?)", (rank_id, at_s, load_s))
 
     def answered(self, rank_id: str) -> tuple[float | None, float | None] | None:
         """When it first did, and how long its load took, seconds; each None where an earlier release wrote it. None: it never did."""
-        return next(iter(self._rows("SELECT at_s, load_s FROM answered WHERE rank_id=?", (rank_id,))), None)
+        return next(((row.at_s, row.load_s) for row in self._read("answered", "WHERE rank_id=?", (rank_id,))), None)
 
     def specs(self) -> dict[str, dict[str, Any]]:
         """Models that were added through the admin API rather than the configuration file, as the admin body gave them."""
-        return {row[0]: json.loads(row[1]) for row in self._rows("SELECT model, spec FROM specs")}
+        return dict(self._read("specs"))
 
     def save_spec(self, model: str, spec: Mapping[str, Any]) -> None:
-        self._write("INSERT OR REPLACE INTO specs(model, spec) VALUES (?,?)", (model, json.dumps(dict(spec))))
+        self._write("specs", "INSERT OR REPLACE INTO specs(model, spec) VALUES (?,?)", (model, json.dumps(dict(spec))))
+        self._replaced("specs", model)
 
     def forget_spec(self, model: str) -> None:
-        self._write("DELETE FROM specs WHERE model=?", (model,))
+        self._write("specs", "DELETE FROM specs WHERE model=?", (model,))
+        self._replaced("specs", model)
 
     def operations(self) -> list[Operation]:
         """Oldest first."""
-        return [_operation(json.loads(row[0])) for row in self._rows("SELECT operation FROM operations ORDER BY created_at_s")]
+        return list(self._read("operations", "ORDER BY created_at_s"))
 
     def save_operation(self, operation: Operation) -> None:
         self._write(
+            "operations",
             "INSERT OR REPLACE INTO operations(id, created_at_s, operation) VALUES (?,?,?)",
             (operation.id, operation.created_at_s, json.dumps(asdict(operation))),
         )
-        self._write(
-            "DELETE FROM operations WHERE id NOT IN (SELECT id FROM operations ORDER BY created_at_s DESC LIMIT ?)", (OPERATIONS_KEPT,)
-        )
+        older = "SELECT id FROM operations ORDER BY created_at_s DESC LIMIT ?"
+        self._write("operations", f"DELETE FROM operations WHERE id NOT IN ({older})", (OPERATIONS_KEPT,))
 
     def add_event(self, at_s: float, kind: str, model: str | None, message: str, data: Mapping[str, Any]) -> Event:
-        with self._translated():
+        # The name of a file may hold bytes that are no text (os.fsdecode), and SQLite takes text only.
+        message = message.encode("utf-8", "backslashreplace").decode()
+        with self._translated("events"):
             cursor = self._db.execute(
                 "INSERT INTO events(at_s, kind, model, message, data) VALUES (?,?,?,?,?)",
                 (at_s, kind, model, message, json.dumps(dict(data))),
@@ -346,16 +363,15 @@ class Store:
     def events(self, after_seq: int = 0, limit: int = 200, *, kind: str = "%") -> list[Event]:
         """Oldest first, at most `limit`, the newest ones when after_seq is 0; of one kind, or of all."""
         order = "" if after_seq else " DESC"
-        sql = f"SELECT seq, at_s, kind, model, message, data FROM events WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?"
-        rows = self._rows(sql, (after_seq, kind, limit))
-        return [Event(row[0], row[1], row[2], row[3], row[4], json.loads(row[5])) for row in (rows if after_seq else rows[::-1])]
+        found = list(self._read("events", f"WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?", (after_seq, kind, limit)))
+        return found if after_seq else found[::-1]
 
     def _migrate(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA_VERSION:
+        if version // SCHEMA_MAJOR != SCHEMA_VERSION // SCHEMA_MAJOR:
             raise StateError(
-                f"{self.path} was written by a newer sparkd (schema {version}, this one knows {SCHEMA_VERSION}): "
-                "upgrade sparkd, or start with another --state-dir."
+                f"{self.path} was written by a newer sparkd (schema {version}, this one knows those below "
+                f"{(SCHEMA_VERSION // SCHEMA_MAJOR + 1) * SCHEMA_MAJOR}): upgrade sparkd, or start with another --state-dir."
             )
         self._db.executescript(
             """
@@ -373,28 +389,127 @@ class Store:
         )
         if not any(row[1] == "load_s" for row in self._db.execute("PRAGMA table_info(answered)")):
             self._db.executescript("BEGIN; ALTER TABLE answered ADD COLUMN at_s REAL; ALTER TABLE answered ADD COLUMN load_s REAL; COMMIT;")
-        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        if version < SCHEMA_VERSION:
+            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
-    def _rows(self, sql: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._translated():
-            return self._db.execute(sql, values).fetchall()
+    def _examine(self) -> None:
+        """Read every row once, so that what is left out is known when the daemon starts, and not when somebody looks."""
+        for table in _TABLES:
+            for _ in self._read(table, found=self.damages):
+                pass
 
-    def _write(self, sql: str, values: tuple[Any, ...]) -> None:
-        with self._translated():
+    def _read(self, table: str, rest: str = "", values: tuple[Any, ...] = (), found: list[Damage] | None = None) -> Iterator[Any]:
+        """What the rows of a table come to; found: takes those that are left out."""
+        columns, make = _TABLES[table]
+        with self._translated(table):
+            try:
+                # All at once: a row that is written between two of them could change what is read.
+                for rowid, *row in list(self._fetched(self._db.execute(f"SELECT rowid, {columns} FROM {table} {rest}", values), table, found)):
+                    try:
+                        yield make(*row)
+                    except ValueError as error:
+                        if found is not None:
+                            found.append(Damage(table, rowid, shown(row[0]), str(error)))
+            except sqlite3.DatabaseError as error:
+                self._pass_over(error, table, found)
+
+    def _fetched(self, cursor: sqlite3.Cursor, table: str, found: list[Damage] | None) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield from cursor
+        except sqlite3.DatabaseError as error:
+            self._pass_over(error, table, found)
+
+    def _pass_over(self, error: sqlite3.DatabaseError, table: str, found: list[Damage] | None) -> None:
+        """Damaged pages of what can be observed again or is history are left out; raises the error for all else."""
+        if table in _WISHES or _code(error) != sqlite3.SQLITE_CORRUPT:
+            raise error
+        if found is not None:
+            found.append(Damage(table, None, "", str(error)))
+
+    def _write(self, table: str, sql: str, values: tuple[Any, ...]) -> None:
+        with self._translated(table):
             self._db.execute(sql, values)
 
+    def _replaced(self, table: str, key: str) -> None:
+        """A row that was left out is written anew, or gone."""
+        self.damages = [damage for damage in self.damages if (damage.table, damage.key) != (table, shown(key))]
+
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, table: str = "") -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            raise StateError(
-                f"The state database {self.path} cannot be used: {error}. Check that the folder exists, is writable by this user and "
-                "has free space, or name another with --state-dir."
-            ) from error
+        except (sqlite3.Error, OSError, UnicodeError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            place = f"{self.path}, table {table}," if table else f"{self.path}"
+            raise StateError(f"The state database {place} cannot be used: {why}. {_cure(error, self.path)}") from error
 
 
-def _operation(raw: dict[str, Any]) -> Operation:
-    progress = raw.pop("progress", None)
-    raw["state"] = OperationState(raw["state"])
-    return known(Operation, raw | {"progress": known(Progress, progress) if progress else None})
+def _code(error: Exception) -> int:
+    """SQLite's primary result code (sqlite.org/rescode.html); 0 for what is no error of SQLite's."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _cure(error: Exception, path: Path) -> str:
+    if _code(error) == sqlite3.SQLITE_FULL:
+        return "Free some space on its disk, or name another folder with --state-dir."
+    if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return (
+            f"Move it away (mv {path} {path}.damaged) and start again: engines that run are adopted, models of sparkd.yaml load as they say "
+            "there, and those that were added later have to be added again."
+        )
+    return "Check that the folder exists, is writable by this user and has free space, or name another with --state-dir."
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A row of that table."""
+
+    rank_id: str
+    at_s: float | None
+    load_s: float | None
+
+
+def _desired(model: Any, want: Any, generation: Any, by: Any, since_s: Any) -> Desired:
+    return noun_of(Desired, {"model": model, "want": want, "generation": generation, "by": by, "since_s": since_s})
+
+
+def _handle(rank_id: Any, handle: Any) -> tuple[str, RankHandle]:
+    read = noun_of(RankHandle, object_in(handle))
+    if read.rank_id != rank_id:
+        raise ValueError("it is the handle of another rank")
+    return rank_id, read
+
+
+def _answered(rank_id: Any, at_s: Any, load_s: Any) -> _Answered:
+    return noun_of(_Answered, {"rank_id": rank_id, "at_s": at_s, "load_s": load_s})
+
+
+def _spec(model: Any, spec: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(model, str):
+        raise ValueError("its name is not text")
+    return model, object_in(spec)
+
+
+def _operation(operation_id: Any, operation: Any) -> Operation:
+    read = noun_of(Operation, object_in(operation))
+    if read.id != operation_id:
+        raise ValueError("it is another operation")
+    return read
+
+
+def _event(seq: Any, at_s: Any, kind: Any, model: Any, message: Any, data: Any) -> Event:
+    members = {"seq": seq, "at_s": at_s, "kind": kind, "model": model, "message": message, "data": object_in(data)}
+    return noun_of(Event, members)
+
+
+# By table: its columns, the key first, and what a row of them is. Each raises ValueError for a row that cannot be used.
+_TABLES: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "desired": ("model, want, generation, by, since_s", _desired),
+    "handles": ("rank_id, handle", _handle),
+    "answered": ("rank_id, at_s, load_s", _answered),
+    "specs": ("model, spec", _spec),
+    "operations": ("id, operation", _operation),
+    "events": ("seq, at_s, kind, model, message, data", _event),
+}
+# What was asked for, which nobody can observe again.
+_WISHES = frozenset({"desired", "specs"})

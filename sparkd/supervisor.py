@@ -70,6 +70,7 @@ class Supervisor:
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
         self.ledger = Ledger(store, wall)
+        self.ledger.tell_damages()
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock, unusable=cluster.unusable)
         self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
@@ -127,7 +128,7 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        told = (self._refused, self.ledger.trouble, seen, *self._gate.conditions, self._pulse.condition)
+        told = (self._refused, *self.ledger.conditions, *self._roster.conditions, seen, *self._gate.conditions, self._pulse.condition)
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
@@ -181,6 +182,10 @@ class Supervisor:
 
     def remove(self, name: str) -> Operation:
         """Unload and forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
+        if self._roster.forget_left_out(name):
+            operation = self.ledger.open("unload", name, "admin")
+            self.ledger.close(operation.id, OperationState.SUCCEEDED, "It was left out already.")
+            return self.ledger.operation(operation.id)
         record = self.record(name)
         self._roster.check_removable(record)
         operation = self.want(record.name, Want.STOPPED, "admin")

@@ -111,16 +111,6 @@ def test_only_the_last_operations_are_kept(store: Store) -> None:
     assert (len(kept), kept[0].id) == (OPERATIONS_KEPT, "5")
 
 
-def test_a_store_of_a_newer_release_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "state.db"
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version=99")
-    db.close()
-
-    with pytest.raises(StateError, match=r"newer sparkd .schema 99.*--state-dir"):
-        Store(path)
-
-
 @pytest.mark.parametrize("content", [b"this is no database, but long enough to be one" * 50])
 def test_a_file_that_is_no_database_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "state.db"

@@ -1,0 +1,86 @@
+"""What a row of the state database has to be before the daemon believes it: text that is text, JSON that can be given out, a noun's types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from sparkd.yamlfile import MAX_DEPTH
+
+SHOWN_CHARACTERS = 80
+
+N = TypeVar("N")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A row that was left out. row: SQLite's rowid, None where the rest of the table could not be read. key: its primary key, shortened."""
+
+    table: str
+    row: int | None
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        place = "all that is behind a damaged page" if self.row is None else f"row {self.row} ({self.key})"
+        return f"table {self.table}, {place}: {self.why}"
+
+
+def text_or_bytes(raw: bytes) -> str | bytes:
+    """SQLite's text_factory: text that is no UTF-8 stays bytes, so that it is refused in its row and does not end the whole query."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def object_in(text: object) -> dict[str, Any]:
+    """The JSON object in a column. Raises ValueError for anything else, and for what no answer of the admin API could hold."""
+    if not isinstance(text, str):
+        raise ValueError("it is not text")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    _check_depth(value)
+    return value
+
+
+def noun_of(noun: type[N], raw: Mapping[str, Any]) -> N:
+    """`raw` as a dataclass with the types that its fields have; members that it does not know are left out. Raises ValueError."""
+    try:
+        # Numbers that are not finite and lone surrogates cannot be given out as JSON.
+        json.dumps(raw, ensure_ascii=False, allow_nan=False).encode()
+        value: N = _adapter(noun).validate_python(raw)
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[: 2 * SHOWN_CHARACTERS]) from None
+    except UnicodeEncodeError:
+        raise ValueError("its text has half of a character") from None
+    except TypeError:
+        raise ValueError("it holds bytes where text is expected") from None
+    return value
+
+
+def shown(key: object) -> str:
+    return repr(key)[:SHOWN_CHARACTERS]
+
+
+@cache
+def _adapter(noun: type[N]) -> TypeAdapter[N]:
+    return TypeAdapter(noun)
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    if level:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")

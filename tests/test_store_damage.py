@@ -1,0 +1,379 @@
+"""A state database that is damaged, newer or cannot be written: a start says so by file, table and row, and never with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparkd.errors import StateError
+from sparkd.ledger import Ledger
+from sparkd.state import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
+from tests.fakes import scene, stage
+from tests.test_plan import HANDLE
+
+TABLES = ("desired", "handles", "answered", "specs", "operations", "events")
+
+
+def filled(path: Path) -> None:
+    """Two good rows in every table."""
+    store = Store(path)
+    for name in ("m", "other"):
+        store.save_desired(Desired(name, Want.RUNNING, 3, "admin", 12.5))
+        store.save_spec(name, {"model": "/x"})
+        store.save_operation(Operation(name, "load", name, OperationState.SUCCEEDED, "done", 1.0, 2.0, Progress(phase="serving")))
+        store.add_event(1.0, "failed", name, "It failed.", {"reason": "EngineFrozen"})
+        store.save_answered(name, 1.0, 2.0)
+    store.save_handle(HANDLE)
+    store.close()
+
+
+def change(path: Path, sql: str, *values: Any) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA ignore_check_constraints=ON")
+        db.execute(sql, values)
+    db.close()
+
+
+def columns(path: Path, table: str) -> list[str]:
+    with sqlite3.connect(path) as db:
+        found = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
+    db.close()
+    return found
+
+
+def everything(store: Store) -> list[Any]:
+    """What a daemon reads of it; all of it must be fit for an answer of the admin API."""
+    found = [store.desired(), store.handles(), store.operations(), store.events(), store.events(1), store.events(0, 9, kind="failed")]
+    nouns = [noun for part in found for noun in (part.values() if isinstance(part, dict) else part)]
+    json.dumps([asdict(noun) for noun in nouns], ensure_ascii=False, allow_nan=False).encode()
+    return [*found, store.specs(), store.answered("m")]
+
+
+def started(folder: Path) -> list[str]:
+    """The conditions of a supervisor that starts with this state folder; it is asked for all that a daemon shows."""
+    made = scene(folder)
+    try:
+        return list(made.supervisor.snapshot().conditions)
+    finally:
+        made.store.close()
+
+
+# Rows
+
+DAMAGED: dict[str, tuple[str, str, Any]] = {
+    "a wish of another release": ("desired", "want", "PAUSED"),
+    "a wish at no time": ("desired", "since_s", "yesterday"),
+    "a wish at an infinite time": ("desired", "since_s", float("inf")),
+    "a wish of bytes": ("desired", "by", b"\xff\xfe"),
+    "a handle without members": ("handles", "handle", "{}"),
+    "a handle that is a list": ("handles", "handle", "[]"),
+    "a handle on a node that is a list": ("handles", "handle", json.dumps(asdict(HANDLE) | {"node_id": ["n"]})),
+    "a handle of another rank": ("handles", "handle", json.dumps(asdict(HANDLE) | {"rank_id": "r9"})),
+    "an answer at no time": ("answered", "at_s", b"\x00"),
+    "an added model that is a list": ("specs", "spec", "[]"),
+    "an added model that is no JSON": ("specs", "spec", "{"),
+    "an added model that is nested deeply": ("specs", "spec", '{"a":' * 100_000 + "1" + "}" * 100_000),
+    "an operation that is null": ("operations", "operation", "null"),
+    "an operation in another release's state": ("operations", "operation", '{"id": "m", "kind": "load", "state": "PAUSED"}'),
+    "an operation with a progress that is text": (
+        "operations", "operation",
+        '{"id": "m", "kind": "load", "model": "m", "state": "RUNNING", "message": "", "created_at_s": 1, "progress": "far"}',
+    ),
+    "an operation at a time that is not finite": (
+        "operations", "operation",
+        '{"id": "m", "kind": "load", "model": "m", "state": "RUNNING", "message": "", "created_at_s": 1e999}',
+    ),
+    "an event without data": ("events", "data", ""),
+    "an event with half of a character": ("events", "data", '{"reason": "\\ud800"}'),
+    "an event whose message is a number of bytes": ("events", "message", b"\xc3"),
+    "an event with a number that is none": ("events", "data", '{"reason": NaN}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_row_is_left_out_by_its_name_and_the_others_stay(tmp_path: Path, name: str) -> None:
+    table, column, value = DAMAGED[name]
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    change(path, f"UPDATE {table} SET {column}=? WHERE rowid=1", value)
+
+    store = Store(path)
+    (damage,) = store.damages
+    assert (damage.table, damage.row) == (table, 1) and damage.why
+    lost = [len(part) for part in everything(store)[:4]]
+    kept = {"desired": 2, "handles": 1, "operations": 2, "events": 2}
+    assert lost == [count - (table == name) for name, count in kept.items()]
+    ledger = Ledger(store, lambda: 99.0)
+    ledger.tell_damages()
+    event = store.events()[-1]
+    assert (event.kind, event.data["file"], event.data["table"], event.data["rows"]) == ("store", str(path), table, [1])
+    store.close()
+
+    conditions = started(tmp_path)
+    assert [one.partition(":")[0] for one in conditions] == (["StateRowLeftOut"] if table in ("desired", "specs") else [])
+    assert all(str(path) in one and f"table {table}, row 1" in one for one in conditions)
+
+
+def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
+    made = scene(tmp_path)
+    assert len(made.supervisor.snapshot().conditions) == 1
+    made.supervisor.want("m", Want.RUNNING, "admin")
+    assert made.supervisor.snapshot().conditions == ()
+    made.store.close()
+    assert started(tmp_path) == []
+
+
+async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    change(path, "UPDATE specs SET spec=? WHERE model='other'", json.dumps({"model": "/x", "of_the_next_release": True}))
+    async with stage(tmp_path) as made:
+        (condition,) = made.supervisor.snapshot().conditions
+        assert condition.startswith("ModelLeftOut: other")
+        assert "other" not in made.supervisor.snapshot().models
+        made.supervisor.remove("other")
+        assert made.supervisor.snapshot().conditions == ()
+        assert set(made.store.specs()) == {"m"}
+
+
+ODD = st.one_of(
+    st.none(), st.binary(max_size=40), st.text(max_size=40), st.integers(-(2**63), 2**63 - 1), st.floats(),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    ).map(json.dumps),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.none() | st.text(max_size=4) | st.integers() | st.floats() | st.lists(st.text(max_size=4), max_size=2)
+            for name in ("id", "kind", "model", "state", "message", "created_at_s", "progress", "rank_id", "node_id", "pid", "world", "env")
+        },
+    ).map(json.dumps),
+)  # fmt: skip
+
+
+def test_whatever_stands_in_any_column_a_daemon_starts_and_shows_the_rest(tmp_path: Path) -> None:
+    golden = tmp_path / "golden.db"
+    filled(golden)
+    places = [(table, column) for table in TABLES for column in columns(golden, table)]
+    path = tmp_path / "state" / "state.db"
+
+    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.lists(st.tuples(st.sampled_from(places), ODD), min_size=1, max_size=4))
+    def start(odd: list[tuple[tuple[str, str], Any]]) -> None:
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(golden, path)
+        for (table, column), value in odd:
+            try:
+                change(path, f"UPDATE OR REPLACE {table} SET {column}=? WHERE rowid=(SELECT min(rowid) FROM {table})", value)
+            except (sqlite3.Error, UnicodeError):
+                continue  # SQLite itself keeps it out
+        made = scene(tmp_path)
+        try:
+            everything(made.store)
+            made.supervisor.snapshot()
+        finally:
+            made.store.close()
+
+    start()
+
+
+# Releases
+
+
+def test_a_database_of_the_next_release_starts_and_is_left_as_new_as_it_is(tmp_path: Path) -> None:
+    """The rule: a minor number more, with tables, columns and members that this release does not know."""
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    for sql in (
+        f"PRAGMA user_version={SCHEMA_VERSION + 1}",
+        "CREATE TABLE tenants(name TEXT PRIMARY KEY, quota INTEGER NOT NULL)",
+        "INSERT INTO tenants VALUES ('t', 5)",
+        *(f"ALTER TABLE {table} ADD COLUMN of_the_next_release TEXT NOT NULL DEFAULT 'x'" for table in TABLES),
+    ):
+        change(path, sql)
+    for table, column in (("handles", "handle"), ("operations", "operation"), ("events", "data")):
+        change(path, f"UPDATE {table} SET {column}=json_set({column}, '$.of_the_next_release', json('{{\"a\": [1]}}'))")
+
+    made = scene(tmp_path)
+    assert (made.store.damages, made.supervisor.snapshot().conditions) == ([], ())
+    assert [len(part) for part in everything(made.store)[:3]] == [2, 1, 2]
+    made.supervisor.want("m", Want.STOPPED, "admin")
+    made.store.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION + 1,)
+        assert db.execute("SELECT quota FROM tenants").fetchone() == (5,)
+    db.close()
+
+
+@pytest.mark.parametrize("version", [SCHEMA_MAJOR, 2 * SCHEMA_MAJOR + 5, 2**31 - 1, -1, -(2**31)])
+def test_a_database_of_another_major_number_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "state.db"
+    filled(path)
+    change(path, f"PRAGMA user_version={version}")
+    before = path.read_bytes()
+
+    with pytest.raises(StateError) as refused:
+        Store(path)
+    assert str(path) in refused.value.message and str(version) in refused.value.message
+    assert path.read_bytes() == before
+
+
+def test_a_table_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    filled(path)
+    change(path, "ALTER TABLE desired RENAME COLUMN want TO wish")
+
+    with pytest.raises(StateError, match=r"state\.db, table desired, cannot be used: no such column"):
+        Store(path)
+
+
+# Files
+
+
+def test_a_file_that_was_cut_off_anywhere_starts_or_is_refused_by_name(tmp_path: Path) -> None:
+    golden = tmp_path / "golden.db"
+    filled(golden)
+    whole = golden.read_bytes()
+    for size in sorted({0, 1, 15, 16, 99, 100, 101, 4095, 4096, *range(0, len(whole), 2048), len(whole) - 1}):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / "state.db").write_bytes(whole[:size])
+        opened(folder / "state.db")
+
+
+def test_a_file_with_other_bytes_in_any_page_starts_or_is_refused_by_name(tmp_path: Path) -> None:
+    golden = tmp_path / "golden.db"
+    filled(golden)
+    whole, dice, outcomes = golden.read_bytes(), random.Random(17), set()
+    for number in range(80):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        start = dice.randrange(0, len(whole), 64)
+        noise = dice.randbytes(dice.choice((1, 16, 64, 4096)))
+        (folder / "state.db").write_bytes((whole[:start] + noise + whole[start + len(noise) :])[: len(whole)])
+        outcomes.add(opened(folder / "state.db"))
+    assert outcomes == {True, False}
+
+
+def opened(path: Path) -> bool:
+    """Whether it could be used; nothing but a StateError that names the file may come of it."""
+    try:
+        store = Store(path)
+    except StateError as error:
+        assert str(path) in error.message
+        return False
+    try:
+        everything(store)
+        store.add_event(1.0, "k", None, "m", {})
+    except StateError as error:
+        assert str(path) in error.message
+    finally:
+        store.close()
+    return True
+
+
+def test_damaged_pages_of_history_stop_no_start(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    with sqlite3.connect(path) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name='operations'").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+    db.close()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+
+    made = scene(tmp_path)
+    assert [(damage.table, damage.row) for damage in made.store.damages] == [("operations", None)]
+    assert set(made.store.desired()) == {"m", "other"}
+    made.supervisor.want("m", Want.STOPPED, "admin")
+    made.store.close()
+
+
+def test_a_log_without_its_database_is_an_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    store = Store(path)
+    store.save_desired(Desired("m", Want.RUNNING, 1, "admin", 0.0))
+    wal = Path(f"{path}-wal").read_bytes()
+    store.close()
+    path.unlink()
+    Path(f"{path}-wal").write_bytes(wal)
+
+    assert opened(path)
+    found = Store(path)
+    assert found.desired() == {}
+    found.close()
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _log_is_a_folder(path: Path) -> None:
+    filled(path)
+    Path(f"{path}-wal").mkdir()
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _below_a_file(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("")
+
+
+@pytest.mark.parametrize("make", [_folder, _fifo, _below_a_file, _log_is_a_folder])
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "state" / "state.db"
+    path.parent.mkdir()
+    make(path)
+
+    with pytest.raises(StateError) as refused:
+        Store(path)
+    assert str(path) in refused.value.message
+
+
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from sparkd.errors import StateError
+from sparkd.state import Store
+if os.getuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+try:
+    Store(Path(sys.argv[1]))
+except StateError as error:
+    sys.exit(0 if sys.argv[1] in error.message else error.message)
+sys.exit("it was opened")
+"""
+
+
+def test_a_file_that_may_only_be_read_is_refused_by_name() -> None:
+    # Another user, since root may write anywhere, has to come to the folder.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.db"
+        filled(path)
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=60, cwd="/")
+        path.parent.chmod(0o755)
+    assert done.returncode == 0, done.stderr
