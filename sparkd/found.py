@@ -30,9 +30,8 @@ class Found:
         return cls(observation, by_model, strangers, steady)
 
     def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
-        """The record takes in what was seen of it. frozen: see Pulse.frozen."""
-        seen, spec = self._ranks_of(record), record.spec
-        record.observe(seen, now_s)
+        """What the plan knows of a model. frozen: see Pulse.frozen."""
+        seen, spec = self.ranks_of(record), record.spec
         unseen = self.observation.unseen.intersection(record.nodes)
         return ModelFacts(
             name=record.name,
@@ -70,7 +69,7 @@ class Found:
             yields=record.yields_to is not None,
         )
 
-    def _ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
+    def ranks_of(self, record: Record) -> tuple[RankFact, ...] | None:
         """None where nothing can be said: nobody could look, an action is at it, or its only node is out of sight."""
         moved = record.name not in self.steady or self.steady[record.name] != record.rank_id
         alone = len(record.nodes) < 2 and self.observation.unseen.intersection(record.nodes)

@@ -58,21 +58,18 @@ class Ledger:
         for damage in self._store.damages:
             tables.setdefault(damage.table, []).append(damage)
         for table, damages in tables.items():
-            for damage in damages[:DAMAGES_SHOWN]:
-                log.warning("%s: %s; it is left out", self._store.path, damage)
-            places = "; ".join(map(str, damages[:DAMAGES_SHOWN]))
-            message = f"{len(damages)} of its rows cannot be used and are left out: {places}"
-            rows = [damage.row for damage in damages[:DAMAGES_SHOWN]]
-            self.say("store", None, f"{self._store.path}: {message}.", file=str(self._store.path), table=table, rows=rows, count=len(damages))
+            file, shown = str(self._store.path), damages[:DAMAGES_SHOWN]
+            for damage in shown:
+                log.warning("%s: %s; it is left out", file, damage)
+            message = f"{file}: {len(damages)} of its rows cannot be used and are left out: {'; '.join(map(str, shown))}."
+            self.say("store", None, message, file=file, table=table, rows=[damage.row for damage in shown], count=len(damages))
 
     @property
     def conditions(self) -> list[str]:
         """What is not saved, and the wishes and added models that were left out until they are written anew."""
         lost = [damage for damage in self._store.damages if damage.table in CURES]
-        left_out = [
-            f"StateRowLeftOut: {self._store.path}, {damage}. {CURES[damage.table]} again to replace the row." for damage in lost[:DAMAGES_SHOWN]
-        ]
-        return [*filter(None, (self.trouble,)), *left_out]
+        again = [f"{damage}. {CURES[damage.table]} again to replace the row." for damage in lost[:DAMAGES_SHOWN]]
+        return [*filter(None, (self.trouble,)), *(f"StateRowLeftOut: {self._store.path}, {one}" for one in again)]
 
     def wish(self, record: Record, want: Want, by: str) -> None:
         record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())

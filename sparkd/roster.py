@@ -165,8 +165,8 @@ class Roster:
     @property
     def conditions(self) -> list[str]:
         """Added models that are left out, and why."""
-        again = "add it again, or remove it with `sparkd rm`"
-        return [f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} Then {again}." for name, why in self._left_out.items()]
+        cure = "Add it again, or remove it with `sparkd rm`."
+        return [f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} {cure}" for name, why in self._left_out.items()]
 
     def _with_added(self, config: Config, added: Mapping[str, Mapping[str, Any]]) -> Config:
         """One that this release refuses, or whose name the file has taken since, is left out."""

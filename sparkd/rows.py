@@ -1,9 +1,9 @@
-"""What a row of the state database has to be before the daemon believes it: text that is text, JSON that can be given out, a noun's types."""
+"""What a row of the state database must be before the daemon uses it: text, JSON that can be given out, a noun with its types."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ def noun_of(noun: type[N], raw: Mapping[str, Any]) -> N:
     try:
         # Numbers that are not finite and lone surrogates cannot be given out as JSON.
         json.dumps(raw, ensure_ascii=False, allow_nan=False).encode()
-        value: N = _adapter(noun).validate_python(raw)
+        value: N = _adapter(noun).validate_python(raw)  # type: ignore[arg-type]
     except ValidationError as error:
         problem = error.errors(include_input=False, include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[: 2 * SHOWN_CHARACTERS]) from None
@@ -81,6 +81,12 @@ def _adapter(noun: type[N]) -> TypeAdapter[N]:
 def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for outer in level for inner in _members(outer)]
     if level:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

@@ -403,8 +403,9 @@ class Store:
         columns, make = _TABLES[table]
         with self._translated(table):
             try:
+                cursor = self._db.execute(f"SELECT rowid, {columns} FROM {table} {rest}", values)
                 # All at once: a row that is written between two of them could change what is read.
-                for rowid, *row in list(self._fetched(self._db.execute(f"SELECT rowid, {columns} FROM {table} {rest}", values), table, found)):
+                for rowid, *row in list(self._fetched(cursor, table, found)):
                     try:
                         yield make(*row)
                     except ValueError as error:
@@ -454,8 +455,8 @@ def _cure(error: Exception, path: Path) -> str:
         return "Free some space on its disk, or name another folder with --state-dir."
     if _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return (
-            f"Move it away (mv {path} {path}.damaged) and start again: engines that run are adopted, models of sparkd.yaml load as they say "
-            "there, and those that were added later have to be added again."
+            f"Move it away (mv {path} {path}.damaged) and start again: engines that run are adopted, sparkd.yaml decides what loads, "
+            "and those that were added later have to be added again."
         )
     return "Check that the folder exists, is writable by this user and has free space, or name another with --state-dir."
 

@@ -14,7 +14,7 @@ from sparkd import gauges, metrics
 from sparkd.actions import FOR_ITS_OWNER, Actions, AskFunction
 from sparkd.cluster import Cluster
 from sparkd.config import Config
-from sparkd.errors import DoesNotFit
+from sparkd.errors import Conflict, DoesNotFit
 from sparkd.fabric_rates import Rate
 from sparkd.fabric_report import report
 from sparkd.found import Found
@@ -64,6 +64,8 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
+        # What the last tick planned with.
+        self._found: Found | None = None
         self._settled = False
         self._draining = False
         self._refused: str | None = None
@@ -148,10 +150,22 @@ class Supervisor:
         return self._roster.find(name)
 
     def cancel(self, operation_id: str) -> Operation:
-        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is."""
+        """Cancel a running load (its model is wished STOPPED) or unload (RUNNING again). A finished operation stays as it is.
+
+        Raises Conflict for an operation of another kind: the part that runs it cancels it.
+        """
         operation = self.ledger.operation(operation_id)
-        if operation.state is OperationState.RUNNING:
-            self.want(operation.model, Want.STOPPED if operation.kind == "load" else Want.RUNNING, "admin")
+        if operation.state is not OperationState.RUNNING:
+            return operation
+        opposite = {"load": Want.STOPPED, "unload": Want.RUNNING}.get(operation.kind)
+        if opposite is None:
+            raise Conflict(f"The {operation.kind} {operation_id} cannot be cancelled: it ends by itself.")
+        record = self._roster.records.get(operation.model)
+        if record is None or record.operation != operation_id:
+            # The model has gone, or does something else by now.
+            self.ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled; its model is left as it is.")
+        else:
+            self.want(operation.model, opposite, "admin")
         return self.ledger.operation(operation_id)
 
     def operation(self, operation_id: str) -> Operation:
@@ -194,10 +208,8 @@ class Supervisor:
         return operation
 
     def next_actions(self) -> list[Action]:
-        """What a tick would do now, without doing it."""
-        if self._observation is None or not self._settled:
-            return []
-        return self._plan(self._observation, {name: record.rank_id for name, record in self._roster.records.items()})[0]
+        """What a tick would do now with what the last one saw, without doing it."""
+        return [] if self._found is None else self._plan(self._found)[0]
 
     def reconfigure(self, config: Config) -> dict[str, list[str]]:
         """Take a new configuration; which models are added, removed, restarted, adjusted. Engines whose own settings did not change keep
@@ -323,8 +335,13 @@ class Supervisor:
         self._pulse.look(self._roster.records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
             self._gate.look(observation, self._roster.records)
-            actions, found = self._plan(observation, steady)
-            self._swap.show(found, self._roster.records)
+            self._cluster.shut(self._gate.shut, self._gate.room_gib)
+            found = Found.of(observation, self._roster.records, steady)
+            for record in self._roster.records.values():
+                record.observe(found.ranks_of(record), self._clock())
+            self._found = found
+            actions, turn = self._plan(found)
+            self._swap.show(turn, self._roster.records)
             for action in actions:
                 self._act(action, observation)
         self._ticked_at_s = self._clock()
@@ -350,14 +367,12 @@ class Supervisor:
                 record.nodes = tuple(node for _, node in ranks)
         self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
 
-    def _plan(self, observation: Observation, steady: Mapping[str, str | None]) -> tuple[list[Action], Turn]:
-        """`steady`: the start of each model that no action was changing when the observation began. The others are left alone."""
-        found = Found.of(observation, self._roster.records, steady)
+    def _plan(self, found: Found) -> tuple[list[Action], Turn]:
+        """Changes nothing."""
         now_s = self._clock()
         facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        self._cluster.shut(self._gate.shut, self._gate.room_gib)
-        bar = bar_of(observation, self._gate, strangers)
+        bar = bar_of(found.observation, self._gate, strangers)
         whose = self._swap.turn(facts, bar)
         return plan(facts, strangers, bar is None, now_s, whose), whose
 

@@ -24,7 +24,7 @@ from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
-from sparkd.state import Want
+from sparkd.state import OperationState, Want
 from tests.fabric_tree import readings
 from tests.fakes import Scene
 from tests.gateway.fakes import soon
@@ -292,6 +292,27 @@ async def test_unloading_and_cancelling(tmp_path: Path) -> None:
         listed = (await made.ask("GET", "/operations"))["operations"]
         assert [operation["kind"] for operation in listed[:2]] == ["unload", "load"], "newest first"
         assert (await made.ask("DELETE", f"/operations/{unload['operation']}", 202))["state"] == "SUCCEEDED", "what has ended stays so"
+
+
+@pytest.mark.parametrize("kind", ["pull", "measure", "of the next release"])
+async def test_what_is_neither_a_load_nor_an_unload_is_not_cancelled_as_one(tmp_path: Path, kind: str) -> None:
+    """Before: the model that it names was loaded."""
+    async with admin_of(tmp_path) as made:
+        operation = made.scene.supervisor.ledger.open(kind, "m", "admin")
+        assert (await made.refused("DELETE", f"/operations/{operation.id}", 409))["code"] == "conflict"
+        assert (await made.ask("GET", f"/operations/{operation.id}"))["state"] == "RUNNING"
+        assert made.scene.supervisor.snapshot().models["m"].want is Want.STOPPED
+        made.scene.supervisor.ledger.close(operation.id, OperationState.SUCCEEDED, "Done.")
+        assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(("kind", "model"), [("load", "m"), ("unload", "m"), ("load", "gone"), ("unload", "gone")])
+async def test_a_load_or_unload_that_is_not_its_models_is_cancelled_alone(tmp_path: Path, kind: str, model: str) -> None:
+    async with admin_of(tmp_path) as made:
+        await make_ready(made.scene)
+        operation = made.scene.supervisor.ledger.open(kind, model, "admin")
+        assert (await made.ask("DELETE", f"/operations/{operation.id}", 202))["state"] == "CANCELLED"
+        assert made.scene.supervisor.snapshot().models["m"].want is Want.RUNNING
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])

@@ -13,9 +13,10 @@ import pytest
 from sparkd.config import Config, load_config
 from sparkd.errors import ConfigError
 from sparkd.reload import Reloader
-from sparkd.state import Want
+from sparkd.state import Desired, Store, Want
 from sparkd.systemd import Systemd
 from tests.fakes import Scene, stage
+from tests.test_supervisor import make_ready
 
 
 class Taker:
@@ -126,3 +127,48 @@ async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path:
         assert told == "ConfigRefused: the configuration file is not in force: sparkd.yaml:3: modles is unknown."
         made.supervisor.tell_refused(None)
         assert made.supervisor.snapshot().conditions == ()
+
+
+async def test_a_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Path) -> None:
+    """Before: the wish outlived its model in the database, and loaded the next one of that name at the next start."""
+    async with stage(tmp_path) as made:
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        made.supervisor.reconfigure(of(made, other={}))
+        assert made.store.desired() == {}
+        assert made.supervisor.reconfigure(of(made, m={}, other={}))["added"] == ["m"]
+        await made.tick(3)
+        assert (made.state(), made.cluster.log) == ("STOPPED", [])
+
+
+async def test_an_engine_that_was_loaded_is_not_loaded_again_when_its_model_comes_back_while_it_ends(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.supervisor.reconfigure(of(made, other={}))
+        made.supervisor.reconfigure(of(made, m={}, other={}))
+        await made.tick(5)
+        assert (made.state(), made.store.desired()) == ("STOPPED", {})
+
+
+@pytest.mark.parametrize("wish", list(Want))
+async def test_a_wish_for_a_model_that_went_while_no_daemon_ran_is_forgotten(tmp_path: Path, wish: Want) -> None:
+    """Also an operator's unload: it was of the model that has gone, and preload holds for the new one."""
+    store = Store(tmp_path / "state" / "state.db")
+    store.save_desired(Desired("gone", wish, 4, "admin", 1.0))
+    store.save_desired(Desired("added", wish, 4, "admin", 1.0))
+    # One that this release cannot use stays with its wish for the release that can.
+    store.save_spec("added", {"model": "/x", "of_the_next_release": True})
+    store.close()
+    async with stage(tmp_path) as made:
+        assert set(made.store.desired()) == {"added"}
+        made.supervisor.reconfigure(of(made, gone={"preload": True}))
+        assert made.supervisor.snapshot().models["gone"].want is Want.RUNNING
+
+
+async def test_an_added_model_that_comes_back_is_not_loaded_by_an_old_wish(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        for _ in range(2):
+            made.supervisor.add("new", {"model": "/y"})
+            assert made.supervisor.snapshot().models["new"].want is Want.STOPPED
+            made.supervisor.want("new", Want.RUNNING, "admin")
+            made.supervisor.remove("new")
+        assert "new" not in made.store.desired()

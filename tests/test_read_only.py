@@ -1,0 +1,97 @@
+"""A read changes no state: everything that the daemon holds and stores is compared before and after each GET of the admin API."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.admin import PREFIX
+from sparkd.state import Store, Want
+from tests.test_admin import Admin, admin_of
+from tests.test_supervisor import UP, make_ready
+
+# What a look itself writes down: the fake's list of questions, and what Python keeps for an object.
+NOT_STATE = ("log", "__dict__", "__weakref__")
+
+
+def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
+    """All that an object of ours holds, to be compared: members, their members and so on. What is not ours is its type's name."""
+    seen = {} if seen is None else seen
+    if value is None or isinstance(value, str | bytes | int | float | enum.Enum | Path):
+        return value
+    if id(value) in seen:
+        return f"object {seen[id(value)]}"
+    seen[id(value)] = len(seen)
+    if isinstance(value, Mapping):
+        return {repr(key): picture(inner, seen) for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple):
+        return [picture(inner, seen) for inner in value]
+    if isinstance(value, Store):
+        return list(value._db.iterdump())
+    if not type(value).__module__.startswith(("sparkd.", "tests.")):
+        return type(value).__name__
+    names = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())} | set(getattr(value, "__dict__", ()))
+    return {name: picture(getattr(value, name, None), seen) for name in sorted(names - set(NOT_STATE))}
+
+
+async def reads(made: Admin, operation: str) -> list[str]:
+    """Every GET of the document, with names that are there."""
+    document = await made.ask("GET", "/openapi.json")
+    values = {"{name}": "m", "{operation_id}": operation, "{incident_id}": "20261122-000001-m"}
+    paths = [path.removeprefix(PREFIX) for path, item in document["paths"].items() if "get" in item]
+    for old, new in values.items():
+        paths = [path.replace(old, new) if not path.startswith("/recipes") else path.replace("{name}", "none") for path in paths]
+    return [*paths, "/events?after=1&limit=1", "/models/m/log?max_bytes=1", f"/operations/{operation}?wait_s=0.01"]
+
+
+@pytest.mark.parametrize("moment", ["starting", "loading", "ready", "failed", "stopping", "lost"])
+async def test_no_get_changes_anything(tmp_path: Path, moment: str) -> None:
+    async with admin_of(tmp_path) as made:
+        scene = made.scene
+        operation = (await made.ask("POST", "/models/m/load", 202))["operation"]
+        scene.cluster.answers["incident"] = {"n": {"id": "20261122-000001-m"}}
+        await scene.tick(2 if moment == "loading" else 1)
+        if moment not in ("starting", "loading"):
+            await make_ready(scene)
+        if moment == "failed":
+            scene.cluster.show(alive=False, exit_code=1)
+            await scene.tick()
+        if moment == "stopping":
+            scene.supervisor.want("m", Want.STOPPED, "admin")
+        if moment == "lost":
+            scene.cluster.unseen = frozenset({"n"})
+            await scene.tick()
+        # The world goes on between two ticks.
+        scene.clock.now_s += 3.0
+        if scene.cluster.ranks and moment in ("starting", "loading"):
+            for rank_id, fact in scene.cluster.ranks.items():
+                scene.cluster.ranks[rank_id] = replace(fact, progress=UP, cpu_s=99.0, halted=True)
+        paths = await reads(made, operation)
+
+        before = picture((scene.supervisor, scene.cluster))
+        answers = []
+        for _ in range(2):
+            for path in paths:
+                response = await made.client.get(PREFIX + path)
+                assert response.status_code in (200, 404, 503), response.text
+                assert picture((scene.supervisor, scene.cluster)) == before, path
+            answers.append((await made.ask("GET", "/plan"), await made.ask("GET", "/models")))
+        assert answers[0] == answers[1]
+        await asyncio.sleep(0)
+
+
+async def test_the_plan_is_told_from_what_the_last_tick_saw(tmp_path: Path) -> None:
+    """Before: a rank that was started after that look counted as one that had vanished."""
+    async with admin_of(tmp_path) as made:
+        made.scene.supervisor.want("m", Want.RUNNING, "admin")
+        await made.scene.tick()
+        assert made.scene.state() == "LOADING"
+        assert await made.ask("GET", "/plan") == {"actions": []}
