@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from sparkd import gauges, metrics
+from sparkd.boundary import Boundary
 from sparkd.cluster import Cluster
-from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError
+from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError, refused_by
 from sparkd.lease import Door
 from sparkd.ledger import Ledger, Served
 from sparkd.plan import Backoff
@@ -27,7 +28,8 @@ from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
-RETRY_S = 1.0
+# Between two tries to end what would not end.
+ENDING = Backoff(initial_s=1.0, max_s=60.0)
 COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
@@ -54,6 +56,7 @@ class Actions:
         ledger: Ledger,
         cluster: Cluster,
         door: Door,
+        boundary: Boundary,
         *,
         ask: AskFunction,
         left: Callable[[RankHandle, Sequence[Mapping[str, Any]]], None],
@@ -66,6 +69,7 @@ class Actions:
         self._ledger = ledger
         self._cluster = cluster
         self._door = door
+        self._boundary = boundary
         self._ask = ask
         self._left = left
         self._wake = wake
@@ -74,6 +78,8 @@ class Actions:
         self._rng = rng
         self.tasks: asyncio.TaskGroup | None = None
         self.strays: set[str] = set()
+        # By what was to end: how often in a row it did not.
+        self._unended: dict[str, int] = {}
 
     def recall(self) -> None:
         """At the start: engines that hung under an earlier daemon count, and a model that rests for it goes on resting."""
@@ -104,9 +110,10 @@ class Actions:
         except NoRoom as error:
             self._wait_for_room(record, error)
             return
-        except SparkdError as error:
+        except (SparkdError, OSError) as error:
+            told = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.rank_id = None
-            self.fail(record, type(error).__name__, error.message)
+            self.fail(record, type(told).__name__, told.message)
             return
         record.handles = handles
         for handle in handles:
@@ -172,13 +179,11 @@ class Actions:
             self._ready(record, before)
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
-        try:
-            await self._end(ranks, hangs=record.reason in HANGS)
-            await self._cluster.release(record.name)
-        except ClusterError as error:
-            record.message = error.message
-            self._ledger.say("stop", record.name, error.message)
-            await asyncio.sleep(RETRY_S)
+        def say(why: str) -> None:
+            record.message = why
+            self._ledger.say("stop", record.name, why)
+
+        await self._ended("stop", record.name, record.name, ranks, say)
 
     async def destroy(self, ranks: Sequence[RankFact], why: str) -> None:
         """ranks: all that were seen of one start."""
@@ -187,16 +192,28 @@ class Actions:
         for fact in ranks:
             self._ledger.say("destroy", model, f"Rank {fact.handle.rank_id} is removed: {why}.")
         try:
-            await self._end(ranks, hangs=record is not None and record.reason in HANGS)
-            await self._cluster.release(model)
-        except ClusterError as error:
-            self._ledger.say("destroy", model, error.message)
-            await asyncio.sleep(RETRY_S)
-            return
+            ended = await self._ended("destroy", start, model, ranks, partial(self._ledger.say, "destroy", model))
         finally:
             self.strays.discard(start)
-        if record and record.rank_id == start:
+        if ended and record and record.rank_id == start:
             record.rank_id = None
+
+    async def _ended(self, kind: str, key: str, model: str, ranks: Sequence[RankFact], say: Callable[[str], None]) -> bool:
+        """End them and give back what was reserved. What does not end is said, and the next try waits longer each time: a process that
+        hangs in a driver is the same after a second."""
+        record = self._roster.records.get(model)
+        with self._boundary.around(kind, model, say):
+            try:
+                await self._end(ranks, hangs=record is not None and record.reason in HANGS)
+                await self._cluster.release(model)
+            except ClusterError as error:
+                say(error.message)
+            else:
+                self._unended.pop(key, None)
+                return True
+        self._unended[key] = self._unended.get(key, 0) + 1
+        await asyncio.sleep(ENDING.delay_s(self._unended[key], self._rng))
+        return False
 
     async def _end(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
         """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""
@@ -239,7 +256,7 @@ class Actions:
         self._door.open(record)
         handles = [fact.handle for fact in record.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
-            self.spawn(self._prove(record, handles, before or {}), f"transport of {record.name}")
+            self.spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
 
     async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
@@ -251,9 +268,6 @@ class Actions:
             found = in_order((*said, *(one for one in counted if any(other.node == one.node for other in said))))
         except ClusterError as error:
             self._ledger.say("transport", record.name, f"How its ranks talk is not known: {error.message}")
-            return
-        except Exception:
-            log.exception("the transport of %s could not be judged", record.name)
             return
         if found and record.rank_id == rank_id:
             record.transport = tuple(asdict(one) for one in found)
@@ -325,21 +339,22 @@ class Actions:
         if state not in RESIDENT:
             record.close_upstream(self.spawn)
 
+    def give_up(self, record: Record, sentence: str) -> None:
+        """sparkd made an error with this model: its attempt is over, and the next one waits. What serves or ends goes on with that."""
+        if record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
+            self.fail(record, "InternalError", sentence)
+
     def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:
         record.busy = name
-        record.task = self.spawn(self._once(record, work), f"{name} {record.name}")
+        record.task = self.spawn(self._once(record, name, work), f"{name} {record.name}")
         record.task.add_done_callback(partial(self._done, record, work))
 
-    async def _once(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except (SparkdError, OSError) as error:
-            log.error("%s of %s failed: %s", record.busy, record.name, error)
-        except Exception as error:
-            # The last boundary of an action: one model's trouble must not end the others'.
-            log.exception("%s of %s failed", record.busy, record.name)
-            if record.state in STARTING:
-                self.fail(record, "InternalError", f"sparkd made an error ({type(error).__name__}); its log has more.")
+    async def _once(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:
+        with self._boundary.around(name, record.name, partial(self.give_up, record)):
+            try:
+                await work
+            except ClusterError as error:
+                log.error("%s of %s failed: %s", name, record.name, error.message)
 
     def _done(self, record: Record, work: Coroutine[Any, Any, None], task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""
@@ -348,10 +363,16 @@ class Actions:
             record.busy = record.task = None
         self._wake()
 
-    def spawn(self, work: Any, name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """name: one word, the same for all models, and the model."""
         if self.tasks is None:
+            work.close()
             raise RuntimeError("the supervisor does not run")
-        return self.tasks.create_task(work, name=name)
+        where, _, model = name.partition(" ")
+        task = self.tasks.create_task(self._boundary.guarded(where, work, model), name=name)
+        # As above.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
 
 def _rests(times: int) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sparkd.boundary import Boundary
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, RankError
 from sparkd.fabric import Fabric
@@ -57,8 +58,9 @@ class Cluster:
     in sight, and a restarted daemon finds them before Ray is connected.
     """
 
-    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, environ: Mapping[str, str], boundary: Boundary | None = None) -> None:
         self._config = config
+        self._boundary = boundary or Boundary(time.monotonic)
         self.node_ip = config.cluster.node_ip or LOOPBACK
         self._rank_folders = rank_folders(config, self.node_ip)
         token_path = config.token_path(environ)

@@ -14,12 +14,14 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from sparkd import joined, metrics
+from sparkd.boundary import Boundary
 from sparkd.cluster import Cluster
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.console import Console
@@ -110,8 +112,9 @@ class Daemon:
         probe_token = secrets.token_hex(32)
         self.base_url = _base_url(listening[0])
         self._asker = Asker(self.base_url, self._own_key, probe_token)
-        self._cluster = Cluster(config, environ)
-        self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm)
+        self._boundary = Boundary(time.monotonic)
+        self._cluster = Cluster(config, environ, self._boundary)
+        self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm, boundary=self._boundary)
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
         self._pulls = Pulls(self._cluster, self._supervisor.ledger, self._spec_of, self._names, lambda: self._supervisor.config)
@@ -152,16 +155,17 @@ class Daemon:
     async def _serve_until_told(self, loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self._server.serve(sockets=self._listening), name="gateway")
-            background = [
-                tasks.create_task(self._supervisor.run(), name="supervisor"),
-                tasks.create_task(self._join_ray(loop), name="cluster"),
-                tasks.create_task(self._scraper.run(), name="scraper"),
-                tasks.create_task(self._pulls.run(), name="pulls"),
-                tasks.create_task(self._measures.run(), name="measures"),
-                tasks.create_task(self._reloader.run(), name="reloader"),
-                tasks.create_task(self._keep_watchdog_quiet(), name="watchdog"),
-                tasks.create_task(self._console.run(self._options.ask), name="console"),
-            ]
+            parts: dict[str, Callable[[], Awaitable[None]]] = {
+                "supervisor": self._supervisor.run,
+                "cluster": partial(self._join_ray, loop),
+                "scraper": self._scraper.run,
+                "pulls": self._pulls.run,
+                "measures": self._measures.run,
+                "reloader": self._reloader.run,
+                "watchdog": self._keep_watchdog_quiet,
+                "console": partial(self._console.run, self._options.ask),
+            }
+            background = [tasks.create_task(self._boundary.keep(name, work), name=name) for name, work in parts.items()]
             await self._ending.wait()
             await self._end(serving, background)
 

@@ -11,6 +11,7 @@
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
         . MemoryReturns         and one will, once memory of an engine that ended is back
+    - NodeRefused               a node's system would not: a full disk, a read-only folder, no more descriptors
     - RankError                 a rank could not be started, found or stopped
       - FlagRefused             the vLLM of its runtime would not take a flag
       - ContextTooLong          its vLLM would not take so long a max_model_len
@@ -134,6 +135,12 @@ class MemoryReturns(NoRoom):
     """It is in nobody's book, and not free yet."""
 
 
+class NodeRefused(ClusterError):
+    """It may go well another time: room on a disk comes back."""
+
+    code = "node_refused"
+
+
 class RankError(ClusterError):
     code = "rank_error"
 
@@ -155,7 +162,16 @@ class ModelUnusable(RankError):
 
 
 # Of a model that failed so no engine was started, or the failure's own words name its log.
-UNSTARTED = frozenset(kind.__name__ for kind in (DoesNotFit, NoRoom, RankError, FlagRefused, ContextTooLong, LoadRefused, ModelUnusable))
+UNSTARTED = frozenset(
+    kind.__name__ for kind in (DoesNotFit, NoRoom, NodeRefused, RankError, FlagRefused, ContextTooLong, LoadRefused, ModelUnusable)
+)
+
+
+def refused_by(error: OSError, who: str) -> NodeRefused:
+    """What the system of a node says, with the file that it says it of. who: "Node X", or what names it as well."""
+    of = f" ({error.filename})" if error.filename else ""
+    told = f"{who} refused it: {error.strerror or error}{of}. See `df` and `sparkd doctor` there; it is tried again."
+    return NodeRefused(told)
 
 
 class RequestError(SparkdError):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparkd.boundary import Boundary
 from sparkd.errors import StateError, UnknownOperation
 from sparkd.record import Record
 from sparkd.rows import Damage
@@ -45,9 +47,10 @@ class Served:
 class Ledger:
     """The supervisor's book. A full disk must not end serving: `trouble` says what is not saved, and the next write tries again."""
 
-    def __init__(self, store: Store, wall: Callable[[], float]) -> None:
+    def __init__(self, store: Store, wall: Callable[[], float], boundary: Boundary | None = None) -> None:
         self._store = store
         self._wall = wall
+        self._boundary = boundary or Boundary(time.monotonic)
         self._operations: dict[str, Operation] = {operation.id: operation for operation in store.operations()}
         self._listeners: set[asyncio.Queue[Event]] = set()
         self.trouble: str | None = None
@@ -96,11 +99,13 @@ class Ledger:
         self._persist(lambda: self._store.save_answered(rank_id, self._wall(), load_s))
 
     def answered(self, rank_id: str) -> Served | None:
-        try:
-            found = self._store.answered(rank_id)
-        except StateError as error:
-            self._note(error)
-            return None
+        """None where it is not known: then it is asked again."""
+        found = None
+        with self._boundary.around("store"):
+            try:
+                found = self._store.answered(rank_id)
+            except StateError as error:
+                self._note(error.message)
         return None if found is None else Served(None if found[0] is None else max(0.0, self._wall() - found[0]), found[1])
 
     def operation(self, operation_id: str) -> Operation:
@@ -172,10 +177,13 @@ class Ledger:
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""
         log.info("%s%s: %s", f"{model}: " if model else "", kind, message)
-        try:
-            event = self._store.add_event(self._wall(), kind, model, message, data)
-        except StateError as error:
-            self._note(error)
+        event = None
+        with self._boundary.around("store", failed=self._note):
+            try:
+                event = self._store.add_event(self._wall(), kind, model, message, data)
+            except StateError as error:
+                self._note(error.message)
+        if event is None:
             return
         for queue in self._listeners:
             if queue.full():
@@ -208,13 +216,14 @@ class Ledger:
         return replace(operation, progress=record.progress)
 
     def _persist(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-            self.trouble = None
-        except StateError as error:
-            self._note(error)
+        with self._boundary.around("store", failed=self._note):
+            try:
+                write()
+                self.trouble = None
+            except StateError as error:
+                self._note(error.message)
 
-    def _note(self, error: StateError) -> None:
+    def _note(self, message: str) -> None:
         if self.trouble is None:
-            log.error("state is not saved: %s", error.message)
-        self.trouble = f"StateNotSaved: {error.message}"
+            log.error("state is not saved: %s", message)
+        self.trouble = f"StateNotSaved: {message}"

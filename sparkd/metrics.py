@@ -168,6 +168,12 @@ FABRIC_RATE = Gauge(
 )
 
 # The supervisor.
+INTERNAL_ERRORS = Counter(
+    "sparkd_internal_errors",
+    "Errors that sparkd itself made, and went on; its log has each one's traceback.",
+    ("where",),
+    registry=REGISTRY,
+)
 TICK_SECONDS = Histogram(
     "sparkd_tick_seconds", "One turn of the supervisor's loop.", buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5), registry=REGISTRY
 )

@@ -91,7 +91,7 @@ class Pulse:
             if record.name not in self._asking and due:
                 self._asked_at_s[record.name] = self._clock()
                 self._asking.add(record.name)
-                self._spawn(self._ask(record), f"pulse of {record.name}")
+                self._spawn(self._ask(record), f"pulse {record.name}")
 
     def frozen(self, record: Record) -> str | None:
         """The sentence of its failure; None while it moves, or may."""
@@ -170,7 +170,7 @@ class Pulse:
         put_at_s = self._idle.setdefault(record.name, math.inf)
         if put_at_s == math.inf and self._clock() - beat.at_s >= (QUESTION_S if record.world > 1 else ALONE_QUESTION_S):
             self._idle[record.name] = self._clock()
-            self._spawn(self._answered(record, beat), f"question to {record.name}")
+            self._spawn(self._answered(record, beat), f"question {record.name}")
 
     async def _answered(self, record: Record, beat: Beat) -> None:
         """Whatever it answers, an error too, it lives. What was not even put is put again; what is not answered says enough."""

@@ -8,15 +8,18 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from sparkd import gauges, metrics
 from sparkd.actions import FOR_ITS_OWNER, Actions, AskFunction
+from sparkd.boundary import Boundary
 from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.errors import Conflict, DoesNotFit
 from sparkd.fabric_rates import Rate
 from sparkd.fabric_report import report
+from sparkd.facts import ModelFacts
 from sparkd.found import Found
 from sparkd.gate import Gate
 from sparkd.lease import Door, Lease, Waits
@@ -38,6 +41,8 @@ log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
+# Of a look that failed as a whole.
+UNSEEN = Observation(None, None, False)
 
 
 class Supervisor:
@@ -57,7 +62,9 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        boundary: Boundary | None = None,
     ) -> None:
+        self._boundary = boundary or Boundary(clock)
         self._cluster = cluster
         self._clock = clock
         self._wall = wall
@@ -71,13 +78,13 @@ class Supervisor:
         self._refused: str | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
-        self.ledger = Ledger(store, wall)
+        self.ledger = Ledger(store, wall, self._boundary)
         self.ledger.tell_damages()
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock, unusable=cluster.unusable)
         self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
-        hands = (self._roster, self.ledger, cluster, self._door)
+        hands = (self._roster, self.ledger, cluster, self._door, self._boundary)
         jitter = rng or random.Random()
         self._actions = Actions(*hands, ask=ask, left=self._gate.release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
         self._pulse = Pulse(self._actions.spawn, ask, clock)
@@ -130,7 +137,8 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        told = (self._refused, *self.ledger.conditions, *self._roster.conditions, seen, *self._gate.conditions, self._pulse.condition)
+        own = (self._refused, *self.ledger.conditions, *self._roster.conditions)
+        told = (*own, seen, *self._gate.conditions, self._pulse.condition, self._boundary.condition)
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
@@ -309,12 +317,8 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             self._actions.tasks = tasks
             while True:
-                try:
-                    with metrics.TICK_SECONDS.time():
-                        await self.tick()
-                except Exception:
-                    # The last boundary: engines serve on whatever this loop stumbles over, and the next look may be a better one.
-                    log.exception("a tick failed")
+                with self._boundary.around("tick"), metrics.TICK_SECONDS.time():
+                    await self.tick()
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
                 hurry = hurry or bool(self._gate.room_gib)
                 with suppress(TimeoutError):
@@ -323,32 +327,50 @@ class Supervisor:
                 self._wake.clear()
 
     async def tick(self) -> None:
-        """One round: observe, plan, act. Acts only once the first reading and the adoption scan are in."""
+        """One round: observe, plan, act. Acts only once the first reading and the adoption scan are in.
+
+        Each step has a boundary of its own: what goes wrong in one, or with one model, keeps nothing else from being done.
+        """
+        around, records = self._boundary.around, self._roster.records
         # A look that began while an action was under way may show the ranks as they were before it; a question changes none.
-        steady = {name: record.rank_id for name, record in self._roster.records.items() if record.busy in (None, "ask")}
-        self._cluster.tell(told_of(self._roster.records.values()))
-        self._observation = observation = await self._cluster.observe()
+        steady = {name: record.rank_id for name, record in records.items() if record.busy in (None, "ask")}
+        with around("tell"):
+            self._cluster.tell(told_of(records.values()))
+        observation = UNSEEN
+        with around("observe"):
+            observation = await self._cluster.observe()
+        self._observation = observation
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
-        self._welcome(observation)
-        self._pulse.look(self._roster.records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
+        with around("welcome"):
+            self._welcome(observation)
+        with around("pulse"):
+            self._pulse.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:
-            self._gate.look(observation, self._roster.records)
-            self._cluster.shut(self._gate.shut, self._gate.room_gib)
-            found = Found.of(observation, self._roster.records, steady)
-            for record in self._roster.records.values():
-                record.observe(found.ranks_of(record), self._clock())
-            self._found = found
-            actions, turn = self._plan(found)
-            self._swap.show(turn, self._roster.records)
-            for action in actions:
-                self._act(action, observation)
+            with around("gate"):
+                self._gate.look(observation, records)
+            # Until it is known which nodes are open, and who holds what, nothing is started; what is to end ends.
+            self._found, is_open = Found.of(observation, records, steady), False
+            with around("shut"):
+                self._cluster.shut(self._gate.shut, self._gate.room_gib)
+                is_open = True
+            for record in records.values():
+                with around("record", record.name):
+                    record.observe(self._found.ranks_of(record), self._clock())
+            with around("plan"):
+                actions, whose = self._plan(self._found, is_open=is_open)
+                with around("swap"):
+                    self._swap.show(whose, records)
+                for action in actions:
+                    with around(type(action).__name__.lower(), action.model, partial(self._give_up, action.model)):
+                        self._act(action, observation)
         self._ticked_at_s = self._clock()
-        if self._settled and not any(record.adopted and record.state in STARTING for record in self._roster.records.values()):
+        if self._settled and not any(record.adopted and record.state in STARTING for record in records.values()):
             self._looked.set()
-        gauges.show(self.snapshot())
-        gauges.engines(observation.ranks or ())
+        with around("metrics"):
+            gauges.show(self.snapshot())
+            gauges.engines(observation.ranks or ())
 
     def _welcome(self, observation: Observation) -> None:
         """With a node that has come, is back or takes something again, what had no room may have it: it need not wait for its back-off."""
@@ -367,14 +389,25 @@ class Supervisor:
                 record.nodes = tuple(node for _, node in ranks)
         self._cluster.expect({node for record in self._roster.records.values() for node in record.nodes})
 
-    def _plan(self, found: Found) -> tuple[list[Action], Turn]:
-        """Changes nothing."""
-        now_s = self._clock()
-        facts = {name: found.facts_of(record, self.config, now_s, self._pulse.frozen) for name, record in self._roster.records.items()}
+    def _plan(self, found: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
+        """Changes nothing. is_open: the cluster knows which nodes are open; where that, or who holds what, is not known, nothing is
+        started, and what is to end ends."""
+        now_s, around = self._clock(), self._boundary.around
+        facts: dict[str, ModelFacts] = {}
+        for name, record in self._roster.records.items():
+            with around("facts", name):
+                facts[name] = found.facts_of(record, self.config, now_s, self._pulse.frozen)
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
-        bar = bar_of(found.observation, self._gate, strangers)
-        whose = self._swap.turn(facts, bar)
-        return plan(facts, strangers, bar is None, now_s, whose), whose
+        can_place, whose = False, Turn()
+        with around("turn"):
+            bar = bar_of(found.observation, self._gate, strangers)
+            whose = self._swap.turn(facts, bar)
+            can_place = is_open and bar is None and len(facts) == len(self._roster.records)
+        return plan(facts, strangers, can_place, now_s, whose), whose
+
+    def _give_up(self, model: str, sentence: str) -> None:
+        if record := self._roster.records.get(model):
+            self._actions.give_up(record, sentence)
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
@@ -383,8 +416,8 @@ class Supervisor:
             if record:
                 self._actions.start(record, "destroy", self._actions.destroy(ranks, action.why))
             else:
+                self._actions.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.model}")
                 self._actions.strays.add(action.rank_id)
-                self._actions.spawn(self._actions.destroy(ranks, action.why), f"destroy {action.rank_id}")
             return
         record = self._roster.records[action.model]
         match action:

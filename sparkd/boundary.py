@@ -1,0 +1,100 @@
+"""The last boundary: an error that sparkd itself makes is logged, counted and told, and everything else goes on. Never decides anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sparkd import metrics
+
+log = logging.getLogger("sparkd.boundary")
+
+# A condition tells of an error for so long after it happened last.
+KEPT_S = 600.0
+# A lasting fault raises with every tick: its traceback is logged so often.
+LOG_EVERY_S = 60.0
+# Before a task of the daemon that ended by an error begins again.
+PAUSE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Caught:
+    """Errors of one kind at one place. at_s: the last; logged_s: the last whose traceback was logged."""
+
+    times: int
+    at_s: float
+    logged_s: float
+
+
+class Boundary:
+    """Everything that the daemon does on its own runs within one of `around`, `guarded` and `keep`. `clock` is monotonic, seconds.
+
+    A task that is cancelled ends. A CancelledError that comes up from inside, while nobody cancels the task, is an error like any other:
+    asyncio would end the task for it without a word.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._caught: dict[tuple[str, str, str], _Caught] = {}
+
+    def caught(self, where: str, error: BaseException, model: str = "") -> None:
+        """Take note of an error. where: one word, the same for all models."""
+        metrics.INTERNAL_ERRORS.labels(where).inc()
+        now_s, kind = self._clock(), (where, model, type(error).__name__)
+        known = self._caught.setdefault(kind, _Caught(0, now_s, float("-inf")))
+        if now_s - known.at_s > KEPT_S:
+            known.times = 0
+        known.times, known.at_s = known.times + 1, now_s
+        if now_s - known.logged_s >= LOG_EVERY_S:
+            known.logged_s = now_s
+            log.error("sparkd made an error in %s%s", where, f" of {model}" if model else "", exc_info=error)
+
+    @property
+    def condition(self) -> str | None:
+        """What an operator reads; None once no error has come for KEPT_S. Names kinds only: an error's own text may hold anything."""
+        now_s = self._clock()
+        self._caught = {kind: one for kind, one in self._caught.items() if now_s - one.at_s <= KEPT_S}
+        told = [
+            f"{where}{f' of {model}' if model else ''} ({name}{f', {one.times} times' if one.times > 1 else ''})"
+            for (where, model, name), one in self._caught.items()
+        ]
+        return f"InternalError: sparkd made an error in {', '.join(told)}. It goes on; please report what its log says." if told else None
+
+    @contextmanager
+    def around(self, where: str, model: str = "", failed: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Nothing that is raised within it goes on from here. failed: hears the sentence for the one model that is concerned."""
+        try:
+            yield
+        except BaseException as error:
+            if is_end(error):
+                raise
+            self.caught(where, error, model)
+            if failed is None:
+                return
+            with self.around(where, model):
+                failed(f"sparkd made an error ({type(error).__name__}); its log has more.")
+
+    async def guarded(self, where: str, work: Awaitable[None], model: str = "") -> None:
+        with self.around(where, model):
+            await work
+
+    async def keep(self, where: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Until it returns, or this is cancelled: what ends by an error begins again after PAUSE_S."""
+        ended = False
+        while not ended:
+            with self.around(where):
+                await work()
+                ended = True
+            if not ended:
+                await asyncio.sleep(PAUSE_S)
+
+
+def is_end(error: BaseException) -> bool:
+    """Whether this ends the task on purpose: somebody cancels it, or the process ends."""
+    if not isinstance(error, asyncio.CancelledError):
+        return not isinstance(error, Exception)
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

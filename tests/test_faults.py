@@ -1,0 +1,157 @@
+"""Whatever the cluster or the store raises, the loop ticks on, other models serve on, and all is well once the fault is gone.
+
+The methods are found by inspection: one that is added to a seam is tried without a word here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.cluster import Cluster
+from sparkd.metrics import REGISTRY
+from sparkd.plan import Backoff
+from sparkd.state import Progress, RankFact, RankHandle, Store, Want
+from tests.fakes import FakeCluster, Scene, stage
+
+FAULTS: tuple[Callable[[], BaseException], ...] = (
+    lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    lambda: KeyError("node"),
+    lambda: TimeoutError(),
+    lambda: asyncio.InvalidStateError("invalid state"),
+    # Of a future that somebody else cancelled: nobody cancels the task.
+    lambda: asyncio.CancelledError(),
+    lambda: pickle.PicklingError("cannot pickle"),
+)
+UP = Progress(phase="serving", server_up=True)
+
+
+def public(seam: type) -> list[str]:
+    return sorted(name for name, value in vars(seam).items() if inspect.isfunction(value) and not name.startswith("_"))
+
+
+# What the daemon alone uses of the cluster has no fake.
+OF_CLUSTER = [name for name in public(Cluster) if hasattr(FakeCluster, name)]
+OF_STORE = [name for name in public(Store) if name != "close"]
+
+
+class Faulty:
+    """Wraps methods of an object; while `fault` is set each of them raises it."""
+
+    def __init__(self) -> None:
+        self.fault: Callable[[], BaseException] | None = None
+        self.raised = 0
+
+    def wrap(self, target: object, name: str) -> None:
+        method = getattr(target, name)
+
+        def check() -> None:
+            if self.fault is not None:
+                self.raised += 1
+                raise self.fault()
+
+        async def later(*arguments: Any, **named: Any) -> Any:
+            check()
+            return await method(*arguments, **named)
+
+        def now(*arguments: Any, **named: Any) -> Any:
+            check()
+            return method(*arguments, **named)
+
+        setattr(target, name, later if inspect.iscoroutinefunction(method) else now)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(0.0, 0.0))
+
+
+def errors() -> float:
+    return sum(one.value for family in REGISTRY.collect() for one in family.samples if one.name == "sparkd_internal_errors_total")
+
+
+def ranks_of(made: Scene, model: str) -> list[RankFact]:
+    return [fact for fact in (made.cluster.ranks or {}).values() if fact.handle.model == model]
+
+
+def change(made: Scene, model: str, **changes: Any) -> None:
+    for fact in ranks_of(made, model):
+        (made.cluster.ranks or {})[fact.handle.rank_id] = replace(fact, **changes)
+
+
+def leave_stray(made: Scene, number: int) -> None:
+    raw = RankHandle(f"stray-{number}", "gone", 1, "n", 0, 42, 7, "b", "/run/s", None, None, None, "h", "/log/gone", 0.0)
+    (made.cluster.ranks or {})[raw.rank_id] = RankFact(raw, True, 3, None, False, UP)
+
+
+async def tick(made: Scene, times: int = 1, seconds: float = 1.0) -> None:
+    """The loop ticks, and what serves serves."""
+    for _ in range(times):
+        made.clock.now_s += seconds
+        change(made, "m", progress=UP)
+        await made.settle()
+        await made.supervisor.tick()
+        assert made.supervisor.snapshot().tick_age_s == 0
+        await made.settle()
+        assert made.state("other") == "READY"
+
+
+async def live(made: Scene, number: int) -> None:
+    """All that can happen to a model: unloaded, loaded, dead, its remains, a stranger's."""
+    wish = made.supervisor.want
+    for want in (Want.STOPPED, Want.RUNNING):
+        with suppress(Exception):
+            wish("m", want, "admin")
+        await tick(made, 3)
+    change(made, "m", alive=False, processes=0, exit_code=1)
+    leave_stray(made, number)
+    await tick(made, 3)
+    await tick(made, 3, seconds=400.0)
+
+
+CASES = [("cluster", name) for name in OF_CLUSTER] + [("store", name) for name in OF_STORE]
+
+
+@pytest.mark.parametrize(("seam", "name"), CASES)
+async def test_whatever_a_seam_raises_the_loop_goes_on_and_all_is_well_afterwards(seam: str, name: str, tmp_path: Path) -> None:
+    faulty, cluster = Faulty(), FakeCluster()
+    if seam == "cluster":
+        faulty.wrap(cluster, name)
+    models = {one: {"model": str(tmp_path / "model")} for one in ("m", "other")}
+    async with stage(tmp_path, cluster=cluster, models=models) as made:
+        if seam == "store":
+            faulty.wrap(made.store, name)
+        cluster.names = ["m", "other"]
+        for one in ("other", "m"):
+            made.supervisor.want(one, Want.RUNNING, "admin")
+            await made.tick(2)
+            change(made, one, progress=UP)
+            await made.tick(2)
+        serving = ranks_of(made, "other")
+        assert made.state("m") == made.state("other") == "READY"
+
+        for number, fault in enumerate(FAULTS):
+            faulty.fault, before, raised = fault, errors(), faulty.raised
+            await live(made, number)
+            if faulty.raised > raised:
+                assert errors() > before or isinstance(fault(), OSError)
+            faulty.fault = None
+            await tick(made, 3, seconds=400.0)
+            with suppress(Exception):
+                made.supervisor.want("m", Want.RUNNING, "admin")
+            await tick(made, 6, seconds=2.0)
+
+            assert made.state("m") == "READY", (fault(), made.supervisor.snapshot().models["m"])
+            assert ranks_of(made, "other") == serving
+            assert ranks_of(made, "gone") == []
+            assert len(ranks_of(made, "m")) == 1
