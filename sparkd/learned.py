@@ -14,7 +14,7 @@ from workers.kv.profiles import checkpoint_of, profiles_of
 
 # Of a command line these alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
 # not believed.
-_TALK = ("tool-call-parser", "reasoning-parser", "enable-auto-tool-choice")
+_TALK = ("tool-call-parser", "reasoning-parser", "enable-auto-tool-choice", "override-generation-config")
 # What vLLM, torch, NCCL and the kernels read; not a token of somebody's.
 FAMILIES = ("VLLM_", "TORCH", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "FLASHINFER_", "TRITON_", "OMP_", "SPARKD_")
 

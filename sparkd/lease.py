@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from sparkd.errors import (
@@ -45,10 +45,12 @@ class Lease:
     decrement of the count of requests in flight, or of questions. Who uses it sets .answered: whether the engine has begun a good answer,
     None for one that says nothing of the engine."""
 
-    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "answered", "model", "upstream")
+    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
+    # The fields of a sparkd.parsers.Parsers, None where nobody knows what the engine has.
+    parsers: Mapping[str, str | None] | None
 
     def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None) -> None:
         self._door = door
@@ -67,6 +69,7 @@ class Lease:
             self._door.leave(record, answered=False, probe=self._probe)
             raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
         self.model, self.upstream = record.name, upstream
+        self.parsers = record.handle.parsers if record.handle is not None else None
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -29,6 +29,7 @@ from sparkd.config_fields import (
     Word,
 )
 from sparkd.engine_flags import flags_of
+from sparkd.parsers import OFF
 from sparkd.refusal import refuse
 from sparkd.vllm_args import trusts_code
 from workers.runtime import API_SERVER, COMMAND_LINE
@@ -77,6 +78,11 @@ def _zero_is_none(value: Any) -> Any:
 
 def _auto_is_none(value: Any) -> Any:
     return None if kinds.no_bool(value) == "auto" else value
+
+
+def _off_is_none(value: Any) -> Any:
+    """`none`, `off`, and what YAML 1.1 makes of that."""
+    return OFF if value is False or value == "off" else value
 
 
 def _false_is_off(value: Any) -> Any:
@@ -137,8 +143,8 @@ class ModelConfig(Section):
     load_format: Word | None = None
     trust_remote_code: bool = False
     enforce_eager: bool = False
-    tool_call_parser: Word | None = None
-    reasoning_parser: Word | None = None
+    tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
+    reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     extra_args: Arguments = ()
 
     @model_validator(mode="after")

@@ -20,6 +20,8 @@ from sparkd.installed import full_version_in, release_in
 from sparkd.kv_cost import fitting, longest, sized
 from sparkd.kv_sizing import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
 from sparkd.model_folder import unusable
+from sparkd.parser_choice import with_parsers
+from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
@@ -36,7 +38,8 @@ _SMALLER = "a smaller context or format"
 @dataclass(frozen=True, slots=True)
 class Need:
     """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
-    version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them."""
+    version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them. parsers: what its engine
+    will have, None of an engine that is no vLLM."""
 
     spec: ModelConfig
     platform: str
@@ -46,6 +49,7 @@ class Need:
     vllm: str | None = None
     ways: Ways = (1, 1)
     said: Translation | None = None
+    parsers: Parsers | None = None
 
 
 class Node(Protocol):
@@ -78,9 +82,12 @@ def need_of(
     here = _this_node(platform)
     env, profiles = spec.environment(engine), str(config.profiles_path())
     spec = resolved(spec, here, env, int(free_gib * GIB), ways, profiles, found.get("vllm"), beside=beside)
+    parsers = None
+    if spec.runs_vllm(engine):
+        spec, parsers = with_parsers(spec, env, spec.runtime_of(engine))
     known = account_of(spec, config, platform, ways, found.get("vllm"))
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
-    return Need(spec, platform, entrypoint, gib, known, found.get("vllm"), ways)
+    return Need(spec, platform, entrypoint, gib, known, found.get("vllm"), ways, parsers=parsers)
 
 
 def account_of(spec: ModelConfig, config: Config, platform: str, ways: Ways = (1, 1), vllm: str | None = None) -> Account | None:

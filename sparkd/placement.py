@@ -15,6 +15,7 @@ from sparkd.amounts import multiple
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
+from sparkd.parsers import Parsers
 from sparkd.uncounted import BYTES, SHARE, blocks_of, unsized
 from sparkd.vllm_flags import Translation, flag_name
 from workers.command import CPU_KV_CACHE_GIB
@@ -34,7 +35,7 @@ class Placement:
     """Where one model goes. slug: its name as a file name. platform: `cuda` or `cpu`. entrypoint: the module that is its engine. vllm: its
     version where it is known. spec: the model with what was `auto` in it decided; None where nothing was. peers: nodes of its other ranks,
     in their order; memory_gib is what it takes on each. tensor, pipeline: parallel sizes, together one rank on each node. said: its flags
-    as its vLLM knows them.
+    as its vLLM knows them. parsers: of its tool calls and reasoning, None of an engine that is no vLLM.
     """
 
     node_id: str
@@ -48,6 +49,7 @@ class Placement:
     tensor: int = 1
     pipeline: int = 1
     said: Translation | None = None
+    parsers: Parsers | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ from sparkd.kv_sizing import cache_of, margin_bytes, utilization_of
 from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
 from sparkd.needs import runtime_of, said_to
+from sparkd.parser_choice import with_parsers
+from sparkd.parsers import OFF
 from sparkd.plan_question import Others, Question
 from sparkd.planned import MASTER_PORT, OWN, Offer, network, to_json
 from sparkd.quantizing import AUTO
@@ -289,8 +291,12 @@ def _refuse_flags(spec: ModelConfig, entry: Entry) -> Translation:
 
 def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
     """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
+    if spec.runs_vllm(entry.config.engine):
+        spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
     said = _refuse_flags(spec, entry)
     decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}
+    parsers = {key: getattr(spec, key) for key in ("tool_call_parser", "reasoning_parser") if getattr(entry.spec, key) is None}
+    decided |= {key: name for key, name in parsers.items() if name not in (None, OFF)}
     if spec.model != entry.spec.model:
         decided = {"model": spec.model} | decided
     if entry.spec.tensor_parallel == AUTO and option.nodes > 1:

@@ -249,6 +249,7 @@ class Roster:
             turn=record.turn,
             doubt=doubt,
             adopted=record.adopted,
+            parsers=None if gone or record.handle is None else record.handle.parsers,
         )
 
 

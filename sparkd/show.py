@@ -25,6 +25,8 @@ MIB = 1 << 20
 NARROW = 100
 # Of `sparkd ps --wide`: the pool, requests of full length that it holds, bytes of a token, what was to stay free and what was.
 KV_COLUMNS = ("KV CACHE", "FULL REQUESTS", "A TOKEN", "MARGIN", "FREE", "SIZED BY")
+# The parsers of its engine, chosen or set.
+PARSER_COLUMNS = ("TOOLS", "REASONING")
 BAR_CELLS = 20
 _STYLES = {"READY": "green", "FAILED": "red", "STOPPED": "dim"}
 _STAGES = {
@@ -137,7 +139,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         console.print("No model is resident. `sparkd ls` lists the known ones, `sparkd load MODEL` loads one.")
         return
     nodes = console.width >= NARROW
-    numbers = ["FOR", "LOAD", "MEMORY", "KV TOKENS", *(KV_COLUMNS if wide else []), "REQUESTS", "PID"]
+    numbers = ["FOR", "LOAD", "MEMORY", "KV TOKENS", *([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS", "PID"]
     table = _table(["MODEL", "STATE", *numbers, *(["NODE"] if nodes else [])], right=numbers)
     for model in shown:
         known = model["progress"] or {}
@@ -148,7 +150,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
             _or_dash(known.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
-            *(_kv_cells(known.get("kv") or {}) if wide else []),
+            *([*_kv_cells(known.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
             str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
             *([escape(", ".join(rank["node_id"] for rank in model["ranks"]) or model["node"] or "-")] if nodes else []),
@@ -329,6 +331,10 @@ def _kv_cells(kv: Mapping[str, Any]) -> list[str]:
         _or_dash(kv.get("slack_bytes"), lambda number: size(max(0, number))),
         sized_by,
     ]
+
+
+def _parser_cells(parsers: Mapping[str, Any]) -> list[str]:
+    return [escape(str(parsers.get(kind) or "-")) for kind in ("tool", "reasoning")]
 
 
 def _sized_why(word: str, why: str) -> str:

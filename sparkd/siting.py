@@ -168,4 +168,5 @@ def _placement(need: Need, nodes: Sequence[str], ways: Ways) -> Placement:
         tuple(nodes[1:]),
         *ways,
         need.said,
+        need.parsers,
     )

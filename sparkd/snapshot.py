@@ -17,6 +17,7 @@ class ModelView:
     turn: its place among the models that wait for room or for their turn, 1 for the first; None of one that does not wait.
     doubt: why its engine is under suspicion while it is READY or DRAINING: it was asked a question and has not answered yet (sparkd.pulse).
     adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody kept that.
+    parsers: the fields of a sparkd.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
@@ -51,6 +52,7 @@ class ModelView:
     turn: int | None = None
     doubt: str | None = None
     adopted: bool = False
+    parsers: Mapping[str, str | None] | None = None
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkd.config import Config, ModelConfig
@@ -161,6 +161,7 @@ def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, atte
         "world": len(placement.nodes),
         "attempt": attempt.rank_id if placement.peers else "",
         "memory_gib": placement.memory_gib,
+        "parsers": None if placement.parsers is None else asdict(placement.parsers),
         "config_hash": attempt.config_hash,
         "log_max_bytes": config.engine.log_max_bytes,
         "log_backups": config.engine.log_backups,

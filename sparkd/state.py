@@ -88,7 +88,8 @@ class RankHandle:
     pid is the rank's shim, start_ticks its start time in clock ticks since boot (field 22 of /proc/PID/stat), boot_id the
     kernel's: together they name one process for ever. socket_path is set where the rank listens on a Unix socket, else host and port.
     world: how many ranks its model has. attempt: the start that they belong to, which is rank 0's rank_id; empty of a rank alone.
-    memory_gib: what was reserved for it on its node; 0 where an earlier release started it.
+    memory_gib: what was reserved for it on its node; 0 where an earlier release started it. parsers: the fields of a
+    sparkd.parsers.Parsers; None where an earlier release started it, or it is no vLLM.
     """
 
     rank_id: str
@@ -109,6 +110,7 @@ class RankHandle:
     world: int = 1
     attempt: str = ""
     memory_gib: int = 0
+    parsers: Mapping[str, str | None] | None = None
 
     @property
     def start(self) -> str:

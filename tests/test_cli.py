@@ -701,7 +701,7 @@ def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     rest = {"want": "RUNNING", "since_s": 0.0, "load_s": None, "memory_gib": 4.0, "in_flight": 0, "queued": 0, "ranks": [], "node": None}
     rest |= {"state": "READY", "message": None}
     models = [
-        {"name": "a", "progress": {"phase": "serving", "kv_tokens": 5, "kv": kv}, **rest},
+        {"name": "a", "progress": {"phase": "serving", "kv_tokens": 5, "kv": kv}, **rest, "parsers": {"tool": "hermes", "reasoning": None}},
         {"name": "b", "progress": {"phase": "serving", "kv_tokens": 5, "kv": {"phase": "stock", "why": "this vLLM has no x"}}, **rest},
         {"name": "c", "progress": None, **rest},
     ]
@@ -713,7 +713,7 @@ def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     assert "b: KV cache: this vLLM has no x" in narrow.getvalue()
     head, a, b, c, *below = [" ".join(line.split()) for line in wide.getvalue().splitlines()]
     assert "KV TOKENS KV CACHE FULL REQUESTS A TOKEN MARGIN FREE SIZED BY" in head
-    assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile 0" in a
+    assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile hermes - 0" in a
     assert "5 - - - - - vLLM 0" in b and "- - - - - - - 0" in c
     why = ["rank 1 has the least left", "sized as it was because rank 1 has no profile of this engine"]
     why.append("a batch took 5.00 GiB; its profile was corrected")

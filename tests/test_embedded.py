@@ -8,10 +8,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sparkd import embedded
 from sparkd.errors import ConfigError, StateError
@@ -84,6 +86,14 @@ def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
         bits = np.frombuffer(data[8 + length + begin : 8 + length + end], "<u2").astype(np.uint32) << 16
         tensors[name] = bits.view(np.float32).reshape(entry["shape"])
     return tensors
+
+
+def _rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, add_generation_prompt: bool = True) -> str:
+    """As transformers renders it (utils/chat_template_utils.py)."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = json.dumps
+    template = environment.from_string(embedded.CHAT_TEMPLATE)
+    return template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +191,8 @@ class TestPrepare:
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert (config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]) == (HIDDEN, HEADS, KV_HEADS)
         assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (1e-5, 100000.0, True)
-        assert json.loads((tmp_path / "m" / "generation_config.json").read_text())["eos_token_id"] == 2
+        generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
+        assert (generation["eos_token_id"], generation["do_sample"], generation["temperature"]) == (2, True, 0.2)
 
     def test_the_tokenizer(self, tiny: Path, tmp_path: Path) -> None:
         embedded.prepare(tmp_path / "m", gguf=tiny)
@@ -190,7 +201,28 @@ class TestPrepare:
         assert len(tokenizer["model"]["vocab"]) == VOCABULARY
         assert [part["type"] for part in tokenizer["pre_tokenizer"]["pretokenizers"]] == ["Digits", "ByteLevel"]
         settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
-        assert (settings["eos_token"], settings["bos_token"], settings["chat_template"]) == ("<|im_end|>", "<|im_start|>", "{{ messages }}")
+        assert (settings["eos_token"], settings["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+        assert settings["chat_template"] == embedded.CHAT_TEMPLATE
+
+    def test_a_chat_without_tools_is_rendered_as_before(self) -> None:
+        asked = [{"role": "user", "content": "Hi"}]
+        system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        begin = "<|im_start|>user\nHi<|im_end|>\n"
+
+        assert _rendered(asked) == f"<|im_start|>system\n{system}<|im_end|>\n{begin}<|im_start|>assistant\n"
+        turns = [{"role": "system", "content": "Be brief."}, *asked, {"role": "assistant", "content": "Hello"}]
+        spoken = f"<|im_start|>system\nBe brief.<|im_end|>\n{begin}<|im_start|>assistant\nHello<|im_end|>\n"
+        assert _rendered(turns, add_generation_prompt=False) == spoken
+
+    def test_tools_calls_and_their_results_are_rendered_in_the_hermes_format(self) -> None:
+        function = {"name": "add", "description": 'a "sum"', "parameters": {"type": "object"}}
+        for arguments in ({"a": 1}, '{"a": 1}'):
+            call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+            turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            text = _rendered([*turns, {"role": "tool", "content": "2"}], tools=[{"type": "function", "function": function}])
+            assert f"<tools>\n{json.dumps(function)}\n</tools>" in text
+            assert text.count('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>') == 1
+            assert text.endswith("<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
     def test_a_second_run_writes_nothing(self, tiny: Path, tmp_path: Path) -> None:
         assert embedded.prepare(tmp_path / "m", gguf=tiny)

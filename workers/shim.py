@@ -279,6 +279,7 @@ class Shim:
             "world": spec.world,
             "attempt": spec.attempt,
             "memory_gib": spec.memory_gib,
+            "parsers": None if spec.parsers is None else dict(spec.parsers),
         }
 
 

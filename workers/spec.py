@@ -29,7 +29,7 @@ class RankSpec:
     gets between SIGTERM and SIGKILL. kv_cache is what a worker class of ours is told (workers.kv.settings). world: the ranks of the
     model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags). ray: under
     vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the ranks.
-    memory_gib: what is reserved for it on its node.
+    memory_gib: what is reserved for it on its node. parsers: the fields of a sparkd.parsers.Parsers; the engine's flags say the same.
     """
 
     rank_id: str
@@ -64,6 +64,7 @@ class RankSpec:
     attempt: str = ""
     ray: Mapping[str, str] | None = None
     memory_gib: int = 0
+    parsers: Mapping[str, str | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(json.loads(json.dumps(asdict(self))))

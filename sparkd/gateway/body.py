@@ -19,6 +19,8 @@ _PIECE_BYTES = 1024 * 1024
 _MAX_PARTS = 64
 _MAX_PART_HEADER_BYTES = 8 * 1024
 
+# A tool without a type is Anthropic's, as is `custom`.
+_FUNCTIONS = (None, "function", "custom")
 _TWO_DIGITS = re.compile(rb"[0-9](?=[0-9])")
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _FIELD_NAME = re.compile(rb';[ \t]*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
@@ -34,6 +36,19 @@ class _Name(msgspec.Struct):
 
 class _Stream(msgspec.Struct):
     stream: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    type: str | None = None
+
+
+class _Tools(msgspec.Struct):
+    tools: list[_Tool] | None = None
+    tool_choice: str | _Choice | None = None
 
 
 class _Names(msgspec.Struct):
@@ -82,6 +97,17 @@ def wants_stream(body: bytes | bytearray) -> bool:
         return False  # "stream" is a string, say: the engine's to refuse
 
 
+def wants_functions(body: bytes | bytearray) -> bool:
+    """Whether a body that `model_of_json` has taken gives the model functions that it may call: of OpenAI's APIs and of Anthropic's. Tools
+    of other types are the server's own, and the engine's to refuse."""
+    try:
+        found = _TOOLS.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    choice = found.tool_choice.type if isinstance(found.tool_choice, _Choice) else found.tool_choice
+    return choice != "none" and any(tool.type in _FUNCTIONS for tool in found.tools or ())
+
+
 def model_of_form(body: bytes | bytearray, content_type: str) -> str:
     """The `model` field of a multipart/form-data body (RFC 7578). Raises BadRequest unless there is exactly one."""
     match = _BOUNDARY.search(content_type)
@@ -115,6 +141,7 @@ def _count(_type: type, value: Any) -> _Value:
 
 _VALUE = _Value()
 _STREAM = msgspec.json.Decoder(_Stream)
+_TOOLS = msgspec.json.Decoder(_Tools)
 _PLAIN = msgspec.json.Decoder(_Name)
 _COUNTING = msgspec.json.Decoder(_Names, dec_hook=_count)
 

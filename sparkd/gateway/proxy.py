@@ -12,9 +12,9 @@ from hmac import compare_digest
 from time import perf_counter
 from typing import Any, Protocol
 
-from sparkd.errors import BodyTooLarge, Draining, SparkdError, Unavailable, UnknownResponse, UnsupportedMediaType
+from sparkd.errors import BodyTooLarge, Draining, NoToolParser, SparkdError, Unavailable, UnknownResponse, UnsupportedMediaType
 from sparkd.gateway.answers import Receive, Scope
-from sparkd.gateway.body import model_of_form, model_of_json
+from sparkd.gateway.body import model_of_form, model_of_json, wants_functions
 from sparkd.gateway.engine import request_head
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.heartbeat import Heartbeat
@@ -31,6 +31,7 @@ PROBE_HEADER = b"x-sparkd-probe"
 
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
 _PEEKED_BYTES = 4096
+_WITH_TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 _REMEMBERED_RESPONSES = 10_000
 
 
@@ -47,6 +48,8 @@ class Lease(Protocol):
     def model(self) -> str: ...
     @property
     def upstream(self) -> Upstream: ...
+    @property
+    def parsers(self) -> Mapping[str, str | None] | None: ...
 
 
 class Leases(Protocol):
@@ -122,6 +125,7 @@ class Proxy:
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.stop()
                 exchange.model = lease.model
+                _check_tools(lease, route, exchange)
                 exchange.queued_s = perf_counter() - asked_s
                 gauge = in_flight(lease.model)
                 gauge.inc()
@@ -238,6 +242,14 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
         return False
     heartbeat.refuse(error)
     return True
+
+
+def _check_tools(lease: Lease, route: Route, exchange: Exchange) -> None:
+    """Raises NoToolParser where the engine has no parser for the calls that the request asks for: vLLM would answer with its own flags."""
+    parsers = lease.parsers
+    if parsers is not None and parsers["tool"] is None and route.label in _WITH_TOOLS and wants_functions(exchange.body):
+        lease.answered = None
+        raise NoToolParser(lease.model, parsers["nearest"])
 
 
 @lru_cache(maxsize=128)

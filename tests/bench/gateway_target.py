@@ -26,6 +26,7 @@ class OneLease:
     def __init__(self, model: str, upstream: Upstream) -> None:
         self.model = model
         self.upstream = upstream
+        self.parsers = None
 
     async def __aenter__(self) -> OneLease:
         return self

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ def view(name: str, **changes: Any) -> ModelView:
 class FakeLease:
     model: str
     upstream: Upstream
+    parsers: Mapping[str, str | None] | None = None
     answered: bool | None = False
 
 
@@ -75,6 +76,7 @@ class FakeSupervisor:
         self.gate.set()
         self.refusal: SparkdError | None = None
         self.in_words = False
+        self.parsers: Mapping[str, str | None] | None = None
         self.waiting = 0
         self.withdrawn = 0
         self.held = 0
@@ -102,7 +104,7 @@ class FakeSupervisor:
             raise self.refusal
         self.leased.append((found.name, probe))
         self.held += 1
-        lease = FakeLease(found.name, self.upstream)
+        lease = FakeLease(found.name, self.upstream, self.parsers)
         try:
             yield lease
         finally:

@@ -7,6 +7,8 @@ import json
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 
+import pytest
+
 from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
 from sparkd.gateway import Keys, Limits
 from sparkd.gateway.routes import EXACT, Kind
@@ -329,3 +331,42 @@ async def test_all_bodies_together_are_bounded(engine: RawEngine) -> None:
         engine.replies(JSON_ANSWER)
         assert (await gateway.post(CHAT, part + b'"}')).status == 200
         assert gateway.edge._proxy._buffered_bytes == 0
+
+
+TOOLS = b'[{"type":"function","function":{"name":"f","parameters":{}}}]'
+
+
+def with_tools(tools: bytes, more: bytes = b"") -> bytes:
+    return b'{"model":"tiny","messages":[],"tools":' + tools + more + b"}"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+async def test_tools_without_a_parser_are_refused_with_the_key_that_helps(gateway: Running, path: str) -> None:
+    gateway.supervisor.parsers = {"tool": None, "reasoning": None, "nearest": "llama3_json"}
+    custom = b'[{"name":"f","input_schema":{}}]'
+    for tools in (TOOLS, custom) if path == "/v1/messages" else (TOOLS,):
+        answer = await gateway.post(path, with_tools(tools))
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "no_tool_parser", "tools")
+        assert "tool_call_parser: llama3_json" in answer.error["message"]
+        assert "--" not in answer.error["message"]
+    assert gateway.engine.heard == []
+    assert set(gateway.supervisor.answered) == {None}
+
+
+async def test_what_needs_no_parser_reaches_the_engine(gateway: Running) -> None:
+    gateway.supervisor.parsers = {"tool": None, "reasoning": None, "nearest": "hermes"}
+    bodies = (
+        (CHAT, with_tools(TOOLS, b',"tool_choice":"none"')),
+        ("/v1/messages", with_tools(b'[{"name":"f","input_schema":{}}]', b',"tool_choice":{"type":"none"}')),
+        ("/v1/responses", with_tools(b'[{"type":"web_search_preview"}]')),
+        (CHAT, with_tools(b"[]")),
+        (CHAT, with_tools(b"null")),
+        (CHAT, with_tools(b'"odd"')),
+        ("/tokenize", with_tools(TOOLS)),
+    )
+    for path, body in bodies:
+        assert (await gateway.post(path, body)).status == 200
+    for parsers in ({"tool": "hermes", "reasoning": None, "nearest": None}, None):
+        gateway.supervisor.parsers = parsers
+        assert (await gateway.post(CHAT, with_tools(TOOLS))).status == 200
+    assert len(gateway.engine.heard) == len(bodies) + 2

@@ -1,0 +1,117 @@
+"""Owns choosing the parsers of one entry: reads its configuration and chat template, and keeps to what the vLLM of its runtime has. Never
+overrides what the entry says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparkd.checkpoint import CONFIG, Folder
+from sparkd.errors import CheckpointError
+from sparkd.installed import parsers_of
+from sparkd.model_config import ModelConfig
+from sparkd.parsers import OFF, Parsers, chosen
+from sparkd.source import folder_of, name_of
+from sparkd.vllm_flags import flag_name, values_of
+
+TEMPLATE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+# All that is read of a model here.
+FILES = (CONFIG, TEMPLATE, PROCESSOR, TOKENIZER)
+# Mistral's own tokenizer renders tools without a template, in one format.
+_MISTRAL, _MISTRAL_FORMAT = "tekken.json", "tools [TOOL_CALLS]"
+_TOOL_FLAG, _REASONING_FLAG, _TEMPLATE_FLAG = "tool-call-parser", "reasoning-parser", "chat-template"
+
+
+class Files(Protocol):
+    """A model's files. content: raises CheckpointError."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    def content(self, name: str) -> bytes: ...
+
+
+def with_parsers(
+    spec: ModelConfig, env: Mapping[str, str], runtime: Path | None, files: Files | None = None
+) -> tuple[ModelConfig, Parsers]:
+    """The entry with both parsers decided, `none` for none, and what its engine will have. files: of a model that is not on this machine;
+    nothing is chosen for one whose files nobody has. An entry's keys and flags win. Blocks."""
+    files = files or _here(spec, env)
+    found = Parsers() if files is None else _read(spec, files, runtime)
+    own = {name: list(values_of(spec.extra_args, name)) for name in (_TOOL_FLAG, _REASONING_FLAG)}
+    # A flag that the entry writes out is the whole decision: the key stays as it is.
+    tool = spec.tool_call_parser or (None if own[_TOOL_FLAG] else found.tool or OFF)
+    reasoning = spec.reasoning_parser or (None if own[_REASONING_FLAG] or _speaks_of_reasoning(spec) else found.reasoning or OFF)
+    decided = spec.model_copy(update={"tool_call_parser": tool, "reasoning_parser": reasoning})
+    in_effect = [_in_effect(name, own[flag]) for name, flag in ((tool, _TOOL_FLAG), (reasoning, _REASONING_FLAG))]
+    return decided, Parsers(in_effect[0], in_effect[1], None if in_effect[0] else found.tool or found.nearest)
+
+
+def _in_effect(name: str | None, flags: list[tuple[int, int, str]]) -> str | None:
+    """Of vLLM's flags the last one counts."""
+    last = flags[-1][2] if flags else name
+    return None if last == OFF else last
+
+
+def _speaks_of_reasoning(spec: ModelConfig) -> bool:
+    """As a part of a JSON flag, which vLLM merges with its own."""
+    return any(flag_name(arg) == "structured-outputs-config" for arg in spec.extra_args)
+
+
+def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
+    folder = folder_of(spec.model, spec.revision, env)
+    try:
+        return None if folder is None else Folder(folder)
+    except CheckpointError:
+        return None
+
+
+def _read(spec: ModelConfig, files: Files, runtime: Path | None) -> Parsers:
+    config = _json(files, CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        config = {**config, "model_type": name_of(spec.model).replace("-", "_")}
+    tools, reasonings = parsers_of(runtime) or (None, None)
+    return chosen(config, _template(spec, files), tools, reasonings)
+
+
+def _template(spec: ModelConfig, files: Files) -> str | None:
+    """What vLLM renders a chat with tools by."""
+    if given := list(values_of(spec.extra_args, _TEMPLATE_FLAG)):
+        return _given(given[-1][2])
+    if TEMPLATE in files.names:
+        return _text(files, TEMPLATE)
+    for name in (PROCESSOR, TOKENIZER):
+        template = _json(files, name).get("chat_template")
+        if isinstance(template, list):
+            named = {one.get("name"): one.get("template") for one in template if isinstance(one, Mapping)}
+            template = named.get("tool_use") or named.get("default")
+        if isinstance(template, str):
+            return template
+    return _MISTRAL_FORMAT if _MISTRAL in files.names else None
+
+
+def _given(value: str) -> str | None:
+    """Of --chat-template: a file, or the template itself."""
+    try:
+        return Path(value).read_text("utf-8")
+    except (OSError, ValueError):
+        return value if "{" in value else None
+
+
+def _json(files: Files, name: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(_text(files, name) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text(files: Files, name: str) -> str | None:
+    if name not in files.names:
+        return None
+    try:
+        return files.content(name).decode("utf-8", "replace")
+    except CheckpointError:
+        return None

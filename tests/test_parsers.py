@@ -1,0 +1,193 @@
+"""sparkd/parsers.py and sparkd/parser_choice.py: which parsers are chosen for which family and template, and that an entry's key wins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.config import parse_model
+from sparkd.embedded import CHAT_TEMPLATE
+from sparkd.installed import parsers_of
+from sparkd.parser_choice import with_parsers
+from sparkd.parsers import _ALWAYS, OFF, REASONING_RULES, TOOL_RULES, Parsers, chosen, nearest
+
+TEMPLATES = Path(__file__).parent / "fixtures" / "chat-templates"
+# A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
+THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+HERMES = '{% if tools %}{{ tools }}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
+
+
+@pytest.mark.parametrize(
+    ("template", "family", "tool", "reasoning"),
+    [
+        ("deepseekv31", "deepseek_v3", "deepseek_v31", "deepseek_v3"),
+        ("functiongemma", "gemma3_text", "functiongemma", None),
+        ("gemma3_pythonic", "gemma3", "pythonic", None),
+        ("gemma4", "gemma4", "gemma4", "gemma4"),
+        ("granite", "granite", "granite", None),
+        ("granite_20b_fc", "gpt_bigcode", "granite-20b-fc", None),
+        ("hermes", "llama", "hermes", None),
+        ("hunyuan_a13b", "hunyuan_v1_moe", "hunyuan_a13b", "hunyuan_a13b"),
+        ("internlm2_tool", "internlm2", "internlm", None),
+        ("llama3.1_json", "llama", "llama3_json", None),
+        ("llama4_json", "llama4", "llama4_json", None),
+        ("llama4_pythonic", "llama4", "llama4_pythonic", None),
+        ("mistral", "mistral", "mistral", None),
+        ("phi4_mini", "phi3", "phi4_mini_json", None),
+        ("qwen3", "qwen3", "hermes", "qwen3"),
+        ("qwen35", "qwen3_5_moe", "qwen3_coder", "qwen3"),
+        ("qwen3coder", "qwen3_moe", "qwen3_coder", None),
+        ("qwen35", "nemotron_h", "qwen3_coder", "nemotron_v3"),
+        ("toolace", "llama", "pythonic", None),
+        ("xlam_llama", "llama", None, None),
+    ],
+)
+def test_published_templates(template: str, family: str, tool: str | None, reasoning: str | None) -> None:
+    found = chosen({"model_type": family}, (TEMPLATES / f"{template}.jinja").read_text(), *(parsers_of(None) or ()))
+
+    assert (found.tool, found.reasoning) == (tool, reasoning)
+    assert (found.nearest is None) == (tool is not None)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "tool", "reasoning"),
+    [
+        # Rendered by vLLM's own code, so that there need not be a template.
+        ("gpt_oss", None, "openai", "openai_gptoss"),
+        ("deepseek_v32", None, "deepseek_v32", "deepseek_v3"),
+        ("deepseek_v4", None, "deepseek_v4", "deepseek_v4"),
+        ("llama", CHAT_TEMPLATE, "hermes", None),
+        ("qwen2", THINKS, None, "deepseek_r1"),
+        ("qwen3", THINKS, None, "qwen3"),
+        ("olmo3", THINKS, None, "olmo3"),
+        # The model never sees the tools.
+        ("llama", "{{ messages }} <tool_call> arguments", None, None),
+        ("qwen3", None, None, None),
+        ("", None, None, None),
+    ],
+)
+def test_families(family: str, template: str | None, tool: str | None, reasoning: str | None) -> None:
+    found = chosen({"model_type": family}, template)
+
+    assert (found.tool, found.reasoning) == (tool, reasoning)
+
+
+def test_the_text_model_inside_a_larger_one_counts() -> None:
+    assert chosen({"model_type": "llava", "text_config": {"model_type": "gpt_oss"}}, None).tool == "openai"
+
+
+def test_every_name_is_known_to_the_installed_vllm() -> None:
+    tools, reasonings = parsers_of(None) or (frozenset(), frozenset())
+
+    assert {name for rule in TOOL_RULES for name in rule.names} <= tools
+    assert {name for rule in (*REASONING_RULES, *_ALWAYS) for name in rule.names} <= reasonings
+
+
+def test_what_an_older_vllm_lacks_is_not_chosen() -> None:
+    glm = "{{ tools }} <arg_key> <tool_call>{function-name}<arg_key>"
+
+    assert chosen({"model_type": "glm4_moe"}, glm, {"glm47", "glm45"}).tool == "glm47"
+    assert chosen({"model_type": "glm4_moe"}, glm, {"glm45"}).tool == "glm45"
+    assert chosen({"model_type": "glm4_moe"}, glm, {"hermes"}).tool is None
+
+
+@pytest.mark.parametrize(("family", "near"), [("llama", "llama3_json"), ("deepseek_v3", "deepseek_v3"), ("phi3", "hermes"), ("", "hermes")])
+def test_the_nearest(family: str, near: str) -> None:
+    assert nearest(family, {"hermes", "llama3_json", "deepseek_v3", "mistral"}) == near
+
+
+def made(folder: Path, **files: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    for name, content in files.items():
+        path = folder / {"template": "chat_template.jinja", "tokenizer": "tokenizer_config.json", "processor": "chat_template.json"}[name]
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def decided(folder: Path, **keys: Any) -> tuple[str | None, str | None, Parsers, list[str]]:
+    spec, parsers = with_parsers(parse_model("m", {"model": str(folder), **keys}, over_admin=False), {}, None)
+    return spec.tool_call_parser, spec.reasoning_parser, parsers, spec.vllm_flags()
+
+
+def test_the_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None:
+    thinks = THINKS + HERMES
+    for files in (
+        {"template": thinks},
+        {"tokenizer": {"chat_template": thinks}},
+        {"processor": {"chat_template": thinks}},
+        {"tokenizer": {"chat_template": [{"name": "default", "template": "x"}, {"name": "tool_use", "template": thinks}]}},
+        {"tokenizer": {"chat_template": "x"}, "template": thinks},
+    ):
+        folder = made(tmp_path / str(len(list(tmp_path.iterdir()))), **files)
+        tool, reasoning, parsers, flags = decided(folder)
+        assert (tool, parsers.tool) == ("hermes", "hermes")
+        assert "--enable-auto-tool-choice --tool-call-parser hermes" in " ".join(flags)
+        assert (reasoning, parsers.reasoning) == ("qwen3", "qwen3")
+
+
+def test_a_thinking_model_gets_both(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+
+    assert decided(folder)[2] == Parsers("hermes", "qwen3")
+    assert {"--reasoning-parser", "qwen3"} <= set(decided(folder)[3])
+
+
+@pytest.mark.parametrize("off", ["none", "off", False])
+def test_an_entry_may_have_none(tmp_path: Path, off: Any) -> None:
+    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+    tool, reasoning, parsers, flags = decided(folder, tool_call_parser=off, reasoning_parser=off)
+
+    assert (tool, reasoning, flags) == (OFF, OFF, [])
+    assert parsers == Parsers(nearest="hermes")
+
+
+def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+
+    assert decided(folder, tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")[2] == Parsers("qwen3_xml", "deepseek_r1")
+    for args in (["--tool-call-parser", "xlam"], ["--tool_call_parser=xlam"]):
+        *_, parsers, flags = decided(folder, extra_args=[*args, "--reasoning-parser=olmo3"])
+        assert parsers == Parsers("xlam", "olmo3")
+        assert flags == [*args, "--reasoning-parser=olmo3"]
+
+
+def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+    own = tmp_path / "own.jinja"
+    own.write_text((TEMPLATES / "qwen3coder.jinja").read_text())
+
+    assert decided(folder, extra_args=["--chat-template", str(own)])[2].tool == "qwen3_coder"
+    assert decided(folder, extra_args=["--chat-template", "{{ messages }}"])[2].tool is None
+
+
+def test_mistrals_own_tokenizer_needs_no_template(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m")
+    (folder / "tekken.json").write_text("{}")
+
+    assert decided(folder)[2].tool == "mistral"
+
+
+def test_damaged_files_choose_nothing(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m", tokenizer="{")
+    (folder / "config.json").write_text("[")
+
+    assert decided(folder)[2].tool is None
+    assert decided(tmp_path / "not there")[2] == Parsers()
+
+
+def test_the_names_that_older_releases_register(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.12" / "site-packages" / "vllm"
+    tools, reasonings = packages / "entrypoints" / "openai" / "tool_parsers", packages / "reasoning"
+    for folder in (tools, reasonings):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("from .a import A\n")
+    (tools / "a.py").write_text('@ToolParserManager.register_module(["granite-20b-fc"])\nclass A: ...\n')
+    (tools / "b.py").write_text('@ToolParserManager.register_module("hermes")\nclass A: ...\n')
+    (reasonings / "a.py").write_text('@ReasoningParserManager.register_module(name="qwen3")\nclass A: ...\n')
+
+    assert parsers_of(tmp_path / "bin" / "python") == ({"granite-20b-fc", "hermes"}, {"qwen3"})
+    assert parsers_of(tmp_path / "another" / "bin" / "python") is None
