@@ -163,7 +163,8 @@ class Edge:
         async def receive_again() -> Message:
             return replay.pop() if replay else await receive()
 
-        client = scope["extensions"][CONNECTION]
+        # A test that calls the app by itself has no connection.
+        client = scope.get("extensions", {}).get(CONNECTION)
         broken, to_the_close = False, False
 
         async def send_named(message: Message) -> None:
@@ -174,12 +175,12 @@ class Edge:
                     exchange.status = message["status"]
                     kept: RawHeaders = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
                     sized = scope["method"] == "HEAD" or any(name.lower() == b"content-length" for name, _ in kept)
-                    to_the_close = not sized and not client.takes_chunks
+                    to_the_close = client is not None and not sized and not client.takes_chunks
                     own = [(b"x-request-id", exchange.request_id.encode())] + ([] if to_the_close else [(b"date", date())])
                     message = {**message, "headers": [*kept, *own]}
             if broken:  # Starlette says a fault of the app in its own words, and raises it then: the answer to that is __call__'s
                 return
-            await (client.send_to_the_close if to_the_close else send)(message)
+            await (client.send_to_the_close if client is not None and to_the_close else send)(message)
 
         # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
