@@ -35,6 +35,8 @@ from workers.stream.rules import NEVER, Rule, class_of, kept_unless_named
 
 __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 
+# Each is held against each weight.
+MAX_RULES = 256
 _KEYS = ("format", "group_size", "layers", "keep")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
@@ -155,6 +157,8 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Recipe:
     stated = value.get("format")
     default = BF16 if stated is None else Format.parse(stated, where="quantize.format", group_size=size)
     rules = (*_layers(value.get("layers"), size), *_keep(value.get("keep")))
+    if len(rules) > MAX_RULES:
+        raise refused(f"quantize: {len(rules)} rules, and at most {MAX_RULES} are read; let patterns stand for several names")
     if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
         raise refused("quantize.group_size: only int4 has a group size to choose, and nothing here is int4; leave it out")
     return Recipe(default, rules, notes)

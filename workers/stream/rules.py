@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from sparkd.checkpoint import CLASSES, VISION_PARTS, tensor_class
+from workers.stream.expression import Expression, Unreadable
 from workers.stream.format import Format, refused
 
 # No kernel in vLLM multiplies by these in a quantized form (its embeddings, and routers that are built with quant_config=None).
@@ -27,9 +28,9 @@ _WILD = re.compile(r"[*?\[]")
 class Rule:
     """One choice: the weights that `match` names get `format`. Raises ConfigError for a pattern that cannot be read.
 
-    match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; `re:REGEX`, searched in the module path; else a glob
-    over whole components of the dotted module path, found anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`, `mtp.**.down_proj`
-    (`**`: any number of components). source: the key or variable that said so, for messages.
+    match: `all`; `moe` (the routed experts); `class:NAME`, a name of tensor_class; `re:REGEX`, searched in the module path (an Expression);
+    else a glob over whole components of the dotted module path, found anywhere in it: `o_proj`, `layers.0.*`, `layers.[0-3].mlp`,
+    `mtp.**.down_proj` (`**`: any number of components). source: the key or variable that said so, for messages.
     """
 
     match: str
@@ -37,7 +38,7 @@ class Rule:
     priority: int = 0
     source: str = field(default="quantize.layers", compare=False)
     _kind: str | None = field(init=False, compare=False, repr=False)
-    _pattern: re.Pattern[str] = field(init=False, compare=False, repr=False)
+    _pattern: Expression = field(init=False, compare=False, repr=False)
     _literals: frozenset[str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -47,16 +48,20 @@ class Rule:
         plain = self.match != "all" and kind is None and not self.match.startswith(_REGEX)
         literals = (part for part in self.match.split(".") if plain and not _WILD.search(part))
         object.__setattr__(self, "_kind", kind)
-        object.__setattr__(
-            self, "_pattern", _compiled(self.match, self.source) if plain or self.match.startswith(_REGEX) else re.compile("")
-        )
+        written = _written(self.match, self.source) if plain else self.match.removeprefix(_REGEX) if self.match.startswith(_REGEX) else ""
+        try:
+            object.__setattr__(self, "_pattern", Expression(written))
+        except Unreadable as error:
+            shown = self.match if len(self.match) <= 64 else self.match[:61] + "..."
+            term = "pattern" if plain else "regular expression"
+            raise refused(f"{self.source}: {shown!r} is no {term} that can be used: {error}") from None
         object.__setattr__(self, "_literals", frozenset(literals))
 
     def matches(self, module: str, kind: str) -> bool:
         """module: dotted path without `.weight`; kind: its tensor_class."""
         if self._kind is not None:
             return kind == self._kind
-        return self._pattern.search(module if self.match.startswith(_REGEX) else f".{module}.") is not None
+        return self._pattern.search(module if self.match.startswith(_REGEX) else f".{module}.")
 
     def names(self, parts: Iterable[str], kind: str) -> bool:
         """Whether the rule spells out one of `parts`, or says the class: only then it touches what keeps its precision otherwise."""
@@ -100,13 +105,8 @@ def class_of(module: str, dimensions: int = 2) -> str:
     return tensor_class(f"{module}.weight", (0,) * dimensions)
 
 
-def _compiled(match: str, source: str) -> re.Pattern[str]:
+def _written(match: str, source: str) -> str:
     """A glob as an expression over the path between two dots, so that every component ends in one."""
-    if match.startswith(_REGEX):
-        try:
-            return re.compile(match.removeprefix(_REGEX))
-        except re.error as error:
-            raise refused(f"{source}: {match!r} is no regular expression: {error}") from None
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
         raise refused(
@@ -116,7 +116,7 @@ def _compiled(match: str, source: str) -> re.Pattern[str]:
         if before == "experts" and part != "*" and part != "**" and not part.isidentifier():
             raise refused(f"{source}: {match!r} picks among experts, and all experts of a layer have one format; write experts.*")
     pieces = (r"(?:[^.]+\.)*" if part == "**" else f"{_component(part, match, source)}\\." for part in parts)
-    return re.compile(rf"\.{''.join(pieces)}")
+    return rf"\.{''.join(pieces)}"
 
 
 def _component(part: str, match: str, source: str) -> str:
