@@ -248,7 +248,7 @@ class Actions:
         self.move(record, ModelState.READY)
         if record.rank_id and served is None and record.load_s is not None:
             self._ledger.keep_answered(record.rank_id, record.load_s)
-        record.reason = record.message = None
+        record.reason = record.message = record.evicted = None
         how = "was adopted and serves on" if record.adopted else f"answers after {took_s:.1f} s"
         self._ledger.say("ready", record.name, f"The model {how}.", seconds=round(took_s, 2), adopted=record.adopted)
         gauges.loaded(record.name, took_s, record.adopted)
@@ -275,6 +275,7 @@ class Actions:
 
     def resume(self, record: Record) -> None:
         """Wanted again while it drained: it never went away."""
+        record.evicted = None
         self.move(record, ModelState.READY)
         self._ledger.finish(record, OperationState.SUCCEEDED, "It was wanted again before it had gone.", kind="load")
         self._door.open(record)

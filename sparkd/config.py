@@ -158,6 +158,7 @@ class Config(Section):
     unload_timeout_s: Seconds = 60
     global_ttl_s: Seconds = 0
     min_residency_s: Seconds = 60
+    swap_idle_s: Seconds = 5
     limits: Limits = Limits()
     cluster: Cluster = Cluster()
     engine: Engine = Engine()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sparkd.residency import Evicted, Stay
 from sparkd.room import Lack
 from sparkd.state import STARTING, ModelState, RankFact, Want
 
@@ -25,7 +26,8 @@ class ModelFacts:
     silent_s: read or written.
 
     claims: somebody waits for it or has asked for it by hand, so that others make room; asked_since_s: since when. lack: what it asked
-    for when there was no room. stays_until_s: so long it does not go for another one's sake. yields: it goes for another one's sake.
+    for when there was no room. stay: for how long it does not go for another one's sake; evicted: how its own last stay ended, where that
+    was for another one's sake. yields: it goes for another one's sake.
     """
 
     name: str
@@ -59,7 +61,8 @@ class ModelFacts:
     lack: Lack | None = None
     pinned: bool = False
     priority: int = 50
-    stays_until_s: float = float("-inf")
+    stay: Stay = field(default_factory=Stay)
+    evicted: Evicted | None = None
     yields: bool = False
 
     @property

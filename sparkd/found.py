@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sparkd.config import Config
 from sparkd.facts import ModelFacts
 from sparkd.record import Record
+from sparkd.residency import Stay
 from sparkd.sight import Observation
 from sparkd.state import RankFact
 
@@ -65,7 +66,8 @@ class Found:
             lack=record.lack,
             pinned=bool(spec and spec.pin),
             priority=spec.priority if spec else 0,
-            stays_until_s=_stays_until_s(record, config),
+            stay=_stay(record, config),
+            evicted=record.evicted,
             yields=record.yields_to is not None,
         )
 
@@ -78,8 +80,9 @@ class Found:
         return tuple(self.by_model.get(record.name, ()))
 
 
-def _stays_until_s(record: Record, config: Config) -> float:
-    """min_residency_s after it was READY, or as long as its load took."""
+def _stay(record: Record, config: Config) -> Stay:
     if record.ready_since_s is None:
-        return float("-inf")
-    return record.ready_since_s + max(config.min_residency_s, record.load_s or 0.0)
+        return Stay()
+    busy = record.in_flight or record.waiters
+    idle_at_s = float("inf") if busy else record.last_used_s + config.swap_idle_s
+    return Stay(record.ready_since_s, record.load_s or 0.0, config.min_residency_s, idle_at_s)

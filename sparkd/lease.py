@@ -32,6 +32,11 @@ Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
 # Why a model failed, where another one's end would help.
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
+_THERE = (ModelState.READY, ModelState.DRAINING)
+_AWAY = (ModelState.STOPPED, ModelState.FAILED)
+# Twice the longest Retry-After.
+PROMISE_S = 120.0
+
 CAUSE_CHARS = 400
 _SENTENCE = re.compile(r".+?[.?](?=\s|$)")
 # A folder or an address. A name of the model may look like one, and the client has that already.
@@ -132,7 +137,7 @@ class Door:
 
     def open(self, record: Record) -> None:
         """The model is READY: everyone who waits may go in."""
-        record.promised, record.asked_since_s = False, None
+        record.promised_at_s = record.asked_since_s = None
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -140,7 +145,7 @@ class Door:
     def turn_away(self, record: Record, error: Unavailable | None = None, *, keeps_place: bool = False) -> None:
         """The model failed, was stopped or cannot be loaded now: everyone who waits learns why. keeps_place: it has not had its turn yet,
         and a wish that is not theirs stays where it was in the line."""
-        record.promised = False
+        record.promised_at_s = None
         if not keeps_place or record.desired.by == "request":
             record.asked_since_s = None
         unloaded = Unavailable(f"The model {record.name} was unloaded meanwhile.")
@@ -171,7 +176,7 @@ class Door:
         wished = record.desired.want is not Want.RUNNING
         if wished:
             self._want(record.name, Want.RUNNING, "request")
-            record.promised = False
+            record.promised_at_s = None
         if waits is not None:
             waits(
                 lambda: self._roster.view(record, self._clock()).loading(),
@@ -187,7 +192,7 @@ class Door:
                 await waiter
         except TimeoutError:
             # The client was told to come back: the model goes on loading for it.
-            record.promised = True
+            record.promised_at_s = self._clock()
             raise self._loading(record) from None
         except asyncio.CancelledError:
             record.waiters.pop(waiter, None)
@@ -209,13 +214,26 @@ class Door:
 
     def _withdraw(self, record: Record) -> None:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with
-        cancel_abandoned_loads a load that is under way, too. Only what a request has wished, and nobody was told to come back for."""
+        cancel_abandoned_loads a load that is under way, too. Only what a request has wished, and nobody was told to come back for, and for
+        which no other model has ended: without it nothing would be loaded."""
         ours = record.desired.want is Want.RUNNING and record.desired.by == "request"
-        if record.waiters or record.in_flight or record.promised or not ours:
+        if record.waiters or record.in_flight or record.promised_at_s is not None or not ours:
+            return
+        if any(one.evicted and one.evicted.to == record.name and one.evicted.owed and one.state not in _THERE for one in self._models()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
             self._want(record.name, Want.STOPPED, "request")
+
+    def _models(self) -> Iterable[Record]:
+        return self._roster.records.values()
+
+    def forget_promises(self) -> None:
+        """Nobody goes for the sake of a client that was told to come back and has not."""
+        for record in self._models():
+            at_s = record.promised_at_s
+            if at_s is not None and record.state in _AWAY and self._clock() - at_s >= PROMISE_S:
+                record.promised_at_s = None
 
     def _refuse_closed(self, record: Record) -> None:
         if self._closed and (self._closed_wholly or record.state is not ModelState.READY):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkd.config import ModelConfig
+from sparkd.residency import Evicted
 from sparkd.room import Lack
 from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle, Want
 from sparkd.team_progress import progress_of
@@ -27,6 +28,7 @@ class Record:
         "backoff_until_s",
         "busy",
         "desired",
+        "evicted",
         "failures",
         "halted_since_s",
         "handles",
@@ -45,7 +47,7 @@ class Record:
         "nodes",
         "operation",
         "progress",
-        "promised",
+        "promised_at_s",
         "questions",
         "rank_id",
         "ranks",
@@ -104,14 +106,16 @@ class Record:
         self.questions = 0
         # In the order in which they came.
         self.waiters: dict[asyncio.Future[None], None] = {}
-        # Somebody's wait was too long, and it was told to come back.
-        self.promised = False
+        # When somebody's wait was too long, and it was told to come back.
+        self.promised_at_s: float | None = None
         # Since when somebody asks for it, while it is not READY; its place among all that wait for room or for their turn, 1 for the first.
         self.asked_since_s: float | None = None
         self.turn: int | None = None
         # What it asked for when there was no room; and for which model it goes.
         self.lack: Lack | None = None
         self.yields_to: str | None = None
+        # How its last stay ended, where it went for another one; None once it is READY again.
+        self.evicted: Evicted | None = None
         # Of who asked last, nobody was answered: all gave up, or their connection broke.
         self.unanswered = False
         self.last_used_s = now_s
@@ -131,7 +135,7 @@ class Record:
     @property
     def claims(self) -> bool:
         """Whether others are to make room for it: a client waits, or was told to come back, or an operator has asked for it."""
-        asked = bool(self.waiters) or self.promised or self.desired.by in ("admin", "group")
+        asked = bool(self.waiters) or self.promised_at_s is not None or self.desired.by in ("admin", "group")
         return asked and self.desired.want is Want.RUNNING
 
     def is_taken_over(self, want: Want, by: str) -> bool:

@@ -358,6 +358,9 @@ class Supervisor:
             for record in records.values():
                 with around("record", record.name):
                     record.observe(self._found.ranks_of(record), self._clock())
+            with around("wishes"):
+                self._door.forget_promises()
+                self._swap.settle(records)
             with around("plan"):
                 actions, whose = self._plan(self._found, is_open=is_open)
                 with around("swap"):

@@ -6,6 +6,7 @@ Who is to go is sparkd.turns' decision. Never ends a model itself: it wishes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from sparkd import metrics
@@ -14,6 +15,7 @@ from sparkd.facts import ModelFacts
 from sparkd.gate import Gate
 from sparkd.ledger import Ledger
 from sparkd.record import Record
+from sparkd.residency import Evicted
 from sparkd.room import Book
 from sparkd.sight import Observation
 from sparkd.state import ModelState, RankFact, Want
@@ -76,9 +78,28 @@ class Swap:
         """It goes for the sake of `to`. Who asks for it meanwhile waits behind that one."""
         record.yields_to = to
         requests = f"; its {record.in_flight} requests may finish first" if record.in_flight else ""
+        now_s = self._clock()
+        stayed_s = now_s - (now_s if record.ready_since_s is None else record.ready_since_s)
+        record.evicted = Evicted(to, record.desired.by, stayed_s, record.load_s or 0.0)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._want(record.name, Want.STOPPED, "swap")
+
+    def settle(self, records: Mapping[str, Record]) -> None:
+        """A load that evicted somebody runs to its end, or the evicted one comes back: where the load has failed and nobody waits for it,
+        or where it was taken back."""
+        for record in records.values():
+            evicted = record.evicted
+            if evicted is None or not evicted.owed:
+                continue
+            other = records.get(evicted.to)
+            gone = record.desired.want is Want.STOPPED and record.desired.by == "swap"
+            if not gone or (other is not None and other.state is ModelState.READY):
+                record.evicted = replace(evicted, owed=False)
+            elif other is None or other.desired.want is Want.STOPPED or (other.state is ModelState.FAILED and not other.claims):
+                record.evicted = None if record.state is ModelState.READY else replace(evicted, owed=False)
+                self._ledger.say("swap", record.name, f"It comes back: {evicted.to}, for which it went, is not loaded.", to=evicted.to)
+                self._want(record.name, Want.RUNNING, evicted.by)
 
     def follow(self, name: str, want: Want, by: str, records: Mapping[str, Record]) -> None:
         """The wish for one model is one for those that accompany it, too. An operator's unload ends them all; every other end only those

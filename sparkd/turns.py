@@ -1,8 +1,7 @@
 """Owns whose turn it is among the models that wait to be started, and which others go for its sake. Pure: never waits, starts or ends one.
 
 Who claims (a request waits for it, or somebody asked by hand) goes before who does not, and who asked first goes first; the others wait
-even where there is room, so that small ones do not keep a large one out for ever. Nobody goes for another's sake before it has stayed for
-min_residency_s, and for as long as its load took, so that at most half of the time is spent on loading.
+even where there is room, so that small ones do not keep a large one out for ever. For how long a model stays: sparkd.residency.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def _victims(
             f"{lacks}: {kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest. Unload that, take its pin away, or ask for less "
             "(memory_gib, kv_cache)."
         )
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s))
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, one, now_s))
     while not book.has_room(one.name, one.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
@@ -121,9 +120,9 @@ def _victims(
     return _whole(chosen, models, ties)
 
 
-def _missed(facts: ModelFacts, now_s: float) -> tuple[object, ...]:
-    """How much one would be missed, the least first."""
-    stays, busy = facts.stays_until_s > now_s, facts.in_flight > 0
+def _missed(facts: ModelFacts, one: ModelFacts, now_s: float) -> tuple[object, ...]:
+    """How much it would be missed if it went for `one`, the least first."""
+    stays, busy = facts.stay.until_s(one.evicted) > now_s, facts.in_flight > 0
     return not _leaves(facts), stays, busy, facts.priority, facts.last_used_s, facts.name
 
 
@@ -144,7 +143,7 @@ def _leaves(facts: ModelFacts) -> bool:
 def _leaving(one: ModelFacts, victims: list[ModelFacts], now_s: float) -> tuple[list[str], str]:
     """Who goes now, and the end of a sentence. All go together, or nobody yet."""
     names = " and ".join(facts.name for facts in victims)
-    stays_s = max((facts.stays_until_s - now_s for facts in victims if not _leaves(facts)), default=0.0)
+    stays_s = max((facts.stay.until_s(one.evicted) - now_s for facts in victims if not _leaves(facts)), default=0.0)
     if not victims:
         return [], "what is being started or ended comes first"
     if stays_s > 0:

@@ -11,9 +11,11 @@ import pytest
 
 from sparkd.config import load_config
 from sparkd.config_groups import Groups, Ties
-from sparkd.errors import ConfigError, LoadRefused, ModelFailed, Unavailable
+from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.facts import ENDS_S, ModelFacts
 from sparkd.gate import Gate
+from sparkd.lease import PROMISE_S
+from sparkd.residency import Evicted, Stay
 from sparkd.room import Book, Lack
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
@@ -59,7 +61,7 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
         ([there("a", pinned=True), there("b", in_flight=3)], {"a": 10, "b": 10}, ["b"]),
         ([there("a"), there("b", priority=90)], {"a": 4, "b": 16}, ["b"]),
         ([there("a", priority=1), there("b"), there("d")], {"a": 2, "b": 9, "d": 9}, ["a", "b"]),
-        ([there("a", stays_until_s=NOW_S + 5), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", stay=Stay(NOW_S, 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
         ([there("a", state=ModelState.DRAINING, yields=True), there("b")], {"a": 10, "b": 10}, ["a"]),
     ],
     ids=["any", "priority", "busy", "used", "pinned", "only one is enough", "the fewest", "residency", "who leaves already"],
@@ -71,10 +73,17 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
 
 
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stays_until_s=NOW_S + 42), a=16)
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 42)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
     assert found.told["c"] == "It waits for room, 10 GiB: a may stay for another 42 s."
     assert found.told["d"] == "It waits for its turn: c asked first and waits for room."
+
+
+def test_how_long_a_model_stays_depends_on_who_asks() -> None:
+    idle = there("a", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
+    assert dict(decided(waits("c"), idle, a=16).leave) == {"a": "c"}
+    returns = waits("c", evicted=Evicted("a", "request", 1, 39))
+    assert decided(returns, idle, a=16).told["c"] == "It waits for room, 10 GiB: a may stay for another 50 s."
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
@@ -257,18 +266,27 @@ async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
         return lease.model
 
 
-async def test_a_requested_model_takes_the_place_of_an_idle_one_after_its_time(tmp_path: Path) -> None:
-    async with stage(tmp_path, models=two(tmp_path), min_residency_s=30) as made:
+@pytest.mark.parametrize("used", [True, False], ids=["in use", "idle"])
+async def test_a_requested_model_takes_the_place_of_one_in_use_after_its_time_and_of_an_idle_one_at_once(
+    used: bool, tmp_path: Path
+) -> None:
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=30, swap_idle_s=10, unload_timeout_s=0) as made:
         await fill(made, "admin")
+        made.supervisor.record("a").in_flight += int(used)
+        await made.tick(2)
         waiting = asyncio.create_task(enter(made, "b"))
-        await made.tick(3)
+        await made.tick(2)
         view = made.supervisor.snapshot().models["b"]
         assert (made.state("a"), view.state, view.turn) == ("READY", "STOPPED", 1)
         assert view.message is not None
         assert view.message.startswith("It waits for room, 10 GiB: a may stay for another ")
 
-        await made.tick(seconds=31)
-        await made.tick(4)
+        await made.tick(seconds=made.config.swap_idle_s)
+        await made.tick(2)
+        assert (made.state("a") == "READY") is used
+        await made.tick(seconds=31 if used else 1)
+        await made.tick(5)
+        await make_ready(made, "b")
         assert (made.state("a"), made.state("b")) == ("STOPPED", "READY")
         assert made.supervisor.snapshot().models["a"].wanted_by == "swap"
         assert await waiting == "b"
@@ -307,6 +325,122 @@ async def test_the_one_that_was_to_go_stays_if_nobody_waits_any_more(tmp_path: P
             await made.tick(3)
             assert made.state("a") == "READY"
             assert await again == "a"
+
+
+async def left(waiting: asyncio.Task[str]) -> None:
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_who_was_evicted_comes_back_only_once_two_stays_are_as_long_as_two_loads(tmp_path: Path) -> None:
+    """`a` loads for 40 s and is evicted 10 s later; `b` loads for 40 s."""
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=60, backoff__initial_s=300) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "config")
+        await made.tick(40)
+        await make_ready(made, "a")
+        await made.tick(10)
+        made.cluster.names = None
+        first = asyncio.create_task(enter(made, "b"))
+        await made.tick(5)
+        assert made.state("a") == "STOPPED", "nobody used it, and b was evicted by nobody"
+        await made.tick(40)
+        await make_ready(made, "b")
+        await first
+        made.cluster.names = None
+        again = asyncio.create_task(enter(made, "a"))
+        await made.tick(50)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "READY"), "it was evicted a moment ago: they are in turns"
+        assert made.supervisor.record("b").in_flight == 0
+        await made.tick(20)
+        assert (made.state("b"), made.state("a")) == ("STOPPED", "LOADING")
+        await left(again)
+
+
+@pytest.mark.parametrize("when", ["it drains", "it ends", "b is placed", "b loads"])
+async def test_a_client_that_leaves_does_not_empty_the_machine(when: str, tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), swap_idle_s=0, min_residency_s=0) as made:
+        await fill(made, "config")
+        made.cluster.names = None
+        lease = made.supervisor.lease("a")
+        if when == "it drains":
+            await lease.__aenter__()
+        waiting = asyncio.create_task(enter(made, "b"))
+        if when == "it ends":
+            # Its client leaves while the stop is under way.
+            while "destroy a" not in made.cluster.log:
+                await made.tick()
+        elif when == "b is placed":
+            made.cluster.placing.clear()
+            while made.supervisor.record("b").lack is None:
+                made.cluster.placing.set()
+                await made.tick()
+            made.cluster.placing.clear()
+            while made.state("b") != "PLANNED":
+                await made.tick()
+        else:
+            await made.tick(6)
+        assert (made.state("a"), made.state("b")) == {
+            "it drains": ("DRAINING", "STOPPED"),
+            "it ends": ("STOPPING", "STOPPED"),
+            "b is placed": ("STOPPED", "PLANNED"),
+            "b loads": ("STOPPED", "LOADING"),
+        }[when]
+        await left(waiting)
+        made.cluster.placing.set()
+        if when == "it drains":
+            await made.tick(3)
+            await lease.__aexit__()
+            await made.tick(3)
+            assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
+            assert made.supervisor.snapshot().models["a"].wanted_by == "config"
+            return
+        await made.tick(6)
+        await make_ready(made, "b")
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "READY")
+
+
+@pytest.mark.parametrize("why", ["its load fails", "it is unloaded by hand"])
+async def test_a_load_that_evicted_somebody_and_ends_brings_it_back(why: str, tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), swap_idle_s=0, min_residency_s=0) as made:
+        await fill(made, "config")
+        made.cluster.names = None
+        waiting = asyncio.create_task(enter(made, "b"))
+        await made.tick(6)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "LOADING")
+        if why == "its load fails":
+            made.cluster.show(alive=False, processes=0, exit_code=1)
+        else:
+            made.supervisor.want("b", Want.STOPPED, "admin")
+        await made.tick(4)
+        assert (made.state("a"), made.supervisor.snapshot().models["a"].wanted_by) == ("LOADING", "config")
+        with pytest.raises(Unavailable):
+            await waiting
+
+
+async def test_one_that_an_operator_wants_keeps_the_place_that_was_made_for_it(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path), swap_idle_s=0, min_residency_s=0) as made:
+        await fill(made, "config")
+        made.cluster.names = None
+        made.supervisor.want("b", Want.RUNNING, "admin")
+        await made.tick(6)
+        made.cluster.show(alive=False, processes=0, exit_code=1)
+        await made.tick(4)
+        assert (made.state("a"), made.state("b")) == ("STOPPED", "FAILED")
+
+
+async def test_nobody_goes_for_a_client_that_was_told_to_come_back_and_has_not(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path)) as made:
+        await fill(made, "config")
+        async with made.supervisor.lease("a"):
+            with pytest.raises(ModelLoading):
+                async with made.supervisor.lease("b", wait_s=0):
+                    raise AssertionError
+            await made.tick(3)
+            assert made.supervisor.record("b").claims
+            await made.tick(seconds=PROMISE_S)
+        await made.tick(4, seconds=60)
+        assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
 
 
 async def test_one_that_nothing_makes_room_for_is_refused_at_once(tmp_path: Path) -> None:
