@@ -321,7 +321,7 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
                 "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
             }
         )
-        made = {name: value for name, value in build_environment(rank_spec, {}, None).items() if name not in OWN}
+        made = {name: value for name, value in build_environment(rank_spec, {}).items() if name not in OWN}
         shown = {name: value if _is_shown(name, said.env) else hidden(name) for name, value in made.items()}
         ranks.append({"node": number, "command": build_command(rank_spec), "environment": shown})
     return {

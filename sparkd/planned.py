@@ -253,7 +253,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
         extra_args=tuple(flags_of(spec)),
         **fields,
     )
-    environment = {**network(hardware, option.nodes, env), **build_environment(rank, {}, None), **env}
+    environment = {**network(hardware, option.nodes, env), **build_environment(rank, {}), **env}
     return {
         "node": number,
         "command": build_command(rank),

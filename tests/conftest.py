@@ -18,6 +18,7 @@ ALONE = (
     "e2e",
     "gateway/test_huge_and_slow.py",
     "gateway/test_memory.py",
+    "security/test_engine_door.py",
     "test_agent.py",
     "test_cli_daemon.py",
     "test_daemon.py",

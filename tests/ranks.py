@@ -99,8 +99,8 @@ def a_place() -> Iterator[Place]:
     assert not left
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + DEADLINE_S
+def until(condition: Callable[[], Any], limit_s: float = DEADLINE_S) -> Any:
+    deadline_s = time.monotonic() + limit_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, "it did not come true in time"
         time.sleep(0.01)

@@ -193,4 +193,4 @@ def test_what_a_node_says_itself_reaches_its_ranks(tmp_path: Path) -> None:
     )
     said = dict.fromkeys(VARIABLES, "x")
 
-    assert said.items() <= build_environment(spec, said, None).items()
+    assert said.items() <= build_environment(spec, said).items()

@@ -134,7 +134,7 @@ def told_of(spec: RankSpec) -> tuple[list[str], dict[str, str]]:
         words[first : last + 1] = ["--model-loader-extra-config", json.dumps(told, sort_keys=True)]
     for first, last, _ in list(values_of(words, "master-port")):
         words[first : last + 1] = ["--master-port", "29500"]
-    env = {name: value for name, value in build_environment(spec, {}, None).items() if name not in OF_A_START}
+    env = {name: value for name, value in build_environment(spec, {}).items() if name not in OF_A_START}
     if VARIABLE in env:
         env[VARIABLE] = json.dumps({key: value for key, value in json.loads(env[VARIABLE]).items() if key != "report"}, sort_keys=True)
     return ["HEAD" if word == HEAD else word for word in words], env

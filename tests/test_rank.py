@@ -90,9 +90,8 @@ def test_secrets_are_in_no_argv_and_not_in_the_shim(place: Place) -> None:
     key = place.root / "engine.key"
     key.write_text(SECRET, encoding="utf-8")
     key.chmod(0o600)
-    code = (
-        "import os\nprint(os.environ['VLLM_API_KEY'], 'Authorization: Bearer abcdefgh12345678')\nprint('up', flush=True)\nos.read(0, 1)\n"
-    )
+    code = "import os\nprint(os.environ['SPARKD_ENGINE_KEY_FILE'], 'Authorization: Bearer abcdefgh12345678')\n"
+    code += "print('up', flush=True)\nos.read(0, 1)\n"
     handle = place.start(code + "import time\ntime.sleep(600)", socket_path=None, host="127.0.0.1", port=9, api_key_path=str(key))
     engine = place.fact()["engine_pid"]
     seen = {name: Path(f"/proc/{pid}/{name}").read_bytes() for pid in (handle["pid"],) for name in ("cmdline", "environ")}
@@ -100,7 +99,8 @@ def test_secrets_are_in_no_argv_and_not_in_the_shim(place: Place) -> None:
     seen["log"] = place.log.read_bytes()
     seen["status"] = Path(place.run_dir, "r1.json").read_bytes()
     assert [name for name, text in seen.items() if SECRET.encode() in text or b"abcdefgh12345678" in text] == []
-    assert SECRET.encode() in Path(f"/proc/{engine}/environ").read_bytes()
+    environ = Path(f"/proc/{engine}/environ").read_bytes()
+    assert SECRET.encode() not in environ and str(key).encode() in environ
     assert place.log.stat().st_mode & 0o777 == 0o640
 
 

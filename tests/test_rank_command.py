@@ -51,7 +51,8 @@ def test_a_payload_stays_one_argument(place: Place, payload: str) -> None:
         ({"entrypoint": "vllm.entrypoints.cli.main"},
          ["-P", "-m", "vllm.entrypoints.cli.main", "serve", "/models/m", "--served-model-name", "m", "--uds", "/run/s/r1.sock"]),
         ({"socket_path": None, "host": "10.0.0.2", "port": 8001, "api_key_path": "/k"},
-         ["-P", "-m", "engine", "--model", "/models/m", "--served-model-name", "m", "--host", "10.0.0.2", "--port", "8001"]),
+         ["-P", "-m", "engine", "--model", "/models/m", "--served-model-name", "m", "--host", "10.0.0.2", "--port", "8001",
+          "--middleware", "workers.door.Door"]),
         ({"socket_path": None, "flags": ("--headless",), "served_names": ()}, ["-P", "-m", "engine", "--model", "/models/m", "--headless"]),
         ({"worker_cls": "workers.kv.SparkWorker", "load_format": "spark_stream",
           "loader_extra_config": {"quantize": "nvfp4", "cache_dir": None},
@@ -73,12 +74,12 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         # and what must not come through
         "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "LD_PRELOAD": "/evil.so", "PYTHONPATH": "/evil", "PYTHONSTARTUP": "/evil",
         "RAY_ADDRESS": "1.2.3.4", "RAY_AUTH_TOKEN": SECRET, "SPARKD_ADMIN_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET,
-        "VLLM_PLUGINS": "evil",
+        "VLLM_PLUGINS": "evil", "VLLM_USE_RUST_FRONTEND": "1",
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_TORCH_PROFILER_DIR": "/p", "VLLM_API_KEY": SECRET,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "1", "TORCH_LOGS": "+all", "BASH_ENV": "/evil",
     }  # fmt: skip
     spec = replace(place.spec(), runtime="/opt/venv/bin/python", run_dir="/run/s", pythonpath=("/plugin",))
-    assert command.build_environment(spec, inherited, None) == {
+    assert command.build_environment(spec, inherited) == {
         "PATH": "/opt/venv/bin:/usr/bin", "HOME": "/home/u", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "HF_HOME": "/hf", "CUDA_HOME": "/cuda",
         "NCCL_DEBUG": "INFO", "VLLM_LOGGING_LEVEL": "DEBUG", "http_proxy": "http://proxy", "PYTHONPATH": "/plugin", "PYTHONUNBUFFERED": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_LOGGING_COLOR": "0", "NO_COLOR": "1",
@@ -95,7 +96,7 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
         ({"env": {"VLLM_SERVER_DEV_MODE": "1"}}, "VLLM_SERVER_DEV_MODE", "1"),
         ({"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}}, "VLLM_CPU_KVCACHE_SPACE", "40"),
         ({"env": {"SPARKD_RANK_ID": "other"}}, "SPARKD_RANK_ID", "r1"),
-        ({"env": {"VLLM_API_KEY": "mine"}, "host": "h"}, "VLLM_API_KEY", "sparkd's"),
+        ({"env": {"SPARKD_ENGINE_KEY_FILE": "mine"}, "host": "h", "port": 1, "api_key_path": "/k"}, "SPARKD_ENGINE_KEY_FILE", "/k"),
         ({"env": {"PYTHONPATH": "/theirs"}, "pythonpath": ("/ours",)}, "PYTHONPATH", "/ours:/theirs"),
         ({"node_id": "192.168.100.11"}, "VLLM_HOST_IP", "192.168.100.11"),
         ({"node_id": "spark-b"}, "VLLM_HOST_IP", None),
@@ -118,8 +119,7 @@ def test_the_environment_is_built_from_empty(place: Place) -> None:
 )  # fmt: skip
 def test_who_wins_in_the_environment(place: Place, changes: dict[str, Any], name: str, value: str | None) -> None:
     spec = replace(place.spec(), **changes)
-    key = "sparkd's" if spec.host else None
-    assert command.build_environment(spec, {"CUDA_VISIBLE_DEVICES": "0"}, key).get(name) == value
+    assert command.build_environment(spec, {"CUDA_VISIBLE_DEVICES": "0"}).get(name) == value
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_rank_0_leads_vllm_into_our_ray_and_the_others_wait_for_their_worker(pla
     first = place.spec(flags=flags, ray=PLACED, world=2, attempt="r1", env={"NCCL_IB_HCA": "rocep1s0f0"})
     second = replace(first, rank=1, rank_id="r1-r1", socket_path=None)
     starts = {"runtime_env": {"py_executable": "${SPARKD_RAY_PYTHON} -P -m workers.ray_worker r1"}, "metadata": {}}
-    environ = command.build_environment(first, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_JOB_ID": "01"}, None)
+    environ = command.build_environment(first, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t", "RAY_JOB_ID": "01"})
 
     assert flags == ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
     assert command.build_command(second) == [sys.executable, "-P", "-m", "workers.ray_keeper"]
@@ -102,7 +102,7 @@ def test_rank_0_leads_vllm_into_our_ray_and_the_others_wait_for_their_worker(pla
         "RAY_USAGE_STATS_ENABLED": "0", "SPARKD_RAY_GROUP": "c0ffee", "VLLM_RAY_BUNDLE_INDICES": "0,1", "VLLM_RAY_PER_WORKER_GPUS": "0.01",
     }  # fmt: skip
     assert {"NCCL_IB_HCA", "SPARKD_RUN_DIR", "PATH"} <= set(environ[ray_place.OWN].split(","))
-    assert ray_place.GROUP not in command.build_environment(replace(first, ray=None), {}, None)
+    assert ray_place.GROUP not in command.build_environment(replace(first, ray=None), {})
 
 
 def test_a_runtime_without_ray_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

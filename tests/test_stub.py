@@ -291,14 +291,15 @@ def test_ignores_sigterm(spawn: Any) -> None:
     assert process.wait_exit() == -signal.SIGKILL
 
 
-def test_wants_the_key_under_v1_only(spawn: Any) -> None:
-    process = spawn(VLLM_API_KEY="secret")
+def test_wants_the_key_on_every_path(spawn: Any, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    process = spawn(SPARKD_ENGINE_KEY_FILE=str(tmp_path / "key"))
     process.wait_ready()
     with process.client() as client:
         refused = client.get("/v1/models")
         assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
         assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
-        assert client.get("/version").status_code == 200
+        assert client.get("/version").status_code == 401
     assert "secret" not in process.log.read_text()
 
 

@@ -29,7 +29,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "15"
+VERSION = "16"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
@@ -138,8 +138,8 @@ class Agent:
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         """Start one rank; returns its handle once that is on disk. Raises RankError. Its log is of that name in this node's log folder.
 
-        Rank 0 alone serves. private: the gateway is on another node, so it listens on this node's address with a key of its own instead
-        of on a Unix socket.
+        Rank 0 alone serves. private: the gateway is on another node, so it listens on this node's address instead of on a Unix socket,
+        and answers nothing without a key of its own (workers.door).
         """
         key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
         if private and str(spec["model"]).startswith("/") and not os.path.isdir(spec["model"]):

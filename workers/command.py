@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers import ray_place
+from workers import door, ray_place
 from workers.interpreter import inherited_environment, module_command
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
@@ -57,7 +57,7 @@ def parallel_flags(tensor: int, pipeline: int, rank: int, head: str, port: int, 
     return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if rank else [])]
 
 
-def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of the engine: what it may inherit (workers.interpreter), sparkd's defaults, the operator's, sparkd's own."""
     environment = {**inherited_environment(inherited), **_defaults(spec), **spec.env}
     environment = {**kernels_on_disk(environment), **environment}
@@ -69,8 +69,8 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str], api_key: str
     if spec.kv_cache is not None:
         environment[KV_VARIABLE] = json.dumps(dict(spec.kv_cache), sort_keys=True)
         environment.pop(CPU_KV_SPACE, None)  # its number is in there; vLLM would log it as the size, whatever comes out
-    if api_key is not None:
-        environment["VLLM_API_KEY"] = api_key
+    if spec.host and spec.api_key_path:
+        environment[door.KEY_FILE] = spec.api_key_path
     environment |= {
         RANK_ID_VARIABLE: spec.rank_id,
         RUN_DIR_VARIABLE: spec.run_dir,
@@ -109,7 +109,7 @@ def _listener(spec: RankSpec) -> list[str]:
     if spec.socket_path:
         return ["--uds", spec.socket_path]
     if spec.host:
-        return ["--host", spec.host, "--port", str(spec.port)]
+        return ["--host", spec.host, "--port", str(spec.port), "--middleware", door.MIDDLEWARE]
     return []
 
 

@@ -55,10 +55,11 @@ def spawn(spec: RankSpec) -> dict[str, Any]:
         )
     if os.path.lexists(status_path(spec.run_dir, spec.rank_id)) or verify_gone(spec.rank_id, spec.run_dir):
         raise RankError(f"The rank {spec.rank_id} exists in {spec.run_dir}: stop and forget it first, or start it under another id.")
+    _check_key(spec)
     order = {
         "spec": spec.to_dict(),
         "command": build_command(spec),
-        "environment": build_environment(spec, os.environ, _api_key(spec)),
+        "environment": build_environment(spec, os.environ),
     }
     _prepare_folders(spec)
     try:
@@ -260,9 +261,10 @@ def _remove_stale_socket(path: str) -> None:
     raise RankError(f"The socket {path} is in use by another process: stop that process, or use another --state-dir.")
 
 
-def _api_key(spec: RankSpec) -> str | None:
+def _check_key(spec: RankSpec) -> None:
+    """Raises RankError for a key that the engine could not read, or others could."""
     if not spec.host or not spec.api_key_path:
-        return None
+        return
     try:
         if os.stat(spec.api_key_path).st_mode & SECRET_MODE_MASK:
             raise RankError(f"The engine key {spec.api_key_path} is readable by others: chmod 600 {spec.api_key_path}")
@@ -271,4 +273,3 @@ def _api_key(spec: RankSpec) -> str | None:
         raise RankError(f"The engine key of the rank {spec.rank_id} cannot be read: {error}.") from error
     if not key:
         raise RankError(f"The engine key {spec.api_key_path} is empty: remove the file, sparkd writes a new one.")
-    return key

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from workers import processes
+from workers.door import KEY_FILE
 from workers.status import rank_ids, read_status, status_path, worker_path, write_status
 
 RUN_DIR = "SPARKD_RAY_RUN_DIR"
-_KEY = "VLLM_API_KEY"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     engine = Path("/proc", str(engine_pid))
     runtime = os.fsdecode((engine / "cmdline").read_bytes().split(b"\0")[0])
     own = _environ(engine)
-    own.pop(_KEY, None)  # it opens the engine's door, which is not here
+    own.pop(KEY_FILE, None)  # it opens the engine's door, which is not here
     ray = {name: value for name, value in environ.items() if name.startswith("RAY_")}
     me = processes.identity(os.getpid())
     if me is not None:

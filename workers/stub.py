@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from workers.door import KEY_FILE, Lock, key_of
 from workers.stub_engine import Behaviour, Request, StubEngine
 from workers.stub_http import StubProtocol
 from workers.stub_kv import Refused, StubKv
@@ -131,7 +132,6 @@ async def start_stub(
     host: str = "127.0.0.1",
     port: int = 0,
     models: Sequence[str] = ("stub",),
-    api_key: str | None = None,
     keep_requests: int = 100,
     **behaviour: Any,
 ) -> StubEngine:
@@ -139,9 +139,7 @@ async def start_stub(
 
     `engine.url` and `engine.uds` say where it listens, `engine.seen` holds the last `keep_requests` requests as they came in.
     """
-    engine = StubEngine(
-        models=tuple(models), api_key=api_key, keep_requests=keep_requests, behaviour=Behaviour(**behaviour), uds=str(uds) if uds else None
-    )
+    engine = StubEngine(models=tuple(models), keep_requests=keep_requests, behaviour=Behaviour(**behaviour), uds=str(uds) if uds else None)
     listener = _bind(engine.uds, host, port)
     await _listen(engine, listener)
     if uds is None:
@@ -162,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log("APIServer", "api_utils.py:286", f"non-default args: {{'model_tag': '{line.model}', 'model': '{line.model}'}}")
     if life.exit_at == "start":
         return life.exit_code
-    engine = StubEngine(models=line.names, api_key=os.environ.get("VLLM_API_KEY") or None, behaviour=behaviour, uds=line.uds)
+    lock = Lock(key_of(os.environ)) if KEY_FILE in os.environ else None
+    engine = StubEngine(models=line.names, lock=lock, behaviour=behaviour, uds=line.uds)
     try:
         from uvloop import new_event_loop
     except ImportError:

@@ -14,10 +14,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from workers import stub_answers as answers
+from workers.door import Lock
 from workers.stub_faults import FAULTS
 
-# What vLLM guards with its key: entrypoints/serve/middleware/authenticate.py, 0.32.
-_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 _KEPT_RESPONSES = 1000
 _FORM_FIELD = rb'name="%s"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n'
 _JSON = "application/json"
@@ -72,7 +71,7 @@ class StubEngine:
     """The engine behind every connection. Counters are monotonic, except `running`."""
 
     models: tuple[str, ...] = ("stub",)
-    api_key: str | None = None
+    lock: Lock | None = None
     behaviour: Behaviour = field(default_factory=Behaviour)
     keep_requests: int = 0
     on_answered: Callable[[int], None] | None = None
@@ -141,7 +140,7 @@ class Answer:
 def route(engine: StubEngine, request: Request) -> Answer:
     """The answer to one request, as vLLM would route, authenticate and refuse it."""
     path = request.path
-    if engine.api_key and path.startswith(_GUARDED) and request.header("authorization") != f"Bearer {engine.api_key}":
+    if engine.lock and not engine.lock.opens(value.encode("latin-1") for name, value in request.headers if name.lower() == "authorization"):
         return Answer(401, b'{"error":"Unauthorized"}')
     if request.method in ("GET", "HEAD"):
         return _get(engine, path)

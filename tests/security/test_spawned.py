@@ -230,7 +230,7 @@ def test_what_an_operator_sets_for_an_engine_reaches_it_and_the_rest_of_the_envi
     documented = ("HF_TOKEN", "HF_HOME", "HTTPS_PROXY", "CUDA_HOME", "NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "UCX_TLS", "GLOO_SOCKET_IFNAME")
     environ = dict.fromkeys((*documented, SECRET, "AWS_SECRET_ACCESS_KEY", "RAY_ADDRESS"), "x") | {"PATH": "/bin"}
     spec = _spec(tmp_path / "python", tmp_path, env={"MY_OWN": "y"})
-    made = build_environment(spec, environ, None)
+    made = build_environment(spec, environ)
 
     assert {name: made.get(name) for name in documented} == dict.fromkeys(documented, "x")
     assert made["MY_OWN"] == "y"
