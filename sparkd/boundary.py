@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from sparkd import metrics
@@ -63,19 +62,9 @@ class Boundary:
         ]
         return f"InternalError: sparkd made an error in {', '.join(told)}. It goes on; please report what its log says." if told else None
 
-    @contextmanager
-    def around(self, where: str, model: str = "", failed: Callable[[str], None] | None = None) -> Iterator[None]:
+    def around(self, where: str, model: str = "", failed: Callable[[str], None] | None = None) -> Around:
         """Nothing that is raised within it goes on from here. failed: hears the sentence for the one model that is concerned."""
-        try:
-            yield
-        except BaseException as error:
-            if is_end(error):
-                raise
-            self.caught(where, error, model)
-            if failed is None:
-                return
-            with self.around(where, model):
-                failed(f"sparkd made an error ({type(error).__name__}); its log has more.")
+        return Around(self, where, model, failed)
 
     async def guarded(self, where: str, work: Awaitable[None], model: str = "") -> None:
         with self.around(where, model):
@@ -83,13 +72,32 @@ class Boundary:
 
     async def keep(self, where: str, work: Callable[[], Awaitable[None]]) -> None:
         """Until it returns, or this is cancelled: what ends by an error begins again after PAUSE_S."""
-        ended = False
-        while not ended:
+        while True:
             with self.around(where):
                 await work()
-                ended = True
-            if not ended:
-                await asyncio.sleep(PAUSE_S)
+                return
+            await asyncio.sleep(PAUSE_S)
+
+
+class Around:
+    """See Boundary.around."""
+
+    __slots__ = ("_boundary", "_failed", "_model", "_where")
+
+    def __init__(self, boundary: Boundary, where: str, model: str, failed: Callable[[str], None] | None) -> None:
+        self._boundary, self._where, self._model, self._failed = boundary, where, model, failed
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or is_end(error):
+            return False
+        self._boundary.caught(self._where, error, self._model)
+        if self._failed is not None:
+            with self._boundary.around(self._where, self._model):
+                self._failed(f"sparkd made an error ({type(error).__name__}); its log has more.")
+        return True
 
 
 def is_end(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sparkd.boundary import Boundary
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import AgentLost, ClusterError, RankError
+from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError, refused_by
 from sparkd.fabric import Fabric
 from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
@@ -106,11 +106,10 @@ class Cluster:
         self._sight.expect(set(nodes) - {self.node_ip}, time.monotonic())
 
     async def run(self, joined: Callable[[], None]) -> None:
-        """Connect, and connect again whenever Ray is lost, until cancelled. `joined` is called after each connection."""
+        """Connect, and connect again whenever Ray is lost, until cancelled. `joined` is called after each connection that was made."""
         while True:
             lost = not self._link.connected or self._misses >= MISSES_BEFORE_RECOVERY or await asyncio.to_thread(self._head_died)
-            if lost or not await self._kept_up():
-                await self._connect()
+            if (lost or not await self._kept_up()) and await self._connect():
                 joined()
             await asyncio.sleep(RECONNECT_EVERY_S)
 
@@ -262,13 +261,19 @@ class Cluster:
                 run_dirs.parent.rmdir()
 
     async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """One method of a node's agent; of this node, while its agent does not answer, of the agent's own code here."""
+        """One method of a node's agent; of this node, while its agent is not connected, of the agent's own code here.
+
+        A call that may have come to the agent is never made a second time: it may be under way.
+        """
         try:
             return await self._link.call(node_ip, lambda agent: getattr(agent, method).remote(*arguments), timeout_s)
-        except AgentLost:
-            if node_ip != self.node_ip:
+        except AgentLost as error:
+            if node_ip != self.node_ip or error.reached:
                 raise
+        try:
             return await asyncio.to_thread(getattr(self._here, method), *arguments)
+        except OSError as error:
+            raise refused_by(error, "This node") from error
 
     async def _kept_up(self) -> bool:
         """Meet nodes that have come or are back. False where Ray does not answer any more."""
@@ -281,10 +286,11 @@ class Cluster:
             await self._places.again(met)
         except ClusterError as error:
             self._trouble = f"{type(error).__name__}: {error.message}"
-            return False
+            return isinstance(error, NodeRefused)
         return True
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> bool:
+        """Whether Ray is joined. What keeps it from that is the condition, and it is tried again."""
         try:
             await self._link.disconnect()
             if self._head and self._head_is_suspect:
@@ -295,15 +301,20 @@ class Cluster:
             self._head_is_suspect = True
             await self._link.connect(address or "", self.node_ip)
             await self._places.again(self._link.nodes())
-        except ClusterError as error:
-            if self._trouble != f"{type(error).__name__}: {error.message}":
-                log.error("%s", error.message)
-            self._trouble = f"{type(error).__name__}: {error.message}"
-            return
+        except (ClusterError, OSError) as error:
+            told = error if isinstance(error, ClusterError) else refused_by(error, "This node")
+            if self._trouble != f"{type(told).__name__}: {told.message}":
+                log.error("%s", told.message)
+            self._trouble = f"{type(told).__name__}: {told.message}"
+            if isinstance(told, NodeRefused):
+                # That is this node's fault, not the head's.
+                self._head_is_suspect = False
+            return False
         self._misses = 0
         self._trouble = None
         self._head_is_suspect = False
         log.info("connected to Ray at %s", self._link.address)
+        return True
 
     def in_sight(self) -> list[str]:
         """This node first."""
@@ -313,21 +324,33 @@ class Cluster:
         return {ip: self._link.gib_of[ip] for ip in self._link.nodes() if ip in self._link.gib_of and ip not in self._silent}
 
     def _head_died(self) -> bool:
-        return self._head is not None and self._head.living_address() is None
+        try:
+            return self._head is not None and self._head.living_address() is None
+        except OSError as error:
+            # Nobody can tell: a head that lives must not be ended for that.
+            log.error("Ray's head cannot be looked for: %s", error)
+            return False
 
     async def _look_here(self) -> Look | None:
         """This node, through its agent or, while that is away, with the agent's own code."""
-        try:
-            found = await self._look(self.node_ip) if self._link.connected else None
-            self._here.sentry.claims = found is None
-            if found:
-                return found
-            return self._looked_at(self.node_ip, await asyncio.to_thread(self._here.observe), agent=False)
-        except OSError as error:
-            log.error("this node cannot be read: %s", error)
-            return None
+        found = await self._look(self.node_ip) if self._link.connected else None
+        self._here.sentry.claims = found is None
+        if found:
+            return found
+        with self._boundary.around("look"):
+            try:
+                return self._looked_at(self.node_ip, await asyncio.to_thread(self._here.observe), agent=False)
+            except OSError as error:
+                log.error("this node cannot be read: %s", error)
+        return None
 
     async def _look(self, node_ip: str) -> Look | None:
+        """None where its agent does not answer, or nothing that can be used: other nodes are looked at all the same."""
+        with self._boundary.around("look"):
+            return await self._ask_for_look(node_ip)
+        return None
+
+    async def _ask_for_look(self, node_ip: str) -> Look | None:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
             facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)

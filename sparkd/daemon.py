@@ -222,9 +222,12 @@ class Daemon:
     async def _stop_parts(self, *, stop_engines: bool) -> None:
         self._ended = True
         if stop_engines:
-            await self._end_engines()
-        await self._asker.close()
-        await self._cluster.close(stop_ray=stop_engines)
+            with self._boundary.around("engines"):
+                await self._end_engines()
+        with self._boundary.around("asker"):
+            await self._asker.close()
+        with self._boundary.around("cluster"):
+            await self._cluster.close(stop_ray=stop_engines)
 
     async def _end_engines(self) -> None:
         """A second signal takes away the time that they have for it (engine.stop_timeout_s)."""

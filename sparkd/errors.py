@@ -115,7 +115,13 @@ class RayUnavailable(ClusterError):
 
 
 class AgentLost(ClusterError):
+    """reached: the call may have come to it, and may be under way; False where it surely did not."""
+
     code = "agent_lost"
+
+    def __init__(self, message: str, *, reached: bool = True) -> None:
+        super().__init__(message)
+        self.reached = reached
 
 
 class DoesNotFit(ClusterError):

@@ -21,6 +21,7 @@ from sparkd import __version__
 from sparkd.errors import RayUnavailable
 from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
+from workers.processes import LACKS
 
 MARK = "SPARKD_RAY_DIR"
 # Of each node in Ray: sparkd's version there, which a node that wants to join compares.
@@ -88,7 +89,14 @@ class RayHead:
         return self._kept and not self._keeper
 
     def ensure(self) -> str:
-        """The address of the living head, which is started first if need be. Blocks, seconds. Raises RayUnavailable."""
+        """The address of the living head, which is started first if need be. Blocks, seconds. Raises RayUnavailable, also where the
+        folder is full, missing or read-only, or this process may open no more files."""
+        try:
+            return self._ensure()
+        except OSError as error:
+            raise RayUnavailable(f"Ray cannot be started: {_refusal(error)} It is tried again.") from error
+
+    def _ensure(self) -> str:
         address, kept = self.living_address(), self._kept
         # A keeper takes over what an earlier keeper left, and nothing that a daemon started for itself, or of another head.
         if address and (kept or not self._keeper) and not self._is_stale():
@@ -98,7 +106,7 @@ class RayHead:
         if self._keeper:
             # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
             _write_private(self._record, json.dumps({"address": None, "keeper": True}))
-        self.stop()
+        self._end()
         return self._start()
 
     def living_address(self) -> str | None:
@@ -122,7 +130,16 @@ class RayHead:
         return {name: pid for name, pid in self._processes() if name in self._essential}
 
     def stop(self) -> None:
-        """End every process of this head, SIGTERM then SIGKILL, and remove its folder. The raylet goes first: it ends its own children."""
+        """End every process of this head, SIGTERM then SIGKILL, and remove its folder. The raylet goes first: it ends its own children.
+
+        Raises RayUnavailable where that cannot be done now.
+        """
+        try:
+            self._end()
+        except OSError as error:
+            raise RayUnavailable(f"Ray cannot be ended: {_refusal(error)}") from error
+
+    def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for _, pid in sorted(self._processes(), key=lambda found: found[0] != "raylet"):
                 _kill(pid, number)
@@ -179,6 +196,8 @@ class RayHead:
         if not self._join:
             make_token(self.token_path)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Where its record cannot be written, Ray would be started and ended over and over.
+        _write_private(self._record, json.dumps({"address": None, "keeper": self._keeper}))
         try:
             done = subprocess.run(
                 self.command(),
@@ -190,14 +209,17 @@ class RayHead:
                 start_new_session=True,
                 check=False,
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self.stop()
-            why = type(error).__name__
-            raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {why}. Look into {self.folder}.") from error
+        except subprocess.TimeoutExpired as error:
+            self._end()
+            raise RayUnavailable(f"Ray did not start within {START_TIMEOUT_S:.0f} s. Look into {self.folder}.") from error
+        except OSError:
+            with suppress(OSError):  # why it did not start is what counts
+                self._end()
+            raise
         address = self._published_address()
         if done.returncode != 0 or address is None:
             last = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:] or ["no output"]
-            self.stop()
+            self._end()
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
         # Ray lets everybody write to its temp-dir (ray/_private/utils.py, try_to_create_directory), where its sockets are.
         self.folder.chmod(0o700)
@@ -211,9 +233,10 @@ class RayHead:
         return bool(self._recorded().get("keeper"))
 
     def _recorded(self) -> dict[str, Any]:
+        """Raises OSError where it may be there and cannot be read: a head that lives is not ended for that."""
         try:
             record = json.loads(self._record.read_text())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return {}
         return record if isinstance(record, dict) else {}
 
@@ -240,7 +263,9 @@ class RayHead:
                     ours = mark in file.read().split(b"\0") or (_is_titled(entry) and _holds_open(entry, inside))
                 with open(f"/proc/{entry}/stat", "rb") as file:
                     stat = file.read()
-            except OSError:
+            except OSError as error:
+                if error.errno in LACKS:
+                    raise
                 continue
             if ours and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
                 yield stat[stat.index(b"(") + 1 : stat.rindex(b")")].decode("ascii", "replace"), int(entry)
@@ -307,9 +332,19 @@ def process_cost(pid: int) -> dict[str, Any]:
 
 def _write_private(path: Path, text: str) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _refusal(error: OSError) -> str:
+    of = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{of}. Check that folder's disk, and who owns it."
 
 
 def _is_titled(pid: str) -> bool:
@@ -324,10 +359,13 @@ def _holds_open(pid: str, inside: str) -> bool:
 def _open_files(pid: str) -> list[str]:
     """What the descriptors of a process stand for, as far as it is there and ours to see."""
     found = []
-    with suppress(OSError):
+    try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    except OSError as error:
+        if error.errno in LACKS:
+            raise
     return found
 
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sparkd.errors import AgentLost, ClusterError, RayUnavailable
+from sparkd.errors import AgentLost, ClusterError, RayUnavailable, refused_by
 from workers.agent import VERSION, Agent
+from workers.processes import LACKS
 from workers.ray_place import DEVICE, DEVICE_SHARE
 from workers.ray_probe import CLOCK_KEY, CLOCK_NAMESPACE
 
@@ -118,20 +119,25 @@ class RayLink:
                 log.warning("Ray did not let go within %.0f s", DISCONNECT_TIMEOUT_S)
 
     async def call(self, node_ip: str, method: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
-        """One method of a node's agent. A ClusterError raised there is raised here; anything else is AgentLost."""
+        """One method of a node's agent. A ClusterError raised there is raised here, an OSError is NodeRefused, anything else AgentLost."""
         if node_ip not in self._agents:
-            raise AgentLost(f"The agent of node {node_ip} is not connected; sparkd is connecting again.")
+            raise AgentLost(f"The agent of node {node_ip} is not connected; sparkd is connecting again.", reached=False)
         _, agent = self._agents[node_ip]
         try:
             async with asyncio.timeout(timeout_s):
                 return await method(agent)
-        except TimeoutError:
-            raise AgentLost(f"The agent of node {node_ip} did not answer within {timeout_s:.0f} s.") from None
         except _errors() as error:
+            # First: what an agent raised is an instance of its own class, too, and may be a TimeoutError.
             cause = getattr(error, "cause", None)
             if isinstance(cause, ClusterError):
                 raise cause from None
+            if isinstance(cause, OSError):
+                raise refused_by(cause, f"Node {node_ip}") from error
             raise AgentLost(f"The agent of node {node_ip} could not do it: {type(error).__name__}.") from error
+        except TimeoutError:
+            raise AgentLost(f"The agent of node {node_ip} did not answer within {timeout_s:.0f} s.") from None
+        except OSError as error:
+            raise refused_by(error, "This node") from error
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
         """One placement group of the model, kept beyond the daemon: `gib` on each of these nodes; False where Ray has no room for it there.
@@ -165,6 +171,9 @@ class RayLink:
         except TimeoutError:
             raise RayUnavailable(f"Ray at {self.address} did not answer within {timeout_s:.0f} s.") from None
         except OSError as error:
+            if error.errno in LACKS:
+                # It says nothing of Ray: a connection that stands is not given up for it.
+                raise refused_by(error, "This node") from error
             raise RayUnavailable(f"Ray's head at {self.address} cannot be reached: {error.strerror or error}.") from None
         except _errors(RuntimeError, ValueError) as error:
             raise RayUnavailable(f"Ray at {self.address} could not answer: {type(error).__name__}.") from error
@@ -194,7 +203,9 @@ class RayLink:
                 logging_level=logging.ERROR,
             )
         except _errors(ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise RayUnavailable(f"Ray at {address} cannot be joined: {str(error).splitlines()[0][:200]}") from error
+            raise RayUnavailable(
+                f"Ray at {address} cannot be joined: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+            ) from error
 
     def _ray(self) -> Any:
         """The module. Ray reads some of its variables while it is imported, so they are set before; ours never reach a child of ours."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -20,14 +21,14 @@ from typing import Any
 
 import pytest
 
-from sparkd.errors import RankError
+from sparkd.errors import NodeRefused, RankError
 from sparkd.memory import reading
 from sparkd.state import RankHandle
 from tests.daemon_process import ROOT
 from tests.ranks import until
 from workers import agent as module
 from workers import rank
-from workers.agent import Agent
+from workers.agent import Agent, _make_key
 
 FIXTURES = Path(__file__).parent / "fixtures" / "meminfo"
 SHOWN = ["sparkd", "sparkd_plugin-0.dist-info", "workers"]
@@ -351,6 +352,36 @@ def test_a_rank_that_cannot_start_leaves_no_key(made: Agent, folder: Path) -> No
         made.spawn(spec(folder, runtime="/nowhere/python"), True)
 
     assert os.listdir(made.run_dir) == ["plugin"]
+
+
+@pytest.mark.parametrize("where", ["workers.rank.spawn", "workers.agent._make_key", "workers.agent._free_port"])
+def test_a_disk_that_is_full_is_named_and_leaves_no_key(made: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")
+
+    monkeypatch.setattr(where, full)
+    with pytest.raises(NodeRefused, match=r"Node 127.0.0.1 .*No space left on device \(/run/x\)") as refused:
+        made.spawn(spec(folder), True)
+
+    assert isinstance(refused.value.__cause__, OSError)
+    assert not list(Path(made.run_dir).glob("*.key"))
+
+
+def test_a_key_that_cannot_be_written_is_not_left_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank.key"
+
+    def full(length: int) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("workers.agent.secrets.token_hex", full)
+    with pytest.raises(OSError, match="No space left"):
+        _make_key(path)
+    assert not path.exists()
+
+    path.write_text("another's")
+    with pytest.raises(FileExistsError):
+        _make_key(path)
+    assert path.read_text() == "another's"
 
 
 def test_only_keys_of_its_own_folder_are_given_out(made: Agent, folder: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
 
 def test_a_start_that_cannot_even_begin(head: RayHead, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayHead, "command", lambda self: ["/nowhere/python"])
-    with pytest.raises(RayUnavailable, match="FileNotFoundError"):
+    with pytest.raises(RayUnavailable, match="/nowhere/python"):
         head.ensure()
 
 

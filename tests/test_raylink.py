@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
+import pytest
+from ray.exceptions import RayTaskError
+
+from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError
 from sparkd.raylink import RayLink
 from tests.daemon_process import ROOT
 
@@ -35,3 +40,36 @@ async def test_who_never_joined_has_nothing_to_leave() -> None:
     await link.disconnect()
 
     assert not link.connected
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "words"),
+    [
+        (OSError(28, "No space left on device", "/run/x"), NodeRefused, r"Node n .*No space left on device \(/run/x\)"),
+        (TimeoutError("of its own"), NodeRefused, "of its own"),
+        (RankError("The rank exists."), RankError, "The rank exists."),
+        (KeyError("x"), AgentLost, "KeyError"),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else None,
+)
+async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: type[ClusterError], words: str) -> None:
+    link = RayLink({}, lambda node_ip: ())
+    link._agents["n"] = "id", object()
+
+    async def fail(agent: object) -> None:
+        raise RayTaskError("spawn", "traceback", raised).as_instanceof_cause()
+
+    with pytest.raises(kind, match=words) as error:
+        await link.call("n", fail, 5.0)
+    assert type(error.value) is kind
+
+
+async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:
+    link = RayLink({}, lambda node_ip: ())
+    with pytest.raises(AgentLost) as unsent:
+        await link.call("n", lambda agent: agent.nothing(), 5.0)
+    link._agents["n"] = "id", object()
+    with pytest.raises(AgentLost) as late:
+        await link.call("n", lambda agent: asyncio.sleep(30.0), 0.0)
+
+    assert (unsent.value.reached, late.value.reached) == (False, True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +32,7 @@ from sparkd.errors import (
     UnknownOperation,
 )
 from sparkd.model_folder import unusable
+from sparkd.plan import Backoff
 from sparkd.state import ModelState, OperationState, Progress, Want
 from tests.fakes import Scene, scene, stage
 from workers.signatures import diagnose
@@ -990,3 +994,38 @@ async def test_an_action_that_is_cancelled_before_its_first_step_does_not_keep_i
         await made.tick()
 
         assert (made.state(), made.cluster.log[-1]) == ("LOADING", "spawn m")
+
+
+async def test_a_disk_without_room_is_a_reason_of_its_own_and_its_words_are_kept(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.place_error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")  # type: ignore[assignment]
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, view.failures) == ("FAILED", "NodeRefused", 1)
+        assert "No space left on device (/run/x)" in (view.message or "")
+
+
+async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    class Recorded(Backoff):
+        def delay_s(self, failures: int, rng: random.Random) -> float:
+            tries.append(failures)
+            return 0.0
+
+    monkeypatch.setattr("sparkd.actions.ENDING", Recorded())
+    async with stage(tmp_path) as made:
+        for _ in range(2):
+            await make_ready(made)
+            made.cluster.immortal = True
+            made.supervisor.want("m", Want.STOPPED, "admin")
+            await made.tick(3)
+            made.cluster.immortal = False
+            await made.tick(3)
+            assert made.state() == "STOPPED"
+
+    first, second = tries[: tries.index(max(tries)) + 1], tries[tries.index(max(tries)) + 1 :]
+    assert first == list(range(1, len(first) + 1)) and len(first) >= 2
+    assert second[0] == 1, "what has ended once begins anew"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd import errors
-from sparkd.errors import RankError
+from sparkd.errors import RankError, refused_by
 from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
 from workers.fabric_knock import knock
 from workers.foreign import foreign
@@ -136,28 +136,37 @@ class Agent:
         return foreign(self._proc, ask_device=device)
 
     def spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
-        """Start one rank; returns its handle once that is on disk. Raises RankError. Its log is of that name in this node's log folder.
+        """Start one rank; returns its handle once that is on disk. Its log is of that name in this node's log folder.
+
+        Raises RankError, or NodeRefused with what the system said, and leaves nothing behind.
 
         Rank 0 alone serves. private: the gateway is on another node, so it listens on this node's address instead of on a Unix socket,
         and answers nothing without a key of its own (workers.door).
         """
+        try:
+            return self._spawn(spec, private)
+        except OSError as error:
+            raise refused_by(error, f"Node {self.node_id}") from error
+
+    def _spawn(self, spec: dict[str, Any], private: bool) -> dict[str, Any]:
         key_path = Path(self.run_dir) / f"{spec['rank_id']}.key"
         if private and str(spec["model"]).startswith("/") and not os.path.isdir(spec["model"]):
             cure = f"`sparkd pull {spec['model_name']}` copies it there"
             raise RankError(f"The folder {spec['model']} is not on node {self.node_id}: {cure}.")
         where: dict[str, Any] = {}
         if private and not spec["rank"]:
-            with open(os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(32))
-            where = {"host": self.node_id, "port": _free_port(self.node_id), "api_key_path": str(key_path)}
+            port = _free_port(self.node_id)
+            _make_key(key_path)
+            where = {"host": self.node_id, "port": port, "api_key_path": str(key_path)}
         elif not spec["rank"]:
             where = {"socket_path": str(Path(self.run_dir) / f"{spec['rank_id'][-8:]}.sock")}
         try:
             here: dict[str, Any] = {"run_dir": self.run_dir, "log_path": str(Path(self.log_dir) / Path(spec["log_path"]).name)}
             here |= self._loader(spec) | self._kv_cache(spec) | {"pythonpath": (self._plugin_dir,)}
             return rank.spawn(rank.RankSpec.from_dict(spec | where | here))
-        except RankError:
-            key_path.unlink(missing_ok=True)
+        except (RankError, OSError):
+            if "api_key_path" in where:
+                key_path.unlink(missing_ok=True)
             raise
 
     def free_port(self) -> int:
@@ -292,6 +301,17 @@ class Agent:
             fresh.write_text(text, encoding="ascii")
             fresh.replace(folder / _PLUGIN / name)
         return str(folder)
+
+
+def _make_key(path: Path) -> None:
+    """A random one, for this user only. Raises OSError, and leaves none behind; one that is there stays."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(fd, "w") as file:
+            file.write(secrets.token_hex(32))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _free_port(host: str) -> int:

@@ -25,6 +25,8 @@ POLL_S = 0.02
 TRACKER_S = 1.5
 READ_BYTES = 1 << 15
 PROC = "/proc"
+# What the reader lacks, and says nothing of what is read: a process that could not be looked at for it may well live.
+LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37  # linux/prctl.h
 
@@ -230,7 +232,9 @@ def _is_over(stat: Stat) -> bool:
         return False
     try:
         return len(os.listdir(f"/proc/{stat.pid}/task")) <= 1
-    except OSError:
+    except OSError as error:
+        if error.errno in LACKS:
+            raise
         return True
 
 
@@ -239,7 +243,10 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def _read(pid: int, name: str, proc: str = PROC) -> bytes:
-    """Empty where the process is gone or another user's. Not through pathlib: this is read for every process of the machine."""
+    """Empty where the process is gone or another user's. Not through pathlib: this is read for every process of the machine.
+
+    Raises OSError where this process may open no more files.
+    """
     pieces = []
     try:
         fd = os.open(f"{proc}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -248,6 +255,8 @@ def _read(pid: int, name: str, proc: str = PROC) -> bytes:
                 pieces.append(piece)
         finally:
             os.close(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno in LACKS:
+            raise
         return b""
     return b"".join(pieces)

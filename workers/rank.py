@@ -64,9 +64,10 @@ def spawn(spec: RankSpec) -> dict[str, Any]:
     _prepare_folders(spec)
     try:
         return _start_shim(spec, order)
-    except RankError:
-        stop({"rank_id": spec.rank_id}, run_dir=spec.run_dir, grace_s=0)
-        forget(spec.rank_id, spec.run_dir)
+    except (RankError, OSError):
+        with suppress(RankError, OSError):  # why it did not start is what counts
+            stop({"rank_id": spec.rank_id}, run_dir=spec.run_dir, grace_s=0)
+            forget(spec.rank_id, spec.run_dir)
         raise
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.command import ipc_dir
-from workers.processes import Identity
+from workers.processes import LACKS, Identity
 from workers.spec import RANK_ID
 
 
@@ -41,11 +41,15 @@ def write_status(path: Path, status: Mapping[str, Any]) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
+    """What it says; `state` is `unreadable` of a file that cannot be used. Raises OSError where this process may open no more files: a rank
+    that nobody could look at is not gone."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in LACKS:
+            raise
         return {"state": "unreadable", "error": f"{path} cannot be read: {error}"}
     if not isinstance(status, dict) or not isinstance(status.get("handle"), dict):
         return {"state": "unreadable", "error": f"{path} cannot be read: it is not a rank's status."}

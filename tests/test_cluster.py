@@ -1,0 +1,227 @@
+"""The cluster over a fake Ray: what keeps it from joining is a condition, a call is made once, and what cannot be read is not gone."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.cluster import Cluster
+from sparkd.config import Config
+from sparkd.errors import AgentLost, ClusterError, NodeRefused, RayUnavailable
+from sparkd.rayhead import MARK, RayHead
+from tests.ranks import until
+from workers import processes, rank
+from workers.status import status_path, write_status
+
+
+class FakeHead:
+    """Raises what `troubles` holds, one after another; then it lives."""
+
+    def __init__(self, *troubles: Exception) -> None:
+        self.troubles = list(troubles)
+        self.kept_elsewhere = False
+        self.stops = 0
+
+    def ensure(self) -> str:
+        if self.troubles:
+            raise self.troubles.pop(0)
+        return "127.0.0.1:6379"
+
+    def living_address(self) -> str | None:
+        return "127.0.0.1:6379"
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.connected = False
+        self.address: str | None = None
+        self.error: ClusterError | None = None
+        self.calls = 0
+        self.unmet: dict[str, str] = {}
+        self.port_of: dict[str, int] = {}
+        self.gib_of: dict[str, float] = {}
+        self.joins: list[ClusterError] = []
+
+    def nodes(self) -> list[str]:
+        return ["127.0.0.1"] if self.connected else []
+
+    async def connect(self, address: str, node_ip: str) -> None:
+        if self.joins:
+            raise self.joins.pop(0)
+        self.connected, self.address = True, address
+
+    async def disconnect(self) -> None:
+        self.connected = False
+
+    async def refresh(self) -> set[str]:
+        return set()
+
+    async def tell_time(self) -> None:
+        return
+
+    async def call(self, node_ip: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
+        self.calls += 1
+        if self.error:
+            raise self.error
+        return {}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr("sparkd.cluster.RECONNECT_EVERY_S", 0.0)
+    made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), {})
+    made._link = made._places._link = FakeLink()  # type: ignore[assignment]
+    yield made
+    made._here.sentry.stop()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process may open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [OSError(number, os.strerror(number), "/run/x") for number in (errno.ENOSPC, errno.ENOENT, errno.EROFS, errno.EMFILE, errno.EDQUOT)]
+    + [RayUnavailable("Ray did not start.")],
+    ids=lambda error: errno.errorcode.get(getattr(error, "errno", 0), "Ray"),
+)
+async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again(cluster: Cluster, trouble: Exception) -> None:
+    conditions: list[str | None] = []
+    joined = asyncio.Event()
+    head = FakeHead(trouble, trouble)
+    ensure = head.ensure
+
+    def ensured() -> str:
+        conditions.append(cluster._trouble)
+        return ensure()
+
+    head.ensure = ensured  # type: ignore[method-assign]
+    cluster._head = head  # type: ignore[assignment]
+
+    async with asyncio.timeout(20):
+        running = asyncio.create_task(cluster.run(joined.set))
+        await joined.wait()
+        assert cluster._link.connected, "nobody is told of a connection that failed"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    assert len(conditions) == 3
+    assert {str(one).partition(":")[0] for one in conditions[1:]} == {
+        "RayUnavailable" if isinstance(trouble, RayUnavailable) else "NodeRefused"
+    }
+    assert cluster._trouble is None
+
+
+async def test_a_head_is_not_ended_for_what_this_process_lacks(cluster: Cluster) -> None:
+    head, joined = FakeHead(), asyncio.Event()
+    cluster._head = head  # type: ignore[assignment]
+    cluster._link.joins = [NodeRefused("This node refused it: too many open files."), RayUnavailable("It hangs.")]  # type: ignore[attr-defined]
+    async with asyncio.timeout(20):
+        running = asyncio.create_task(cluster.run(joined.set))
+        await joined.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    assert head.stops == 1, "for the one that hangs"
+
+
+@pytest.mark.parametrize(("reached", "made_here"), [(True, 0), (False, 1)])
+async def test_a_call_that_may_be_under_way_is_not_made_again_here(cluster: Cluster, reached: bool, made_here: int) -> None:
+    cluster._link.error = AgentLost("It did not answer.", reached=reached)  # type: ignore[attr-defined]
+    calls: list[str] = []
+    cluster._here.copy = lambda program, order, environ: calls.append(program)  # type: ignore[method-assign,assignment,return-value]
+    try:
+        await cluster.ask(cluster.node_ip, "copy", "source", {}, {}, timeout_s=1.0)
+    except AgentLost:
+        assert reached
+
+    assert (cluster._link.calls, len(calls)) == (1, made_here)  # type: ignore[attr-defined]
+
+
+async def test_what_the_system_refuses_here_says_why(cluster: Cluster) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/lib/x")
+
+    cluster._link.error = AgentLost("It is not connected.", reached=False)  # type: ignore[attr-defined]
+    cluster._here.copy = full  # type: ignore[method-assign,assignment]
+    with pytest.raises(NodeRefused, match=r"No space left on device \(/var/lib/x\)"):
+        await cluster.ask(cluster.node_ip, "copy", "source", {}, {}, timeout_s=1.0)
+
+
+# Without descriptors.
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """It carries the mark of Ray's head in tmp_path."""
+    made = subprocess.Popen(["sleep", "300"], env={MARK: str(tmp_path / "ray")})
+    yield made
+    made.kill()
+    made.wait()
+
+
+async def test_ranks_are_unknown_not_gone_while_no_file_can_be_opened(cluster: Cluster, child: subprocess.Popen[bytes]) -> None:
+    rank_id, run_dir, who = "m-1-00000000", cluster._here.run_dir, processes.identity(child.pid)
+    assert who is not None
+    handle = {"pid": child.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id}
+    engine = {"engine_pid": child.pid, "engine_start_ticks": who.start_ticks}
+    write_status(status_path(run_dir, rank_id), {"handle": handle, "state": "running", **engine})
+    assert [fact["alive"] for fact in rank.scan(run_dir)] == [True]
+    with no_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            rank.scan(run_dir)
+        observation = await cluster.observe()
+        with pytest.raises(OSError, match="Too many open files"):
+            processes.kill_all(lambda: processes.members(rank_id, run_dir, shim=who, engine=who), timeout_s=0)
+
+    assert (observation.ranks, observation.connected) == (None, False)
+    assert child.poll() is None
+
+
+def test_rays_head_is_not_dead_while_no_file_can_be_opened(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
+    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
+    until(lambda: head.costs())
+    with no_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            head.living_address()
+        with pytest.raises(RayUnavailable, match="Too many open files"):
+            head.ensure()
+        with pytest.raises(RayUnavailable, match="Too many open files"):
+            head.stop()
+
+    assert child.poll() is None
+
+
+@pytest.mark.parametrize("what", ["_write_private", "make_token"])
+def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    started: list[object] = []
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(f"sparkd.rayhead.{what}", full)
+    monkeypatch.setattr("sparkd.rayhead.subprocess.run", lambda *arguments, **named: started.append(arguments))
+    head = RayHead(tmp_path, tmp_path / "token", node_ip="127.0.0.1", port=1, memory_gib=1, object_store_mib=80)
+    with pytest.raises(RayUnavailable, match="No space left on device"):
+        head.ensure()
+
+    assert started == []
