@@ -114,7 +114,9 @@ class Daemon:
         self._asker = Asker(self.base_url, self._own_key, probe_token)
         self._boundary = Boundary(time.monotonic)
         self._cluster = Cluster(config, environ, self._boundary)
-        self._supervisor = Supervisor(config, store, self._cluster, ask=self._asker.warm, boundary=self._boundary)
+        self._supervisor = Supervisor(
+            *(config, store, self._cluster), ask=self._asker.warm, boundary=self._boundary, outside=lambda: self._server.condition
+        )
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
         self._pulls = Pulls(self._cluster, self._supervisor.ledger, self._spec_of, self._names, lambda: self._supervisor.config)

@@ -51,6 +51,14 @@ QUEUE_SECONDS = Histogram(
 )
 IN_FLIGHT = Gauge("sparkd_in_flight", "Requests that an engine is working on.", ("model",), registry=REGISTRY)
 QUEUE_DEPTH = Gauge("sparkd_queue_depth", "Requests that wait for their engine.", ("model",), registry=REGISTRY)
+CONNECTIONS = Gauge("sparkd_connections", "Clients that are connected.", registry=REGISTRY)
+CONNECTIONS_MAX = Gauge(
+    "sparkd_connections_max", "Clients that may be connected at one time: max_connections, or fewer by open files.", registry=REGISTRY
+)
+CONNECTIONS_TURNED_AWAY = Counter(
+    "sparkd_connections_turned_away", "Idle connections closed for new ones (displaced), and new ones refused.", ("how",), registry=REGISTRY
+)
+ACCEPT_RESTS = Counter("sparkd_accept_rests", "Times no client was accepted for a while because open files ran short.", registry=REGISTRY)
 
 # Models.
 MODEL_STATE = Gauge("sparkd_model_state", "1 for the state that the model is in, else 0.", ("model", "state"), registry=REGISTRY)

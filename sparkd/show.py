@@ -41,7 +41,7 @@ _STAGES = {
     "FAILED": "failed",
 }
 # Conditions beside which a load begins all the same.
-_NO_BARS = ("ConfigRefused", "StateNotSaved", "GpuSilent", "NodeUnmet", "ClockSkew")
+_NO_BARS = ("ConfigRefused", "StateNotSaved", "GpuSilent", "NodeUnmet", "ClockSkew", "ConnectionsFull", "DescriptorsShort")
 
 
 class Line(Protocol):

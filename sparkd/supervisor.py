@@ -49,7 +49,8 @@ class Supervisor:
     """Owns the state of every model.
 
     `ask(model, timeout_s)` puts one real question to the model through the gateway; it returns when it was answered, raises
-    SparkdError otherwise. `clock` is monotonic, `wall` is the calendar; both in seconds.
+    SparkdError otherwise. `outside` gives a condition of the rest of the daemon. `clock` is monotonic, `wall` is the calendar; both in
+    seconds.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Supervisor:
         cluster: Cluster,
         *,
         ask: AskFunction,
+        outside: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
@@ -66,6 +68,7 @@ class Supervisor:
     ) -> None:
         self._boundary = boundary or Boundary(clock)
         self._cluster = cluster
+        self._outside = outside
         self._clock = clock
         self._wall = wall
         self._wake = asyncio.Event()
@@ -138,7 +141,7 @@ class Supervisor:
         observation = self._observation
         seen = observation.trouble if observation else None
         own = (self._refused, *self.ledger.conditions, *self._roster.conditions)
-        told = (*own, seen, *self._gate.conditions, self._pulse.condition, self._boundary.condition)
+        told = (*own, seen, *self._gate.conditions, self._pulse.condition, self._boundary.condition, self._outside())
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Protocol
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, Unavailable
+from sparkd import metrics
+from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError
 from sparkd.gateway.answers import Message, RawHeaders, date, error_bytes
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
@@ -27,7 +28,7 @@ CONNECTION = "sparkd.connection"
 
 # RFC 9112 3.2: uri-host [":" port]. What some servers take for a path (CVE-2026-48710) has no place in it.
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 # asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
 _ONE_READ_BYTES = 256 * 1024
 _IGNORED_BYTES = 1024 * 1024
@@ -55,9 +56,12 @@ class _Refused(ValueError):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """httptools' protocol with `limits`. Subclasses made by `bounded_protocol` carry the limits of one server."""
+    """httptools' protocol with `limits`. Subclasses made by `bounded_protocol` carry the limits of one server, and those of its
+    connections that are without a request, the longest idle one first (Acceptor closes these for new ones).
+    """
 
     limits: ClassVar[Limits] = Limits()
+    idle: ClassVar[dict[Any, None]] = {}
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -152,12 +156,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             # asyncio does so only where the listener was made with an explicit protocol number; else every answer waits for an ACK.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.connections) > self.limits.connections:
-            self._refuse(Unavailable("Too many connections are open; try again soon.", retry_after_s=1))
-            return
+        metrics.CONNECTIONS.inc()
+        self.idle[self] = None
         self._arm(_Stage.HEAD, self.limits.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        metrics.CONNECTIONS.dec()
+        self.idle.pop(self, None)
         self._disarm()
         if self._write_deadline is not None:
             self._write_deadline.cancel()
@@ -240,6 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
             # An offer of h2c might be ignored (RFC 9110 7.8), but httptools then loses the request's body.
             self._refusal = BadRequest("No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1).")
             raise _Refused
+        self.idle.pop(self, None)
         super().on_headers_complete()
         if not self.url.startswith(b"/") or b"#" in self.url:  # absolute form, asterisk form, a fragment: no route is written so
             self.scope["path"] = self.url.decode("latin-1")
@@ -271,6 +277,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._stage = _Stage.HEAD
         self._unparsed_bytes = 0
+        self.idle[self] = None
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
@@ -282,6 +289,10 @@ class BoundedProtocol(HttpToolsProtocol):
             super().shutdown()
         else:
             self.loop.call_later(_LAST_S, self._close_unless_asked)
+
+    def give_way(self) -> None:
+        """Closed for a new connection, while it is without a request."""
+        self.transport.abort()
 
     def _close_unless_asked(self) -> None:
         if self._stage is _Stage.HEAD and self._unparsed_bytes == 0 and not self.transport.is_closing():
@@ -306,6 +317,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._close()
                 return
         count_refused(error.status)
+        self.idle[self] = None
         body = error_bytes(error, None)
         head = [
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, _REASONS[error.status]),
@@ -363,4 +375,4 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def bounded_protocol(limits: Limits) -> type[BoundedProtocol]:
     """The class that uvicorn makes one of for every connection."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits, "idle": {}})

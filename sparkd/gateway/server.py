@@ -7,15 +7,16 @@ import contextlib
 import ctypes
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
 from sparkd.errors import ConfigError
+from sparkd.gateway.acceptor import BACKLOG, Acceptor
 from sparkd.gateway.answers import App
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.protocol import bounded_protocol
 
-BACKLOG = 2048
 REST_S, CUT_S = 2.0, 1.0
 LOOK_EVERY_S = 0.1
 # mallopt(3). glibc raises its own threshold to the largest block ever freed; from then on bodies grow on the heap by being copied.
@@ -30,9 +31,28 @@ class GatewayServer(uvicorn.Server):
     The sockets are bound by the caller (or inherited from systemd) and closed here at the end. Signals are the daemon's.
     """
 
+    acceptor: Acceptor | None = None
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, but for the accepting: asyncio's and uvloop's own have no bound, and end badly where descriptors run out."""
+        await super().startup(sockets=[])
+        config, state = self.config, self.server_state
+        make = partial(config.http_protocol_class, config=config, server_state=state, app_state=self.lifespan.state)
+        self.acceptor = Acceptor(sockets or (), make, state.connections, config.http.idle, config.http.limits.connections)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.acceptor is not None:
+            self.acceptor.close()
+        await super().shutdown(sockets=sockets)
+
+    @property
+    def condition(self) -> str | None:
+        """What keeps clients from connecting."""
+        return self.acceptor.condition if self.acceptor is not None else None
 
     async def finish(self, serving: asyncio.Task[None], at_once: asyncio.Event, running: Callable[[], int] | None = None) -> None:
         """Take no more, and return once `serving`, the task of `serve`, has ended: when all that is open was answered, after drain_s, or
@@ -68,6 +88,8 @@ class GatewayServer(uvicorn.Server):
     def set_limits(self, limits: Limits) -> None:
         """For a reload: open connections follow from their next deadline on."""
         self.config.http.limits = limits
+        if self.acceptor is not None:
+            self.acceptor.set_most(limits.connections)
         self.config.timeout_keep_alive = limits.keep_alive_s
 
 
@@ -101,7 +123,6 @@ def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> Gatewa
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        backlog=BACKLOG,
         timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=drain_s,
     )

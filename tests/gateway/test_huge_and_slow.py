@@ -231,20 +231,6 @@ async def test_a_reader_that_takes_nothing_is_cut_off(quick: Running) -> None:
     client.writer.transport.abort()
 
 
-async def test_more_connections_than_allowed(engine: RawEngine) -> None:
-    async with serving(engine, limits=Limits(connections=5, linger_s=0.2)) as running:
-        clients = [await running.open() for _ in range(5)]
-        sixth = await running.open()
-        answer = await sixth.answer()
-        assert is_ours(answer, 503)
-        assert answer.headers["retry-after"] == "1"
-        await sixth.close()
-        for client in clients:
-            await client.close()
-        await asyncio.sleep(0.1)
-        assert (await running.get("/livez")).status == 200
-
-
 async def test_more_requests_than_allowed(engine: RawEngine) -> None:
     engine.script = until_gone
     async with serving(engine, limits=Limits(requests=2, linger_s=0.2)) as running:

@@ -1,0 +1,177 @@
+"""More clients than may be connected, and fewer descriptors than they want: the longest idle one goes, and the reserve is not touched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkd import metrics
+from sparkd.gateway import Limits, acceptor
+from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
+from tests.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
+
+CHAT = "/v1/chat/completions"
+BODY = b'{"model":"tiny"}'
+LIVEZ = request("GET", "/livez")
+
+
+@pytest.mark.parametrize(
+    ("configured", "limit", "most"),
+    [(4096, 1 << 30, 4096), (4096, 65536, 4096), (4096, 4096, 1872), (4096, 1024, 432), (4096, 256, 72), (10, 256, 10), (4096, 64, 8)],
+)
+def test_how_many_may_be_connected(configured: int, limit: int, most: int) -> None:
+    assert most_connections(configured, limit) == most
+
+
+@given(st.integers(1, 1 << 20), st.integers(112, 1 << 30))
+def test_clients_and_their_engines_leave_the_reserve(configured: int, limit: int) -> None:
+    most = most_connections(configured, limit)
+    assert 1 <= most <= configured
+    assert 2 * most + reserve(limit) <= limit or most == min(configured, 8)
+
+
+@contextlib.asynccontextmanager
+async def with_five(engine: RawEngine) -> AsyncIterator[tuple[Running, list[Client]]]:
+    """A gateway that takes five connections, and the five."""
+    async with serving(engine, limits=Limits(connections=5, linger_s=30.0, header_s=30.0)) as running:
+        clients = [await running.open() for _ in range(5)]
+        await soon(lambda: len(running.server.server_state.connections) == 5)
+        yield running, clients
+        for client in clients:
+            await client.close()
+
+
+async def busy(running: Running, client: Client) -> None:
+    before = running.supervisor.held
+    client.send(post(CHAT, BODY))
+    await soon(lambda: running.supervisor.held == before + 1)
+
+
+async def alive(client: Client) -> bool:
+    client.send(LIVEZ)
+    return (await client.answer()).status == 200
+
+
+def turned_away(how: str) -> float:
+    return metrics.CONNECTIONS_TURNED_AWAY.labels(how)._value.get()
+
+
+async def test_a_new_client_takes_the_place_of_the_one_that_is_idle_for_longest(engine: RawEngine) -> None:
+    engine.script = until_gone
+    async with with_five(engine) as (running, clients):
+        before = turned_away("displaced")
+        await busy(running, clients[0])  # the oldest, but not idle
+        assert await alive(clients[1])  # idle again, for the shortest time
+        clients[2].send(b"GET /livez HTTP/1.1\r\nhost: lo")  # no whole request yet
+        assert (await running.get("/livez")).status == 200
+        assert await clients[2].ended() == b""
+
+        sixth = await running.open()
+        assert await alive(sixth)
+        assert turned_away("displaced") == before + 1  # the one of get had gone by itself
+        seventh = await running.open()
+        assert await alive(seventh)
+        assert await clients[3].ended() == b""
+
+        assert await alive(clients[1])
+        assert running.supervisor.held == 1
+        assert "ConnectionsFull" in str(running.server.condition)
+        await sixth.close()
+        await seventh.close()
+
+
+async def test_a_refused_connection_gives_its_descriptor_back_at_once(engine: RawEngine) -> None:
+    engine.script = until_gone
+    async with with_five(engine) as (running, clients):
+        for client in clients:
+            await busy(running, client)
+        before = len(os.listdir("/proc/self/fd"))
+        refused = [await running.open() for _ in range(60)]
+        answers = [await client.answer() for client in refused]
+
+        assert all(is_ours(answer, 503) and answer.headers["retry-after"] == "1" for answer in answers)
+        assert [await client.ended() for client in refused] == [b""] * 60
+        assert len(os.listdir("/proc/self/fd")) <= before + 60  # the test's own ends
+        assert len(running.server.server_state.connections) == 5
+        for client in refused:
+            await client.close()
+        assert running.supervisor.held == 5
+
+
+async def test_one_that_was_refused_for_its_request_gives_way_too(engine: RawEngine) -> None:
+    engine.script = until_gone
+    async with with_five(engine) as (running, clients):
+        for client in clients[1:]:
+            await busy(running, client)
+        clients[0].send(b"this is no HTTP\r\n\r\n")  # and does not close when it is told so
+        assert is_ours(await clients[0].answer(), 400)
+        assert (await running.get("/livez")).status == 200
+
+
+async def test_accept_rests_while_descriptors_are_short(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = await gateway.open()
+    assert await alive(held)
+    limits = Limits()
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptor, "descriptor_limit", lambda: 16)  # the next client's number lies in the reserve
+        gateway.server.set_limits(limits)
+        before = metrics.ACCEPT_RESTS._value.get()
+        last = await gateway.open()
+        assert await held.ended() == b""  # idle: it gives way, so that there are descriptors again
+        assert metrics.ACCEPT_RESTS._value.get() == before + 1
+        assert "DescriptorsShort" in str(gateway.server.condition)
+        waiting = await gateway.open()  # in the kernel's queue
+        waiting.send(LIVEZ)
+    gateway.server.set_limits(limits)
+    assert (await waiting.answer()).status == 200
+    for client in (held, last, waiting):
+        await client.close()
+
+
+class Exhausted(socket.socket):
+    """A listening socket that has no descriptor for the first clients."""
+
+    failures = 3
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+async def test_an_accept_that_fails_for_lack_of_descriptors_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "REST_S", 0.01)
+    made = asyncio.Event()
+
+    class Told(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.set()
+            transport.abort()  # type: ignore[attr-defined]
+
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        accepting = Acceptor([listener], Told, (), {}, 10)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(10):
+            await made.wait()
+        assert listener.failures == 0
+        assert "DescriptorsShort" in str(accepting.condition)
+        accepting.close()
+        writer.close()
+
+
+async def test_a_closed_gateway_accepts_nobody_while_it_rests(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "descriptor_limit", lambda: 16)
+    async with serving(engine) as running:
+        client = await running.open()
+        await soon(lambda: "DescriptorsShort" in str(running.server.condition))
+        await client.close()
