@@ -37,6 +37,10 @@ _AWAY = (ModelState.STOPPED, ModelState.FAILED)
 # Twice the longest Retry-After.
 PROMISE_S = 120.0
 
+# Who has waited for wait_for_load_s is kept for so long at the most, looked at so often, while the load moves and so little of it is left.
+KEPT_S, KEEP_EVERY_S = 120.0, 5.0
+NEARLY_S, STILL_S = 60.0, 30.0
+
 CAUSE_CHARS = 400
 _SENTENCE = re.compile(r".+?[.?](?=\s|$)")
 # A folder or an address. A name of the model may look like one, and the client has that already.
@@ -188,8 +192,7 @@ class Door:
             record.asked_since_s = self._clock()
         self._waiting += 1
         try:
-            async with asyncio.timeout(wait_s):
-                await waiter
+            await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
             # The client was told to come back: the model goes on loading for it.
             record.promised_at_s = self._clock()
@@ -202,6 +205,16 @@ class Door:
             self._waiting -= 1
             record.waiters.pop(waiter, None)
         self._refuse_closed(record)
+
+    async def _until_ready(self, record: Record, waiter: asyncio.Future[None], wait_s: float) -> None:
+        """For wait_s, and on while its load is about to end, but where wait_s is 0. Raises TimeoutError, or what the waiter is told."""
+        left_s, kept_s = wait_s, 0.0
+        while not (await asyncio.wait({waiter}, timeout=left_s))[0]:
+            if not wait_s or kept_s >= KEPT_S or not is_nearly_ready(record, self._clock()):
+                raise TimeoutError
+            left_s = KEEP_EVERY_S
+            kept_s += left_s
+        waiter.result()
 
     async def _refuse_unusable(self, record: Record) -> None:
         """Before it waits for its turn behind others, only to hear then that there is no model. In its back-off nobody waits."""
@@ -265,6 +278,14 @@ class Door:
             retry_after_s=max(1, math.ceil(left_s)),
             held_by=self._roster.holders(record, self._clock()) if record.reason in _FOR_MEMORY else (),
         )
+
+
+def is_nearly_ready(record: Record, now_s: float) -> bool:
+    """Whether its load moves, and its remaining time is known to be short: its weights are loaded, or will be within NEARLY_S."""
+    if record.state not in STARTING or now_s - record.moved_at_s >= STILL_S:
+        return False
+    eta_s = record.progress.eta_s if record.progress else None
+    return record.state in (ModelState.WARMING, ModelState.SIZING) or (eta_s is not None and eta_s <= NEARLY_S)
 
 
 def _cause(record: Record) -> str:

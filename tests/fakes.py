@@ -33,6 +33,17 @@ class FakeClock:
         return self.now_s
 
 
+class Loop(asyncio.SelectorEventLoop):
+    """A loop whose time is turned by hand."""
+
+    def __init__(self, clock: FakeClock | None = None) -> None:
+        self.clock = clock or FakeClock()
+        super().__init__()
+
+    def time(self) -> float:
+        return self.clock.now_s
+
+
 class FakeCluster:
     """Ranks live in `ranks`; what is started, adopted and destroyed is recorded in `log`."""
 

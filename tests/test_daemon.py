@@ -40,6 +40,7 @@ def settings(folder: Path, **models: dict[str, Any]) -> dict[str, Any]:
         "backoff": BACKOFF,
         "loading_heartbeat_s": 0.5,
         "min_residency_s": 0,
+        "swap_idle_s": 0,
         "models": given,
     }
 
@@ -65,6 +66,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         stock={"gpu_memory_utilization": 0.1},
         this={"memory_gib": offered_gib(Config()) // 2 + 1},
         that={"memory_gib": offered_gib(Config()) // 2 + 1},
+        curled={"memory_gib": offered_gib(Config()) // 2 + 1, "env": {"SPARKD_STUB_START_DELAY_S": "4"}},
         lazy={"env": {"SPARKD_STUB_FIRST_DELAY_S": "30"}, "health_check_timeout_s": 60},
     )
     with daemon(folder, given) as made:
@@ -133,6 +135,15 @@ def test_two_models_that_do_not_fit_side_by_side_take_turns(stage: DaemonProcess
     started = [event["model"] for event in events if event["kind"] == "started" and event["model"] in ("this", "that")]
     assert sorted(started) == ["that", "this"], "each was loaded once"
     assert stage.metric("sparkd_swaps_total", f'model="{started[0]}"') == 1
+
+
+def test_a_client_that_leaves_while_another_model_goes_for_it_does_not_empty_the_machine(stage: DaemonProcess) -> None:
+    assert stage.chat("this", "hello").status_code == 200
+    with pytest.raises(httpx.ReadTimeout):
+        stage.client.post("/v1/chat/completions", json={"model": "curled", "messages": []}, timeout=3)
+
+    assert stage.wait_for("curled", "READY", 30)["wanted_by"] == "request"
+    assert stage.model("this")["state"] == "STOPPED"
 
 
 def test_a_load_that_its_last_client_leaves_is_ended(stage: DaemonProcess) -> None:

@@ -16,7 +16,7 @@ from sparkd.config import Config, load_config
 from sparkd.errors import EngineError, SparkdError, Unavailable
 from sparkd.state import STARTING, ModelState, Progress, Store, Want
 from sparkd.supervisor import Supervisor
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, Loop
 from tests.machine_cluster import UP, MachineCluster
 
 WAIT_S = 300.0
@@ -27,17 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "d": {"memory_gib": 2, "preload": True, "concurrency_limit": 2},
 }
 NAMES = st.sampled_from(sorted(MODELS))
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """A loop whose time is turned by hand."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        self._turned = clock
-        super().__init__()
-
-    def time(self) -> float:
-        return self._turned.now_s
 
 
 class Tasks:

@@ -31,10 +31,12 @@ from sparkd.errors import (
     UnknownModel,
     UnknownOperation,
 )
+from sparkd.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.model_folder import unusable
 from sparkd.plan import Backoff
-from sparkd.state import ModelState, OperationState, Progress, Want
-from tests.fakes import Scene, scene, stage
+from sparkd.record import Record
+from sparkd.state import STARTING, Desired, ModelState, OperationState, Progress, Want
+from tests.fakes import Loop, Scene, scene, stage
 from workers.signatures import diagnose
 
 UP = Progress(phase="serving", server_up=True)
@@ -536,6 +538,74 @@ async def test_a_load_that_others_count_on_goes_on(tmp_path: Path, why: str) -> 
         await made.tick(3)
 
         assert (made.state(), "destroy m" in made.cluster.log) == ("LOADING", False)
+
+
+STATES = [ModelState.LOADING, ModelState.WARMING, ModelState.SIZING, ModelState.PLANNED, ModelState.STOPPED, ModelState.FAILED]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("eta_s", "still_s"), [(None, 0.0), (60.0, 29.0), (15.0, 30.0), (61.0, 0.0)])
+def test_a_load_is_about_to_end_where_it_moves_and_little_is_left(state: ModelState, eta_s: float | None, still_s: float) -> None:
+    record = Record("m", Desired("m", Want.RUNNING, 1, "request", 0.0), 0.0, 0.0)
+    record.state, record.progress, record.moved_at_s = state, Progress(eta_s=eta_s), 100.0 - still_s
+    loaded = state in (ModelState.WARMING, ModelState.SIZING)
+    assert is_nearly_ready(record, 100.0) is (state in STARTING and still_s < 30 and (loaded or eta_s == 60.0))
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "answered"),
+    [
+        (Progress("loading", eta_s=15.0), True, True),
+        (Progress("warming"), True, True),
+        (Progress("loading", eta_s=400.0), True, False),
+        (Progress("loading", eta_s=15.0), False, False),
+    ],
+    ids=["little is left", "its weights are loaded", "much is left", "it does not move"],
+)
+def test_who_has_waited_for_long_is_kept_while_the_load_is_about_to_end(
+    before: Progress, meanwhile: bool, answered: bool, tmp_path: Path
+) -> None:
+    """300 s of waiting, then 25 more until it is READY."""
+
+    async def go() -> None:
+        async with stage(tmp_path) as made:
+            loop.clock = made.clock
+            waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
+            await made.tick(2)
+            for second in range(322):
+                moved = meanwhile or second < 200
+                made.cluster.show(progress=replace(before, bytes_done=second if moved else 200))
+                await made.tick()
+            assert waiting.done() is not answered
+            made.cluster.names = ["m"]
+            made.cluster.show(progress=UP)
+            await made.tick(3)
+            if answered:
+                assert await waiting == "m"
+            else:
+                with pytest.raises(ModelLoading):
+                    await waiting
+
+    loop = Loop()
+    loop.run_until_complete(go())
+    loop.close()
+
+
+def test_nobody_waits_for_ever_for_a_load_that_is_always_about_to_end(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with stage(tmp_path) as made:
+            loop.clock = made.clock
+            waiting = asyncio.create_task(enter(made, "m", wait_s=300.0))
+            await made.tick(2)
+            for second in range(300 + int(KEPT_S) + int(KEEP_EVERY_S)):
+                made.cluster.show(progress=Progress("loading", eta_s=1.0, bytes_done=second))
+                await made.tick()
+            with pytest.raises(ModelLoading):
+                await waiting
+
+    loop = Loop()
+    loop.run_until_complete(go())
+    loop.close()
 
 
 async def left(waiting: asyncio.Task[str]) -> None:
