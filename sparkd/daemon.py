@@ -15,6 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ log = logging.getLogger("sparkd")
 LOOP_DEAD_S = 30.0
 FIRST_LOOK_S = 5.0
 PLACING_S = 10.0
+LOCK_CHARACTERS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,19 +360,24 @@ class _lock:
 
     def __enter__(self) -> None:
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = open(self._path, "a+")
+            self._take()
         except OSError as error:
+            self.__exit__()
             raise StateError(
-                f"The state directory {self._path.parent} cannot be used: {error.strerror}. Create it for this user, or give --state-dir."
+                f"The state directory {self._path.parent} cannot be used: {self._path}: {error.strerror}. Create it for this user, with "
+                "free space on its disk, or give --state-dir."
             ) from None
+
+    def _take(self) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = open(self._path, "a+", errors="replace")  # noqa: SIM115 - until __exit__
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
             raise StateError(
-                f"Another sparkd (process {self._file.read().strip() or 'unknown'}) runs with the state directory {self._path.parent}: "
-                "stop it, or give --state-dir."
+                f"Another sparkd (process {self._file.read(LOCK_CHARACTERS).strip() or 'unknown'}) runs with the state directory "
+                f"{self._path.parent}: stop it, or give --state-dir."
             ) from None
         self._file.truncate(0)
         self._file.write(str(os.getpid()))
@@ -378,7 +385,9 @@ class _lock:
 
     def __exit__(self, *_: object) -> None:
         if self._file:
-            self._file.close()
+            # What could not be written is told already.
+            with suppress(OSError):
+                self._file.close()
 
 
 def _private_folder(path: Path) -> None:

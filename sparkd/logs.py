@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -87,7 +88,16 @@ class _ToStderr(logging.Handler):
 
 
 class _PrivateFile(RotatingFileHandler):
-    """Readable by user and group only."""
+    """Readable by user and group only. While it cannot be written, one line on the terminal says so, and no traceback for each record."""
+
+    _failing = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failing:
+            self._failing = True
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"WARNING the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+                sys.stderr.flush()
 
     def _open(self) -> TextIOWrapper:
         def private(path: str, flags: int) -> int:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from sparkd import joined
 from sparkd.config import Config
-from sparkd.errors import ConfigError, RayUnavailable
+from sparkd.errors import ConfigError, RayUnavailable, StateError
 from sparkd.fabric_nodes import ray_environment
 from sparkd.join_head import probe_head
 from sparkd.placement import offered_gib
@@ -32,12 +32,18 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     """Start Ray, or take over what an earlier one left, and wait. Returns after SIGTERM or SIGINT, once Ray has ended.
 
     again_s: start it again so long after it ended by itself, where no service manager does. Raises ConfigError for an address that cannot
-    be used, RayUnavailable where Ray does not start, or ends by itself and again_s is None.
+    be used, StateError for a runtime folder that cannot be made, RayUnavailable where Ray does not start, or ends by itself and again_s
+    is None.
     """
     environ = dict(environ)
     systemd = Systemd.take()
     ray = node_of(joined.applied(config), environ)
-    config.runtime_path().mkdir(mode=0o700, parents=True, exist_ok=True)
+    runtime = config.runtime_path()
+    try:
+        runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"The runtime directory {runtime} cannot be made: {error.strerror}."
+        raise StateError(f"{why} Set runtime_dir to a folder of this user, on a disk with free space.") from None
     with _ending() as ended:
         dead = _live(ray, ended, systemd)
         while dead and again_s is not None:

@@ -377,3 +377,78 @@ def test_a_file_that_may_only_be_read_is_refused_by_name() -> None:
         done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=60, cwd="/")
         path.parent.chmod(0o755)
     assert done.returncode == 0, done.stderr
+
+
+# A full disk
+
+# argv: method, folder. Each room leaves the next file of a start without space. One line for each: the room, and what came of it.
+FULL_DISK = """
+import logging, os, resource, subprocess, sys
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from sparkd import logs
+from sparkd.__main__ import exit_code
+from sparkd.daemon import _lock, _private_folder
+from sparkd.errors import StateError
+from sparkd.ledger import Ledger
+from sparkd.state import Store
+
+method, folder = sys.argv[1], Path(sys.argv[2])
+SIZE = 2 << 20
+
+def start(base):
+    logs.set_up("info", base / "state")
+    logging.getLogger("sparkd").error("x" * 500)
+    with _lock(base / "state"):
+        _private_folder(base / "run")
+        store = Store(base / "state" / "state.db")
+        ledger = Ledger(store, lambda: 1.0)
+        for number in range(300):
+            ledger.say("note", None, "x" * 1000)
+        store.close()
+        return "StateNotSaved" if ledger.trouble else "started"
+
+if method == "limit":
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+terminal = os.dup(2)
+for room in (0, 4096, 8192, 40960, 98304, 147456, 2 << 20):
+    base = folder / str(room)
+    base.mkdir()
+    if method == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    else:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(base)], check=True)
+        (base / "filler").write_bytes(b"x" * (SIZE - room))
+    told = StringIO()
+    with redirect_stderr(told):
+        try:
+            outcome = start(base)
+        except StateError as error:
+            assert str(base) in error.message, error.message
+            outcome = "StateError"
+        if room == 0 and method == "tmpfs":
+            outcome += str(exit_code(["serve", "--state-dir", str(base / "state"), "--listen", "127.0.0.1:0"]))
+    os.dup2(terminal, 2)
+    assert "Traceback" not in told.getvalue() and "a bug" not in told.getvalue(), told.getvalue()
+    if method == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    print(room, outcome)
+"""
+
+
+def may_mount() -> bool:
+    return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False).returncode == 0
+
+
+def test_a_start_on_a_full_disk_names_the_file_that_it_cannot_write(tmp_path: Path) -> None:
+    method = "tmpfs" if may_mount() else "limit"
+    own = ["unshare", "-m"] if method == "tmpfs" else []
+    command = [*own, sys.executable, "-c", FULL_DISK, method, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = dict(line.split() for line in done.stdout.splitlines())
+    assert outcomes["0"].startswith("StateError") and outcomes["0"] in ("StateError", "StateError3")
+    assert outcomes[str(2 << 20)] == "started"
+    assert set(outcomes.values()) <= {"StateError", "StateError3", "StateNotSaved", "started"}
+    assert "StateNotSaved" in outcomes.values(), "a disk that fills up later stops nothing"
