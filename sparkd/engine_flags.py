@@ -22,6 +22,10 @@ _VALUE_FLAGS = (
 )
 
 
+class Sampling(Protocol):
+    def flag(self) -> str: ...
+
+
 class Keys(Protocol):
     """Of a model's entry, what bears on how an engine loads it, sizes its cache and is called; see sparkd.model_config.ModelConfig."""
 
@@ -44,6 +48,8 @@ class Keys(Protocol):
     @property
     def tool_call_parser(self) -> str | None: ...
     @property
+    def sampling(self) -> Sampling | None: ...
+    @property
     def trust_remote_code(self) -> bool: ...
     @property
     def enforce_eager(self) -> bool: ...
@@ -64,6 +70,8 @@ def flags_of(model: Keys) -> list[str]:
     if model.tool_call_parser not in (None, OFF):
         # vLLM ignores the parser without this switch (cli_args.py: "Required for `--enable-auto-tool-choice`").
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", model.tool_call_parser]
+    if model.sampling is not None and (said := model.sampling.flag()):
+        flags += ["--override-generation-config", said]
     for key in ("trust_remote_code", "enforce_eager"):
         if getattr(model, key):
             flags.append(f"--{key.replace('_', '-')}")

@@ -34,6 +34,13 @@ from sparkd.refusal import refuse
 from sparkd.vllm_args import trusts_code
 from workers.runtime import API_SERVER, COMMAND_LINE
 
+# vLLM's own bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
+_Share = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=1)]
+_PositiveShare = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=1)]
+_Temperature = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=2)]
+_Penalty = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=-2, le=2)]
+_Factor = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=2)]
+_Top = Annotated[int, BeforeValidator(kinds.no_bool), Field(ge=-1, le=2**31)]
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -88,6 +95,27 @@ def _off_is_none(value: Any) -> Any:
 def _false_is_off(value: Any) -> Any:
     """YAML 1.1 reads `off` as false, which is how a flag of the command line arrives."""
     return "off" if value is False else value
+
+
+class Sampling(Section):
+    """How a model samples where a request does not say: the names of OpenAI's API and vLLM's. None leaves a value to the model's own
+    generation_config.json, which vLLM reads."""
+
+    temperature: _Temperature | None = None
+    top_p: _PositiveShare | None = None
+    top_k: _Top | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _Factor | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    max_tokens: PositiveCount | None = None
+
+    def flag(self) -> str:
+        """As vLLM's --override-generation-config has it, whose name of max_tokens is that of transformers; empty where nothing is said."""
+        said = self.model_dump(exclude_none=True)
+        if "max_tokens" in said:
+            said["max_new_tokens"] = said.pop("max_tokens")
+        return json.dumps(said, separators=(",", ":")) if said else ""
 
 
 Length = Annotated[PositiveCount | Literal["auto"] | None, BeforeValidator(_readable_int)]
@@ -145,6 +173,7 @@ class ModelConfig(Section):
     enforce_eager: bool = False
     tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
+    sampling: Sampling | None = None
     extra_args: Arguments = ()
 
     @model_validator(mode="after")

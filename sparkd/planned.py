@@ -52,6 +52,7 @@ class _Entry:
     load_format: str | None = None
     gpu_memory_utilization: float | None = None
     tool_call_parser: str | None = None
+    sampling: None = None
     trust_remote_code: bool = False
     extra_args: tuple[str, ...] = ()
 

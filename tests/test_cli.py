@@ -714,7 +714,7 @@ def test_ps_tells_how_a_cache_was_sized_where_it_is_asked() -> None:
     head, a, b, c, *below = [" ".join(line.split()) for line in wide.getvalue().splitlines()]
     assert "KV TOKENS KV CACHE FULL REQUESTS A TOKEN MARGIN FREE SIZED BY" in head
     assert "5 8.00 GiB 8.5 128 KiB 1.00 GiB 512.0 MiB profile hermes - 0" in a
-    assert "5 - - - - - vLLM 0" in b and "- - - - - - - 0" in c
+    assert "5 - - - - - vLLM - - 0" in b and "- - - - - - - - - 0" in c
     why = ["rank 1 has the least left", "sized as it was because rank 1 has no profile of this engine"]
     why.append("a batch took 5.00 GiB; its profile was corrected")
     assert below == [*(f"a: KV cache: {one}" for one in why), "b: KV cache: this vLLM has no x"]

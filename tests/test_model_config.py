@@ -39,6 +39,10 @@ def model(**keys: Any) -> ModelConfig:
         ({"kv_cache": {"utilization": 0.8}}, "--gpu-memory-utilization 0.8"),
         ({"kv_cache": {"bytes": "8GiB"}}, ""),
         ({"trust_remote_code": True, "enforce_eager": True}, "--trust-remote-code --enforce-eager"),
+        ({"sampling": {"temperature": 0.2}}, '--override-generation-config {"temperature":0.2}'),
+        ({"sampling": {"top_k": 20, "max_tokens": 64}}, '--override-generation-config {"top_k":20,"max_new_tokens":64}'),
+        ({"sampling": {}}, ""),
+        ({"tool_call_parser": "none", "reasoning_parser": False}, ""),
         ({"tool_call_parser": "hermes"}, "--enable-auto-tool-choice --tool-call-parser hermes"),
         ({"extra_args": ["--seed", 1, "--swap=0.5"], "dtype": "bfloat16"}, "--dtype bfloat16 --seed 1 --swap=0.5"),
         (
@@ -53,12 +57,21 @@ def test_keys_become_vllm_flags(keys: dict[str, Any], flags: str) -> None:
     assert model(**keys).vllm_flags() == flags.split()
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": -1}, {"temperature": 3}, {"temperature": True}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -2}, {"temp": 1}, 0.2],
+)
+def test_sampling_that_vllm_would_not_take_is_refused(sampling: Any) -> None:
+    with pytest.raises(ConfigError):
+        model(sampling=sampling)
+
+
 CHANGES_ENGINE = {
     "model": "/n", "revision": "r", "aliases": ["a"], "served_model_name": ["s"], "executor": "ray", "tensor_parallel": 2, "runtime": "/p",
     "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
     "tool_call_parser": "t", "reasoning_parser": "r", "extra_args": ["--seed", "1"], "quantize": "nvfp4", "kv_cache": "auto",
-    "kv_margin_gib": 2, "profile": "balanced", "speculative": "ngram",
+    "kv_margin_gib": 2, "profile": "balanced", "speculative": "ngram", "sampling": {"temperature": 0.2},
 }  # fmt: skip
 CHANGES_NOTHING = {
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "pin": True, "priority": 1, "concurrency_limit": 1,
