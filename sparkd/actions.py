@@ -28,7 +28,7 @@ from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
 
-# Between two tries to end what would not end.
+# Between two tries to end what would not end, or to book what runs.
 ENDING = Backoff(initial_s=1.0, max_s=60.0)
 COUNT_TIMEOUT_S = 5.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
@@ -150,8 +150,27 @@ class Actions:
         self.start(record, "hold", self._hold(record))
 
     async def _hold(self, record: Record) -> None:
-        if record.spec:
-            await self._cluster.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
+        if not await self._held(record):
+            self.spawn(self._hold_again(record), f"hold {record.name}")
+
+    async def _hold_again(self, record: Record) -> None:
+        """What runs and is not in the book would be given away a second time."""
+        rank_id, failures, held = record.rank_id, 0, False
+        while not held and record.rank_id == rank_id:
+            failures += 1
+            await asyncio.sleep(ENDING.delay_s(failures, self._rng))
+            held = await self._held(record)
+
+    async def _held(self, record: Record) -> bool:
+        with self._boundary.around("hold", record.name):
+            try:
+                if record.spec:
+                    await self._cluster.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
+            except ClusterError as error:
+                log.error("what %s holds is not in the book: %s", record.name, error.message)
+            else:
+                return True
+        return False
 
     async def ask(self, record: Record) -> None:
         handle = record.handle

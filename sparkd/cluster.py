@@ -43,6 +43,7 @@ KNOCK_TIMEOUT_S = 0.3
 FABRIC_TIMEOUT_S = 15.0
 DESTROY_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
+RECONCILE_EVERY_S = 60.0
 MISSES_BEFORE_RECOVERY = 3
 # Made by systemd for the unit, and removed by it.
 SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
@@ -93,6 +94,9 @@ class Cluster:
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}
+        # Of the last look at all nodes that Ray has: models of which ranks were seen, and nodes on which nobody can see what runs.
+        self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
+        self._reconcile_at_s = float("-inf")
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -116,7 +120,7 @@ class Cluster:
     async def observe(self) -> Observation:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
         self._sight.begin(time.monotonic())
-        could_look = self._link.connected
+        could_look, self._last_look = self._link.connected, None
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
         away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]
         (here, *others), _ = await asyncio.gather(
@@ -127,13 +131,17 @@ class Cluster:
             return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
         looks = [here, *(look for look in others if look is not None)]
         missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
+        unseen = frozenset(node.node_id for node in missing)
+        if could_look and self._link.connected:
+            models = frozenset(fact.handle.model for look in looks for fact in look.ranks)
+            self._last_look = models, unseen.union(self._silent, self._link.unmet)
         about = {"address": self._link.address, "own_head": self._head is not None, "connected": self._link.connected}
         return Observation(
             ranks=tuple(fact for look in looks for fact in look.ranks),
             reading=here.node.reading,
             connected=could_look and here.node.agent,
             nodes=(*(look.node for look in looks), *missing),
-            unseen=frozenset(node.node_id for node in missing),
+            unseen=unseen,
             dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
             no_raylet=self._sight.no_raylet,
             trouble=self._trouble or told_of(missing) or told_of_strangers(self._link.unmet, self._clocks()),
@@ -284,6 +292,9 @@ class Cluster:
                 await self._look(ip)
             # What Ray reserved on a node went with its raylet.
             await self._places.again(met)
+            if self._last_look is not None and time.monotonic() >= self._reconcile_at_s:
+                await self._places.reconcile(*self._last_look)
+                self._reconcile_at_s = time.monotonic() + RECONCILE_EVERY_S
         except ClusterError as error:
             self._trouble = f"{type(error).__name__}: {error.message}"
             return isinstance(error, NodeRefused)
@@ -292,6 +303,7 @@ class Cluster:
     async def _connect(self) -> bool:
         """Whether Ray is joined. What keeps it from that is the condition, and it is tried again."""
         try:
+            self._last_look, self._reconcile_at_s = None, float("-inf")
             await self._link.disconnect()
             if self._head and self._head_is_suspect:
                 self._head_is_suspect = False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from sparkd.admission import free_on, no_room
-from sparkd.errors import MemoryReturns, NoRoom
+from sparkd.errors import ClusterError, MemoryReturns, NoRoom
 from sparkd.placement import nodes_with_room
 from sparkd.raylink import RayLink
 from sparkd.room import Book, Held, Lack
@@ -31,6 +32,8 @@ class Places:
         self.shut: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
         self._held: dict[str, Held] = {}
+        # One change of what Ray keeps at a time: what is given back late must not take what was reserved since.
+        self._change = asyncio.Lock()
 
     def offered(self) -> dict[str, float]:
         """GiB by node, of those that may take something."""
@@ -53,16 +56,18 @@ class Places:
     async def reserve_one(self, model: str, gib: int) -> str:
         """One node with room. Raises NoRoom with the numbers."""
         for node in self.with_room(model, gib):
-            if await self._link.reserve(model, gib, [node], PLACE_TIMEOUT_S):
-                self._held[model] = ((node, gib),)
-                return node
+            async with self._change:
+                if await self._link.reserve(model, gib, [node], PLACE_TIMEOUT_S):
+                    self._held[model] = ((node, gib),)
+                    return node
         raise self.no_room(model, gib)
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> None:
         """So much on each of these nodes; devices: see RayLink.reserve. Raises NoRoom where Ray has not got it there."""
-        if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
-            raise self.no_room(model, gib, len(nodes))
-        self._held[model] = tuple((node, gib) for node in nodes)
+        async with self._change:
+            if not await self._link.reserve(model, gib, nodes, PLACE_TIMEOUT_S, devices=devices):
+                raise self.no_room(model, gib, len(nodes))
+            self._held[model] = tuple((node, gib) for node in nodes)
 
     def no_room(self, model: str, gib: int, nodes: int = 1) -> NoRoom:
         if why := self.book().returning(model, Lack(gib, nodes)):
@@ -75,20 +80,51 @@ class Places:
         self._held[model] = tuple((node, gib) for node in nodes)
 
     async def again(self, nodes: Iterable[str]) -> None:
-        """Tell Ray anew what is held on these nodes: where it does not fit is a word in the log, not an end, because it runs already."""
+        """Tell Ray anew what is held on these nodes."""
         fresh = set(nodes)
         for model, places in list(self._held.items()):
-            if fresh.isdisjoint(node for node, _ in places):
-                continue
-            named = [node for node, _ in places]
-            if await self._link.holds(model, places[0][1], named):
-                continue
-            if not await self._link.reserve(model, places[0][1], named, PLACE_AGAIN_TIMEOUT_S):
-                log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, " and ".join(named), places[0][1])
+            if not fresh.isdisjoint(node for node, _ in places):
+                await self._tell(model)
+
+    async def reconcile(self, there: Collection[str], unseen: Collection[str]) -> None:
+        """Make what Ray keeps the same as the book. Ray's groups outlive the daemon: what was not given back would be kept for ever.
+
+        there: models of which ranks were seen. unseen: nodes on which nobody can see what runs. Raises RayUnavailable.
+        """
+        kept = await self._link.kept_groups()
+        for model, nodes in kept.items():
+            async with self._change:
+                if model in self._held or model in there or not nodes.isdisjoint(unseen):
+                    continue
+                log.warning("Ray keeps memory for %s on %s, and nothing of it runs or is to: it is given back", model, " and ".join(nodes))
+                await self._link.release(model)
+        seen = self._offered().keys()
+        for model, places in list(self._held.items()):
+            if model not in kept and seen >= {node for node, _ in places}:
+                await self._tell(model)
 
     async def release(self, model: str) -> None:
+        """What Ray does not give back now is given back by `reconcile`."""
         self._held.pop(model, None)
-        await self._link.release(model)
+        async with self._change:
+            if model in self._held:
+                return
+            try:
+                await self._link.release(model)
+            except ClusterError as error:
+                log.warning("the memory of %s is still reserved: %s", model, error.message)
+
+    async def _tell(self, model: str) -> None:
+        """Where it does not fit is a word in the log, not an end, because it runs already."""
+        async with self._change:
+            places = self._held.get(model)
+            if places is None:
+                return
+            nodes, gib = [node for node, _ in places], places[0][1]
+            if await self._link.holds(model, gib, nodes):
+                return
+            if not await self._link.reserve(model, gib, nodes, PLACE_AGAIN_TIMEOUT_S):
+                log.warning("%s runs on %s, and Ray has no %d GiB left there to reserve for it", model, " and ".join(nodes), gib)
 
     def reserved_gib(self, node: str) -> int:
         return sum(gib for places in self._held.values() for where, gib in places if where == node)

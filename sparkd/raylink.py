@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sparkd.errors import AgentLost, ClusterError, RayUnavailable, refused_by
@@ -152,6 +152,10 @@ class RayLink:
         """Whether Ray has reserved exactly that for it: a group that is made anew ends the Ray actors in it."""
         return await self._answer(self._holds, model, gib, tuple(nodes))
 
+    async def kept_groups(self) -> dict[str, frozenset[str]]:
+        """By model, the nodes on which Ray keeps memory for it, whoever asked for that. Raises RayUnavailable."""
+        return await self._answer(self._kept_groups)
+
     def group_id(self, model: str) -> str:
         """Ray's name of the model's placement group. Raises RayUnavailable where nothing was reserved."""
         if model not in self._groups:
@@ -267,6 +271,17 @@ class RayLink:
         self._groups[model] = group
         return True
 
+    def _kept_groups(self) -> dict[str, frozenset[str]]:
+        self._ray()
+        from ray.util import placement_group_table
+
+        prefix = _group("")
+        return {
+            one["name"].removeprefix(prefix): frozenset(_nodes_of(one["bundles"].values()))
+            for one in placement_group_table().values()
+            if one["state"] != "REMOVED" and one["name"].startswith(prefix)
+        }
+
     def _reserve(self, model: str, gib: int, nodes: tuple[str, ...], wait_s: float, devices: bool) -> bool:
         self._ray()
         from ray.util import placement_group
@@ -363,6 +378,10 @@ def _present(nodes: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _bundles(gib: int, nodes: tuple[str, ...]) -> list[dict[str, float]]:
     return [{RESOURCE: gib, f"node:{node_ip}": 0.001} for node_ip in nodes]
+
+
+def _nodes_of(bundles: Iterable[Mapping[str, float]]) -> Iterator[str]:
+    return (name.removeprefix("node:") for bundle in bundles for name in bundle if name.startswith("node:"))
 
 
 def _group(model: str) -> str:

@@ -24,6 +24,7 @@ ALONE = (
     "test_daemon.py",
     "test_rayhead.py",
     "test_raylink.py",
+    "test_reconcile.py",
     "test_restart.py",
     "test_team_start.py",
     "test_sentry.py",

@@ -18,6 +18,7 @@ from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.errors import AgentLost, ClusterError, NodeRefused, RayUnavailable
 from sparkd.rayhead import MARK, RayHead
+from tests.fakes import FakeClock
 from tests.ranks import until
 from workers import processes, rank
 from workers.status import status_path, write_status
@@ -165,6 +166,38 @@ async def test_what_the_system_refuses_here_says_why(cluster: Cluster) -> None:
     cluster._here.copy = full  # type: ignore[method-assign,assignment]
     with pytest.raises(NodeRefused, match=r"No space left on device \(/var/lib/x\)"):
         await cluster.ask(cluster.node_ip, "copy", "source", {}, {}, timeout_s=1.0)
+
+
+# What Ray keeps.
+
+
+async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_every_minute(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[frozenset[str], frozenset[str]]] = []
+    now = FakeClock()
+
+    async def reconcile(there: frozenset[str], unseen: frozenset[str]) -> None:
+        asked.append((there, unseen))
+
+    monkeypatch.setattr("sparkd.cluster.time.monotonic", now)
+    monkeypatch.setattr(cluster._places, "reconcile", reconcile)
+    cluster._head = FakeHead()  # type: ignore[assignment]
+    link: FakeLink = cluster._link  # type: ignore[assignment]
+    for _ in range(2):
+        assert await cluster._connect()
+        assert await cluster._kept_up()
+        assert asked == [], "nobody has looked since"
+        link.unmet = {"10.0.0.2": "It does not answer."}
+        await cluster.observe()
+        await cluster._kept_up()
+        await cluster._kept_up()
+        assert asked == [(frozenset(), frozenset({"10.0.0.2"}))]
+        now.now_s += 61.0
+        await cluster.observe()
+        await cluster._kept_up()
+        assert len(asked) == 2
+        asked.clear()
 
 
 # Without descriptors.

@@ -1,0 +1,142 @@
+"""The book of unified memory and what Ray keeps: they are the same again whatever was lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from sparkd.errors import RayUnavailable
+from sparkd.places import Places
+
+A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+
+
+class FakeRay:
+    """Groups by model. away: it answers nothing; a release is then dropped, as RayLink does while it is not connected."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self.away = False
+        self.log: list[str] = []
+        self.slow = asyncio.Event()
+        self.slow.set()
+
+    async def reserve(self, model: str, gib: int, nodes: Sequence[str], timeout_s: float, *, devices: bool = False) -> bool:
+        self._check()
+        self.log.append(f"reserve {model}")
+        self.groups[model] = (gib, tuple(nodes))
+        return True
+
+    async def release(self, model: str) -> None:
+        if self.away:
+            return
+        await self.slow.wait()
+        self.log.append(f"release {model}")
+        self.groups.pop(model, None)
+
+    async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
+        self._check()
+        return self.groups.get(model) == (gib, tuple(nodes))
+
+    async def kept_groups(self) -> dict[str, frozenset[str]]:
+        self._check()
+        return {model: frozenset(nodes) for model, (_, nodes) in self.groups.items()}
+
+    def _check(self) -> None:
+        if self.away:
+            raise RayUnavailable("It does not answer.")
+
+
+@pytest.fixture
+def ray() -> FakeRay:
+    return FakeRay()
+
+
+@pytest.fixture
+def places(ray: FakeRay) -> Places:
+    return Places(ray, A, lambda: {A: 100.0, B: 100.0})  # type: ignore[arg-type]
+
+
+async def test_what_was_released_while_ray_was_away_is_given_back(ray: FakeRay, places: Places) -> None:
+    await places.reserve_one("m", 50)
+    ray.away = True
+    await places.release("m")
+    ray.away = False
+    assert ray.groups
+
+    await places.reconcile((), ())
+
+    assert ray.groups == {}
+
+
+async def test_a_release_that_fails_is_no_failure_and_made_up_for(ray: FakeRay, places: Places) -> None:
+    await places.reserve_one("m", 50)
+    release = ray.release
+
+    async def refused(model: str) -> None:
+        raise RayUnavailable("It is busy.")
+
+    ray.release = refused  # type: ignore[method-assign]
+    await places.release("m")
+    assert (places.reserved_gib(A), list(ray.groups)) == (0, ["m"])
+    ray.release = release  # type: ignore[method-assign]
+    await places.reconcile((), ())
+
+    assert ray.groups == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "there", "unseen", "stays"),
+    [
+        ((A,), (), (), False),
+        ((A,), ("m",), (), True),
+        ((A,), (), (B,), False),
+        ((A, B), (), (B,), True),
+        ((C,), (), (), False),
+        ((C,), (), (C,), True),
+    ],
+    ids=[
+        "nothing of it runs",
+        "a rank was seen",
+        "its node is in sight",
+        "one of its nodes is not",
+        "a node that is gone",
+        "or out of sight",
+    ],
+)
+async def test_a_group_that_nobody_booked_stays_while_something_of_it_may_run(
+    ray: FakeRay, places: Places, nodes: tuple[str, ...], there: Collection[str], unseen: Collection[str], stays: bool
+) -> None:
+    ray.groups["m"] = (50, nodes)
+
+    await places.reconcile(there, unseen)
+
+    assert ("m" in ray.groups) is stays
+
+
+async def test_what_is_booked_stays_and_is_made_again_where_ray_lost_it(ray: FakeRay, places: Places) -> None:
+    await places.reserve_one("m", 50)
+    places.hold("adopted", 20, [B])
+    places.hold("away", 20, [C])
+
+    await places.reconcile((), ())
+
+    assert ray.groups == {"m": (50, (A,)), "adopted": (20, (B,))}
+    assert ray.log == ["reserve m", "reserve adopted"], "what stands is not touched, and no node out of sight is asked for"
+
+
+async def test_a_late_release_does_not_take_what_was_reserved_since(ray: FakeRay, places: Places) -> None:
+    await places.reserve_one("m", 50)
+    ray.slow.clear()
+    giving_back = [asyncio.create_task(places.release("m"))]
+    await asyncio.sleep(0)
+    reserving = asyncio.create_task(places.reserve_one("m", 60))
+    giving_back.append(asyncio.create_task(places.reconcile((), ())))
+    await asyncio.sleep(0)
+    ray.slow.set()
+    await asyncio.gather(reserving, *giving_back)
+
+    assert ray.groups == {"m": (60, (A,))}
+    assert places.reserved_gib(A) == 60
