@@ -395,7 +395,7 @@ from sparkd.ledger import Ledger
 from sparkd.state import Store
 
 method, folder = sys.argv[1], Path(sys.argv[2])
-SIZE = 2 << 20
+SIZE = 16 << 20
 
 def start(base):
     logs.set_up("info", base / "state")
@@ -412,7 +412,7 @@ def start(base):
 if method == "limit":
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 terminal = os.dup(2)
-for room in (0, 4096, 8192, 40960, 98304, 147456, 2 << 20):
+for room in (0, 4096, 8192, 40960, 98304, 147456, 16 << 20):
     base = folder / str(room)
     base.mkdir()
     if method == "limit":
@@ -449,6 +449,6 @@ def test_a_start_on_a_full_disk_names_the_file_that_it_cannot_write(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     outcomes = dict(line.split() for line in done.stdout.splitlines())
     assert outcomes["0"].startswith("StateError") and outcomes["0"] in ("StateError", "StateError3")
-    assert outcomes[str(2 << 20)] == "started"
+    assert outcomes[str(16 << 20)] == "started"
     assert set(outcomes.values()) <= {"StateError", "StateError3", "StateNotSaved", "started"}
     assert "StateNotSaved" in outcomes.values(), "a disk that fills up later stops nothing"
