@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from sparkd.yamlfile import MAX_DEPTH
+from workers.hub_cache import is_revision
+
+
+def _revision(value: str) -> str:
+    if not is_revision(value):
+        raise ValueError("a branch, a tag or a commit of the hub is expected")
+    return value
 
 
 class NewModel(BaseModel):
@@ -45,7 +52,7 @@ class Pulling(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     nodes: Literal["all"] | Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=64)] = "all"
-    revision: str | None = Field(default=None, min_length=1, max_length=256)
+    revision: Annotated[str, AfterValidator(_revision)] | None = None
 
 
 class Measuring(BaseModel):

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 from sparkd import __version__
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.safetensors import loads
+from workers.hub_cache import is_revision
 
 if TYPE_CHECKING:
     from httpx import Response
@@ -64,6 +65,8 @@ class Hub:
         except HFValidationError:
             told = f"{hub_id!r} is neither a folder that is there nor the id of a model on a hub: give a folder, or owner/name."
             raise ConfigError(told) from None
+        if revision is not None and not is_revision(revision):
+            raise ConfigError(f"{hub_id}: {revision[:64]!r} cannot be a revision: give a branch, a tag or a commit.", param="revision")
         self.hub_id = hub_id
         self._revision = revision or constants.DEFAULT_REVISION
         self.endpoint = (environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")

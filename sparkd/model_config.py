@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -32,6 +31,7 @@ from sparkd.engine_flags import flags_of
 from sparkd.parsers import OFF
 from sparkd.refusal import refuse
 from sparkd.vllm_args import trusts_code
+from workers.hub_cache import is_hub_id, is_revision
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 # vLLM's own bounds (vllm/sampling_params.py, _verify_args), and OpenAI's for the temperature.
@@ -41,7 +41,6 @@ _Temperature = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=2
 _Penalty = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=-2, le=2)]
 _Factor = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=2)]
 _Top = Annotated[int, BeforeValidator(kinds.no_bool), Field(ge=-1, le=2**31)]
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
 class EngineDefaults(Protocol):
@@ -61,8 +60,14 @@ def _model(value: str, info: ValidationInfo) -> str:
     """A folder ('/', './', '../', '~') becomes absolute; anything else must look like a hub id, so that a typing error fails here."""
     if value.startswith(("/", "./", "../", "~")) or value in {".", ".."}:
         return str(kinds.absolute(Path(value), info))
-    if not _HUB_ID.fullmatch(value) or ".." in value:
+    if not is_hub_id(value):
         raise ValueError("a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected")
+    return value
+
+
+def _revision(value: str | None) -> str | None:
+    if value is not None and not is_revision(value):
+        raise ValueError("a branch, a tag or a commit of the hub")
     return value
 
 
@@ -131,7 +136,7 @@ class ModelConfig(Section):
     profile: Literal["single-user", "balanced", "throughput"] | None = None
     speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
     model: Annotated[str, AfterValidator(_model)]
-    revision: Word | None = None
+    revision: Annotated[Word | None, AfterValidator(_revision)] = None
 
     aliases: Names = ()
     served_model_name: Names = ()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import re
 import secrets
 import signal
 import sys
@@ -22,6 +21,7 @@ from sparkd.fabric import fabrics_of
 from sparkd.fabric_cables import cables_of
 from sparkd.ledger import Ledger
 from sparkd.state import Operation, OperationState, Progress
+from workers.hub_cache import is_hub_id
 from workers.interpreter import PACKAGE_DIR, module_command, program_environment
 
 log = logging.getLogger("sparkd.pulls")
@@ -37,7 +37,6 @@ SILENT_S = 30.0
 RATE_S = 3.0
 MOST_NAMES = 4  # of files, in a sentence
 MAX_LINE = 1 << 20
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 class Nodes(Protocol):
@@ -80,7 +79,7 @@ class Pulls:
         spec, engine = self._find(name), self._config().engine
         if spec is not None:
             model, environ, revision = spec.model, spec.environment(engine), revision or spec.revision
-        elif _HUB_ID.fullmatch(name):
+        elif "/" in name and is_hub_id(name):
             model, environ = name, {key: value.get_secret_value() for key, value in engine.env.items()}
         else:
             raise UnknownModel(name, list(self._known()))

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 PLACES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
 
+# A branch, a tag, refs/pr/1 or a commit, and OWNER/NAME, each of them only below the cache's folder.
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}(?:/[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}){0,7}")
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
+_COMMIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def is_revision(text: str) -> bool:
+    """Whether it can be the name of a revision, and none of a place outside the cache."""
+    return _REVISION.fullmatch(text) is not None and ".." not in text
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it can be OWNER/NAME, or an old NAME alone."""
+    return _HUB_ID.fullmatch(text) is not None and ".." not in text
+
+
+def is_commit(text: str) -> bool:
+    """Whether it can be the name of a folder of snapshots."""
+    return _COMMIT.fullmatch(text) is not None and ".." not in text
+
 
 def snapshot_of(hub_id: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
-    """The folder of a hub id in the local cache (huggingface_hub, "Understand caching"); None where it is not there. Fetches nothing."""
+    """The folder of a hub id in the local cache (huggingface_hub, "Understand caching"). Fetches nothing.
+
+    None where it is not there, or a name would lead elsewhere.
+    """
+    if not is_hub_id(hub_id) or not is_revision(revision or "main"):
+        return None
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     wanted = revision or "main"
     try:
         commit = (folder / "refs" / wanted).read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         commit = wanted
     snapshot = folder / "snapshots" / commit
-    return snapshot if commit and snapshot.is_dir() else None
+    return snapshot if is_commit(commit) and snapshot.is_dir() else None
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:

@@ -23,10 +23,11 @@ _PROCESS = re.compile(r"^\(([A-Za-z][\w:.-]*)?(?: ?pid=\d+)?(?:, ip=[^)]*)?\) ?"
 _LEVEL = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./<>-]+:\d+\] ?")
 
 # The first is vLLM's own bar with a line end (weight_utils._BAR_FORMAT), for every loader it has; the second is plain tqdm.
-_SHARDS = re.compile(r"^(?:Loading|Multi-thread loading)\b[^|]*:\s+\d+% Completed \| (\d+)/(\d+)")
-_CAPTURE = re.compile(r"^Capturing\b.*?\bCUDA graph[^|]*:\s+\d+%\|[^|]*\| *(\d+)/(\d+)")
+_SHARDS = re.compile(r"^(?:Loading|Multi-thread loading)\b[^|]*:\s+\d+% Completed \| (\d{1,9})/(\d{1,9})(?!\d)")
+_CAPTURE = re.compile(r"^Capturing\b.*?\bCUDA graph[^|]*:\s+\d+%\|[^|]*\| *(\d{1,9})/(\d{1,9})(?!\d)")
 
-_NUMBER = r"([\d,]+(?:\.\d+)?)"
+# As many digits as a number of bytes, tokens or shards may have: one of hundreds is none, and Python would refuse it or make it infinite.
+_NUMBER = r"(\d[\d,]{0,23}(?:\.\d{1,12})?)"
 _CONCURRENCY = rf"Maximum concurrency for [\d,]+ tokens per request: {_NUMBER}x"
 _FACTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
     (re.compile(r"^Starting to load model "), "loading", ()),

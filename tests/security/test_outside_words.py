@@ -1,0 +1,161 @@
+"""Names, numbers and lines that come from a client, a node, a hub or an engine: none leads elsewhere, and none ends who reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sparkd.admin_bodies import Pulling
+from sparkd.config import parse_model
+from sparkd.errors import ConfigError, RankError
+from sparkd.hub import Hub
+from workers.hub_cache import is_hub_id, is_revision, snapshot_of
+from workers.progress import Parser
+from workers.staging.manifest import Manifest
+
+ELSEWHERE = [
+    "/etc",
+    "../../etc",
+    "a/../../..",
+    "..",
+    ".",
+    "/",
+    "a//b",
+    "a/",
+    "a\0b",
+    "a\nb",
+    "~",
+    "refs/../..",
+    "a" * 2000,
+    "é",
+    " a",
+    "-a",
+    "",
+]
+REVISIONS = ["main", "refs/pr/3", "v1.0", "0123456789abcdef0123456789abcdef01234567", "feature/x_y.z", "release+1"]
+
+
+@pytest.mark.parametrize("revision", ELSEWHERE)
+def test_a_revision_never_leads_out_of_the_cache(revision: str, tmp_path: Path) -> None:
+    assert not is_revision(revision)
+    if revision:
+        assert snapshot_of("o/m", revision, {"HF_HUB_CACHE": str(tmp_path)}) is None
+        with pytest.raises(ConfigError):
+            parse_model("m", {"model": "o/m", "revision": revision}, over_admin=False)
+        with pytest.raises(ConfigError):
+            Hub("o/m", revision, {})
+    with pytest.raises(ValidationError):
+        Pulling(revision=revision)
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_what_the_hub_calls_a_revision_passes(revision: str) -> None:
+    assert parse_model("m", {"model": "o/m", "revision": revision}, over_admin=True).revision == revision
+    assert Pulling(revision=revision).revision == revision
+
+
+def test_a_folder_that_is_there_is_not_reached_by_a_revision(tmp_path: Path) -> None:
+    cache = tmp_path / "hub"
+    (cache / "models--o--m" / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "models--o--m" / "refs").mkdir()
+    (cache / "models--o--m" / "refs" / "main").write_text("abc")
+    (cache / "models--o--m" / "refs" / "evil").write_text("../../../")
+    environ = {"HF_HUB_CACHE": str(cache)}
+
+    assert snapshot_of("o/m", None, environ) == cache / "models--o--m" / "snapshots" / "abc"
+    assert snapshot_of("o/m", str(tmp_path), environ) is None
+    assert snapshot_of("o/m", "evil", environ) is None
+
+
+@pytest.mark.parametrize("hub_id", [*(one for one in ELSEWHERE if one not in ("a" * 2000,)), "a/b/c", "../b", "a/..", "/a/b", "a/b\n"])
+def test_no_hub_id_leads_out_of_the_cache(hub_id: str, tmp_path: Path) -> None:
+    assert not is_hub_id(hub_id)
+    assert snapshot_of(hub_id, None, {"HF_HUB_CACHE": str(tmp_path)}) is None
+
+
+MANIFEST: dict[str, Any] = {"model": "o/m", "revision": None, "commit": "abc", "root": "/r", "files": []}
+FILE: dict[str, Any] = {"name": "x", "size": 1, "mtime_ns": 1, "blob": None}
+NO_NUMBERS: list[Any] = [-1, 2**70, 1.5, True, None, "1", float("nan"), float("inf"), [], {}]
+
+
+@pytest.mark.parametrize("key", ["size", "mtime_ns"])
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_a_size_in_the_list_of_a_copy_is_a_whole_number_of_bytes(key: str, value: Any) -> None:
+    if key == "mtime_ns" and value == -1:
+        return  # before 1970
+    with pytest.raises(RankError):
+        Manifest.from_dict(MANIFEST | {"files": [FILE | {key: value}]})
+
+
+@pytest.mark.parametrize("key", ["model", "revision", "commit", "root", "partial", "lacks", "files"])
+@pytest.mark.parametrize("value", [-1, 2**70, 1.5, "../..", "a\0", ["x"], [{}], {"a": 1}])
+def test_no_other_field_of_it_is_of_another_kind(key: str, value: Any) -> None:
+    if key == "root" and value == "../..":
+        return  # where the files are on the node that has them, which that node alone opens
+    with pytest.raises(RankError):
+        Manifest.from_dict(MANIFEST | {key: value})
+
+
+def test_a_list_with_a_key_too_many_or_too_few_is_refused() -> None:
+    more = {"more": 1}
+    raws: list[dict[str, Any]] = [MANIFEST | more, {"files": []}, {}, MANIFEST | {"files": [FILE | more]}]
+    for raw in raws:
+        with pytest.raises(RankError):
+            Manifest.from_dict(raw)
+    assert Manifest.from_dict(MANIFEST | {"files": [FILE]}).size == 1
+
+
+# Lines of an engine's start.
+
+LINES = [
+    "Loading safetensors checkpoint shards:  50% Completed | {}/{} [00:01<00:01]",
+    "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  4%|  | {}/{} [00:01<00:01]",
+    "Loading model weights took {} GB", "Checkpoint size: {} GiB", "Loading weights took {} seconds",
+    "Model loading took {} GiB memory and {} seconds", "Available KV cache memory: {} GiB", "GPU KV cache size: {} tokens",
+    "Maximum concurrency for {} tokens per request: {}x", "Explicitly set ({}/1) GiB for KV cache",
+    "reserved {} GiB memory for KV Cache as specified", "init engine (profile, create kv cache, warmup model) took {} s",
+    "Worker proc VllmWorker-0 died unexpectedly (exit code: -{}), shutting down",
+    "Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore': -{}}}", "{}", "RuntimeError: {} {}",
+]  # fmt: skip
+NUMBERS = [
+    "9" * 400,
+    "9" * 5000,
+    "9" * 400 + ".5",
+    "1." + "9" * 400,
+    ",",
+    ",,,",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "٣",
+    "1" + ",000" * 200,
+    "0x1",
+    "",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_number_in_a_line_of_the_log_ends_who_reads_it(line: str, number: str) -> None:
+    parser = Parser()
+    for text in (line.format(number, number), line.format("1", number), line.format(number, "1")):
+        parser.feed(text, 1.0)
+
+    json.dumps(parser.progress, allow_nan=False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.text(), st.builds(lambda line, a, b: line.format(a, b), st.sampled_from(LINES), st.text(), st.text()))))
+def test_no_line_at_all_does(lines: list[str]) -> None:
+    parser = Parser()
+    for at, line in enumerate(lines):
+        parser.feed(line, float(at))
+
+    json.dumps(parser.progress, allow_nan=False)
