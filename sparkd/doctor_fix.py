@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.errors import StateError
+from sparkd.owner import create_below
 from workers.interpreter import inherited_environment
 
 TIMEOUT_S = 30.0
@@ -59,9 +60,7 @@ def apply(fix: Fix, root: Path) -> None:
     path = root / fix.path
     try:
         if fix.path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "x", encoding="ascii") as file:
-                file.write(fix.text)
+            create_below(root, fix.path, fix.text)
     except OSError as error:
         why = "it is there already, made by somebody else" if isinstance(error, FileExistsError) else error.strerror
         raise StateError(f"{path} cannot be made: {why}. Run it as root: sudo sparkd doctor --fix.") from error

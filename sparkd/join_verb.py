@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +19,16 @@ import typer
 from sparkd import show
 from sparkd.errors import ConfigError, Conflict, RayUnavailable
 from sparkd.launch import ConfigFile, config_path
+from sparkd.owner import as_owner, refuse_another_users
 from sparkd.verbs import Asked, Json, argument, option
+from workers import processes
 from workers.interpreter import inherited_environment
+from workers.processes import Identity
 
 if TYPE_CHECKING:
     from sparkd.config import Config
     from sparkd.fabric import Fabric
+    from sparkd.joined import Joined
 
 UNIT = "sparkd-ray.service"
 SYSTEM_TOKEN = Path("/etc/sparkd/ray.token")
@@ -69,15 +73,17 @@ def join(
     found = find_head(head)
     if loaded.cluster.address not in (None, found.address):
         raise ConfigError(f"cluster.address is {loaded.cluster.address}: take it out of the file, or join that head.")
-    if daemon := _daemon(loaded):
+    if daemon := as_owner(loaded.state_dir, lambda: _daemon(loaded)):
         raise Conflict(
             f"A daemon of its own runs on this node (process {daemon}): `sparkd unload --all`, then end it, as a service by `systemctl "
             "disable --now sparkd.socket sparkd.service`."
         )
-    before = joined.read(loaded)
-    if before is not None and before.pid and _is_join(before.pid):
+    before = _joined(loaded)
+    if before is not None and _is_join(before):
         raise Conflict(f"Process {before.pid} keeps this node in the cluster of {before.address}: end it by `sparkd leave` first.")
     units = not foreground and _has_units(loaded)
+    if not units:
+        refuse_another_users(loaded.state_dir)
     kept = joined.token_path(loaded) if before is not None and before.address == found.address else None
     secret = _token(token, kept)
     way = way_to(found.host, found.routed, _fabric(), node_ip)
@@ -89,17 +95,21 @@ def join(
     err.print(way.why, markup=False)
     for doubt in (*way.doubts, *filter(None, [clocks])):
         err.print(f"warn: {doubt}", style="yellow", markup=False)
-    joined.keep_token(loaded, secret)
+    as_owner(loaded.state_dir, lambda: joined.keep_token(loaded, secret))
     if units:
         earlier = before if before is not None and before.unit else None
         enabled = earlier.enabled if earlier else _systemctl("is-enabled", UNIT)
         active = earlier.active if earlier else _systemctl("is-active", UNIT)
-        joined.keep(loaded, joined.Joined(found.address, way.node_ip, True, enabled, active))
+        record = joined.Joined(found.address, way.node_ip, True, enabled, active)
+        as_owner(loaded.state_dir, lambda: joined.keep(loaded, record))
         if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
             raise RayUnavailable(f"The unit {UNIT} did not start and is tried again: `journalctl -u {UNIT}` says why.")
         err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it so. `sparkd leave` undoes it.", markup=False)
         return
-    joined.keep(loaded, joined.Joined(found.address, way.node_ip, pid=os.getpid()))
+    record = joined.Joined(found.address, way.node_ip)
+    if me := processes.identity(os.getpid()):
+        record = replace(record, pid=me.pid, start_ticks=me.start_ticks, boot_id=me.boot_id)
+    joined.keep(loaded, record)
     err.print(f"This node joins {found.address} as {way.node_ip}, until Ctrl-C.", markup=False)
     _stay(loaded, way.node_ip)
 
@@ -109,25 +119,20 @@ def leave(config: ConfigFile = None, state_dir: StateDir = None) -> None:
 
     Its Ray ends, and what runs of models here; the head loads them elsewhere where they fit. The unit is as it was before `sparkd join`.
     """
-    from sparkd import joined
+    # Imported before the work is another user's.
+    from sparkd import joined, raynode  # noqa: F401
 
     loaded, out = _loaded(config, state_dir), show.terminal()
-    found = joined.read(loaded)
+    found = _joined(loaded)
     if found is None:
         raise ConfigError(f"This node has joined nobody: there is no {loaded.state_dir / joined.RECORD}.")
-    if found.pid and _is_join(found.pid):
-        os.kill(found.pid, signal.SIGINT)
-        deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
-        while _is_join(found.pid) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        if _is_join(found.pid):
-            raise RayUnavailable(
-                f"The `sparkd join` of this node, process {found.pid}, does not end: kill it, then run `sparkd leave` again."
-            )
-    if found.unit:
+    as_owner(loaded.state_dir, lambda: _interrupt(found))
+    # The record is the word of who can write there: only that of the system's folder speaks of the system's unit.
+    unit = found.unit and _has_units(loaded)
+    if unit:
         _systemctl("stop", UNIT)
-    _end(loaded, found.node_ip)
-    if found.unit:
+    as_owner(loaded.state_dir, lambda: _end(loaded, found.node_ip))
+    if unit:
         if not found.enabled:
             _systemctl("disable", UNIT)
         if found.active:
@@ -152,7 +157,7 @@ def token(
     address = _offered_address(loaded, config_path(config, os.environ, alone=state_dir is None))
     path = _token_file(loaded)
     try:
-        secret = path.read_text().strip()
+        secret = as_owner(path.parent, path.read_text).strip()
     except OSError as error:
         raise ConfigError(f"The token {path} cannot be read: {error.strerror}. Run it as root, after sparkd was started once.") from None
     command = f"sparkd join {address} --token -"
@@ -251,12 +256,11 @@ def _end(config: Config, node_ip: str) -> None:
 
 def _offered_address(config: Config, path: Path | None) -> str:
     """host:port under which others reach this head. Raises ConfigError with what to write where there is none yet."""
-    from sparkd import joined
     from sparkd.config import is_loopback
     from sparkd.join_head import PORT
     from sparkd.rayhead import is_here
 
-    if (found := joined.read(config)) is not None:
+    if (found := _joined(config)) is not None:
         raise ConfigError(f"This node has joined {found.address}: run `sparkd token` there.")
     if config.cluster.address is not None:
         if not is_here(config.cluster.address.rpartition(":")[0].strip("[]")):
@@ -333,10 +337,33 @@ def _systemctl(*words: Any) -> bool:
     return False
 
 
-def _is_join(pid: int) -> bool:
-    """Whether that process is a `sparkd join` still: numbers are used again."""
+def _joined(config: Config) -> Joined | None:
+    from sparkd import joined
+
+    def read() -> dict[str, Any] | None:
+        found = joined.read(config)
+        return None if found is None else asdict(found)
+
+    raw = as_owner(config.state_dir, read)
+    return None if raw is None else joined.Joined(**raw)
+
+
+def _interrupt(found: Joined) -> None:
+    """End the `sparkd join` that keeps this node, if it lives. Raises RayUnavailable where it does not end."""
+    if not _is_join(found):
+        return
+    keeper = Identity(found.pid, found.start_ticks, found.boot_id)
+    # Another user's process is not signalled, and not waited for.
+    if not processes.wait_gone([keeper], timeout_s=LEAVE_TIMEOUT_S if processes.send(keeper, signal.SIGINT) else 0.0):
+        raise RayUnavailable(f"The `sparkd join` of this node, process {found.pid}, does not end: kill it, then run `sparkd leave` again.")
+
+
+def _is_join(found: Joined) -> bool:
+    """Whether that very process lives and is a `sparkd join`: numbers are used again, and the record may name any."""
+    if not processes.is_alive(Identity(found.pid, found.start_ticks, found.boot_id)):
+        return False
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        words = Path(f"/proc/{found.pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
     return b"join" in words and any(b"sparkd" in word for word in words)

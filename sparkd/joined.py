@@ -5,6 +5,7 @@ Both files lie in the state folder, so that `sparkd ray-node` joins again after 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import stat
@@ -22,7 +23,8 @@ TOKEN = "join.token"
 @dataclass(frozen=True, slots=True)
 class Joined:
     """address: the head's, host:port. node_ip: this node's address in the cluster. unit: whether the systemd unit keeps Ray here; enabled
-    and active: what the unit was before. pid: of the `sparkd join` that keeps it otherwise."""
+    and active: what the unit was before. pid, start_ticks, boot_id: the `sparkd join` that keeps it otherwise, as in
+    workers.processes.Identity."""
 
     address: str
     node_ip: str
@@ -30,6 +32,14 @@ class Joined:
     enabled: bool = False
     active: bool = False
     pid: int = 0
+    start_ticks: int = 0
+    boot_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a node_ip that is no address: the ranks' folder is named after it."""
+        ipaddress.ip_address(self.node_ip)
+        if not all(isinstance(number, int) for number in (self.pid, self.start_ticks)):
+            raise ValueError("a process is named by numbers")
 
 
 def read(config: Config) -> Joined | None:
@@ -79,16 +89,13 @@ def forget(config: Config) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """For the folder's owner alone: what root writes there `sparkd ray-node` reads as the user sparkd. Raises StateError."""
+    """For this user alone. Raises StateError."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.parent.stat()
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
         with open(descriptor, "w") as file:
             file.write(text)
-            if os.geteuid() == 0:
-                os.fchown(descriptor, owner.st_uid, owner.st_gid)
         temporary.replace(path)
     except OSError as error:
         told = (

@@ -75,6 +75,9 @@ def serve(
     from sparkd import logs
     from sparkd.daemon import Options
     from sparkd.daemon import serve as serve_forever
+    from sparkd.owner import refuse_another_users
+
+    refuse_another_users(loaded.state_dir)
 
     # The progress line has the terminal to itself, unless somebody asked to see the log.
     quiet = log_level is None and sys.stdout.isatty() and sys.stderr.isatty()
@@ -105,8 +108,10 @@ def ray_node(config: ConfigFile = None, settings: Settings = None) -> None:
 
     loaded = load_config(path, flags=settings_of(settings or []), environ=os.environ)
     from sparkd import logs
+    from sparkd.owner import refuse_another_users
     from sparkd.raynode import run_node
 
+    refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
     run_node(loaded, os.environ)
 

@@ -342,8 +342,10 @@ def _list_layers(session: Session, model: str, quantize: str | None, config: Pat
 
 def _list_cached(session: Session, config: Path | None) -> None:
     from sparkd.cached import config_of, listing
+    from sparkd.owner import as_owner
 
-    found = listing(config_of(config, os.environ))
+    loaded = config_of(config, os.environ)
+    found = as_owner(loaded.quantized_path(), lambda: listing(loaded))
     if session.json:
         show.say_json(found)
     else:
@@ -352,8 +354,10 @@ def _list_cached(session: Session, config: Path | None) -> None:
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
     from sparkd.cached import config_of, remove
+    from sparkd.owner import as_owner
 
-    removed, swept_bytes = remove(model, config_of(config, os.environ))
+    loaded = config_of(config, os.environ)
+    removed, swept_bytes = as_owner(loaded.quantized_path(), lambda: remove(model, loaded))
     if session.json:
         show.say_json({"removed": removed, "swept_bytes": swept_bytes})
         return

@@ -238,6 +238,12 @@ def _is_over(stat: Stat) -> bool:
         return True
 
 
+def runs_module(pid: int, module: str, argument: str) -> bool:
+    """Whether its command line is `-m module argument`."""
+    words = _read(pid, "cmdline").split(b"\0")
+    return any(words[at : at + 3] == [b"-m", module.encode(), argument.encode()] for at in range(len(words)))
+
+
 def is_resource_tracker(pid: int) -> bool:
     return b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 

@@ -35,6 +35,7 @@ __all__ = [
     "verify_gone",
 ]  # fmt: skip
 
+SHIM = "workers.shim"
 SPAWN_TIMEOUT_S = 30.0
 SHIM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
@@ -123,13 +124,13 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
     rank_id = checked_rank_id(handle.get("rank_id"))
     path = status_path(run_dir, rank_id)
     status = read_status(path)
-    shim = identity_of(handle, "pid", "start_ticks") or identity_of(status.get("handle"), "pid", "start_ticks")
+    shim = _shim_of(rank_id, handle) or _shim_of(rank_id, status.get("handle"))
     if shim and processes.send(shim, processes.STOP) and not processes.wait_gone([shim], timeout_s=grace_s):
         processes.send(shim, processes.STOP_NOW)
         processes.wait_gone([shim], timeout_s=SHIM_TIMEOUT_S)
     status = read_status(path)
     ordered_here = bool(shim and processes.is_alive(shim))
-    survivors = _kill_from_outside(rank_id, run_dir, shim, identity_of(status, "engine_pid", "engine_start_ticks"))
+    survivors = _kill_from_outside(rank_id, run_dir, shim, _engine_of(rank_id, run_dir, status, shim))
     if ordered_here and status.get("handle") and status.get("state") != "exited":
         status |= {"state": "exited", "stop_ordered": True}
         with suppress(OSError):  # a full disk: what was asked for is done, and the rank is about to be forgotten
@@ -147,8 +148,8 @@ def stop(handle: Mapping[str, Any], *, run_dir: str, grace_s: float) -> dict[str
 def verify_gone(rank_id: str, run_dir: str) -> list[int]:
     """The pids of the rank's living processes, its shim included; empty when it is gone."""
     status = read_status(status_path(run_dir, checked_rank_id(rank_id)))
-    shim = identity_of(status.get("handle"), "pid", "start_ticks")
-    engine = identity_of(status, "engine_pid", "engine_start_ticks")
+    shim = _shim_of(rank_id, status.get("handle"))
+    engine = _engine_of(rank_id, run_dir, status, shim)
     found = set(processes.members(rank_id, run_dir, shim=shim, engine=engine))
     return sorted(found | {shim.pid} if shim and processes.is_alive(shim) else found)
 
@@ -189,7 +190,7 @@ def _fact(
 def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
     """The order goes through a pipe, so that no secret of it is on disk, in an argv or in the shim's environment."""
     shim = subprocess.Popen(
-        module_command(sys.executable, "workers.shim", spec.rank_id),
+        module_command(sys.executable, SHIM, spec.rank_id),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", umask=0o077, start_new_session=True,
         env={"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": PACKAGE_DIR, "LANG": "C.UTF-8"},
     )  # fmt: skip
@@ -213,6 +214,23 @@ def _start_shim(spec: RankSpec, order: Mapping[str, Any]) -> dict[str, Any]:
     raise RankError(reason)
 
 
+def _shim_of(rank_id: str, told: object) -> Identity | None:
+    """The shim that a handle or a status names, dead or alive; None where a process of that name lives and is no shim of that rank."""
+    shim = identity_of(told, "pid", "start_ticks")
+    if shim is None or not processes.is_alive(shim):
+        return shim
+    return shim if processes.runs_module(shim.pid, SHIM, rank_id) else None
+
+
+def _engine_of(rank_id: str, run_dir: str, status: Mapping[str, Any], shim: Identity | None) -> Identity | None:
+    """The engine that a status names, dead or alive; None where that process lives, has not the rank's mark and is no child of its shim."""
+    engine = identity_of(status, "engine_pid", "engine_start_ticks")
+    if engine is None or not processes.is_alive(engine) or processes.mark(engine.pid, run_dir) == rank_id:
+        return engine
+    stat = processes.read_stat(engine.pid)
+    return engine if shim and stat and stat.parent == shim.pid else None
+
+
 def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:
     """What a healthy shim has done by itself. Members first, while the shim's session still tells them."""
 
@@ -229,7 +247,8 @@ def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine
 
 def _clear_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> list[dict[str, Any]]:
     """Removes them, and looks: a socket that stays is told, not raised, since the rank is gone all the same."""
-    why = {socket_path: "it is not a socket", ipc_dir(run_dir, rank_id): "it cannot be emptied"}
+    here = os.path.dirname(socket_path or "") == run_dir
+    why = {socket_path: "it is not a socket" if here else "it lies in another folder", ipc_dir(run_dir, rank_id): "it cannot be emptied"}
     try:
         remove_sockets(run_dir, rank_id, socket_path)
     except OSError as error:

@@ -80,10 +80,20 @@ def identity_of(raw: object, pid: str, start_ticks: str) -> Identity | None:
 
 
 def remove_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> None:
-    try:
-        if socket_path and stat.S_ISSOCK(os.lstat(socket_path).st_mode):
-            os.unlink(socket_path)
-    except FileNotFoundError:
-        pass
-    if folder := ipc_dir(run_dir, rank_id):
-        shutil.rmtree(folder, ignore_errors=True)
+    """A socket in the run directory itself, whatever path a status file names, and the folder of those between the engine's processes.
+    Raises OSError."""
+    if socket_path and os.path.dirname(socket_path) == run_dir:
+        try:
+            folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            name = os.path.basename(socket_path)
+            if stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(folder)
+    if ipc := ipc_dir(run_dir, rank_id):
+        shutil.rmtree(ipc, ignore_errors=True)

@@ -1,0 +1,153 @@
+"""Owns how root works in a folder of somebody else: as that user, in a child. Never follows a link below a folder that it was given.
+
+A status file, a record and a socket's path in a folder are the words of the user who can write there. Root that acts on them kills the
+process and removes the file that the user names; the user's own process cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import stat
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sparkd import errors
+from sparkd.errors import SparkdError, StateError
+
+_SHARED = stat.S_IWGRP | stat.S_IWOTH
+
+
+def as_owner(folder: Path, work: Callable[[], Any]) -> Any:
+    """What `work` returns, as JSON has it: done here, or, where this is root and the folder is another user's, in a child as that user.
+
+    Raises the SparkdError of `work`, and StateError where it cannot be said whose the folder is.
+    """
+    user = lesser_owner(folder) if os.geteuid() == 0 else 0
+    return _as(user, work) if user else work()
+
+
+def refuse_another_users(folder: Path) -> None:
+    """Raises StateError where this is root and another user can change the folder: what root makes there could be changed under it."""
+    if os.geteuid() == 0 and (user := lesser_owner(folder)):
+        raise StateError(
+            f"The folder {folder} belongs to the user {_name_of(user)}, and this is root. Start it as that user (the system's own by "
+            f"`systemctl start sparkd`), or run `chown -R root: {folder}`."
+        )
+
+
+def lesser_owner(folder: Path) -> int:
+    """The user other than root who can change what this path leads to, 0 where none can. A folder that is missing counts as those above it.
+
+    Raises StateError where several can.
+    """
+    users = set[int]()
+    for path in _on_the_way(folder):
+        facts = path.lstat()
+        if stat.S_ISLNK(facts.st_mode):
+            continue
+        users.add(facts.st_uid)
+        shared = facts.st_mode & (stat.S_IWOTH if facts.st_gid == 0 else _SHARED)
+        # Of what lies in a sticky folder, as /tmp, nobody but its owner can put something else in its place.
+        if shared and not facts.st_mode & stat.S_ISVTX:
+            raise StateError(f"{path}, on the way to {folder}, can be changed by several users: chmod go-w {path}")
+    lesser = sorted(users - {0})
+    if len(lesser) > 1:
+        raise StateError(f"{folder} can be changed by several users ({', '.join(map(_name_of, lesser))}): chown it and what is above it.")
+    return lesser[0] if lesser else 0
+
+
+def create_below(root: Path, relative: str, text: str) -> None:
+    """Make a new file and the folders above it, through no link that lies below `root`. Raises OSError, FileExistsError for one that is
+    there."""
+    *folders, name = Path(relative).parts
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o755, dir_fd=at)
+            below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(at)
+            at = below
+        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=at)
+        with open(made, "w", encoding="ascii") as file:
+            file.write(text)
+    finally:
+        os.close(at)
+
+
+def _on_the_way(folder: Path) -> Iterator[Path]:
+    """Every part of the path that is there, as it is written and as it is resolved."""
+    written = Path(os.path.abspath(folder))
+    seen = dict.fromkeys([*written.parents, written, *(real := written.resolve()).parents, real])
+    for path in seen:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+            yield path
+
+
+def _as(user: int, work: Callable[[], Any]) -> Any:
+    "x".encode("idna")  # imported now: the user need not be able to read root's Python, and addresses are looked up by it
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _work_as(user, work, writing)
+    os.close(writing)
+    with open(reading, "rb") as answer:
+        said = answer.read()
+    _, status = os.waitpid(child, 0)
+    try:
+        told = json.loads(said)
+    except ValueError:
+        raise StateError(f"The work as the user {_name_of(user)} ended without a word (status {status}).") from None
+    if "error" in told:
+        kind = getattr(errors, told["error"], SparkdError)
+        raise kind(told["message"])
+    return told["done"]
+
+
+def _work_as(user: int, work: Callable[[], Any], writing: int) -> NoReturn:
+    code = 1
+    try:
+        become(user)
+        try:
+            told = {"done": work()}
+        except SparkdError as error:
+            told = {"error": type(error).__name__, "message": error.message}
+        except OSError as error:
+            told = {"error": "StateError", "message": f"{error.filename or 'A system call'}: {error.strerror or error}."}
+        except Exception:
+            traceback.print_exc()
+            raise
+        with open(writing, "w") as answer:
+            json.dump(told, answer)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def become(user: int) -> None:
+    """This process is the user's from here on, with no way back: the real id too, by which root could be signalled."""
+    try:
+        entry = pwd.getpwuid(user)
+    except KeyError:
+        group = user
+    else:
+        group = entry.pw_gid
+        os.environ["HOME"] = entry.pw_dir
+    os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+    os.umask(0o077)
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

@@ -1,0 +1,285 @@
+"""Root in a folder that another user can write: what that user wrote there kills, removes and makes nothing that the user could not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd import doctor_fix, join_verb, joined, owner
+from sparkd.__main__ import main
+from sparkd.config import load_config
+from sparkd.errors import ConfigError, StateError
+from sparkd.owner import as_owner, create_below, lesser_owner, refuse_another_users
+from sparkd.rank_folders import rank_folders
+from tests.ranks import Place, a_place
+from workers import processes, rank
+from workers.status import remove_sockets, write_status
+
+place = pytest.fixture(a_place)
+ROOT = os.geteuid() == 0
+# Where these tests are not root's, the folder is this user's own, and what they assert holds for another reason.
+LESSER = 65534 if ROOT else os.getuid()
+NODE = "192.0.2.7"
+HEAD = "192.0.2.1:6379"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that the lesser user reaches: pytest's own is closed to others."""
+    made = Path(tempfile.mkdtemp(prefix="owner-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def given(path: Path) -> Path:
+    """A folder of the lesser user."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.chown(path, LESSER, -1)
+    return path
+
+
+def hand_over(path: Path) -> None:
+    """The lesser user's, with all that lies in it."""
+    for one in (path, *path.rglob("*")):
+        os.chown(one, LESSER, -1, follow_symlinks=False)
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this user, which for root is out of the lesser user's reach; it calls itself a `sparkd join`."""
+    code = "import signal\nprint(1, flush=True)\nsignal.pause()"
+    process = subprocess.Popen([sys.executable, "-IS", "-c", code, "sparkd", "join"], stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_work_is_done_as_the_folders_user_and_answers(folder: Path) -> None:
+    ours = given(folder / "ours")
+    assert as_owner(ours, lambda: [os.getuid(), os.geteuid(), list(os.getresuid())]) == [LESSER, LESSER, [LESSER] * 3]
+    assert as_owner(ours / "not" / "there", os.getuid) == LESSER
+    assert as_owner(folder, os.getuid) == os.getuid()
+    as_owner(ours, lambda: (ours / "file").write_text("x"))
+    assert (ours / "file").stat().st_uid == LESSER
+
+
+def test_what_the_work_says_is_wrong_is_said_here(folder: Path) -> None:
+    def refused() -> None:
+        raise ConfigError("no")
+
+    def broken() -> None:
+        (folder / "missing" / "file").read_text()
+
+    with pytest.raises(ConfigError, match="no"):
+        as_owner(given(folder / "ours"), refused)
+    with pytest.raises((StateError, OSError)):
+        as_owner(folder / "ours", broken)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sticky", "told"), [(0o777, False, "several users"), (0o775, False, None), (0o777, True, None), (0o755, False, None)]
+)
+def test_a_folder_on_the_way_that_others_can_write_to(mode: int, sticky: bool, told: str | None, folder: Path) -> None:
+    open_ = folder / "open"
+    (open_ / "below").mkdir(parents=True)
+    os.chown(open_, -1, 0) if ROOT else None
+    open_.chmod(mode | (0o1000 if sticky else 0))
+    if told:
+        with pytest.raises(StateError, match=told):
+            lesser_owner(open_ / "below")
+    elif ROOT:
+        assert lesser_owner(open_ / "below") == 0
+
+
+def test_a_link_on_the_way_counts_with_where_it_leads(folder: Path) -> None:
+    theirs = given(folder / "theirs")
+    (folder / "link").symlink_to(theirs)
+    assert lesser_owner(folder / "link" / "x") == LESSER
+    (theirs / "back").symlink_to(folder)
+    assert lesser_owner(theirs / "back") == LESSER
+
+
+def test_root_starts_nothing_in_a_folder_of_another_user(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = given(folder / "theirs")
+    refuse_another_users(folder)
+    if not ROOT:
+        return
+    with pytest.raises(StateError, match="nobody"):
+        refuse_another_users(theirs)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--state-dir", str(theirs), "--log-level", "info"])
+    assert (ended.value.code, os.listdir(theirs)) == (StateError.exit_code, [])
+
+
+class Leaving:
+    """A node that has joined; what its lesser user wrote; and `sparkd leave`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state, self.run = given(folder / "state"), given(folder / "run")
+        monkeypatch.setenv("SPARKD_RUNTIME_DIR", str(self.run))
+        config = load_config(None, flags={"state_dir": str(self.state), "runtime_dir": str(self.run)}, environ={})
+        self.ranks = rank_folders(config, NODE)[0]
+        self.ranks.mkdir(parents=True)
+
+    def record(self, **changes: Any) -> None:
+        values = asdict(joined.Joined(HEAD, NODE)) | changes
+        (self.state / joined.RECORD).write_text(json.dumps(values))
+
+    def leave(self) -> int:
+        hand_over(self.state)
+        hand_over(self.run)
+        with pytest.raises(SystemExit) as ended:
+            main(["leave", "--state-dir", str(self.state)])
+        return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def leaving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Leaving:
+    return Leaving(folder, monkeypatch)
+
+
+def status_of(victim: subprocess.Popen[bytes], **changes: Any) -> dict[str, Any]:
+    who = processes.identity(victim.pid)
+    assert who
+    handle = {"rank_id": "r1", "pid": who.pid, "start_ticks": who.start_ticks, "boot_id": who.boot_id, "model": "m"} | changes
+    return {"handle": handle, "state": "running", "engine_pid": who.pid, "engine_start_ticks": who.start_ticks}
+
+
+def test_leaving_kills_no_process_and_removes_no_socket_that_a_status_file_names(
+    leaving: Leaving, folder: Path, victim: subprocess.Popen[bytes]
+) -> None:
+    outside = folder / "outside.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(outside))
+        write_status(leaving.ranks / "r1.json", status_of(victim, socket_path=str(outside)))
+        leaving.record()
+
+        assert leaving.leave() == 0
+    assert victim.poll() is None and outside.exists()
+    assert not leaving.ranks.exists() and not (leaving.state / joined.RECORD).exists()
+
+
+@pytest.mark.parametrize("node_ip", ["../../keep", "/", "..", "192.0.2.7/../../../keep", "", 7, None])
+def test_the_address_in_the_record_leads_nowhere_else(node_ip: Any, leaving: Leaving, folder: Path) -> None:
+    keep = folder / "keep"
+    (keep / "plugin").mkdir(parents=True)
+    leaving.record(node_ip=node_ip)
+
+    assert leaving.leave() == StateError.exit_code
+    assert (keep / "plugin").is_dir()
+
+
+def test_a_folder_that_is_a_link_takes_nothing_of_what_it_leads_to(leaving: Leaving, folder: Path) -> None:
+    keep = folder / "keep"
+    (keep / "plugin").mkdir(parents=True)
+    (keep / "plugin" / "file").touch()
+    (keep / "guard.lock").touch()
+    keep.chmod(0o755)
+    leaving.ranks.rmdir()
+    leaving.ranks.symlink_to(keep)
+    leaving.record()
+    leaving.leave()
+
+    if ROOT:
+        assert sorted(one.name for one in keep.rglob("*")) == ["file", "guard.lock", "plugin"]
+
+
+@pytest.mark.parametrize("ticks", [0, 1])
+def test_a_process_that_the_record_names_is_ended_if_it_is_that_join_and_the_users_own(
+    ticks: int, leaving: Leaving, victim: subprocess.Popen[bytes]
+) -> None:
+    who = processes.identity(victim.pid)
+    assert who
+    leaving.record(pid=who.pid, start_ticks=who.start_ticks + ticks, boot_id=who.boot_id)
+    code = leaving.leave()
+
+    if ticks:
+        assert (code, victim.poll()) == (0, None), "the number is another process's by now"
+    elif ROOT:
+        assert (code, victim.poll()) == (4, None)
+    else:
+        assert victim.wait(10) == -signal.SIGINT
+
+
+def test_the_units_are_left_alone_where_the_folder_is_not_the_systems(leaving: Leaving, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(join_verb, "_systemctl", lambda *words: said.append(words))
+    leaving.record(unit=True, active=True)
+
+    assert (leaving.leave(), said) == (0, [])
+
+
+def test_stopping_a_rank_ends_no_stranger_that_its_status_names(place: Place, victim: subprocess.Popen[bytes]) -> None:
+    """As whoever owns the folder: a number, a start time and a boot are for everybody to read; the mark is not for everybody to have."""
+    os.makedirs(place.run_dir)
+    write_status(Path(place.run_dir, "r1.json"), status_of(victim))
+
+    assert rank.verify_gone("r1", place.run_dir) == []
+    assert rank.stop({"rank_id": "r1"}, run_dir=place.run_dir, grace_s=0.1)["gone"]
+    assert rank.stop(status_of(victim)["handle"], run_dir=place.run_dir, grace_s=0.1)["gone"]
+    assert victim.poll() is None
+
+
+def test_only_a_socket_in_the_run_directory_itself_is_removed(place: Place) -> None:
+    os.makedirs(place.run_dir)
+    (place.root / "link").symlink_to(place.run_dir)
+    with socket.socket(socket.AF_UNIX) as inside, socket.socket(socket.AF_UNIX) as outside:
+        inside.bind(f"{place.run_dir}/in.sock")
+        outside.bind(f"{place.root}/out.sock")
+        Path(place.run_dir, "file").touch()
+        for name in (f"{place.root}/out.sock", f"{place.run_dir}/../out.sock", f"{place.root}/link/in.sock", f"{place.run_dir}/file"):
+            remove_sockets(place.run_dir, "r1", name)
+        assert Path(f"{place.root}/out.sock").exists() and sorted(os.listdir(place.run_dir)) == ["file", "in.sock"]
+        remove_sockets(place.run_dir, "r1", f"{place.run_dir}/in.sock")
+        assert os.listdir(place.run_dir) == ["file"]
+
+
+def test_a_file_is_made_through_no_link_below_its_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    create_below(root, "etc/sysctl.d/60-x.conf", "a = 1\n")
+    assert (root / "etc/sysctl.d/60-x.conf").read_text() == "a = 1\n"
+    with pytest.raises(FileExistsError):
+        create_below(root, "etc/sysctl.d/60-x.conf", "b")
+    (root / "link").symlink_to(outside)
+    (root / "dangling").symlink_to(outside / "made")
+    for name in ("link/60-x.conf", "link/deeper/60-x.conf", "dangling"):
+        with pytest.raises(OSError):
+            create_below(root, name, "b")
+    assert os.listdir(outside) == []
+
+    fix = doctor_fix.Fix("c", "w", "link/60-x.conf", "b", (), "")
+    with pytest.raises(StateError):
+        doctor_fix.apply(fix, root)
+    assert os.listdir(outside) == []
+
+
+def test_becoming_another_user_has_no_way_back(folder: Path) -> None:
+    if not ROOT:
+        return
+
+    def back() -> list[str]:
+        refused = []
+        for attempt in (lambda: os.setuid(0), lambda: os.seteuid(0), lambda: os.setgroups([0]), lambda: os.kill(os.getppid(), 0)):
+            try:
+                attempt()
+            except PermissionError:
+                refused.append("refused")
+        return refused
+
+    assert owner.as_owner(given(folder / "ours"), back) == ["refused"] * 4
