@@ -26,7 +26,7 @@ from sparkd.rank_folders import agent_arguments, rank_folders
 from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.raylink import RayLink, or_none
 from sparkd.room import Book
-from sparkd.sight import Look, Observation, Sight, facts_of, told_of, told_of_strangers
+from sparkd.sight import Look, Observation, Sight, facts_of, told_of, told_of_strangers, told_of_unreadable
 from sparkd.siting import Siting
 from sparkd.snapshot import NodeView
 from sparkd.start import Attempt, Starter, Tell
@@ -97,6 +97,8 @@ class Cluster:
         # Of the last look at all nodes that Ray has: models of which ranks were seen, and nodes on which nobody can see what runs.
         self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
         self._reconcile_at_s = float("-inf")
+        # What the last looks were told and could not use, and why.
+        self._unreadable: dict[str, str] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
 
@@ -121,6 +123,7 @@ class Cluster:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
         self._sight.begin(time.monotonic())
         could_look, self._last_look = self._link.connected, None
+        known, self._unreadable = self._unreadable, {}
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
         away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]
         (here, *others), _ = await asyncio.gather(
@@ -131,6 +134,8 @@ class Cluster:
             return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
         looks = [here, *(look for look in others if look is not None)]
         missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
+        for of in self._unreadable.keys() - known.keys():
+            log.warning("what is told of %s cannot be used: %s", of, self._unreadable[of])
         unseen = frozenset(node.node_id for node in missing)
         if could_look and self._link.connected:
             models = frozenset(fact.handle.model for look in looks for fact in look.ranks)
@@ -144,7 +149,10 @@ class Cluster:
             unseen=unseen,
             dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
             no_raylet=self._sight.no_raylet,
-            trouble=self._trouble or told_of(missing) or told_of_strangers(self._link.unmet, self._clocks()),
+            trouble=self._trouble
+            or told_of(missing)
+            or told_of_unreadable(self._unreadable)
+            or told_of_strangers(self._link.unmet, self._clocks()),
             cluster=about,
         )
 
@@ -401,6 +409,13 @@ class Cluster:
 
     def _looked_at(self, node_ip: str, facts: dict[str, Any], *, agent: bool) -> Look:
         lent_gib = float(self.total_gib) if node_ip == self.node_ip else self._link.gib_of.get(node_ip)
-        now = reading(node_ip, facts["reading"], facts["now_s"])
+        now = None
+        try:
+            now = reading(node_ip, facts["reading"], facts["now_s"])
+        except ValueError as error:
+            self._unreadable[f"the memory of {node_ip}"] = str(error)
         view = NodeView(node_ip, node_ip, node_ip == self.node_ip, agent, now, lent_gib, float(self._places.reserved_gib(node_ip)))
-        return Look(view, facts_of(facts["ranks"]))
+        left_out: dict[str, str] = {}
+        ranks = facts_of(facts["ranks"], left_out)
+        self._unreadable |= {f"rank {rank_id} on {node_ip}": why for rank_id, why in left_out.items()}
+        return Look(view, ranks)

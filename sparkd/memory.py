@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from typing import Any
 
+from sparkd.rows import noun_of
 from sparkd.state import Reading
+from workers.guard import LEVELS
 
 GIB = 1 << 30
-_NAMES = {field.name for field in fields(Reading)}
 
 
-def reading(node_id: str, sample: Mapping[str, float], node_now_s: float) -> Reading:
-    """`node_now_s` is the node's own clock at the moment of answering: the difference is the reading's age, whatever our clock says."""
-    values = {name: value for name, value in sample.items() if name in _NAMES}
-    return Reading(node_id=node_id, age_s=max(0.0, node_now_s - sample["at_s"]), **values)  # type: ignore[arg-type]
+def reading(node_id: str, sample: Mapping[str, Any], node_now_s: float) -> Reading:
+    """`node_now_s` is the node's own clock at the moment of answering: the difference is the reading's age, whatever our clock says.
+
+    Raises ValueError for one of another release that cannot be used.
+    """
+    if not isinstance(sample, Mapping) or not isinstance(sample.get("at_s"), int | float):
+        raise ValueError("it has no time")
+    if sample.get("level", LEVELS[0]) not in LEVELS:
+        raise ValueError(f"it has a level of memory that is not known here: {str(sample['level'])[:40]}")
+    return noun_of(Reading, {**sample, "node_id": node_id, "age_s": max(0.0, node_now_s - sample["at_s"])})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from sparkd.rows import noun_of
 from sparkd.snapshot import NodeView
-from sparkd.state import Progress, RankFact, RankHandle, Reading, known
+from sparkd.state import Progress, RankFact, Reading
 from workers.signatures import Diagnosis
 
 log = logging.getLogger("sparkd.cluster")
@@ -122,6 +123,13 @@ def told_of(missing: Sequence[NodeView]) -> str | None:
     return f"NodeUnseen: {named} does not answer; what runs there counts as lost once it is out of sight for {NODE_GRACE_S:.0f} s."
 
 
+def told_of_unreadable(unreadable: Mapping[str, str]) -> str | None:
+    """The condition of what a node said that cannot be used. unreadable: why, by what it is of."""
+    for of, why in unreadable.items():
+        return f"NodeUnreadable: what is told of {of} cannot be used: {why.rstrip('.')}. What runs there is left alone: see to it there."
+    return None
+
+
 def told_of_strangers(unmet: Mapping[str, str], ahead_s: Mapping[str, float]) -> str | None:
     """The condition of nodes that have joined and cannot be used as they are: unmet: node -> why; ahead_s: of whose clocks, seconds."""
     for node, why in unmet.items():
@@ -134,29 +142,32 @@ def told_of_strangers(unmet: Mapping[str, str], ahead_s: Mapping[str, float]) ->
     return None
 
 
-def facts_of(ranks: list[dict[str, Any]]) -> tuple[RankFact, ...]:
-    """What an agent said of its ranks. One that another release left behind and this one cannot read is left out, and said so."""
+def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None = None) -> tuple[RankFact, ...]:
+    """What an agent said of its ranks, each by itself: one of another release that this one cannot use is left out.
+
+    left_out: takes why, by rank id.
+    """
     found = []
     for raw in ranks:
         try:
-            handle = known(RankHandle, raw["handle"] or {})
-        except TypeError as error:
-            log.warning("the status file of rank %s cannot be used: %s", raw["rank_id"], raw["error"] or error)
-            continue
-        found.append(
-            RankFact(
-                handle=handle,
-                alive=raw["alive"],
-                processes=raw["processes"],
-                exit_code=raw["exit_code"],
-                stop_ordered=raw["stop_ordered"],
-                progress=known(Progress, raw["progress"] or {}),
-                halted=bool(raw.get("halted")),
-                cpu_s=float(raw.get("cpu_s") or 0.0),
-                killed=raw.get("killed"),
-                host_bytes=raw.get("host_bytes"),
-                device_bytes=raw.get("device_bytes"),
-                diagnosis=known(Diagnosis, raw["diagnosis"]) if raw.get("diagnosis") else None,
-            )
-        )
+            found.append(_fact_of(raw))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            why = raw.get("error") if isinstance(raw, Mapping) else None
+            if left_out is not None:
+                left_out[str(raw["rank_id"]) if isinstance(raw, Mapping) and "rank_id" in raw else "unknown"] = str(why or error)
     return tuple(found)
+
+
+def _fact_of(raw: Mapping[str, Any]) -> RankFact:
+    """Raises ValueError where its handle cannot be used. What it says of its progress is not worth a rank: then it has said nothing."""
+    facts = {"exit_code": None, "progress": {}} | {name: value for name, value in raw.items() if value is not None}
+    for name, noun, nothing in (("progress", Progress, {}), ("diagnosis", Diagnosis, None)):
+        try:
+            if name in facts:
+                noun_of(noun, facts[name])
+        except (ValueError, TypeError):
+            facts[name] = nothing
+    return noun_of(RankFact, {name: facts[name] for name in _OF_A_FACT if name in facts})
+
+
+_OF_A_FACT = tuple(field.name for field in fields(RankFact))

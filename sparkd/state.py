@@ -6,10 +6,10 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sparkd.errors import StateError
 from sparkd.rows import Damage, noun_of, object_in, shown, text_or_bytes
@@ -216,15 +216,6 @@ class Reading:
     gpu_power_w: float | None = None
     gpu_busy_percent: float | None = None
     gpu_celsius: float | None = None
-
-
-N = TypeVar("N")
-
-
-def known(noun: type[N], raw: Mapping[str, Any]) -> N:
-    """A noun of what another release may have written: members that it does not know are left out. TypeError where one is missing."""
-    names = {field.name for field in fields(noun)}  # type: ignore[arg-type]
-    return noun(**{name: value for name, value in raw.items() if name in names})
 
 
 class OperationState(StrEnum):

@@ -92,9 +92,8 @@ def scan(run_dir: str) -> list[dict[str, Any]]:
         engine = identity_of(status, "engine_pid", "engine_start_ticks")
         marked = {*marks.get(rank_id, ()), *processes.living(worker_of(run_dir, rank_id), stats, boot)}
         pids = processes.belonging(stats, boot, marked, shim=shims[rank_id], engine=engine)
-        log = status.get("progress") or Parser().progress
-        load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
-        fact = _fact(rank_id, status, with_kv(together(log, load), kv), shims[rank_id], engine, len(pids))
+        progress = _progress(run_dir, rank_id, status.get("progress"))
+        fact = _fact(rank_id, status, progress, shims[rank_id], engine, len(pids))
         fact["halted"] = any(stats[pid].state == "T" for pid in pids if pid in stats)
         fact["cpu_s"] = sum(stats[pid].cpu_ticks for pid in pids if pid in stats) / os.sysconf("SC_CLK_TCK")
         facts.append(fact)
@@ -164,6 +163,15 @@ def forget(rank_id: str, run_dir: str) -> None:
     known = (worker_path(run_dir, rank_id), shared.note_path(run_dir, rank_id), status_path(run_dir, rank_id))
     for path in (*known, *Path(run_dir).glob(f".{rank_id}.json.*"), *Path(run_dir).glob(f".{rank_id}.shm.*")):
         path.unlink(missing_ok=True)
+
+
+def _progress(run_dir: str, rank_id: str, log: Any) -> dict[str, Any]:
+    """What the rank's log, its loader and its worker say together. log: as the shim's file has it, which may be of another release."""
+    load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
+    try:
+        return with_kv(together(log or Parser().progress, load), kv)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return with_kv(together(Parser().progress, load), kv)
 
 
 def _fact(

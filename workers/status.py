@@ -17,6 +17,8 @@ from workers.command import ipc_dir
 from workers.processes import LACKS, Identity
 from workers.spec import RANK_ID
 
+MAX_PID = 1 << 22  # proc_sys_kernel(5), pid_max
+
 
 def status_path(run_dir: str, rank_id: str) -> Path:
     return Path(run_dir, f"{rank_id}.json")
@@ -71,10 +73,12 @@ def worker_of(run_dir: str, rank_id: str) -> Identity | None:
 
 def identity_of(raw: object, pid: str, start_ticks: str) -> Identity | None:
     """From a handle or a status that may be of another boot, incomplete or damaged."""
-    if not isinstance(raw, Mapping):
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("handle", {}), Mapping | None):
         return None
     boot = raw.get("boot_id") or (raw.get("handle") or {}).get("boot_id")
     if not (isinstance(raw.get(pid), int) and isinstance(raw.get(start_ticks), int) and isinstance(boot, str)):
+        return None
+    if not 0 < raw[pid] <= MAX_PID:
         return None
     return Identity(raw[pid], raw[start_ticks], boot)
 
@@ -82,7 +86,7 @@ def identity_of(raw: object, pid: str, start_ticks: str) -> Identity | None:
 def remove_sockets(run_dir: str, rank_id: str, socket_path: str | None) -> None:
     """A socket in the run directory itself, whatever path a status file names, and the folder of those between the engine's processes.
     Raises OSError."""
-    if socket_path and os.path.dirname(socket_path) == run_dir:
+    if isinstance(socket_path, str) and os.path.dirname(socket_path) == run_dir:
         try:
             folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
