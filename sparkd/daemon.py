@@ -27,6 +27,7 @@ from sparkd.cluster import Cluster
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.console import Console
 from sparkd.errors import ConfigError, StateError
+from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
 from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
@@ -324,6 +325,7 @@ class _AdminLater:
 
 def _limits(config: Config) -> Limits:
     ours = config.limits
+    requests, any_requests = most_requests(most_connections(ours.max_connections, descriptor_limit()))
     return replace(
         Limits(),
         header_bytes=ours.max_header_bytes,
@@ -333,6 +335,8 @@ def _limits(config: Config) -> Limits:
         keep_alive_s=ours.keep_alive_s,
         client_write_s=ours.client_write_timeout_s,
         connections=ours.max_connections,
+        requests=requests,
+        any_requests=any_requests,
         heartbeat_s=config.loading_heartbeat_s,
     )
 

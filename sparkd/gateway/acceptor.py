@@ -28,6 +28,7 @@ TOLD_S = 15.0
 # The daemon with Ray, its store and one engine has 55 (measured); threads of Ray, agents, probes, scrapes and log files want more.
 _RESERVED, _RESERVED_SHARE, _RESERVED_AT_MOST = 96, 16, 1024
 _FEWEST = 8
+_SPARE_SHARE, _SPARE_AT_MOST = 16, 32
 # accept(2): no descriptor or no memory for one more. Its other errors are about the one connection that is gone already.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READ_BYTES = 64 * 1024
@@ -53,6 +54,13 @@ def reserve(limit: int) -> int:
 def most_connections(configured: int, limit: int) -> int:
     """How many clients may be connected at one time. The request of each may need a second descriptor, the engine's."""
     return min(configured, max(_FEWEST, (limit - reserve(limit)) // 2))
+
+
+def most_requests(connections: int) -> tuple[int, int]:
+    """How many requests of models, and of models and the admin API together, may be open at one time; the other connections stay for
+    those that are answered at once."""
+    spare = min(_SPARE_AT_MOST, max(1, connections // _SPARE_SHARE))
+    return max(1, connections - 2 * spare), max(1, connections - spare)
 
 
 class Acceptor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 from collections.abc import Callable
@@ -123,7 +124,7 @@ class Edge:
         if scope["method"] not in route.methods:
             raise MethodNotAllowed(scope["method"], list(route.methods))
         self._check_caller(route, headers)
-        if self._open_requests > self.limits.requests and route.kind in _FORWARDED:
+        if self._open_requests > self._most_requests(route.kind):
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
         if len(headers) != len(scope["headers"]):
             _check_repeated(scope["headers"])
@@ -134,6 +135,11 @@ class Edge:
             await self._delegate(scope, receive, send, exchange)
         else:
             await self._answer(route, name, send, exchange)
+
+    def _most_requests(self, kind: Kind) -> float:
+        if kind in _FORWARDED:
+            return self.limits.requests
+        return self.limits.any_requests if kind is Kind.ADMIN else math.inf
 
     async def _answer(self, route: Route, name: str, send: Send, exchange: Exchange) -> None:
         """The routes that the gateway answers itself."""

@@ -21,7 +21,9 @@ class Limits:
     keep_alive_s                 an idle connection between two requests
     client_write_s               a reader must make room in its buffer within this time; beyond: the connection is cut
     linger_s                     how long the rest of a refused body is read and thrown away, so that the refusal is seen
-    connections, requests        at one time; beyond: 503
+    connections                  at one time; beyond, an idle one is closed for a new one, else: 503
+    requests, any_requests       of models, and with those of the admin API, at one time; beyond: 503. Fewer than connections, so that
+                                 probes and /metrics are answered at any time
     heartbeat_s                  how often a client that waits for a model hears of it; 0: never
     """
 
@@ -37,5 +39,6 @@ class Limits:
     client_write_s: float = 120.0
     linger_s: float = 2.0
     connections: int = 4096
-    requests: int = 4096
+    requests: int = 4032
+    any_requests: int = 4064
     heartbeat_s: float = 10.0

@@ -38,6 +38,29 @@ def test_clients_and_their_engines_leave_the_reserve(configured: int, limit: int
     assert 2 * most + reserve(limit) <= limit or most == min(configured, 8)
 
 
+@given(st.integers(1, 1 << 20))
+def test_some_connections_stay_for_what_is_answered_at_once(connections: int) -> None:
+    models, together = acceptor.most_requests(connections)
+    assert 1 <= models <= together <= connections
+    assert together < connections or connections == 1
+
+
+async def test_probes_are_answered_while_requests_have_all_their_places(engine: RawEngine) -> None:
+    engine.script = until_gone
+    async with serving(engine, limits=Limits(connections=5, requests=2, any_requests=3, linger_s=0.2)) as running:
+        clients = [await running.open() for _ in range(3)]
+        for client in clients[:2]:
+            await busy(running, client)
+        assert is_ours(await running.post(CHAT, BODY), 503)
+        assert (await running.get("/admin/v1/status")).status == 200
+        clients[2].send(request("POST", "/admin/v1/reload", "Content-Length: 5"))  # its body does not come
+        await soon(lambda: len(running.server.server_state.tasks) == 3)
+        assert is_ours(await running.get("/admin/v1/status"), 503)
+        assert (await running.get("/livez")).status == 200
+        for client in clients:
+            await client.close()
+
+
 @contextlib.asynccontextmanager
 async def with_five(engine: RawEngine) -> AsyncIterator[tuple[Running, list[Client]]]:
     """A gateway that takes five connections, and the five."""

@@ -1,0 +1,75 @@
+"""The whole daemon, with Ray and the stub engine, at 256 open files: 400 clients end nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.daemon_process import DaemonProcess, until
+from tests.gateway.fakes import post, request
+
+LIMIT, CLIENTS = 256, 400
+SLOW = {"SPARKD_STUB_CHUNK_INTERVAL_S": "0.2", "SPARKD_STUB_TOKENS": "100"}
+STREAM = b'{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true}'
+
+
+class FewFiles(DaemonProcess):
+    def start(self, *arguments: str) -> None:
+        self._launch(("sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh"), arguments)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "model").mkdir()
+    model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True, "env": SLOW}
+    made = FewFiles(folder, {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}})
+    made.start()
+    try:
+        made.settled()
+        made.wait_for("m", "READY", 90)
+        yield made
+    finally:
+        made.gone()
+
+
+@contextlib.contextmanager
+def clients(made: DaemonProcess, sends: bytes) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        for _ in range(CLIENTS):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", made.port), timeout=10))
+            with contextlib.suppress(OSError):  # some are refused
+                client.sendall(sends)
+        yield
+
+
+def call_anew(made: DaemonProcess) -> None:
+    """The connection that it had was idle, so it was closed for a new one."""
+    made.client.close()
+    made.client = httpx.Client(base_url=made.url, timeout=60.0, trust_env=False)
+
+
+def test_400_idle_clients_keep_nobody_from_an_answer(made: DaemonProcess) -> None:
+    with clients(made, b""):
+        call_anew(made)
+        assert made.client.get("/livez").status_code == 200
+        assert made.chat("m", "x", max_tokens=1).status_code == 200
+        status = made.status()
+        assert status["cluster"]["connected"]
+        assert any("ConnectionsFull" in str(condition) for condition in status["conditions"])
+        assert made.metric("sparkd_connections_max") <= LIMIT / 2
+
+
+@pytest.mark.parametrize("sends", [post("/v1/chat/completions", STREAM), request("GET", "/admin/v1/events", "Accept: text/event-stream")])
+def test_400_clients_with_requests_leave_the_daemon_its_probes_and_ray(made: DaemonProcess, sends: bytes) -> None:
+    with clients(made, sends):
+        call_anew(made)
+        assert made.client.get("/livez").status_code == 200
+        assert made.client.get("/metrics").status_code == 200
+    until(lambda: made.chat("m", "x", max_tokens=1).status_code == 200, 20, "an answer")
+    assert made.status()["cluster"]["connected"]
+    assert made.model("m")["restarts"] == 0
