@@ -1,0 +1,278 @@
+"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--smallest] [--json]`: what taking turns costs, by rule and pattern.
+
+The real supervisor over fake nodes and a clock that is turned by hand: nothing is slept, an hour takes seconds. One node with room for one
+model at a time; a model's first load takes --cold-s, each later one --warm-s (154 and 39 s were measured on an H200), its end 2 s, and its
+memory comes back within --returns-s. Patterns, all of clients that wait for each answer:
+
+    mind     one person who changes his mind: an answer of 8 s, 5 to 60 s of reading, and after 3 of 10 answers the other of two models
+    agents   two agents that alternate: each answers in 6 s, then the other is asked, at once and for ever
+    batch    a batch of four requests at a time of 20 s each, beside a chat of three questions every four minutes with another model
+    four     four models, asked for by two people at random, an answer of 8 s, then 5 to 30 s of reading
+
+Rules: `today` is sparkd's, `before` its earlier one (a model stays for min_residency_s and for as long as its load took, used or not),
+`at once` is llama-swap's (whoever is asked for takes the place as soon as running requests have ended). Columns: requests answered, time to
+the first token (the wait for the model; p50, p95), loads, and the share of time in which something loaded, since the first model was READY.
+Bar: with sparkd's rule at most half of the time under each pattern. Exit status 1: it was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sparkd.config import ModelConfig
+from sparkd.placement import Placement
+from sparkd.pulse import Pulse
+from sparkd.residency import Evicted, Stay
+from sparkd.sight import Observation
+from sparkd.start import Attempt
+from sparkd.state import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
+from tests.fakes import FakeClock, FakeCluster, Loop, Scene, stage
+
+GIB = 1 << 30
+TOTAL_GIB, OFFERED_GIB, MODEL_GIB = 121, 114, 80
+STOP_S = 2.0
+STEP_S = 0.5
+MODELS = "abcd"
+BAR = 0.5
+
+
+def before(stay: Stay, evicted: Evicted | None) -> float:
+    return stay.ready_since_s + max(stay.least_s, stay.load_s)
+
+
+def at_once(stay: Stay, evicted: Evicted | None) -> float:
+    return float("-inf")
+
+
+RULES: Mapping[str, Callable[[Stay, Evicted | None], float]] = {"before": before, "at once": at_once, "today": Stay.until_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds."""
+
+    hours: float
+    cold_s: float
+    warm_s: float
+    returns_s: float
+
+
+SMALLEST = Times(1 / 6, 40.0, 10.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    pattern: str
+    rule: str
+    answered: int
+    first_p50_s: float
+    first_p95_s: float
+    loads: int
+    loading_share: float
+
+
+class Node(FakeCluster):
+    """One node whose engines load for as long as they are told to, and whose memory comes back after their end."""
+
+    def __init__(self, times: Times) -> None:
+        super().__init__()
+        self.times = times
+        self.clock = FakeClock()
+        self.offered = {"n": float(OFFERED_GIB)}
+        self.names = list(MODELS)
+        self.loads: list[str] = []
+        self._up_at_s: dict[str, float] = {}
+        self._returns_from_s: list[float] = []
+
+    async def observe(self) -> Observation:
+        now_s = self.clock.now_s
+        for rank_id, fact in list((self.ranks or {}).items()):
+            if now_s >= self._up_at_s[rank_id] and not fact.progress.server_up:
+                self.ranks[rank_id] = replace(fact, progress=Progress(phase="serving", server_up=True))  # type: ignore[index]
+        living = len(self.ranks or {})
+        away = sum(
+            max(0.0, 1 - (now_s - since_s) / self.times.returns_s) if self.times.returns_s else 0.0 for since_s in self._returns_from_s
+        )
+        available = int((TOTAL_GIB - 4 - MODEL_GIB * (living + away)) * GIB)
+        self.reading = Reading("n", now_s, TOTAL_GIB * GIB, available, available, 0, 0, 0)
+        return await super().observe()
+
+    async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
+        handles = await super().start(placement, spec, attempt, tell)
+        load_s = self.times.warm_s if spec.name in self.loads else self.times.cold_s
+        self.loads.append(spec.name)
+        for handle in handles:
+            self._up_at_s[handle.rank_id] = self.clock.now_s + load_s
+            self.ranks[handle.rank_id] = replace(self.ranks[handle.rank_id], host_bytes=MODEL_GIB * GIB)  # type: ignore[index]
+        return handles
+
+    async def destroy(self, fact: RankFact, *, hangs: bool = False) -> Sequence[Mapping[str, Any]]:
+        await asyncio.sleep(STOP_S)
+        self._returns_from_s.append(self.clock.now_s)
+        return await super().destroy(fact, hangs=hangs)
+
+    async def served_names(self, upstream: Any) -> list[str] | None:
+        return list(MODELS) if any(fact.progress.server_up for fact in (self.ranks or {}).values()) else None
+
+
+Request = Callable[[str, float], Awaitable[None]]
+
+
+async def mind(ask: Request, rng: random.Random) -> None:
+    model = "a"
+    while True:
+        await ask(model, 8)
+        await asyncio.sleep(rng.uniform(5, 60))
+        if rng.random() < 0.3:
+            model = "b" if model == "a" else "a"
+
+
+async def agents(ask: Request, rng: random.Random) -> None:
+    while True:
+        for model in "ab":
+            await ask(model, 6)
+
+
+async def batch(ask: Request, rng: random.Random) -> None:
+    async def worker() -> None:
+        while True:
+            await ask("a", 20)
+
+    async def chat() -> None:
+        while True:
+            await asyncio.sleep(240)
+            for _ in range(3):
+                await ask("b", 8)
+                await asyncio.sleep(15)
+
+    async with asyncio.TaskGroup() as tasks:
+        for work in (*(worker() for _ in range(4)), chat()):
+            tasks.create_task(work)
+
+
+async def four(ask: Request, rng: random.Random) -> None:
+    async def person() -> None:
+        while True:
+            await ask(rng.choice(MODELS), 8)
+            await asyncio.sleep(rng.uniform(5, 30))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(2):
+            tasks.create_task(person())
+
+
+PATTERNS: Mapping[str, Callable[[Request, random.Random], Awaitable[None]]] = {"mind": mind, "agents": agents, "batch": batch, "four": four}
+
+
+async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times) -> Outcome:
+    node = Node(times)
+    models = {name: {"model": str(folder), "memory_gib": MODEL_GIB} for name in MODELS}
+    waits_s: list[float] = []
+    async with stage(folder, cluster=node, models=models, wait_for_load_s=1e6, health_check_timeout_s=1e6) as made:
+        loop.clock = node.clock = made.clock
+
+        async def ask(model: str, seconds: float) -> None:
+            since_s = made.clock.now_s
+            async with made.supervisor.lease(model) as lease:
+                waits_s.append(made.clock.now_s - since_s)
+                await asyncio.sleep(seconds)
+                lease.answered = True
+
+        client = asyncio.ensure_future(PATTERNS[pattern](ask, random.Random(17)))
+        loading_share = await _pass(made, times.hours * 3600)
+        client.cancel()
+        with suppress(asyncio.CancelledError):
+            await client
+    cuts = statistics.quantiles(waits_s, n=20, method="inclusive") if len(waits_s) > 1 else waits_s * 19
+    return Outcome(pattern, rule, len(waits_s), cuts[9], cuts[18], len(node.loads), loading_share)
+
+
+async def _pass(made: Scene, seconds: float) -> float:
+    """Let so much time pass; for what share of it, since the first model was READY, something was loading."""
+    records = made.supervisor._roster.records
+    loading_s, end_s = 0.0, made.clock.now_s + seconds
+    since_s: float | None = None
+    while made.clock.now_s < end_s:
+        made.clock.now_s += STEP_S
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await made.supervisor.tick()
+        for _ in range(6):
+            await asyncio.sleep(0)
+        if since_s is None and any(record.state is ModelState.READY for record in records.values()):
+            since_s = made.clock.now_s
+        if since_s is not None:
+            loading_s += STEP_S * any(record.state in STARTING for record in records.values())
+    return loading_s / (end_s - since_s) if since_s is not None and since_s < end_s else 1.0
+
+
+def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
+    outcomes = []
+    for pattern in patterns:
+        for rule, until_s in RULES.items():
+            loop = Loop()
+            # Nobody can look whether an engine computes that is none.
+            unwatched = patch.object(Pulse, "look", lambda *_: None)
+            with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), unwatched:
+                outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
+            loop.close()
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=_positive, default=1.0, help="simulated hours of each pattern and rule (1)")
+    parser.add_argument("--cold-s", type=_positive, default=154.0, help="seconds of a model's first load (154)")
+    parser.add_argument("--warm-s", type=_positive, default=39.0, help="seconds of each later one (39)")
+    parser.add_argument("--returns-s", type=float, default=1.0, help="seconds until its memory is back; on a Spark up to 60 (1)")
+    parser.add_argument("--pattern", choices=PATTERNS, action="append", help="only this one; may be given again")
+    parser.add_argument("--smallest", action="store_true", help="ten minutes of `agents` alone, with loads of 40 and 10 s")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    times = Times(options.hours, options.cold_s, options.warm_s, options.returns_s)
+    times, patterns = (SMALLEST, ["agents"]) if options.smallest else (times, options.pattern or list(PATTERNS))
+    outcomes = run(times, patterns)
+    print(json.dumps([asdict(one) for one in outcomes])) if options.json else Console(width=100).print(_table(outcomes))
+    missed = [one for one in outcomes if one.rule == "today" and one.loading_share > BAR]
+    for one in missed:
+        print(
+            f"MISSED: {one.loading_share:.1%} of the time is spent on loading under `{one.pattern}`; the bar is {BAR:.0%}", file=sys.stderr
+        )
+    return int(bool(missed))
+
+
+def _positive(word: str) -> float:
+    value = float(word)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("more than 0 is expected")
+    return value
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("pattern", "rule", "answered", "first token p50 s", "p95 s", "loads", "loading"):
+        table.add_column(name, justify="left" if name in ("pattern", "rule") else "right")
+    for one in outcomes:
+        figures = (f"{one.first_p50_s:.1f}", f"{one.first_p95_s:.1f}", str(one.loads), f"{one.loading_share:.0%}")
+        table.add_row(one.pattern, one.rule, str(one.answered), *figures)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
