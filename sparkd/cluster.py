@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sparkd.boundary import Boundary
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError, refused_by
+from sparkd.errors import AgentLost, ClusterError, ModelUnusable, NodeRefused, RankError, refused_by
 from sparkd.fabric import Fabric
 from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
@@ -202,8 +202,16 @@ class Cluster:
         self._places.shut, self._places.room_gib = nodes, dict(room_gib)
 
     async def unusable(self, spec: ModelConfig) -> str | None:
-        """Why there is no model to start, as a sentence, by a look at its folder."""
-        return await asyncio.to_thread(unusable, spec.model, vllm=spec.runs_vllm(self._config.engine))
+        """Why there is no model to start, as a sentence, by a look at its folder or what its hub says; None where nobody can tell."""
+        if why := await asyncio.to_thread(unusable, spec.model, vllm=spec.runs_vllm(self._config.engine)):
+            return why
+        try:
+            await self._siting.refuse_absent(self._config, spec)
+        except ModelUnusable as error:
+            return error.message
+        except ClusterError:
+            return None
+        return None
 
     async def release(self, model: str) -> None:
         await self._places.release(model)

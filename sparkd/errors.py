@@ -4,10 +4,12 @@
   x ConfigError                 the configuration file, an environment variable or a flag is wrong
   x StateError                  the state directory or its database cannot be used
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
+    - HubSilent                 its hub gave no answer: another try may
   x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
     - RayUnavailable            Ray cannot be started or joined
     - AgentLost                 a node's agent does not answer
+    - HubUnreachable            a model is not on this machine, and its hub gave no answer
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
         . MemoryReturns         and one will, once memory of an engine that ended is back
@@ -92,6 +94,10 @@ class CheckpointError(SparkdError):
         self.cure = cure
 
 
+class HubSilent(CheckpointError):
+    """The hub could not be reached, or was in trouble."""
+
+
 class MissingSymbol(SparkdError):
     """Names the symbol, the release and the cure."""
 
@@ -122,6 +128,10 @@ class AgentLost(ClusterError):
     def __init__(self, message: str, *, reached: bool = True) -> None:
         super().__init__(message)
         self.reached = reached
+
+
+class HubUnreachable(ClusterError):
+    code = "hub_unreachable"
 
 
 class DoesNotFit(ClusterError):
@@ -169,7 +179,8 @@ class ModelUnusable(RankError):
 
 # Of a model that failed so no engine was started, or the failure's own words name its log.
 UNSTARTED = frozenset(
-    kind.__name__ for kind in (DoesNotFit, NoRoom, NodeRefused, RankError, FlagRefused, ContextTooLong, LoadRefused, ModelUnusable)
+    kind.__name__
+    for kind in (DoesNotFit, NoRoom, NodeRefused, HubUnreachable, RankError, FlagRefused, ContextTooLong, LoadRefused, ModelUnusable)
 )
 
 

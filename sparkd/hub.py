@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlsplit
 
 from sparkd import __version__
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.errors import CheckpointError, ConfigError, HubSilent
 from sparkd.safetensors import loads
 from workers.hub_cache import is_revision
 
@@ -118,7 +118,7 @@ class Hub:
                 return ask()
             except _Passing as passing:
                 if attempt == attempts:
-                    raise self.refusal(str(passing), _NETWORK) from None
+                    raise HubSilent(str(passing), file=self.hub_id, cure=_NETWORK) from None
             time.sleep(PAUSE_S * attempt)
             attempt += 1
 

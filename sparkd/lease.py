@@ -12,6 +12,7 @@ from typing import Any
 from sparkd.errors import (
     DoesNotFit,
     Draining,
+    HubUnreachable,
     ModelFailed,
     ModelLoading,
     ModelUnusable,
@@ -267,6 +268,7 @@ class Door:
         # No engine was started, so there is no log. What its owner has to mend may be told; who has the room may be nobody's business.
         no_log = {
             ModelUnusable.__name__: _pathless(record.message or "", record),
+            HubUnreachable.__name__: _pathless(record.message or "", record),
             DoesNotFit.__name__: "`sparkd ps` says how much it asks for.",
         }
         more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")

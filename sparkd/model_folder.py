@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 # What vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
@@ -20,7 +21,12 @@ def unusable(folder: str, *, vllm: bool) -> str | None:
         names = os.listdir(folder)
     except OSError as error:
         return f"The folder {folder} cannot be read ({error.strerror}): let the user that sparkd runs as read it."
-    if not vllm or any(name in _CONFIGS or name.endswith(".gguf") for name in names):
+    if not vllm or holds_model(names):
         return None
     what = f"has neither {' nor '.join(_CONFIGS)} in it" if names else "is empty"
     return f"The folder {folder} {what}, so it holds no model: {_CURE}."
+
+
+def holds_model(names: Iterable[str]) -> bool:
+    """Whether vLLM can take a model's shape from one of these files."""
+    return any(name in _CONFIGS or name.endswith(".gguf") for name in names)

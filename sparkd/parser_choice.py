@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from sparkd.checkpoint import CONFIG, Folder
 from sparkd.errors import CheckpointError
+from sparkd.hub_model import looked_at
 from sparkd.installed import parsers_of
 from sparkd.model_config import ModelConfig
 from sparkd.parsers import OFF, Parsers, chosen
@@ -33,12 +34,10 @@ class Files(Protocol):
     def content(self, name: str) -> bytes: ...
 
 
-def with_parsers(
-    spec: ModelConfig, env: Mapping[str, str], runtime: Path | None, files: Files | None = None
-) -> tuple[ModelConfig, Parsers]:
-    """The entry with both parsers decided, `none` for none, and what its engine will have. files: of a model that is not on this machine;
-    nothing is chosen for one whose files nobody has. An entry's keys and flags win. Blocks."""
-    files = files or _here(spec, env)
+def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
+    """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
+    neither here nor were looked at on its hub (sparkd.hub_model). An entry's keys and flags win. Blocks."""
+    files = _here(spec, env) or looked_at(spec, env)
     found = Parsers() if files is None else _read(spec, files, runtime)
     own = {name: list(values_of(spec.extra_args, name)) for name in (_TOOL_FLAG, _REASONING_FLAG)}
     # A flag that the entry writes out is the whole decision: the key stays as it is.

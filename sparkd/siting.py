@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, 
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
+from sparkd.hub_model import is_absent, look
 from sparkd.needs import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
 from sparkd.placement import Placement
 from sparkd.places import Places
@@ -26,6 +27,7 @@ from workers.hub_cache import cache_places
 log = logging.getLogger("sparkd.cluster")
 
 IDENTITY_TIMEOUT_S = 60.0
+STAGED_TIMEOUT_S = 15.0
 ALONE: Ways = (1, 1)
 
 
@@ -45,6 +47,7 @@ class Siting:
 
     async def place(self, config: Config, spec: ModelConfig) -> Placement:
         """The memory is reserved on every node of it. Raises DoesNotFit, RankError or another ClusterError, each with the cure."""
+        await self.refuse_absent(config, spec)
         await asyncio.to_thread(refuse_unloadable, spec, config)
         if isinstance(spec.tensor_parallel, int) and spec.tensor_parallel > 1:
             return await self._team(config, spec, (spec.tensor_parallel, 1))
@@ -59,6 +62,19 @@ class Siting:
             # A number of the operator's own is what it takes on each node, split or not: it helps where the engine is larger than that.
             raise DoesNotFit(why)
         return await self._spread(config, spec, why)
+
+    async def refuse_absent(self, config: Config, spec: ModelConfig) -> None:
+        """Raises ModelUnusable and HubUnreachable for a hub id of which no node has anything and that its hub does not give: an engine
+        would find that out only after its imports."""
+        env = spec.environment(config.engine)
+        if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
+            return
+        others = self._in_sight()[1:]
+        asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
+                  for node in others)  # fmt: skip
+        if any(isinstance(found, Mapping) and found["files"] for found in await asyncio.gather(*asking, return_exceptions=True)):
+            return
+        await asyncio.to_thread(lambda: look(spec, env, _published(config)))
 
     def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
         """What a model takes on each of so many nodes. Blocks."""
@@ -144,6 +160,15 @@ class Siting:
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
         return await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+
+
+def _published(config: Config) -> Iterator[str]:
+    """The hub ids of the recipes, for one that was mistyped."""
+    book = config.book()
+    for name in book.names():
+        file, _ = book.read(name)
+        if file is not None:
+            yield from (file.model(variant) for variant in (None, *file.recipe.variants))
 
 
 def _quality(need: Need) -> int:

@@ -1,0 +1,97 @@
+"""Owns whether a hub id that is not on this machine is a model on its hub, before an engine is started for it. Never downloads a weight."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from sparkd.checkpoint import MAX_JSON_BYTES
+from sparkd.errors import CheckpointError, ConfigError, HubSilent, HubUnreachable, ModelUnusable
+from sparkd.model_config import ModelConfig
+from sparkd.model_folder import holds_model
+from sparkd.source import folder_of
+
+# An answer counts for so long: a start asks several times, and so does every client that waits.
+KEPT_S = 30.0
+# With these vLLM takes its models from another hub.
+_ELSEWHERE = ("VLLM_USE_MODELSCOPE",)
+_TRUE = ("1", "true", "True", "TRUE")
+_NEAR = 0.8
+
+
+@dataclass(slots=True)
+class Remote:
+    """A repository's files at one commit, its small ones read when they are asked for and once. Raises CheckpointError."""
+
+    names: Collection[str]
+    read: Callable[[str], bytes]
+    kept: dict[str, bytes] = field(default_factory=dict)
+
+    def content(self, name: str) -> bytes:
+        if name not in self.kept:
+            self.kept[name] = self.read(name)
+        return self.kept[name]
+
+
+_Answer = Remote | ModelUnusable | HubUnreachable
+_answers: dict[str, tuple[float, _Answer]] = {}
+
+
+def is_absent(spec: ModelConfig, env: Mapping[str, str]) -> bool:
+    """Whether the model is a hub's, and this machine has nothing of it. env: the engine's own variables."""
+    elsewhere = any((env.get(name) or os.environ.get(name)) in _TRUE for name in _ELSEWHERE)
+    return not spec.model.startswith("/") and not elsewhere and folder_of(spec.model, spec.revision, env) is None
+
+
+def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) -> Remote:
+    """The repository of an absent model. near: ids that a mistyped one may have meant. Blocks for one answer of the hub.
+
+    Raises ModelUnusable where the hub says that there is none, or that this machine may not have it, and HubUnreachable where it says
+    nothing.
+    """
+    key, now_s = _key(spec, env), time.monotonic()
+    kept = _answers.get(key)
+    if kept is None or now_s - kept[0] > KEPT_S:
+        for old in [old for old, (at_s, _) in _answers.items() if now_s - at_s > KEPT_S]:
+            _answers.pop(old, None)
+        kept = _answers[key] = (time.monotonic(), _asked(spec, env, near))
+    if isinstance(kept[1], Remote):
+        return kept[1]
+    raise kept[1]
+
+
+def looked_at(spec: ModelConfig, env: Mapping[str, str]) -> Remote | None:
+    """What `look` found lately; None where it was not called. Asks nobody."""
+    kept = _answers.get(_key(spec, env))
+    return kept[1] if kept is not None and isinstance(kept[1], Remote) else None
+
+
+def _key(spec: ModelConfig, env: Mapping[str, str]) -> str:
+    """A digest, because a token is part of it."""
+    parts = [spec.model, spec.revision, sorted((name, value) for name, value in env.items() if name.startswith(("HF_", "TRANSFORMERS_")))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _Answer:
+    from sparkd.hub import Hub
+
+    try:
+        hub = Hub(spec.model, spec.revision, env)
+        listing = hub.listing(nested=True)
+    except HubSilent as error:
+        return HubUnreachable(f"{spec.model} is not on this machine, and its hub does not answer. {error.message}")
+    except (CheckpointError, ConfigError) as error:
+        return ModelUnusable(f"{error.message}{_meant(spec.model, near)}")
+    if not holds_model(listing.sizes):
+        return ModelUnusable(f"{spec.model} has no config.json on its hub, so it is no model that vLLM serves: check `model` of its entry.")
+    return Remote(listing.sizes.keys(), lambda name: hub.whole(listing.commit, name, MAX_JSON_BYTES))
+
+
+def _meant(hub_id: str, near: Iterable[str]) -> str:
+    found = difflib.get_close_matches(hub_id, sorted(set(near) - {hub_id}), 1, _NEAR)
+    return f" Did you mean {found[0]}?" if found else ""
