@@ -1,4 +1,4 @@
-"""The bench of turns runs, and what it promises of them holds at its smallest."""
+"""The benches of turns: what they promise holds at the smallest, and a change is taken apart into its parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.bench import swap
+from tests.bench import change, swap
 
 
 def test_it_runs_and_at_most_half_of_the_time_is_spent_on_loading(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +19,28 @@ def test_it_runs_and_at_most_half_of_the_time_is_spent_on_loading(capsys: pytest
 def test_it_refuses_wrong_arguments_before_it_begins(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         swap.main(words)
+
+
+def state(at_s: float, model: str, new: str) -> dict[str, object]:
+    return {"kind": "state", "at_s": at_s, "model": model, "message": "", "data": {"new": new}}
+
+
+def test_a_change_is_taken_apart_into_waiting_and_work() -> None:
+    waits = {"kind": "waits", "at_s": 100.5, "model": "b", "message": "It waits for room.", "data": {}}
+    first_try = [state(100.2, "b", "PLANNED"), state(100.4, "b", "STOPPED")]
+    goes = [state(105.0, "a", "STOPPING"), state(107.0, "a", "STOPPED")]
+    loads = [state(108.0, "b", "PLANNED"), state(108.5, "b", "LOADING"), state(147.0, "b", "READY")]
+    found = change.change_of("b", True, 200, 100.0, 149.0, [*first_try, waits, *goes, *loads])
+    assert (found.stays, found.ends, found.returns, found.loads, found.answers) == (5.0, 2.0, 1.0, 39.0, 2.0)
+    assert (found.waiting, found.working, found.told) == (6.0, 43.0, ("It waits for room.",))
+
+
+def test_one_that_is_there_waits_for_nothing() -> None:
+    found = change.change_of("b", False, 200, 100.0, 101.0, [])
+    assert (found.waiting, found.working) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("words", [["--models", "1"], ["--changes", "0"], ["--model", "/no/such/folder"], ["--config", "/no/such/file"]])
+def test_the_bench_of_changes_refuses_wrong_arguments_before_it_begins(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        change.main(words)

@@ -1,0 +1,184 @@
+"""`python -m tests.bench.change [--model FOLDER ..] [--pause-s N] [--changes N] [--smallest]`: what a change of model waits for.
+
+A real daemon whose node has room for one model at a time, and requests by its gateway, for one model after the other. The daemon's events
+take each change apart: `stays`, until the resident model goes (swap_idle_s, or its stay against models that evict each other in turns),
+`ends`, its requests and its end, `returns`, from its end until the next model is placed (memory that comes back), `loads`, until that is
+READY, and `answers`. Stays and returns are waiting, the rest is work. The daemon's reasons stand below the table.
+
+Without --model it starts the stub engine, whose load takes --load-s. With it, real vLLM: a folder or a hub id for each model; with fewer of
+them than --models several entries are the same one. --pause-s is the time between an answer and the next request: with more than 5
+(swap_idle_s) the resident model counts as idle; with less than half a load the models count as taking turns. Exit status 1: a request was
+not answered, or a change to a model that was not loaded before waited for more than --bar-s beyond what was left of swap_idle_s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sparkd.config import load_config
+from sparkd.placement import offered_gib
+from tests.daemon_process import DaemonProcess
+
+STOPS = ("DRAINING", "STOPPING")
+PARTS = ("stays", "ends", "returns", "loads", "answers")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Seconds. first: whether the model was not loaded before. told: why it waited, in the daemon's words."""
+
+    model: str
+    first: bool
+    status: int
+    stays: float
+    ends: float
+    returns: float
+    loads: float
+    answers: float
+    told: tuple[str, ...]
+
+    @property
+    def waiting(self) -> float:
+        return self.stays + self.returns
+
+    @property
+    def working(self) -> float:
+        return self.ends + self.loads + self.answers
+
+
+def change_of(model: str, first: bool, status: int, asked_s: float, answered_s: float, events: Sequence[Mapping[str, Any]]) -> Change:
+    """events: those since it was asked for, in their order. A part that did not happen takes no time."""
+    states = [(event["at_s"], event["model"], event["data"]["new"]) for event in events if event["kind"] == "state"]
+    goes_s = next((at_s for at_s, name, state in states if name != model and state in STOPS), asked_s)
+    gone_s = next((at_s for at_s, name, state in reversed(states) if name != model and state == "STOPPED"), goes_s)
+    # One that finds no room is placed once more.
+    placed_s = next((at_s for at_s, name, state in reversed(states) if name == model and state == "PLANNED"), gone_s)
+    ready_s = next((at_s for at_s, name, state in reversed(states) if name == model and state == "READY"), placed_s)
+    times = (asked_s, goes_s, gone_s, placed_s, ready_s, answered_s)
+    parts = [max(0.0, after - before) for before, after in pairwise(times)]
+    told = tuple(dict.fromkeys(event["message"] for event in events if event["kind"] in ("waits", "release")))
+    return Change(model, first, status, *parts, told)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    with tempfile.TemporaryDirectory(prefix="sc") as folder:
+        made = DaemonProcess(Path(folder), _settings(Path(folder), options))
+        made.start()
+        try:
+            made.settled()
+            made.ray_connected()
+            changes = _measure(made, options)
+        finally:
+            made.gone()
+    print(json.dumps([asdict(one) for one in changes])) if options.json else _show(changes)
+    idle_s = load_config(options.config, environ={}).swap_idle_s if options.config else 5.0
+    allowed_s = options.bar_s + max(0.0, idle_s - options.pause_s)
+    late = [one for one in changes if one.first and one.waiting > allowed_s]
+    lost = [one for one in changes if one.status != 200]
+    for one in (*late, *lost):
+        print(
+            f"MISSED: {one.model} was answered with {one.status} and waited for {one.waiting:.1f} s; the bar is {allowed_s:.1f} s",
+            file=sys.stderr,
+        )
+    return int(bool(late or lost))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", default=[], help="a folder or a hub id, for real vLLM; may be given again")
+    parser.add_argument("--models", type=int, default=2, help="how many models take turns (2)")
+    parser.add_argument("--changes", type=int, default=4, help="how many changes are measured (4)")
+    parser.add_argument("--pause-s", type=float, default=6.0, help="seconds between an answer and the next request (6)")
+    parser.add_argument("--load-s", type=float, default=4.0, help="how long the stub engine loads (4)")
+    parser.add_argument("--bar-s", type=float, default=2.0, help="what a change to a fresh model may wait (2)")
+    parser.add_argument("--config", type=Path, help="a sparkd.yaml whose keys are used besides, without `models`")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="how long one request may take (1800)")
+    parser.add_argument("--smallest", action="store_true", help="one change with the stub engine, about half a minute")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.models < 2 or options.changes < 1:
+        parser.error("at least two models and one change are needed")
+    if options.config and not options.config.is_file():
+        parser.error(f"--config: {options.config} is no file")
+    for model in options.model:
+        if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+            parser.error(f"--model: {model} is no folder")
+    if options.smallest:
+        options.model, options.models, options.changes, options.load_s = [], 2, 1, 1.0
+    return options
+
+
+def _settings(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    given: dict[str, Any] = yaml.safe_load(options.config.read_text()) or {} if options.config else {}
+    given.pop("models", None)
+    sources = [str(Path(one).expanduser().resolve()) if Path(one).expanduser().is_dir() else one for one in options.model]
+    if not sources:
+        (folder / "model").mkdir()
+        sources = [str(folder / "model")]
+        given["engine"] = {"entrypoint": "workers.stub", "env": {"SPARKD_STUB_START_DELAY_S": str(options.load_s)}} | given.get(
+            "engine", {}
+        )
+    # More than half of what the node lends: no two have room.
+    room = offered_gib(load_config(options.config, environ={}) if options.config else load_config(None, environ={})) // 2 + 1
+    keys = {"memory_gib": room, "wait_for_load_s": options.limit_s}
+    models = {f"m{number}": {"model": sources[number % len(sources)]} | keys for number in range(options.models)}
+    return given | {"models": models}
+
+
+def _measure(made: DaemonProcess, options: argparse.Namespace) -> list[Change]:
+    changes: list[Change] = []
+    for number in range(options.changes + 1):
+        model = f"m{number % options.models}"
+        if number:
+            time.sleep(options.pause_s)
+        after = max((event["seq"] for event in _events(made, 0)), default=0)
+        asked_s = time.time()
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+        response = made.client.post("/v1/chat/completions", json=body, timeout=options.limit_s + 60)
+        answered_s = time.time()
+        events = [event for event in _events(made, after) if event["at_s"] <= answered_s]
+        changes.append(change_of(model, number < options.models, response.status_code, asked_s, answered_s, events))
+    # The first one found an empty node: that is no change.
+    return changes[1:]
+
+
+def _events(made: DaemonProcess, after: int) -> list[dict[str, Any]]:
+    """Those that came after the one with this number."""
+    events: list[dict[str, Any]] = []
+    while page := made.client.get("/admin/v1/events", params={"after": after, "limit": 1000}).json()["events"]:
+        events += page
+        after = page[-1]["seq"]
+    return events
+
+
+def _show(changes: Sequence[Change]) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("change to", *PARTS, "waiting s", "work s"):
+        table.add_column(name, justify="left" if name == "change to" else "right")
+    for one in changes:
+        parts = (f"{getattr(one, name):.1f}" for name in PARTS)
+        table.add_row(one.model + (", for the first time" if one.first else ""), *parts, f"{one.waiting:.1f}", f"{one.working:.1f}")
+    console = Console(width=120)
+    console.print(table)
+    for number, one in enumerate(changes, 1):
+        for message in one.told:
+            console.print(f"{number}. {one.model}: {message}", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
