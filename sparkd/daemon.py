@@ -43,7 +43,7 @@ from sparkd.state import Store, Want
 from sparkd.supervisor import Supervisor
 from sparkd.systemd import Systemd
 from sparkd.upstream import Upstream
-from workers import memlock
+from workers import memlock, processes
 
 log = logging.getLogger("sparkd")
 
@@ -70,6 +70,8 @@ class Options:
 
 def serve(config: Config, options: Options) -> None:
     """Run until a signal ends it. Raises ConfigError or StateError for what is wrong before anything was started."""
+    if not processes.hide():
+        log.warning("other processes of this user can read the daemon's keys in its memory: the kernel refused PR_SET_DUMPABLE")
     _allow_many_files()
     if unlocked := memlock.lock():
         log.warning("the daemon's memory may be paged out: %s", unlocked)

@@ -135,9 +135,9 @@ def test_the_user_and_the_folders(stage: Stage) -> None:
 
     key = stage.root / "etc/sparkd/admin.key"
     key.touch(mode=0o644)
-    kept, scratch = stage.root / "var/lib/sparkd/state.db", stage.root / "var/lib/sparkd/tmp/left-over"
-    scratch.parent.mkdir(parents=True)
+    kept, scratch = stage.root / "var/lib/sparkd/state.db", stage.root / "var/lib/sparkd-tmp/left-over"
     for path in (kept, scratch):
+        path.parent.mkdir(parents=True)
         path.touch()
     made = call(tool("systemd-tmpfiles"), f"--root={stage.root}", "--create", "--remove", "--boot", lib / "tmpfiles.d/sparkd.conf")
     # 65 is a line that cannot be parsed (systemd-tmpfiles(8)); without root it cannot give folders away, and says so with 73.

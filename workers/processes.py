@@ -28,7 +28,7 @@ PROC = "/proc"
 # What the reader lacks, and says nothing of what is read: a process that could not be looked at for it may well live.
 LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 4, 15, 36, 37  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,17 @@ def prctl(option: int, value: Any) -> bool:
         return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
     except (OSError, AttributeError):
         return False
+
+
+def hide() -> bool:
+    """Closes this process's environment, memory, open files and root folder to other processes of its user, which may be engines with a
+    model's own code; False where the kernel refuses. Its files in /proc are root's from here on: its own environ and oom_score_adj are
+    closed to itself too, while fd, maps and status stay open to it (ptrace(2), PR_SET_DUMPABLE(2const)). A child that it starts is seen
+    as before, and has none of it.
+    """
+    import ctypes
+
+    return prctl(PR_SET_DUMPABLE, ctypes.c_ulong(0))
 
 
 def send(who: Identity, number: signal.Signals) -> bool:

@@ -129,6 +129,32 @@ def test_what_the_sandboxes_leave(machine: Machine) -> None:
     assert rank["notify"] is None
 
 
+def test_an_engine_cannot_reach_the_keys_by_proc(machine: Machine) -> None:
+    """Both units run as one user. Without the capability that only the daemon's unit has, the rank reads them."""
+    assert machine.ask("4000")["credentials"]["admin.key"]
+    assert machine.ask(RANK)["keys"] == []
+    machine.drop_in(DAEMON, "[Service]\nAmbientCapabilities=")
+    machine.run("systemctl", "restart", DAEMON)
+    machine.ask("4000")
+    assert machine.ask(RANK)["keys"]
+    machine.undo(DAEMON)
+    machine.run("systemctl", "restart", DAEMON)
+    machine.ask("4000")
+    assert machine.ask(RANK)["keys"] == []
+
+
+def test_the_services_user_cannot_keep_the_units_from_starting_by_a_link(machine: Machine) -> None:
+    """In every folder that systemd makes or binds for the units, as the user whose they are."""
+    folders = ("/var/lib/sparkd", "/var/lib/sparkd/tmp", "/var/lib/sparkd-tmp", "/run/sparkd", "/var/log/sparkd")
+    for folder in folders:
+        plant = f"mv {folder} {folder}.before; rmdir {folder}; ln -s /etc {folder}; ln -s /etc {folder}/tmp; true"
+        machine.run("sh", "-c", plant, user="sparkd")
+    for unit in (RAY, DAEMON):
+        machine.run("systemctl", "restart", unit)
+    assert [machine.show(unit, "ActiveState") for unit in (RAY, DAEMON)] == ["active", "active"]
+    assert machine.ask(RANK)["tmp_is_kept"]
+
+
 def test_daemon_reads_what_adoption_needs(machine: Machine) -> None:
     """ProtectProc=invisible hides other users' processes; PrivateUsers= would hide the ranks too (another user namespace)."""
     assert machine.ask("4000")["sees_rank"]

@@ -100,7 +100,9 @@ def rank() -> None:
         listener.listen()
         (RUN / "rank.pid").write_text(str(os.getpid()))
         facts = {"pid": os.getpid(), "notify": os.environ.get("NOTIFY_SOCKET"), "writable": writable()}
-        answer(listener, facts, lambda: {"tmp_is_kept": Path("/tmp/of-the-rank").exists(), "cgroup": Path("/proc/self/cgroup").read_text()})
+        kept = Path("/tmp/of-the-rank")
+        now = lambda: {"tmp_is_kept": kept.exists(), "cgroup": Path("/proc/self/cgroup").read_text(), "keys": keys_in_reach()}  # noqa: E731
+        answer(listener, facts, now)
 
 
 def ask() -> None:
@@ -142,6 +144,19 @@ def answer(listener: socket.socket, facts: dict[str, Any], now: Callable[[], dic
 
 def writable() -> list[str]:
     return [place for place in PLACES if os.access(place, os.W_OK)]
+
+
+def keys_in_reach() -> list[str]:
+    """Where an engine can read what only the daemon is shown: by the root folder, the environment or the memory of another process."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        for place in ("root/run/credentials/sparkd.service/admin.key", "cwd/../../../run/credentials/sparkd.service/admin.key"):
+            try:
+                if (process / place).read_bytes():
+                    found.append(f"{process}/{place}")
+            except OSError:
+                continue
+    return found
 
 
 def rank_pid() -> int:
