@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from sparkd import __version__
-from sparkd.admin_bodies import Loading, Measuring, NewModel, Pulling, Refusal
+from sparkd.admin_bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin_streams import event_stream, followed_log
 from sparkd.admin_upkeep import Reload, register_upkeep
 from sparkd.errors import (
@@ -126,13 +127,16 @@ def _router(
 
     @api.post("/models", status_code=202, summary="Add a model that the configuration file does not have, and load it")
     async def add(new: NewModel) -> dict[str, Any]:
+        return await take_in(new.name, new.spec, load=new.load, replace=False)
+
+    async def take_in(name: str, spec: dict[str, Any], *, load: bool, replace: bool) -> dict[str, Any]:
         # Else it would be tried again and again. Before anybody can see it.
-        if new.load and not _known(supervisor, new.name) and (why := await supervisor.unusable(new.name, new.spec)):
-            raise CheckpointError(f"{new.name} was not added: {why}")
-        supervisor.add(new.name, new.spec)
-        if not new.load:
-            return {"operation": None, "model": model_body(supervisor.snapshot().models[new.name])}
-        return _accepted(supervisor.want(new.name, Want.RUNNING, "admin"))
+        if load and not _known(supervisor, name) and (why := await supervisor.unusable(name, spec)):
+            raise CheckpointError(f"{name} was not added: {why}")
+        supervisor.add(name, spec, replace=replace)
+        if not load:
+            return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
+        return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/load", status_code=202, summary="Wish a model RUNNING, with the recipe that the body names")
     async def load(name: str, how: Loading | None = None) -> dict[str, Any]:
@@ -168,6 +172,10 @@ def _router(
     @api.get("/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
         return model_body(supervisor.snapshot().models[supervisor.record(name).name])
+
+    @api.put("/models/{name:path}", status_code=202, summary="Change a model that was added here, or add it")
+    async def change(name: Annotated[str, PathParameter(max_length=MAX_NAME)], changed: ChangedModel) -> dict[str, Any]:
+        return await take_in(name, changed.spec, load=changed.load, replace=True)
 
     @api.delete("/models/{name:path}", status_code=202, summary="Unload and forget a model that was added here")
     async def remove(name: str) -> dict[str, Any]:
@@ -212,7 +220,7 @@ def _router(
             return supervisor.record(name).spec if _known(supervisor, name) else None
 
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
-        return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight)
+        return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight, supervisor.model_places())
 
     @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
     async def events(

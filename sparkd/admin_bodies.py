@@ -16,26 +16,40 @@ def _revision(value: str) -> str:
         raise ValueError("a branch, a tag or a commit of the hub is expected")
     return value
 
+MAX_NAME = 128
+
+
+def _shallow(spec: dict[str, Any]) -> dict[str, Any]:
+    """As deep as the configuration file may be: what is deeper could be kept, and then not be shown to anybody."""
+    level: list[Any] = [spec]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _members(outer)]
+    if level:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    return spec
+
 
 class NewModel(BaseModel):
     """A model that the configuration file does not have. `spec` has the keys of a model in sparkd.yaml."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(max_length=128)
+    name: str = Field(max_length=MAX_NAME)
     spec: dict[str, Any]
     load: bool = True
 
-    @field_validator("spec")
-    @classmethod
-    def _shallow(cls, spec: dict[str, Any]) -> dict[str, Any]:
-        """As deep as the configuration file may be: what is deeper could be kept, and then not be shown to anybody."""
-        level: list[Any] = [spec]
-        for _ in range(MAX_DEPTH):
-            level = [inner for outer in level for inner in _members(outer)]
-        if level:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        return spec
+    _shallow = field_validator("spec")(_shallow)
+
+
+class ChangedModel(BaseModel):
+    """What a model that was added, or is to be, shall be from now on. load: wish it RUNNING; an engine that runs is started again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    spec: dict[str, Any]
+    load: bool = False
+
+    _shallow = field_validator("spec")(_shallow)
 
 
 class Loading(BaseModel):

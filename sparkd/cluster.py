@@ -203,7 +203,8 @@ class Cluster:
 
     async def unusable(self, spec: ModelConfig) -> str | None:
         """Why there is no model to start, as a sentence, by a look at its folder or what its hub says; None where nobody can tell."""
-        if why := await asyncio.to_thread(unusable, spec.model, vllm=spec.runs_vllm(self._config.engine)):
+        vllm, places = spec.runs_vllm(self._config.engine), self._config.model_places()
+        if why := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
             return why
         try:
             await self._siting.refuse_absent(self._config, spec)

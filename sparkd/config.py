@@ -52,12 +52,13 @@ from sparkd.errors import ConfigError
 from sparkd.installed import dropped
 from sparkd.keys import Keys, load_keys
 from sparkd.model_config import ModelConfig, config_hash
-from sparkd.model_folder import unusable
+from sparkd.model_folder import places_of, unusable
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
 from sparkd.uncounted import reserved_whole
 from sparkd.vllm_table import refused
 from sparkd.yamlfile import Place, Problem
+from workers.hub_cache import cache_places
 
 __all__ = ["Config", "ModelConfig", "Problem", "check", "config_hash", "is_loopback", "load_config", "parse_model"]
 
@@ -252,6 +253,11 @@ class Config(Section):
     def start_deadline_s(self, model: ModelConfig) -> float:
         """Seconds from the start of the engine to READY before it counts as failed."""
         return self.health_check_timeout_s if model.health_check_timeout_s is None else model.health_check_timeout_s
+
+    def model_places(self) -> tuple[str, ...]:
+        """Folders below which it is told why there is no model; see model_folder.unusable. Call it on the file's configuration alone."""
+        own = {name: value.get_secret_value() for name, value in self.engine.env.items()}
+        return places_of((model.model for model in self.models.values()), {**cache_places(os.environ), **cache_places(own)})
 
     def with_model(self, model: ModelConfig) -> Config:
         """This configuration with one model added or replaced. Raises ConfigError where one of its names is taken, or the engine's

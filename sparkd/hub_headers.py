@@ -46,7 +46,11 @@ def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], p
 
     environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
     """
-    source = source_of(text)
+    return checkpoint_at(source_of(text), revision, environ, progress)
+
+
+def checkpoint_at(source: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
+    """As checkpoint_of, of an absolute folder or a hub id: a folder of the working directory that is called like it is not meant."""
     if source.startswith("/"):
         return read_checkpoint(source)
     snapshot = snapshot_of(source, revision, environ)

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+
+from workers.hub_cache import hub_cache
 
 # What vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
 _CURE = "check the path in `model`, or use a hub id (owner/name)"
 
 
-def unusable(folder: str, *, vllm: bool) -> str | None:
+def places_of(sources: Iterable[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Where models lie: beside those of the configuration file, whose `sources` these are, and in the hub's cache."""
+    parents = {os.path.dirname(os.path.abspath(source)) for source in sources if source.startswith("/")} - {"/"}
+    return (*sorted(parents), os.path.abspath(hub_cache(environ)))
+
+
+def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) -> str | None:
     """Why not, as a sentence; None where it can be, or where `folder` is a hub id. vllm: what another module reads there is its own affair.
-    Blocks."""
+
+    places: of `places_of`, None for anywhere. Beyond them each reason is told in the same words, because which paths there are is no
+    caller's business. Blocks.
+    """
+    why = _unusable(folder, vllm=vllm)
+    if why is None or places is None or any(os.path.abspath(folder).startswith(f"{place}/") for place in places):
+        return why
+    return f"There is no model at {folder} that sparkd can read: {_CURE}, and let the user that sparkd runs as read it."
+
+
+def _unusable(folder: str, *, vllm: bool) -> str | None:
     if not folder.startswith("/"):
         return None
     if not os.path.isdir(folder):

@@ -66,7 +66,7 @@ def need_of(
     Raises RankError where the runtime is not there, ModelUnusable where the folder is not, or holds no model.
     """
     engine = config.engine
-    if why := unusable(spec.model, vllm=spec.runs_vllm(engine)):
+    if why := unusable(spec.model, vllm=spec.runs_vllm(engine), places=config.model_places()):
         raise ModelUnusable(why)
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)

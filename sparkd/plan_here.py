@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -18,13 +18,13 @@ from sparkd.config import Config
 from sparkd.config_memory import Memory
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
-from sparkd.hub_headers import checkpoint_of
+from sparkd.hub_headers import checkpoint_at, checkpoint_of
 from sparkd.model_config import ModelConfig
+from sparkd.model_folder import unusable
 from sparkd.plan_entry import Entry, entry_of
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
-from sparkd.source import source_of
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
 
@@ -72,10 +72,11 @@ async def planned_here(
     unlinked: Unlinked,
     config: Config | None = None,
     in_sight: int = 1,
+    places: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The plan as plain JSON. find: a model that the daemon knows, by `config`. unlinked: by a number of the daemon's nodes, why no so many
-    may share a model. in_sight: the nodes that answer, over which the daemon would spread an entry that leaves it open. Raises
-    ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
+    may share a model. in_sight: the nodes that answer, over which the daemon would spread an entry that leaves it open. places: see
+    model_folder.unusable. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
     try:
         async with asyncio.timeout(LIMIT_S):
             hardware = await asyncio.to_thread(hardware_here, question.hardware, config)
@@ -85,7 +86,7 @@ async def planned_here(
                 question = question.model_copy(update={"nodes": max(1, in_sight)})
             ours = question.hardware == "node" and _nodes(question, spec) > 1
             told = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
-            return await asyncio.to_thread(_answer, question, hardware, find, told, config)
+            return await asyncio.to_thread(_answer, question, hardware, find, told, config, places)
     except TimeoutError:
         raise _too_slow(question.model) from None
 
@@ -96,6 +97,7 @@ def _answer(
     find: Callable[[str], ModelConfig | None],
     unlinked: Mapping[int, str],
     config: Config | None = None,
+    places: Collection[str] | None = None,
 ) -> dict[str, Any]:
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
@@ -108,7 +110,7 @@ def _answer(
     return answer(
         Question(**question.model_dump(exclude={"hardware"})),
         hardware,
-        lambda name: checkpoint_here(name, find, progress, config),
+        lambda name: checkpoint_here(name, find, progress, config, places),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         unlinked=unlinked,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
@@ -138,18 +140,24 @@ def checkpoint_here(
     find: Callable[[str], ModelConfig | None],
     progress: Callable[[int, int], None] | None = None,
     config: Config | None = None,
+    places: Collection[str] | None = None,
 ) -> tuple[str, Checkpoint, Entry | None]:
     """(folder or hub id, headers, its entry where the daemon knows it); from the hub where this node's cache has not all of it. Blocks.
 
-    find: a model that the daemon knows. progress: as sparkd.hub_headers. Raises ConfigError, CheckpointError.
+    find: a model that the daemon knows. progress: as sparkd.hub_headers. places: see model_folder.unusable. Raises ConfigError,
+    CheckpointError.
     """
     spec = find(name)
-    source = source_of(name) if spec is None else spec.model
+    if spec is None and name.startswith((".", "~")):
+        raise ConfigError("model must be a known name, a hub id or an absolute path, not one that begins with '.' or '~'.", param="model")
+    source = (os.path.abspath(name) if name.startswith("/") else name) if spec is None else spec.model
+    if why := unusable(source, vllm=True, places=places):
+        raise ConfigError(why, param="model")
     entry = entry_of(spec, config) if spec is not None and config is not None else None
     env = {**os.environ, **entry.env} if entry is not None else os.environ
     if not source.startswith("/") and "/" not in source and spec is None:
         raise ConfigError(f"No model is called {name}: give a configured name, a folder, or a hub id (owner/name).", param="model")
-    return source, checkpoint_of(source, spec.revision if spec is not None else None, env, progress), entry
+    return source, checkpoint_at(source, spec.revision if spec is not None else None, env, progress), entry
 
 
 def _too_slow(model: str) -> Unavailable:

@@ -46,6 +46,7 @@ class Record:
         "name",
         "nodes",
         "operation",
+        "origin",
         "progress",
         "promised_at_s",
         "questions",
@@ -75,6 +76,8 @@ class Record:
         self.desired = desired
         self.spec: ModelConfig | None = None
         self.hash: str | None = None
+        # Where its entry is: `file` of the configuration, or `api` of models that were added.
+        self.origin = "file"
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s

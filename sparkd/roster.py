@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -75,6 +76,7 @@ class Roster:
                 self.records[name] = Record(name, desired, self._clock(), self._wall())
             record = self.records[name]
             record.spec, old_hash = spec, record.hash
+            record.origin = "file" if name in base.models else "api"
             record.hash = config_hash(spec, self.config.engine)
             if record.hash != old_hash:
                 record.lack = None
@@ -107,22 +109,34 @@ class Roster:
         self._base.with_model(spec)  # raises what would leave it out
         return spec
 
-    def add(self, name: str, raw: Mapping[str, Any]) -> None:
-        """See Supervisor.add."""
+    def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
+        """See Supervisor.add. What has happened: added, changed, or None where it was there just so."""
         self.judged(name, raw)
+        standing = self._store.specs().get(name)
+        if standing is not None and _text(standing) == _text(raw):
+            return None
+        if standing is not None and not replace:
+            raise Conflict(
+                f"A model {name} was added already, with other keys: PUT /admin/v1/models/{name} changes it, `sparkd rm {name}` ends it."
+            )
         self._store.save_spec(name, raw)
         self.configure(self._base)
+        return "added" if standing is None else "changed"
 
-    def lay_recipe(self, name: str, recipe: str) -> str:
-        """See Supervisor.lay_recipe."""
+    def model_places(self) -> tuple[str, ...]:
+        """See Config.model_places."""
+        return self._base.model_places()
+
+    def lay_recipe(self, name: str, recipe: str) -> tuple[str, str | None]:
+        """See Supervisor.lay_recipe. The model's name, and what has happened as by `add`."""
         known = self._names.get(name, name)
         configured = self._base.models.get(known)
         if configured is None:
-            self.add(known, {**self._store.specs().get(known, {}), "recipe": recipe})
-        elif configured.recipe != recipe:
+            return known, self.add(known, {**self._store.specs().get(known, {}), "recipe": recipe}, replace=True)
+        if configured.recipe != recipe:
             cure = f"set `recipe: {recipe}` there and reload sparkd, or load the recipe under a name that is not taken"
             raise Conflict(f"The model {known} is in the configuration file: {cure}.")
-        return known
+        return known, None
 
     def remove(self, record: Record) -> None:
         """Forget a model that was added by `add`. Raises Conflict for one of the configuration file."""
@@ -232,6 +246,7 @@ class Roster:
             generation=record.desired.generation,
             since_s=since_s,
             created_at_s=self._started_at_s,
+            origin=record.origin,
             reason=record.reason,
             message=record.message,
             progress=_without_cache(record.progress) if record.state is ModelState.FAILED else record.progress,
@@ -251,6 +266,11 @@ class Roster:
             adopted=record.adopted,
             parsers=None if gone or record.handle is None else record.handle.parsers,
         )
+
+
+def _text(spec: Mapping[str, Any]) -> str:
+    """To be compared, as the database keeps it."""
+    return json.dumps(dict(spec), sort_keys=True)
 
 
 def _without_cache(progress: Progress | None) -> Progress | None:

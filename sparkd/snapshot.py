@@ -18,6 +18,7 @@ class ModelView:
     doubt: why its engine is under suspicion while it is READY or DRAINING: it was asked a question and has not answered yet (sparkd.pulse).
     adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody kept that.
     parsers: the fields of a sparkd.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
+    origin: where its entry is: `file`, the configuration's, or `api`, which it was added by.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
@@ -52,6 +53,7 @@ class ModelView:
     turn: int | None = None
     doubt: str | None = None
     adopted: bool = False
+    origin: str = "file"
     parsers: Mapping[str, str | None] | None = None
 
     def loading(self) -> dict[str, Any]:

@@ -184,24 +184,30 @@ class Supervisor:
         self.ledger.operation(operation_id)
         return self.ledger.operations(self._roster.records)[operation_id]
 
-    def add(self, name: str, raw: Mapping[str, Any]) -> None:
+    def add(self, name: str, raw: Mapping[str, Any], *, replace: bool = False) -> None:
         """Take in a model that the configuration file does not have. Adding the same again changes nothing.
 
-        Raises ConfigError for a specification that cannot be used, Conflict for a name that the file or another model has.
+        replace: other keys for one that was added before. Raises ConfigError for a specification that cannot be used, Conflict for a name
+        that the file or another model has, or that was added with other keys.
         """
-        self._roster.add(name, raw)
+        self._tell_change(name, self._roster.add(name, raw, replace=replace))
         self.wake()
 
     async def unusable(self, name: str, raw: Mapping[str, Any]) -> str | None:
         """Why `add` would take in what is no model; see Cluster.unusable. Raises as `add`."""
         return await self._cluster.unusable(self._roster.judged(name, raw))
 
+    def model_places(self) -> tuple[str, ...]:
+        """See Config.model_places."""
+        return self._roster.model_places()
+
     def lay_recipe(self, name: str, recipe: str) -> str:
         """Give an added model this recipe, under the keys that it has; a name that nobody has becomes a model of the recipe alone.
 
         Returns the model's name. Raises as `add`, and Conflict for a model of the configuration file that has not this recipe there.
         """
-        known = self._roster.lay_recipe(name, recipe)
+        known, change = self._roster.lay_recipe(name, recipe)
+        self._tell_change(known, change)
         self.wake()
         return known
 
@@ -215,8 +221,15 @@ class Supervisor:
         self._roster.check_removable(record)
         operation = self.want(record.name, Want.STOPPED, "admin")
         self._roster.remove(record)
+        self._tell_change(record.name, "removed")
         self.wake()
         return operation
+
+    def _tell_change(self, name: str, kind: str | None, origin: str = "api") -> None:
+        """kind: added, changed or removed; None where nothing is."""
+        if kind is not None:
+            how = "The configuration file" if origin == "file" else "The admin API"
+            self.ledger.say(kind, name, f"{how} has {kind} it.", origin=origin)
 
     def next_actions(self) -> list[Action]:
         """What a tick would do now with what the last one saw, without doing it."""
@@ -233,6 +246,9 @@ class Supervisor:
             self.want(name, Want.RUNNING, "config")
         # What these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
         self._roster.try_again(FOR_ITS_OWNER, changes["restarted"])
+        for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
+            for name in changes[how]:
+                self._tell_change(name, kind, "file")
         told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
         self.ledger.say("config", None, f"The configuration was read again{f' ({told})' if told else ''}.")
         self.wake()

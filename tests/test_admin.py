@@ -375,6 +375,45 @@ async def test_a_model_is_added_and_loaded_in_one_step_and_again_is_the_same(tmp
         assert (await made.ask("GET", "/models/new"))["metadata"] == {"deep": [[{"er": [1.5, None]}]]}
 
 
+async def test_a_known_name_is_not_replaced_but_by_put(tmp_path: Path) -> None:
+    """Before: POST replaced it without a word."""
+    async with admin_of(tmp_path) as made:
+
+        def changes() -> list[tuple[str, str | None, str]]:
+            kinds = ("added", "changed", "removed")
+            return [(one.kind, one.model, one.data["origin"]) for one in made.scene.store.events() if one.kind in kinds]
+
+        body = {"name": "new", "spec": {"model": "/y"}, "load": False}
+        for _ in range(2):
+            assert (await made.ask("POST", "/models", 202, json=body))["model"]["origin"] == "api"
+        assert changes() == [("added", "new", "api")], "the same again changes nothing"
+        other = {"model": "/z", "ttl": 5}
+        error = await made.refused("POST", "/models", 409, json={**body, "spec": other})
+        assert error["code"] == "conflict"
+        assert (made.scene.store.specs(), len(changes())) == ({"new": {"model": "/y"}}, 1)
+
+        changed = await made.ask("PUT", "/models/new", 202, json={"spec": other})
+        assert (changed["operation"], changed["model"]["source"], changed["model"]["want"]) == (None, "/z", "STOPPED")
+        assert (await made.ask("PUT", "/models/new", 202, json={"spec": other, "load": True}))["kind"] == "load"
+        assert (await made.ask("PUT", "/models/more", 202, json={"spec": other}))["model"]["name"] == "more"
+        await made.ask("DELETE", "/models/more", 202)
+        assert changes() == [("added", "new", "api"), ("changed", "new", "api"), ("added", "more", "api"), ("removed", "more", "api")]
+        assert (await made.ask("GET", "/models/m"))["origin"] == "file"
+        for name in ("m", "gpt-4o"):
+            await made.refused("PUT", f"/models/{name}", 409, json={"spec": other})
+        await made.refused("PUT", f"/models/{'n' * 129}", 400, json={"spec": other})
+
+
+async def test_an_engine_whose_model_was_changed_is_started_again(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        await made.ask("POST", "/models", 202, json={"name": "new", "spec": {"model": "/y"}})
+        await make_ready(made.scene, "new")
+        made.scene.cluster.log.clear()
+        await made.ask("PUT", "/models/new", 202, json={"spec": {"model": "/y", "max_model_len": 64}})
+        await made.scene.tick(4)
+        assert [line for line in made.scene.cluster.log if line.startswith(("destroy", "spawn"))] == ["destroy new", "spawn new"]
+
+
 async def test_a_folder_that_holds_no_model_is_not_added_to_be_loaded_and_one_that_is_known_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -620,8 +659,8 @@ async def test_paths_that_are_not_there(tmp_path: Path, path: str) -> None:
     [
         ("PUT", "/models", "GET, POST"),
         ("DELETE", "/models", "GET, POST"),
-        ("PATCH", "/models/m", "GET, DELETE"),
-        ("POST", "/models/m", "GET, DELETE"),
+        ("PATCH", "/models/m", "GET, PUT, DELETE"),
+        ("POST", "/models/m", "GET, PUT, DELETE"),
         ("PUT", "/operations/x", "GET, DELETE"),
         ("POST", "/events", "GET"),
         ("DELETE", "/status", "GET"),
@@ -778,7 +817,8 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             ("/status", "get"), ("/nodes", "get"), ("/fabric", "get"), ("/doctor", "get"), ("/memory", "get"), ("/plan", "get"),
             ("/incidents", "get"), ("/incidents/{incident_id}", "get"), ("/reload", "post"), ("/fabric/measure", "post"),
             ("/plan", "post"), ("/events", "get"), ("/operations", "get"),
-            ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"), ("/models/{name}/log", "get"),
+            ("/models", "get"), ("/models", "post"), ("/models/{name}", "get"), ("/models/{name}", "delete"),
+            ("/models/{name}", "put"), ("/models/{name}/log", "get"),
             ("/models/{name}/load", "post"), ("/models/{name}/unload", "post"),
             ("/models/{name}/pull", "post"), ("/recipes", "get"), ("/recipes/{name}", "get"),
             ("/operations/{operation_id}", "get"), ("/operations/{operation_id}", "delete"),

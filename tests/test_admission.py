@@ -458,6 +458,8 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").touch()
+    # Beside a model of the file, why there is none is told.
+    config = config.model_copy(update={"models": {"m": spec_of(tmp_path / "m")}})
     for name, why in (("gone", "is not on this node"), ("empty", "is empty, so it holds no model"), ("notes", "has neither config.json")):
         with pytest.raises(ModelUnusable, match=why):
             need_of(spec_of(tmp_path / name), config, Runtime("e"), 100.0, 100.0)

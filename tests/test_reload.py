@@ -118,6 +118,11 @@ async def test_models_come_go_and_change_with_it(tmp_path: Path) -> None:
         changes = made.supervisor.reconfigure(of(made, m={"ttl": 7}, new={"preload": True}))
         assert changes == {"added": [], "removed": ["other"], "restarted": [], "adjusted": ["m"]}
         assert made.supervisor.snapshot().models["new"].want is Want.STOPPED, "an operator's unload stands"
+        told = [(one.kind, one.model, one.data["origin"]) for one in made.store.events() if one.kind in ("added", "changed", "removed")]
+        assert told == [
+            ("added", "new", "file"), ("added", "other", "file"), ("changed", "m", "file"), ("changed", "m", "file"),
+            ("removed", "other", "file"),
+        ]  # fmt: skip
 
 
 async def test_why_one_was_refused_stays_to_be_read_until_one_is_taken(tmp_path: Path) -> None:
