@@ -16,6 +16,7 @@ from workers.guard import LEVELS
 _models: set[str] = set()
 _nodes: set[str] = set()
 _reasons: dict[str, set[str]] = {}
+_infos: dict[str, tuple[str, ...]] = {}
 
 
 def show(snapshot: Snapshot) -> None:
@@ -65,9 +66,21 @@ def _show_model(view: ModelView) -> None:
     for state in ModelState:
         metrics.MODEL_STATE.labels(view.name, state.value).set(1 if view.state is state else 0)
     metrics.QUEUE_DEPTH.labels(view.name).set(view.queued)
+    _show_info(view)
     if view.progress:
         _show_load(view.name, view.progress)
     _show_kv(view.name, (view.progress.kv if view.progress else None) or {})
+
+
+def _show_info(view: ModelView) -> None:
+    """One series a model; the one before goes when a label changes. A folder's path is nobody's business who scrapes."""
+    source = view.source.rstrip("/").rpartition("/")[2] if view.source.startswith(("/", "~", ".")) else view.source
+    quantize = view.quantize if isinstance(view.quantize, str) else "mapping" if view.quantize else ""
+    labels = (view.name, source, quantize, str(view.max_model_len or ""), str(len(view.ranks)))
+    if (before := _infos.get(view.name)) not in (None, labels):
+        _remove(metrics.MODEL_INFO, *before)
+    _infos[view.name] = labels
+    metrics.MODEL_INFO.labels(*labels).set(1)
 
 
 def _show_load(model: str, progress: Progress) -> None:
@@ -180,6 +193,8 @@ _OF_A_NODE = (
 def _forget_model(model: str) -> None:
     for state in ModelState:
         _remove(metrics.MODEL_STATE, model, state.value)
+    if labels := _infos.pop(model, None):
+        _remove(metrics.MODEL_INFO, *labels)
     for reason in _reasons.pop(model, set()):
         _remove(metrics.MODEL_FAILURES, model, reason)
     for action in ("kill", "evict", "shed"):

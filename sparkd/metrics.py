@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import platform
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Info,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
+
+from sparkd import __version__
 
 # Else every series comes with a second one that holds its time of birth, which nobody draws.
 disable_created_metrics()
@@ -20,6 +26,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LOADS = (5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 2400)
+
+# The daemon itself. process_*: its CPU time, memory and descriptors, under the names that Prometheus's own clients give them.
+BUILD_INFO = Info("sparkd_build", "The daemon's release, and the Python that it runs on.", registry=REGISTRY)
+BUILD_INFO.info({"version": __version__, "python": platform.python_version()})
+ProcessCollector(registry=REGISTRY)
 
 # The data plane. `model` is a configured name, "" or "unknown"; `route` is a path of the route table or "none".
 REQUESTS = Counter(
@@ -62,6 +73,12 @@ ACCEPT_RESTS = Counter("sparkd_accept_rests", "Times no client was accepted for 
 
 # Models.
 MODEL_STATE = Gauge("sparkd_model_state", "1 for the state that the model is in, else 0.", ("model", "state"), registry=REGISTRY)
+MODEL_INFO = Gauge(
+    "sparkd_model_info",
+    "1: what a model is. source: its hub id, or the name of its folder; nodes: how many its engine runs on, 0 while it has none.",
+    ("model", "source", "quantize", "max_model_len", "nodes"),
+    registry=REGISTRY,
+)
 MODEL_LOAD_SECONDS = Histogram(
     "sparkd_model_load_seconds", "From the start of the ranks to READY.", ("model",), buckets=_LOADS, registry=REGISTRY
 )
@@ -145,6 +162,12 @@ NODE_MEMORY_LEVEL = Gauge(
 )
 ENGINE_HOST_BYTES = Gauge(
     "sparkd_engine_host_bytes", "Anonymous memory of the engine's processes on a node.", ("model", "node"), registry=REGISTRY
+)
+ENGINE_METRICS_AGE_SECONDS = Gauge(
+    "sparkd_engine_metrics_age_seconds",
+    "Since the engine's own series (vllm:*) were fetched last, or since it was first asked; they are left out after 30 s.",
+    ("model", "node"),
+    registry=REGISTRY,
 )
 ENGINE_DEVICE_BYTES = Gauge(
     "sparkd_engine_device_bytes", "Memory of its processes on the device, as nvidia-smi says.", ("model", "node"), registry=REGISTRY

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import aiohttp
 
+from sparkd import metrics
 from sparkd.upstream import Upstream
 
 EVERY_S = 5.0
@@ -38,6 +39,8 @@ class Scraper:
         self._clock = clock
         self._pages: dict[tuple[str, str], tuple[float, str]] = {}
         self._text = b""
+        # By (model, node): when its page came last, or when it was first asked for one.
+        self._fresh_at_s: dict[tuple[str, str], float] = {}
 
     async def run(self) -> None:
         while True:
@@ -50,16 +53,24 @@ class Scraper:
         async with asyncio.TaskGroup() as tasks:
             fetches = {(model, node): tasks.create_task(page_of(upstream)) for model, node, upstream in targets}
         now_s = self._clock()
+        for gone in self._fresh_at_s.keys() - fetches.keys():
+            del self._fresh_at_s[gone]
         for key, fetch in fetches.items():
             page = fetch.result()
+            self._fresh_at_s.setdefault(key, now_s)
             if page is not None:
                 self._pages[key] = (now_s, page)
+                self._fresh_at_s[key] = now_s
         self._pages = {key: (at_s, page) for key, (at_s, page) in self._pages.items() if key in fetches and now_s - at_s <= KEEP_S}
         pages = {key: page for key, (_, page) in self._pages.items()}
         # Milliseconds for a page of an engine: not between two chunks of somebody's stream.
         self._text = (await asyncio.to_thread(merge, pages)).encode() if pages else b""
 
     def text(self) -> bytes:
+        """What the engines said last; how old that is goes into our own series."""
+        metrics.ENGINE_METRICS_AGE_SECONDS.clear()
+        for key, at_s in self._fresh_at_s.items():
+            metrics.ENGINE_METRICS_AGE_SECONDS.labels(*key).set(self._clock() - at_s)
         return self._text
 
 

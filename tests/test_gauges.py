@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sparkd import gauges, metrics
+from sparkd import __version__, gauges, metrics
 from sparkd.snapshot import ModelView, NodeView, Snapshot
 from sparkd.state import ModelState, Progress, Reading
 from tests.gateway.fakes import view
@@ -195,3 +195,23 @@ def test_swaps_go_with_their_model() -> None:
     assert shown("sparkd_swaps", model="m") == {"_total": 1.0}
     gauges.show(snapshot())
     assert shown("sparkd_swaps", model="m") == {}
+
+
+def test_what_a_model_is_stands_in_one_series_and_no_folder_in_it() -> None:
+    gauges.show(snapshot(view("m", source="/srv/secret/qwen3", quantize="nvfp4", max_model_len=4096)))
+    assert shown("sparkd_model_info", model="m") == {"4096 0 nvfp4 qwen3": 1.0}
+
+    gauges.show(snapshot(view("m", source="Qwen/Qwen3-8B", quantize={"experts": "nvfp4"}, max_model_len=None)))
+    assert shown("sparkd_model_info", model="m") == {"0 mapping Qwen/Qwen3-8B": 1.0}
+
+    gauges.show(snapshot())
+    assert shown("sparkd_model_info", model="m") == {}
+
+
+def test_the_build_and_the_daemons_own_process() -> None:
+    families = {each.name: each for each in text_string_to_metric_families(metrics.text().decode())}
+
+    (build,) = families["sparkd_build_info"].samples if "sparkd_build_info" in families else families["sparkd_build"].samples
+    assert (build.value, build.labels["version"]) == (1.0, __version__)
+    assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
+    assert families["process_open_fds"].samples[0].value > 0

@@ -179,6 +179,13 @@ async def test_pages_come_from_every_engine_with_its_key() -> None:
         assert made["a"].heard[0].headers["authorization"] == f"Bearer {'k' * 32}"
 
 
+def ages(scraper: Scraper) -> dict[str, float]:
+    """By model, seconds since its engine's page came, as a scrape shows it."""
+    scraper.text()
+    (family,) = metrics.ENGINE_METRICS_AGE_SECONDS.collect()
+    return {sample.labels["model"]: sample.value for sample in family.samples}
+
+
 async def test_a_hanging_engine_delays_nobody_and_its_last_page_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "TIMEOUT_S", 0.5)
     clock = FakeClock()
@@ -201,6 +208,15 @@ async def test_a_hanging_engine_delays_nobody_and_its_last_page_grows_old(monkey
         clock.now_s += 1
         await scraper.once()
         assert running(scraper.text()) == {"b": 3.0}
+        assert ages(scraper) == {"a": KEEP_S + 1, "b": 0.0}
+
+        clock.now_s += 2
+        assert ages(scraper) == {"a": KEEP_S + 3, "b": 2.0}
+        there = list(targets)
+        targets.clear()
+        await scraper.once()
+        assert ages(scraper) == {}
+        targets.extend(there)
 
 
 async def test_what_is_no_page_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

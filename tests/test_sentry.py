@@ -31,7 +31,7 @@ from tests import memory_hog
 from tests.fakes import FakeCluster, scene
 from tests.memory_hog import show
 from tests.ranks import until
-from workers import holders, incidents, memlock
+from workers import holders, incidents, memlock, sentry
 from workers.agent import Agent
 from workers.holders import device_bytes
 from workers.vitals import Vitals
@@ -357,3 +357,17 @@ def test_memory_is_locked_where_that_is_allowed_and_else_it_says_why() -> None:
     assert (locked > 0) is done.stdout.startswith("None")
     assert "None" in done.stdout or "LimitMEMLOCK=infinity" in done.stdout or "refused" in done.stdout
     assert memlock.MCL_ONFAULT == 4
+
+
+def test_a_gpu_with_memory_of_its_own_tells_what_it_draws_and_holds_nothing_of_the_hosts(
+    agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentry, "shares_memory", lambda: False)
+    monkeypatch.setattr(holders, "DEVICE_COMMAND", ("false",))
+    monkeypatch.setattr(holders, "GPU_COMMAND", ("echo", "412.5, 96, 60"))
+    monkeypatch.setattr(holders, "DEVICE_EVERY_S", 0.0)
+    agent = agents.start()
+    started(agent, folder)
+    until(lambda: agent.sentry.reading.get("gpu_power_w") == 412.5)
+    assert (agent.sentry.reading["gpu_celsius"], agent.sentry.reading["device_trouble"]) == (60.0, None)
+    assert fact_of(agent)["device_bytes"] == 0

@@ -50,7 +50,8 @@ class Held:
 class Holders:
     """`ranks` is replaced whole by each `refresh`. device_trouble: why nvidia-smi says nothing, None where it does or is not there.
 
-    unified: whether the node's GPU shares the host's memory, or that is not known.
+    unified: whether the node's GPU shares the host's memory, or that is not known. On a GPU with memory of its own, what it holds is
+    nothing that the host gets back: `has_device` is False there, and the GPU is asked for what it draws alone.
     """
 
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
@@ -58,8 +59,8 @@ class Holders:
         self.device_trouble: str | None = None
         # Of the first GPU: gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it says.
         self.gpu: dict[str, float] = {}
-        # On a device with memory of its own, what it holds is nothing that the host gets back.
         self.has_device = unified
+        self._can_ask = True
         self._run_dir = run_dir
         self._fds: dict[Identity, int] = {}
         self._retired: list[tuple[float, int]] = []
@@ -74,7 +75,7 @@ class Holders:
         if not ids:
             # Nobody is asked, so nobody answers.
             self.gpu, self.device_trouble = {}, None
-        if ids and ask_device and self.has_device and now_s - self._asked_at_s >= DEVICE_EVERY_S:
+        if ids and ask_device and self._can_ask and now_s - self._asked_at_s >= DEVICE_EVERY_S:
             self._asked_at_s = now_s
             self._ask_device()
         found, kept = [], set()
@@ -143,13 +144,14 @@ class Holders:
         if stuck():
             # One that hangs is enough: the next would hang beside it.
             return
-        answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S)
+        answer = ask(DEVICE_COMMAND, DEVICE_TIMEOUT_S) if self.has_device else ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
         if answer.trouble and answer.trouble.endswith("is not installed"):
-            self.has_device = False
+            self.has_device = self._can_ask = False
             return
-        if answer.trouble is None:
+        if answer.trouble is None and self.has_device:
             self._device = device_bytes(answer.text.splitlines())
             answer = ask(GPU_COMMAND, DEVICE_TIMEOUT_S)
+        if answer.trouble is None:
             self.gpu = gpu_of(answer.text)
         self.device_trouble = answer.trouble
 
