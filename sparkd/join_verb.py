@@ -257,12 +257,12 @@ def _end(config: Config, node_ip: str) -> None:
 def _offered_address(config: Config, path: Path | None) -> str:
     """host:port under which others reach this head. Raises ConfigError with what to write where there is none yet."""
     from sparkd.config import is_loopback
-    from sparkd.join_head import PORT
-    from sparkd.rayhead import is_here
 
     if (found := _joined(config)) is not None:
         raise ConfigError(f"This node has joined {found.address}: run `sparkd token` there.")
     if config.cluster.address is not None:
+        from sparkd.rayhead import is_here
+
         if not is_here(config.cluster.address.rpartition(":")[0].strip("[]")):
             raise ConfigError(f"This node joins {config.cluster.address}: run `sparkd token` there.")
         return config.cluster.address
@@ -271,6 +271,8 @@ def _offered_address(config: Config, path: Path | None) -> str:
         return f"{node_ip}:{port}"
     if running := _running_address(config):
         return running
+    from sparkd.join_head import PORT
+
     rail = _own_rail() if node_ip is None or is_loopback(node_ip) else (node_ip, "")
     settings = f"cluster: {{node_ip: {rail[0] if rail else 'THIS NODE ON THE CABLE'}, port: {port or PORT}}}"
     from_where = f" {rail[0]} is {rail[1]}'s." if rail and rail[1] else ""

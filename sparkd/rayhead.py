@@ -19,8 +19,8 @@ from typing import Any
 
 from sparkd import __version__
 from sparkd.errors import RayUnavailable
-from workers.agent import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
+from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
 from workers.processes import LACKS
 
 MARK = "SPARKD_RAY_DIR"

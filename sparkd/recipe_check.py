@@ -82,8 +82,9 @@ def load(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, lis
             raw = file.read(MAX_BYTES + 1)
     except OSError:
         return read_recipe(path, environ)  # says why
-    if not is_foreign(parse(raw, str(path), {}).table):
-        return parse_recipe(path.stem, raw, str(path), environ)
+    ours = parse_recipe(path.stem, raw, str(path), environ)
+    if ours[0] is not None or not is_foreign(parse(raw, str(path), {}).table):
+        return ours
     try:
         found = imported(raw, str(path))
     except ConfigError as error:

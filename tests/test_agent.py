@@ -27,7 +27,7 @@ from sparkd.state import RankHandle
 from tests.daemon_process import ROOT
 from tests.ranks import until
 from workers import agent as module
-from workers import rank
+from workers import node_variables, rank
 from workers.agent import Agent, _make_key
 
 FIXTURES = Path(__file__).parent / "fixtures" / "meminfo"
@@ -63,7 +63,7 @@ def test_its_folders_are_for_this_user_only(made: Agent) -> None:
 def test_another_node_keeps_its_own_folders(
     folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, told: bool, folders: str
 ) -> None:
-    for name, variable in (("run", module.NODE_RUN_DIR), ("log", module.NODE_LOG_DIR)):
+    for name, variable in (("run", node_variables.NODE_RUN_DIR), ("log", node_variables.NODE_LOG_DIR)):
         monkeypatch.delenv(variable, raising=False)
         if told:
             monkeypatch.setenv(variable, str(folder / "own" / name))
@@ -88,13 +88,13 @@ def test_it_tells_what_its_node_s_network_is(made: Agent) -> None:
 
 
 def test_what_sparkd_told_its_ray_is_not_taken_for_the_operators_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {module.NODE_LINKS: "GLOO_SOCKET_IFNAME,NCCL_DEBUG", "GLOO_SOCKET_IFNAME": "eth0", "MAX_JOBS": "8"}.items():
+    for name, value in {node_variables.NODE_LINKS: "GLOO_SOCKET_IFNAME,NCCL_DEBUG", "GLOO_SOCKET_IFNAME": "eth0", "MAX_JOBS": "8"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     made = Agent("n", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"))
 
     assert made.fabric()["environment"] == {"MAX_JOBS": "8"}
-    assert not {module.NODE_LINKS, "GLOO_SOCKET_IFNAME"} & os.environ.keys()
+    assert not {node_variables.NODE_LINKS, "GLOO_SOCKET_IFNAME"} & os.environ.keys()
 
 
 def test_it_samples_again_and_again_also_after_a_look_that_failed(folder: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bo
 def test_the_worker_tells_its_own_node_how_it_sized(
     folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, profiles: str | None
 ) -> None:
-    monkeypatch.setenv(module.NODE_KV_DIR, "/ours")
+    monkeypatch.setenv(node_variables.NODE_KV_DIR, "/ours")
     made = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"), elsewhere)
     told = {"bytes": 5, "profiles": profiles and "/theirs"}
     handle = made.spawn(spec(folder, worker_cls="other.Worker", kv_cache=told), False)
@@ -328,7 +328,7 @@ def test_the_worker_tells_its_own_node_how_it_sized(
 def test_the_loader_tells_its_own_node_how_far_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool, cache_dir: str | None
 ) -> None:
-    monkeypatch.setenv(module.NODE_CACHE_DIR, "/ours")
+    monkeypatch.setenv(node_variables.NODE_CACHE_DIR, "/ours")
     made = Agent("127.0.0.1", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"), elsewhere)
     told = {"quantize": {"format": "fp8", "layers": []}, "cache_dir": cache_dir and "/theirs", "cache_limit_bytes": None}
     handle = made.spawn(spec(folder, load_format="spark_stream", loader_extra_config=told), False)

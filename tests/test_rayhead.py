@@ -23,7 +23,8 @@ from sparkd.errors import RayUnavailable
 from sparkd.rank_folders import rank_folders
 from sparkd.rayhead import MARK, RayHead, make_token, node_environment, process_cost
 from tests.daemon_process import alive, until
-from workers.agent import NODE_LINKS, Agent
+from workers.agent import Agent
+from workers.node_variables import NODE_LINKS
 
 SLEEPER = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(600)"]
 

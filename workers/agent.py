@@ -20,6 +20,7 @@ from workers.hub_cache import cache_places
 from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
+from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
 from workers.rating import Rating
 from workers.runtime import probe
 from workers.sentry import Sentry
@@ -32,15 +33,6 @@ log = logging.getLogger("sparkd.agent")
 VERSION = "16"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
-# In the environment of a Ray that `sparkd ray-node` or the daemon started: this node's own folders, by its own configuration.
-NODE_RUN_DIR = "SPARKD_RAY_RUN_DIR"
-NODE_LOG_DIR = "SPARKD_RAY_LOG_DIR"
-NODE_CACHE_DIR = "SPARKD_RAY_CACHE_DIR"
-NODE_KV_DIR = "SPARKD_RAY_KV_DIR"
-# The interpreter of that Ray, with which its workers start.
-NODE_PYTHON = "SPARKD_RAY_PYTHON"
-# Names of the variables that sparkd computed for that Ray's own children.
-NODE_LINKS = "SPARKD_RAY_LINKS"
 # What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
 # of the entry point with nothing installed. Both names differ from those of sparkd's own distribution, the entry point's does not.
 _SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
