@@ -15,6 +15,8 @@ lib=$DESTDIR$PREFIX/lib
 libexec=$DESTDIR$PREFIX/libexec
 share=$DESTDIR$PREFIX/share/sparkd
 units='sparkd.service sparkd.socket sparkd-ray.service sparkd-dropcache.socket sparkd-dropcache@.service'
+# File in completions/, and where its shell looks for it below PREFIX/share.
+completions='sparkd.bash:bash-completion/completions/sparkd _sparkd:zsh/site-functions/_sparkd sparkd.fish:fish/vendor_completions.d/sparkd.fish'
 samples='README.md nftables.conf sparkd.service.d/relax.conf.example sparkd.service.d/systemd-255.conf.example
     sparkd-ray.service.d/relax.conf.example'
 reference=$here/../configs/sparkd.yaml
@@ -37,6 +39,9 @@ install_all() {
     install -m 755 "$here/sparkd-dropcache" "$libexec/sparkd-dropcache"
     for sample in $samples; do
         install -m 644 "$here/$sample" "$share/$sample"
+    done
+    for completion in $completions; do
+        install -D -m 644 "$here/completions/${completion%%:*}" "$DESTDIR$PREFIX/share/${completion#*:}"
     done
     install -m 644 "$reference" "$share/sparkd.yaml"
     # The operator's file: made once, never overwritten.
@@ -73,6 +78,9 @@ uninstall_all() {
     fi
     for sample in $samples sparkd.yaml; do
         rm -f "$share/$sample"
+    done
+    for completion in $completions; do
+        rm -f "$DESTDIR$PREFIX/share/${completion#*:}"
     done
     for folder in "$share/sparkd.service.d" "$share/sparkd-ray.service.d" "$share" "$etc"; do
         [ ! -d "$folder" ] || rmdir --ignore-fail-on-non-empty "$folder"

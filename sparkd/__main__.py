@@ -34,6 +34,9 @@ EXIT_CODES = """Exit codes
 The daemon is looked for at --url, else SPARKD_URL, else http://127.0.0.1:4000. The admin key is taken from --key-file, else from
 SPARKD_ADMIN_KEY; no flag takes the key itself, because every user of a machine can read every command line.
 
+Verbs and options complete with TAB: `make -C deploy install` puts that in place for bash, zsh and fish, and --install-completion does it
+for you alone.
+
 What goes wrong is said on stderr; with --json as one object on its last line, as the admin API has it, with the exit_code beside it.
 """
 
@@ -53,6 +56,13 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("recipe_verbs", "register", ("recipes",)),
     ("launch", "register", ("check", "ray-node", "version")),
 )
+
+
+# What other programs call a verb of ours: its letters lead nowhere near.
+_ELSEWHERE = {
+    "list": "ls", "models": "ls", "start": "load", "stop": "unload", "kill": "unload", "remove": "rm", "delete": "rm", "top": "ps",
+    "chat": "run", "download": "pull", "log": "logs", "info": "status", "health": "status", "config": "check", "validate": "check",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -116,7 +126,7 @@ def command_line(verb: str = "") -> typer.Typer:
         name="sparkd",
         help="Turns one or more DGX Sparks into one dependable OpenAI-compatible endpoint.",
         epilog=EXIT_CODES,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -138,6 +148,8 @@ def _plain_plan(words: list[str]) -> int | None:
 
 
 def _any_verb(argv: list[str]) -> int:
+    if argv and (verb := _ELSEWHERE.get(argv[0])):
+        raise ConfigError(f"No such command '{argv[0]}'. Did you mean '{verb}'? See `sparkd {verb} -h`.")
     app = command_line(argv[0] if argv else "")
     import typer
 
@@ -183,7 +195,8 @@ def _usage(error: Exception) -> str:
     """typer's complaint in one line, and where to read on."""
     context = getattr(error, "ctx", None)
     told = error.format_message() if hasattr(error, "format_message") else str(error)
-    return f"{' '.join(told.split()).rstrip('.')}. See `{context.command_path if context else 'sparkd'} -h`."
+    end = "" if told.rstrip().endswith("?") else "."
+    return f"{' '.join(told.split()).rstrip('.').replace('?.', '?')}{end} See `{context.command_path if context else 'sparkd'} -h`."
 
 
 def _known(error: BaseException) -> SparkdError | None:

@@ -138,9 +138,11 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
     if not shown:
         console.print("No model is resident. `sparkd ls` lists the known ones, `sparkd load MODEL` loads one.")
         return
-    nodes = console.width >= NARROW
-    numbers = ["FOR", "LOAD", "MEMORY", "KV TOKENS", *([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS", "PID"]
-    table = _table(["MODEL", "STATE", *numbers, *(["NODE"] if nodes else [])], right=numbers)
+    # Where there is no room for all, a process number is missed least; which node a model is on says where to look.
+    with_pid = console.width >= NARROW
+    numbers = ["FOR", "LOAD", "MEMORY", "KV TOKENS", *([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS"]
+    numbers += ["PID"] if with_pid else []
+    table = _table(["MODEL", "STATE", *numbers, "NODE"], right=numbers)
     for model in shown:
         known = model["progress"] or {}
         table.add_row(
@@ -152,8 +154,8 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             _or_dash(known.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
             *([*_kv_cells(known.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
-            str(model["ranks"][0]["pid"]) if model["ranks"] else "-",
-            *([escape(", ".join(rank["node_id"] for rank in model["ranks"]) or model["node"] or "-")] if nodes else []),
+            *([str(model["ranks"][0]["pid"]) if model["ranks"] else "-"] if with_pid else []),
+            escape(", ".join(rank["node_id"] for rank in model["ranks"]) or model["node"] or "-"),
         )
     console.print(table)
     for model in shown:

@@ -215,6 +215,8 @@ def _kinds(kind: type[SparkdError]) -> list[type[SparkdError]]:
     ("argv", "told"),
     [
         (["lod"], "Did you mean 'load'"),
+        (["stop", "m"], "Did you mean 'unload'"),
+        (["list"], "Did you mean 'ls'"),
         (["load"], "Missing argument"),
         (["ps", "--nope"], "--nope"),
         (["load", "m", "--timeout", "-1"], "--timeout -1: that is less than 0; give a number from 0 on."),
@@ -657,6 +659,31 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
         "a: loading 50% as fp8, 2.0 of 4.0 GiB, about 9 s left",
         "b: its quantized weights were not kept: the disk has 3 GiB left",
     ]
+
+
+@pytest.mark.parametrize(("width", "has_pid"), [(79, False), (80, False), (100, True)])
+def test_ps_tells_the_node_however_narrow_it_is(width: int, has_pid: bool) -> None:
+    model = {"name": "qwen3-8b", "state": "READY", "want": "RUNNING", "since_s": 0.0, "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12}
+    model |= {"queued": 3, "ranks": [{"node_id": "10.0.0.12", "pid": 4711}], "node": "10.0.0.12", "message": None, "reason": None}
+    model |= {"retry_in_s": None, "progress": {"kv_tokens": 131072}}
+    out = io.StringIO()
+    show.resident([model], Console(file=out, width=width), now_s=5.0)
+
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert ("10.0.0.12" in lines[-1], "4711" in lines[-1]) == (True, has_pid)
+
+
+def test_a_shell_completes_verbs_and_options() -> None:
+    script = ROOT / "deploy" / "completions" / "sparkd.bash"
+    words = f'source {script}; COMP_WORDS=($1); COMP_CWORD=$2; _sparkd {Path(sys.executable).parent}/sparkd; echo "${{COMPREPLY[@]}}"'
+
+    def completed(line: str, at: int) -> list[str]:
+        argv = ["bash", "-c", words, "bash", line, str(at)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+    assert completed("sparkd lo", 1) == ["load", "logs"]
+    assert "--wide" in completed("sparkd ps --", 2)
 
 
 def test_ps_tells_who_waits_and_for_whom() -> None:

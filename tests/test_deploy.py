@@ -155,7 +155,9 @@ def test_installing_twice_is_installing_once_and_uninstalling_leaves_nothing(sta
     once = stage.tree()
     assert stage.make("install").returncode == 0
     assert stage.tree() == once
-    assert "etc/sparkd/sparkd.yaml" in once
+    prefix = stage.prefix.relative_to("/")
+    shells = ("bash-completion/completions/sparkd", "zsh/site-functions/_sparkd", "fish/vendor_completions.d/sparkd.fish")
+    assert {"etc/sparkd/sparkd.yaml", *(f"{prefix}/share/{name}" for name in shells)} <= set(once)
     assert stage.make("uninstall").returncode == 0
     assert stage.tree() == {}
     assert [path for path in stage.root.rglob("sparkd*") if path.is_dir()] == []
