@@ -360,8 +360,11 @@ class Actions:
             record.close_upstream(self.spawn)
 
     def give_up(self, record: Record, sentence: str) -> None:
-        """sparkd made an error with this model: its attempt is over, and the next one waits. What serves or ends goes on with that."""
-        if record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
+        """sparkd made an error with this model: its attempt is over, and the next one waits. What serves or ends goes on with that, and
+        what served before it was adopted is asked again."""
+        if record.adopted and record.state in STARTING:
+            record.message = sentence
+        elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):
             self.fail(record, "InternalError", sentence)
 
     def start(self, record: Record, name: str, work: Coroutine[Any, Any, None]) -> None:

@@ -23,6 +23,7 @@ ALONE = (
     "test_agent.py",
     "test_cli_daemon.py",
     "test_daemon.py",
+    "test_faulty_daemon.py",
     "test_rayhead.py",
     "test_raylink.py",
     "test_reconcile.py",

@@ -49,7 +49,9 @@ def alive(pid: int) -> bool:
 
 
 class DaemonProcess:
-    """`settings` is the content of sparkd.yaml without listen and state_dir."""
+    """`settings` is the content of sparkd.yaml without listen and state_dir. program: the module that is run for sparkd."""
+
+    program = "sparkd"
 
     def __init__(self, folder: Path, settings: dict[str, Any], environ: dict[str, str] | None = None) -> None:
         self.folder = folder
@@ -79,7 +81,7 @@ class DaemonProcess:
 
     def _launch(self, through: Sequence[str], arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
         """through: a command that becomes the one behind it; pass_fds: descriptors that it inherits."""
-        serve = [sys.executable, "-m", "sparkd", "serve", "--config", str(self.config), "--log-level", "info", *arguments]
+        serve = [sys.executable, "-m", self.program, "serve", "--config", str(self.config), "--log-level", "info", *arguments]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*through, *serve],
@@ -138,6 +140,10 @@ class DaemonProcess:
         text = self.client.get("/metrics").text
         found = [line for line in text.splitlines() if line.startswith(name) and labels in line]
         return float(found[0].split()[-1]) if found else float("nan")
+
+    def sum_of(self, name: str) -> float:
+        """Of all samples of a metric."""
+        return sum(float(line.split()[-1]) for line in self.client.get("/metrics").text.splitlines() if line.startswith(f"{name}{{"))
 
     def kill(self) -> None:
         """kill -9 of the daemon alone."""

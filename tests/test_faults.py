@@ -6,10 +6,6 @@ The methods are found by inspection: one that is added to a seam is tried withou
 from __future__ import annotations
 
 import asyncio
-import errno
-import inspect
-import os
-import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -23,21 +19,9 @@ from sparkd.metrics import REGISTRY
 from sparkd.plan import Backoff
 from sparkd.state import Progress, RankFact, RankHandle, Store, Want
 from tests.fakes import FakeCluster, Scene, stage
+from tests.faulty_sparkd import ERRORS, public, wrap
 
-FAULTS: tuple[Callable[[], BaseException], ...] = (
-    lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-    lambda: KeyError("node"),
-    lambda: TimeoutError(),
-    lambda: asyncio.InvalidStateError("invalid state"),
-    # Of a future that somebody else cancelled: nobody cancels the task.
-    lambda: asyncio.CancelledError(),
-    lambda: pickle.PicklingError("cannot pickle"),
-)
 UP = Progress(phase="serving", server_up=True)
-
-
-def public(seam: type) -> list[str]:
-    return sorted(name for name, value in vars(seam).items() if inspect.isfunction(value) and not name.startswith("_"))
 
 
 # What the daemon alone uses of the cluster has no fake.
@@ -46,29 +30,19 @@ OF_STORE = [name for name in public(Store) if name != "close"]
 
 
 class Faulty:
-    """Wraps methods of an object; while `fault` is set each of them raises it."""
+    """While `fault` is set, wrapped methods raise it."""
 
     def __init__(self) -> None:
         self.fault: Callable[[], BaseException] | None = None
         self.raised = 0
 
     def wrap(self, target: object, name: str) -> None:
-        method = getattr(target, name)
+        wrap(target, name, self._check)
 
-        def check() -> None:
-            if self.fault is not None:
-                self.raised += 1
-                raise self.fault()
-
-        async def later(*arguments: Any, **named: Any) -> Any:
-            check()
-            return await method(*arguments, **named)
-
-        def now(*arguments: Any, **named: Any) -> Any:
-            check()
-            return method(*arguments, **named)
-
-        setattr(target, name, later if inspect.iscoroutinefunction(method) else now)
+    def _check(self) -> None:
+        if self.fault is not None:
+            self.raised += 1
+            raise self.fault()
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +114,7 @@ async def test_whatever_a_seam_raises_the_loop_goes_on_and_all_is_well_afterward
         serving = ranks_of(made, "other")
         assert made.state("m") == made.state("other") == "READY"
 
-        for number, fault in enumerate(FAULTS):
+        for number, fault in enumerate(ERRORS):
             faulty.fault, before, raised = fault, errors(), faulty.raised
             await live(made, number)
             if faulty.raised > raised:
@@ -155,3 +129,59 @@ async def test_whatever_a_seam_raises_the_loop_goes_on_and_all_is_well_afterward
             assert ranks_of(made, "other") == serving
             assert ranks_of(made, "gone") == []
             assert len(ranks_of(made, "m")) == 1
+
+
+async def use(made: Scene) -> None:
+    """Every verb that others have; what is raised is theirs."""
+    supervisor = made.supervisor
+    raw = {"model": "/somewhere"}
+    for ask in (
+        lambda: supervisor.log_text("m", None, 100),
+        lambda: supervisor.everywhere("host", None),
+        lambda: supervisor.unlinked(rdma=True),
+        lambda: supervisor.fabric(),
+        lambda: supervisor.unusable("new", raw),
+    ):
+        with suppress(Exception, asyncio.CancelledError):
+            await ask()
+    for do in (
+        lambda: supervisor.add("new", raw),
+        lambda: supervisor.remove("new"),
+        lambda: supervisor.ledger.events(0, 10),
+        lambda: supervisor.operation(supervisor.want("m", Want.RUNNING, "admin").id),
+    ):
+        with suppress(Exception, asyncio.CancelledError):
+            do()
+
+
+@pytest.mark.parametrize(("seam", "name"), CASES)
+async def test_whatever_is_raised_while_a_daemon_takes_over_what_runs_is_kept(seam: str, name: str, tmp_path: Path) -> None:
+    """Over two nodes, so that it is judged how the ranks talk, too."""
+    faulty, cluster = Faulty(), FakeCluster()
+    cluster.nodes = cluster.agents = ("n", "o")
+    if seam == "cluster":
+        faulty.wrap(cluster, name)
+    async with stage(tmp_path, cluster=cluster) as made:
+        if seam == "store":
+            faulty.wrap(made.store, name)
+        cluster.names = ["m"]
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+        change(made, "m", progress=UP)
+        await made.tick(2)
+        serving = ranks_of(made, "m")
+        assert made.state() == "READY" and len(serving) == 2
+
+        for fault in ERRORS:
+            made.take_over()
+            faulty.fault = fault
+            await made.tick(3)
+            await use(made)
+            await made.tick(2)
+            assert made.supervisor.snapshot().tick_age_s == 0
+            faulty.fault = None
+            made.supervisor.want("m", Want.RUNNING, "admin")
+            await made.tick(6, seconds=2.0)
+
+            assert made.state() == "READY", (fault(), made.supervisor.snapshot().models["m"])
+            assert ranks_of(made, "m") == serving

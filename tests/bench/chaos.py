@@ -3,8 +3,9 @@
 A real daemon under socket activation (restarted as systemd would), its Ray, and engines: the stub for most faults, real vLLM for the last
 REAL of them where --model names a small model; the table says which. For each fault: target, the model's state, streams that were open,
 seconds until all is well again, processes left behind, two engines of one model, the wish, and how the clients ended. Then what is no kill:
-a full disk, a state directory that cannot be written, a clock that jumps, a storm of reloads. Bounded by --limit-s. Exit code 1: a bar was
-missed. The guard's reaction and the growth of memory have benches of their own: tests.bench.hog and tests.bench.slope.
+errors inside the daemon, a full disk, a state directory that cannot be written, a clock that jumps, a storm of reloads. Bounded by
+--limit-s. Exit code 1: a bar was missed. The guard's reaction and the growth of memory have benches of their own: tests.bench.hog and
+tests.bench.slope.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.activated import ActivatedDaemon
@@ -33,6 +35,8 @@ STATES = ("READY", "LOADING", "READY", "WARMING", "READY", "SIZING")
 LOADS = (0, 4, 16)
 RESTART_BAR_S = 3.0
 RELOADS, STORM_STREAMS = 50, 128
+# Of the calls inside the daemon, how many raise, one trial each; and for how long.
+INSIDE, INSIDE_S = (0.02, 0.1, 0.3), 15.0
 REAL, REAL_PATIENCE = 12, 4.0
 
 
@@ -75,7 +79,7 @@ def main() -> int:
         print("interrupted", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
-    others = _others(deadline_s) if not asked.only else {}
+    others = _others(deadline_s, asked.seed) if not asked.only else {}
     return _judge(outcomes, others)
 
 
@@ -148,11 +152,14 @@ def _most_at_once(scene: Scene, seconds: float = 1.5) -> int:
 
 
 @contextmanager
-def _scene(*, stub: bool = True, model: Path | None = None, environ: dict[str, str] | None = None, disk: bool = False) -> Iterator[Scene]:
+def _scene(
+    *, stub: bool = True, model: Path | None = None, environ: dict[str, str] | None = None, disk: bool = False, program: str = "sparkd"
+) -> Iterator[Scene]:
     with tempfile.TemporaryDirectory(prefix="sx") as name:
         folder = Path(name)
         small = SmallDisk(folder / "state") if disk else None
         made = ActivatedDaemon(folder, settings(folder, stub=stub, model=model), environ)
+        made.program = program
         made.start()
         try:
             made.settled(120)
@@ -177,10 +184,10 @@ def _scene(*, stub: bool = True, model: Path | None = None, environ: dict[str, s
 # What is no kill.
 
 
-def _others(deadline_s: float) -> dict[str, str | None]:
+def _others(deadline_s: float, seed: int) -> dict[str, str | None]:
     """By sentence, why it is bad; None where it is well."""
     found: dict[str, str | None] = {}
-    for name, trial in (("disk", _disk), ("clock", _clock), ("reload storm", _storm)):
+    for name, trial in (("errors inside", partial(_inside, seed)), ("disk", _disk), ("clock", _clock), ("reload storm", _storm)):
         if time.monotonic() > deadline_s:
             found[f"{name}: not tried, the time was over"] = "it was not tried"
             continue
@@ -191,6 +198,33 @@ def _others(deadline_s: float) -> dict[str, str | None]:
         for told, bad in list(found.items())[-3:]:
             print(f"     {told}{f': {bad}' if bad else ''}", flush=True)
     return found
+
+
+def _inside(seed: int) -> dict[str, str | None]:
+    """Errors that nobody expects, raised in a share of the calls of the cluster, of Ray's connection and of the store, while engines,
+    agents and Ray are killed: the daemon is the same afterwards, and all is well."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "faults"
+        with _scene(environ={"FAULTS_FILE": str(file)}, program="tests.faulty_sparkd") as scene:
+            made, daemon, waits = scene.daemon, scene.daemon.process, list[float | None]()
+            hits = [scene.shim, scene.api_server, scene.of_ray("ray::Agent"), scene.of_ray("raylet")]
+            for share in INSIDE:
+                file.write_text(str(share))
+                clients = scene.streams(4)
+                time.sleep(INSIDE_S * rng.random())
+                rng.choice(hits)()
+                time.sleep(INSIDE_S)
+                file.unlink()
+                waits.append(scene.well())
+                if bad := sum(not client.ended_well() for client in clients):
+                    return {f"errors inside, one of {1 / share:.0f} calls": f"{bad} streams had no clean end"}
+            same = made.process is daemon and daemon is not None and daemon.poll() is None
+            kept = made.model(MODEL).get("want") == "RUNNING"
+            count = made.sum_of("sparkd_internal_errors_total")
+            worst = None if None in waits else max(one for one in waits if one is not None)
+            bad = None if same and kept and worst is not None else f"the same daemon {same}, wish kept {kept}"
+            return {f"{count:.0f} errors inside: the daemon went on, and all was well after {_s(worst)} at the most": bad}
 
 
 def _disk() -> dict[str, str | None]:
