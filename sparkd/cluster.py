@@ -329,6 +329,8 @@ class Cluster:
             # Only now: a head that `sparkd ray-node` is starting must not be ended for being slow.
             self._head_is_suspect = True
             await self._link.connect(address or "", self.node_ip)
+            if self._head:
+                await asyncio.to_thread(self._head.keep_closed)
             await self._places.again(self._link.nodes())
         except (ClusterError, OSError) as error:
             told = error if isinstance(error, ClusterError) else refused_by(error, "This node")

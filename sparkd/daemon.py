@@ -44,6 +44,7 @@ from sparkd.supervisor import Supervisor
 from sparkd.systemd import Systemd
 from sparkd.upstream import Upstream
 from workers import memlock, processes
+from workers.private import private_file
 
 log = logging.getLogger("sparkd")
 
@@ -376,6 +377,7 @@ class _lock:
 
     def _take(self) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_file(self._path)
         self._file = open(self._path, "a+", errors="replace")  # noqa: SIM115 - until __exit__
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,6 +21,7 @@ from sparkd import __version__
 from sparkd.errors import RayUnavailable
 from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
+from workers.private import private_folder
 from workers.processes import LACKS
 
 MARK = "SPARKD_RAY_DIR"
@@ -150,6 +151,11 @@ class RayHead:
             self.forget()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def keep_closed(self) -> None:
+        """Ray lets everybody write to its temp-dir, where its sockets are, when it makes it and when a driver joins (ray/_common/utils.py,
+        try_to_create_directory). Raises OSError."""
+        self.folder.chmod(0o700)
+
     def forget(self) -> None:
         """Nobody keeps this node's Ray any more: a daemon may start a head of its own."""
         self._record.unlink(missing_ok=True)
@@ -195,7 +201,7 @@ class RayHead:
     def _start(self) -> str:
         if not self._join:
             make_token(self.token_path)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(self.folder)
         # Where its record cannot be written, Ray would be started and ended over and over.
         _write_private(self._record, json.dumps({"address": None, "keeper": self._keeper}))
         try:
@@ -207,6 +213,7 @@ class RayHead:
                 text=True,
                 timeout=START_TIMEOUT_S,
                 start_new_session=True,
+                umask=0o077,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
@@ -221,8 +228,7 @@ class RayHead:
             last = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1:] or ["no output"]
             self._end()
             raise RayUnavailable(f"Ray did not start (exit code {done.returncode}): {last[0][:300]}")
-        # Ray lets everybody write to its temp-dir (ray/_private/utils.py, try_to_create_directory), where its sockets are.
-        self.folder.chmod(0o700)
+        self.keep_closed()
         session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
         record = {"address": address, "keeper": self._keeper, "join": self._join, "session": session}
         _write_private(self._record, json.dumps(record))

@@ -13,6 +13,7 @@ from typing import Any
 
 from sparkd.errors import StateError
 from sparkd.rows import Damage, noun_of, object_in, shown, text_or_bytes
+from workers.private import private_file
 from workers.signatures import Diagnosis
 
 SCHEMA_VERSION = 1
@@ -266,9 +267,14 @@ class Store:
         self.path = path
         self.damages: list[Damage] = []
         with self._translated():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.exists() and not path.is_file():
                 raise OSError(f"it is {'a folder' if path.is_dir() else 'no file'}")
+            # SQLite gives its other files the mode of this one when it makes them.
+            private_file(path)
+            for beside in (path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+                if beside.exists():
+                    private_file(beside)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.1)
         try:
             with self._translated():

@@ -30,12 +30,15 @@ class FakeHead:
     def __init__(self, *troubles: Exception) -> None:
         self.troubles = list(troubles)
         self.kept_elsewhere = False
-        self.stops = 0
+        self.stops = self.closed = 0
 
     def ensure(self) -> str:
         if self.troubles:
             raise self.troubles.pop(0)
         return "127.0.0.1:6379"
+
+    def keep_closed(self) -> None:
+        self.closed += 1
 
     def living_address(self) -> str | None:
         return "127.0.0.1:6379"
@@ -182,10 +185,11 @@ async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_eve
 
     monkeypatch.setattr("sparkd.cluster.time.monotonic", now)
     monkeypatch.setattr(cluster._places, "reconcile", reconcile)
-    cluster._head = FakeHead()  # type: ignore[assignment]
+    cluster._head = head = FakeHead()  # type: ignore[assignment]
     link: FakeLink = cluster._link  # type: ignore[assignment]
-    for _ in range(2):
+    for joins in (1, 2):
         assert await cluster._connect()
+        assert head.closed == joins, "a driver that joins opens Ray's folder"
         assert await cluster._kept_up()
         assert asked == [], "nobody has looked since"
         link.unmet = {"10.0.0.2": "It does not answer."}

@@ -21,6 +21,7 @@ from workers.identity import identity
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
+from workers.private import private_folder
 from workers.rating import Rating
 from workers.runtime import probe
 from workers.sentry import Sentry
@@ -67,7 +68,7 @@ class Agent:
         self._copies, self._rating = Jobs(), Rating()
         self._proc = Path(proc)
         for folder in (run_dir, log_dir):
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_folder(Path(folder))
         self._plugin_dir = self._expose_plugin()
         self.unlocked = memlock.lock() if lock else None
         if self.unlocked:
