@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -41,6 +42,7 @@ _Temperature = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=0, le=2
 _Penalty = Annotated[float, BeforeValidator(kinds.no_bool), Field(ge=-2, le=2)]
 _Factor = Annotated[float, BeforeValidator(kinds.no_bool), Field(gt=0, le=2)]
 _Top = Annotated[int, BeforeValidator(kinds.no_bool), Field(ge=-1, le=2**31)]
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 
 
 class EngineDefaults(Protocol):
@@ -69,6 +71,12 @@ def _revision(value: str | None) -> str | None:
     if value is not None and not is_revision(value):
         raise ValueError("a branch, a tag or a commit of the hub")
     return value
+
+
+def _host(value: str) -> str:
+    if not _HOST.fullmatch(value):
+        raise ValueError("the name of a host, such as images.example.com, without scheme, port or path")
+    return value.lower()
 
 
 def _readable_int(value: Any) -> Any:
@@ -100,6 +108,13 @@ def _off_is_none(value: Any) -> Any:
 def _false_is_off(value: Any) -> Any:
     """YAML 1.1 reads `off` as false, which is how a flag of the command line arrives."""
     return "off" if value is False else value
+
+
+class Media(Section):
+    """Hosts that an engine may fetch pictures, sounds and films of a request from. local: also in this machine's own networks."""
+
+    domains: tuple[Annotated[str, AfterValidator(_host)], ...] = ()
+    local: bool = False
 
 
 class Sampling(Section):
@@ -179,6 +194,7 @@ class ModelConfig(Section):
     tool_call_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     reasoning_parser: Annotated[Word | None, BeforeValidator(_off_is_none)] = None
     sampling: Sampling | None = None
+    media: Media = Media()
     extra_args: Arguments = ()
 
     @model_validator(mode="after")
@@ -238,6 +254,8 @@ def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
         parts["quantize"] = model.quantize
     if model.kv_cache is not None and not kv_sizing.vllm_sizes(model):
         parts["kv_cache"] = model.kv_cache
+    if model.media.domains:
+        parts["media"] = model.media.model_dump(mode="json")
     if model.kv_margin_gib is not None:
         parts["kv_margin_gib"] = model.kv_margin_gib
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

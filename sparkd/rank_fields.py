@@ -30,6 +30,7 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         # torch.compile on a CPU takes minutes and gains little; `--no-enforce-eager` in extra_args comes later and wins.
         "flags": [*(["--enforce-eager"] if platform == "cpu" else []), *QUIET],
         "extra_args": list(said.args),
+        "media": spec.media.model_dump(mode="json") if spec.media.domains else None,
         **config.loader_of(spec),
         **config.sizing_of(spec, platform, entrypoint, reserved_bytes),
     }

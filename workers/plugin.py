@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from sparkd.errors import MissingSymbol
-from workers import ray_engine
+from workers import media, ray_engine
 from workers.stream.symbols import lacking
 
 LOAD_FORMAT = "spark_stream"
@@ -30,6 +30,7 @@ def register() -> None:
         return
     _registered = True
     ray_engine.settle(os.environ)
+    _guard_media()
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.layers.quantization import register_quantization_config
@@ -50,6 +51,14 @@ def register() -> None:
     register_model_loader(LOAD_FORMAT)(SparkStreamLoader)
     EngineArgs.create_model_config = described
     make_ready_if_told(os.environ)
+
+
+def _guard_media() -> None:
+    """Before anything may fail: without it an engine that is told to use our connector has none, and takes no media at all."""
+    try:
+        media.register(os.environ)
+    except ImportError as error:
+        logger.warning("sparkd: this vLLM has no registry of media connectors (%s): any URL in a request is fetched.", error)
 
 
 def _refuse(sentence: str) -> None:

@@ -22,7 +22,8 @@ from sparkd.vllm_args import check_args
 FLAGS = Path(__file__).parents[1] / "fixtures" / "vllm-flags-0.32.0.txt"
 ALLOWED = SWITCHES | VALUES | MAPPINGS | LISTS
 # Keys that an added model may not have: they bring code, another Python or an address.
-OF_THE_FILE = {"runtime", "entrypoint", "trust_remote_code"}
+OF_THE_FILE = {"runtime", "entrypoint", "trust_remote_code", "media"}
+VALUES_OF = {"trust_remote_code": True, "media": {"domains": ["a.test"]}}
 RECIPE = """
 description: a model with code of its own
 model: good/model
@@ -120,7 +121,7 @@ def test_every_key_of_an_entry_is_in_the_list_or_of_the_file() -> None:
     assert set(ModelConfig.model_fields) - KEYS == OF_THE_FILE
     for key in OF_THE_FILE:
         with pytest.raises(ConfigError) as caught:
-            parse_model("m", {"model": "o/m", key: True if key == "trust_remote_code" else "/x"}, over_admin=True)
+            parse_model("m", {"model": "o/m", key: VALUES_OF.get(key, "/x")}, over_admin=True)
         assert caught.value.param == key
 
 
