@@ -16,6 +16,7 @@ def _revision(value: str) -> str:
         raise ValueError("a branch, a tag or a commit of the hub is expected")
     return value
 
+
 MAX_NAME = 128
 
 

@@ -37,6 +37,8 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _BRACES = re.compile(rf"\{{\{{|{_PLACEHOLDER.pattern}|\}}\}}")
 _ROUNDS = 8
+# Defaults that name each other double with every round. The longest published command has some 2,000 characters.
+MAX_COMMAND = 65536
 _OPEN, _CLOSE = "\x01", "\x02"
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 _DRAFT_KEYS = {"method", "num_speculative_tokens", "model", "moe_backend"}
@@ -78,9 +80,15 @@ def substituted(text: str, values: Mapping[str, Any], collapse: bool) -> str:
     """
     # From left to right, as str.format reads them: in '{n}}}' the first brace ends a placeholder, and only the others are an escape.
     escaped = {"{{": _OPEN, "}}": _CLOSE} if collapse or "{{" in text else {}
+    added = 0
 
     def fill(match: re.Match[str]) -> str:
-        return as_argument(values[match[1]]) if match[1] in values else escaped.get(match[0], match[0])
+        nonlocal added
+        filled = as_argument(values[match[1]]) if match[1] in values else escaped.get(match[0], match[0])
+        added += len(filled)
+        if added > MAX_COMMAND:
+            raise ConfigError(f"its command has more than {MAX_COMMAND} characters once its defaults are put in: write them out.")
+        return filled
 
     text = _BRACES.sub(fill, text)
     for _ in range(_ROUNDS):

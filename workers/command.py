@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers import door, media, ray_place
+from workers import door, media_rules, ray_place
 from workers.interpreter import inherited_environment, module_command
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
@@ -70,7 +70,7 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
         environment[KV_VARIABLE] = json.dumps(dict(spec.kv_cache), sort_keys=True)
         environment.pop(CPU_KV_SPACE, None)  # its number is in there; vLLM would log it as the size, whatever comes out
     if spec.media is not None:
-        environment[media.VARIABLE] = json.dumps(dict(spec.media), sort_keys=True)
+        environment[media_rules.VARIABLE] = json.dumps(dict(spec.media), sort_keys=True)
     if spec.host and spec.api_key_path:
         environment[door.KEY_FILE] = spec.api_key_path
     environment |= {
@@ -138,7 +138,7 @@ def _defaults(spec: RankSpec) -> dict[str, str]:
         "VLLM_LOGGING_COLOR": "0",
         "NO_COLOR": "1",
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-        media.CONNECTOR_VARIABLE: media.CONNECTOR,
+        media_rules.CONNECTOR_VARIABLE: media_rules.CONNECTOR,
         # Longer than the gateway keeps an idle connection, so that it is never the engine that closes one under a request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }

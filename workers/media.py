@@ -11,58 +11,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import ipaddress
-import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-# JSON: {"domains": [..], "local": false}; see Rules.
-VARIABLE = "SPARKD_MEDIA"
-CONNECTOR_VARIABLE = "VLLM_MEDIA_CONNECTOR"
-CONNECTOR = "sparkd"
+from workers.media_rules import CONNECTOR, Rules
+
 MAX_REDIRECTS = 5
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_MEBIBYTES = 256
 _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
-# IPv6 that carries an IPv4 address inside: NAT64 (RFC 6052), 6to4 (RFC 3056) and Teredo (RFC 4380) may lead back into this network.
-_TUNNELS = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")))
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """domains: hosts in lower case; local: whether they may be on this machine or in its networks."""
-
-    domains: frozenset[str] = frozenset()
-    local: bool = False
-
-    @classmethod
-    def parse(cls, environ: Mapping[str, str]) -> Rules:
-        """Nothing is allowed where nothing is said."""
-        told = json.loads(environ.get(VARIABLE) or "{}")
-        return cls(frozenset(map(str.lower, told.get("domains", ()))), bool(told.get("local", False)))
-
-    def allows(self, host: str) -> bool:
-        return host.lower() in self.domains
-
-    def reaches(self, address: str) -> bool:
-        """Whether an address may be connected to."""
-        return self.local or is_public(address)
-
-
-def is_public(address: str) -> bool:
-    """Whether it belongs to nobody's own network: neither private, loopback, link-local, shared, multicast nor reserved."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        elif any(found in tunnel for tunnel in _TUNNELS):
-            return False
-    return found.is_global and not found.is_multicast
 
 
 def register(environ: Mapping[str, str]) -> None:

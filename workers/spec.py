@@ -30,7 +30,7 @@ class RankSpec:
     model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags). ray: under
     vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the ranks.
     memory_gib: what is reserved for it on its node. parsers: the fields of a sparkd.parsers.Parsers; the engine's flags say the same.
-    media: where it may fetch what a request names by a URL (workers.media.Rules); None: from nowhere.
+    media: where it may fetch what a request names by a URL (workers.media_rules.Rules); None: from nowhere.
     """
 
     rank_id: str

@@ -20,7 +20,7 @@ from sparkd.rank_fields import rank_fields
 from sparkd.vllm_flags import Translation
 from workers import media
 from workers.command import build_environment
-from workers.media import Rules, is_public
+from workers.media_rules import CONNECTOR, CONNECTOR_VARIABLE, VARIABLE, Rules, is_public
 from workers.spec import RankSpec
 
 HOST = "pictures.test"
@@ -112,9 +112,9 @@ LOCAL = Rules(frozenset({HOST, "127.0.0.1", "::1"}), local=True)
 
 
 def test_vllm_loads_our_connector_by_its_name(vllm_media: Any) -> None:
-    media.register({media.VARIABLE: '{"domains": ["A.test"], "local": false}'})
+    media.register({VARIABLE: '{"domains": ["A.test"], "local": false}'})
     made = vllm_media.MEDIA_CONNECTOR_REGISTRY.load(
-        media.CONNECTOR, media_io_kwargs=None, allowed_local_media_path="", allowed_media_domains=None
+        CONNECTOR, media_io_kwargs=None, allowed_local_media_path="", allowed_media_domains=None
     )
 
     assert isinstance(made, vllm_media.MediaConnector) and type(made) is not vllm_media.MediaConnector
@@ -241,7 +241,7 @@ def environment(**keys: Any) -> dict[str, str]:
 
 
 def test_an_entry_tells_its_engine_where_it_may_fetch_from() -> None:
-    assert environment()[media.CONNECTOR_VARIABLE] == media.CONNECTOR
+    assert environment()[CONNECTOR_VARIABLE] == CONNECTOR
     assert Rules.parse(environment()) == Rules()
     assert Rules.parse(environment(media={"domains": ["Pictures.test"]})) == Rules(frozenset({"pictures.test"}))
     assert Rules.parse(environment(media={"domains": ["a.test"], "local": True})) == Rules(frozenset({"a.test"}), local=True)
