@@ -385,6 +385,11 @@ class Cluster:
         ours, asked_s, guard = node_ip == self.node_ip, time.time(), self._config.memory.guard_settings()
         try:
             facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)
+        except NodeRefused as error:
+            # It answers: its node lives, and nobody can tell what runs there.
+            self._sight.stays(node_ip, time.monotonic())
+            self._unreadable[f"node {node_ip}"] = error.message
+            return None
         except ClusterError as error:
             if ours:
                 self._misses += 1

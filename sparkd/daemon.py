@@ -125,9 +125,10 @@ class Daemon:
         )
         for name in options.models:
             self._supervisor.want(name, Want.RUNNING, "config")
-        self._pulls = Pulls(self._cluster, self._supervisor.ledger, self._spec_of, self._names, lambda: self._supervisor.config)
+        nodes, ledger, now = self._cluster, self._supervisor.ledger, lambda: self._supervisor.config
+        self._pulls = Pulls(nodes, ledger, self._spec_of, self._names, now, boundary=self._boundary)
         kept = config.state_dir / "rates.json"
-        self._measures = Measures(self._cluster, self._supervisor.ledger, lambda: self._supervisor.config, self._supervisor.snapshot, kept)
+        self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, kept, boundary=self._boundary)
         self._cluster.prove(self._measures.passed)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic)

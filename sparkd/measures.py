@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkd import metrics
+from sparkd.boundary import Boundary
 from sparkd.config import Config
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError
 from sparkd.fabric import LAN, Fabric, fabrics_of, traffic
@@ -69,7 +70,9 @@ class Measures:
         snapshot: Callable[[], Snapshot],
         path: Path,
         wall: Callable[[], float] = time.time,
+        boundary: Boundary | None = None,
     ) -> None:
+        self._boundary = boundary or Boundary(time.monotonic)
         self._nodes, self._ledger, self._config, self._snapshot = nodes, ledger, config, snapshot
         self._path, self._wall = path, wall
         self._rates = {rate.pair: rate for rate in _read(path)}
@@ -135,23 +138,25 @@ class Measures:
         return asked
 
     async def _measure(self, operation_id: str, nodes: Sequence[str]) -> None:
-        pairs = list(combinations(nodes, 2))
-        done: list[str] = []
-        try:
-            for number, pair in enumerate(pairs):
-                rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))
-                judged = finding(rate)
-                done.append(f"{judged.node}: {judged.evidence}")
-                self._keep(rate)
-                self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
-            state, told = OperationState.SUCCEEDED, "; ".join(done)
-        except ClusterError as error:
-            state, told = OperationState.FAILED, error.message
-        except Exception as error:
-            # The last boundary of a measurement: it must not end the daemon.
-            log.exception("the measurement between %s failed", " and ".join(nodes))
-            state, told = OperationState.FAILED, f"sparkd made an error ({type(error).__name__}); its log has more."
-        self._ledger.close(operation_id, state, told)
+        state, told = OperationState.FAILED, list[str]()
+        with self._boundary.around(KIND, failed=told.append):
+            try:
+                told.append("; ".join(await self._each(operation_id, list(combinations(nodes, 2)))))
+                state = OperationState.SUCCEEDED
+            except ClusterError as error:
+                told.append(error.message)
+        self._ledger.close(operation_id, state, told[0])
+
+    async def _each(self, operation_id: str, pairs: Sequence[Pair]) -> list[str]:
+        """What was found of each pair."""
+        found: list[str] = []
+        for number, pair in enumerate(pairs):
+            rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))
+            judged = finding(rate)
+            found.append(f"{judged.node}: {judged.evidence}")
+            self._keep(rate)
+            self._ledger.say(KIND, None, f"{judged.node}: {judged.evidence}. {judged.cure}".strip(), verdict=judged.verdict)
+        return found
 
     async def _pair(self, pair: Pair, tell: Callable[[str, int, int], None]) -> Rate:
         """Raises ClusterError with the nodes, the reason and what helps."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from sparkd.boundary import Boundary
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import BadRequest, ClusterError, Conflict, RankError, UnknownModel
 from sparkd.fabric import fabrics_of
@@ -60,7 +61,9 @@ class Pulls:
         known: Callable[[], Iterable[str]],
         config: Callable[[], Config],
         clock: Callable[[], float] = time.monotonic,
+        boundary: Boundary | None = None,
     ) -> None:
+        self._boundary = boundary or Boundary(clock)
         self._nodes, self._ledger = nodes, ledger
         self._find, self._known, self._config = find, known, config
         self._clock = clock
@@ -111,16 +114,15 @@ class Pulls:
         return self._ledger.operation(operation_id)
 
     async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
-        try:
-            state, told = OperationState.SUCCEEDED, await work()
-        except ClusterError as error:
-            state, told = OperationState.FAILED, error.message
-        except Exception as error:
-            # The last boundary of a pull: it must not end the others, nor the daemon.
-            log.exception("the pull of %s failed", name)
-            state, told = OperationState.FAILED, f"sparkd made an error ({type(error).__name__}); its log has more."
-        self._ledger.close(operation_id, state, told)
-        self._ledger.say(KIND, name, told)
+        state, told = OperationState.FAILED, list[str]()
+        with self._boundary.around(KIND, name, told.append):
+            try:
+                told.append(await work())
+                state = OperationState.SUCCEEDED
+            except ClusterError as error:
+                told.append(error.message)
+        self._ledger.close(operation_id, state, told[0])
+        self._ledger.say(KIND, name, told[0])
 
     def _done(self, operation_id: str, task: asyncio.Task[None]) -> None:
         """A callback and no `finally`: a task that is cancelled before its first step never enters its coroutine."""

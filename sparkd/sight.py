@@ -91,6 +91,13 @@ class Sight:
         self._heard_s[address] = now_s
         self.no_raylet = self.no_raylet | {address} if refused else self.no_raylet - {address}
 
+    def stays(self, address: str, now_s: float) -> None:
+        """Its agent answers and cannot look: it is not given up, and what runs there is unknown for as long."""
+        self._told_s[address] = now_s
+        self.heard(address, now_s, refused=False)
+        if address in self._seen:
+            self._seen[address] = self._seen[address][0], now_s
+
     def awaits(self, address: str) -> bool:
         """Whether it was in sight a moment ago."""
         return address in self._seen

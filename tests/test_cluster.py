@@ -171,6 +171,18 @@ async def test_what_the_system_refuses_here_says_why(cluster: Cluster) -> None:
         await cluster.ask(cluster.node_ip, "copy", "source", {}, {}, timeout_s=1.0)
 
 
+async def test_an_agent_that_cannot_look_is_not_lost(cluster: Cluster) -> None:
+    """Its own node is looked at from here then."""
+    link: FakeLink = cluster._link  # type: ignore[assignment]
+    link.connected, link.error = True, NodeRefused("Node 127.0.0.1 refused it: Too many open files.")
+    cluster._trouble = None
+    for _ in range(5):
+        observation = await cluster.observe()
+
+    assert (cluster._misses, observation.ranks) == (0, ())
+    assert str(observation.trouble).startswith("NodeUnreadable: ")
+
+
 # What Ray keeps.
 
 

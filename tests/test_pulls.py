@@ -165,6 +165,7 @@ async def test_progress_goes_into_the_operation(tmp_path: Path) -> None:
         ("copying", lambda node, job: {"error": "The disk is on fire."}, f"{A}: The disk is on fire."),
         ("copying", ClusterError("The agent of node B did not answer."), "The agent of node B did not answer."),
         ("copying", ValueError("a bug"), "sparkd made an error (ValueError); its log has more."),
+        ("copying", asyncio.CancelledError(), "sparkd made an error (CancelledError); its log has more."),
     ],
 )
 async def test_what_goes_wrong_is_the_operations_end(method: str, answer: Any, told: str, tmp_path: Path) -> None:

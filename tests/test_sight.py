@@ -113,3 +113,15 @@ def test_while_the_daemon_was_held_no_node_was_dark() -> None:
     assert dark == [[], [], [1], [2], [2], [3]]
     sight.heard("b", 205, refused=False)
     assert sight.dark_s("b", 205) == 0
+
+
+def test_a_node_whose_agent_answers_and_cannot_look_is_not_given_up() -> None:
+    sight = Sight()
+    sight.look(nodes("a", "b"), could_look=True, now_s=0.0)
+    for now_s in range(5, 300, 5):
+        sight.begin(float(now_s))
+        sight.stays("b", float(now_s))
+        missing = sight.look(nodes("a"), could_look=True, now_s=float(now_s))
+
+        assert [node.node_id for node in missing] == ["b"]
+        assert sight.dark_s("b", float(now_s)) == 0
