@@ -10,7 +10,10 @@ from fastapi import APIRouter
 
 from sparkd.doctor import examined
 from sparkd.errors import UnknownIncident, UnknownRoute
+from sparkd.recent import Recent
 from sparkd.supervisor import Supervisor
+
+HOSTS_KEPT_S = 5.0
 
 Reload = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -22,10 +25,13 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | Non
             raise UnknownRoute("This daemon has no configuration of its own.")
         return await reload()
 
+    # Each reading starts programs on every node.
+    hosts = Recent(lambda runtime: supervisor.everywhere("host", runtime), HOSTS_KEPT_S)
+
     @api.get("/doctor", summary="How well the nodes are prepared, what is wrong and what helps, and why models failed")
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), supervisor.config
-        readings = await supervisor.everywhere("host", str(config.engine.runtime or sys.executable))
+        readings = await hosts.get(str(config.engine.runtime or sys.executable))
         return examined(readings, config, snapshot.models.values())
 
     @api.get("/incidents", summary="What the memory guards of the nodes did, newest first")

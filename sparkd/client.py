@@ -63,7 +63,8 @@ class Client:
 
         return httpx.Client(
             base_url=self.base_url,
-            headers={"authorization": f"Bearer {self._key}"} if self._key else {},
+            # A daemon without keys takes a POST from what no web page can be (sparkd.gateway.local).
+            headers={"x-sparkd-client": "cli"} | ({"authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,
             # Without https no certificate is ever looked at, and reading the authorities' takes 50 ms.

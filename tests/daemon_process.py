@@ -62,7 +62,7 @@ class DaemonProcess:
         self.output = folder / "daemon.log"
         self._environ = environ or {}
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, headers={"x-sparkd-client": "test"}, timeout=60.0, trust_env=False)
         self.configure(settings)
         self.runtime_dir = load_config(self.config, environ={}).runtime_path()
 

@@ -33,6 +33,7 @@ from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import Keys, Role
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import model_entry, models_list
+from sparkd.gateway.local import check_local
 from sparkd.gateway.protocol import CONNECTION
 from sparkd.gateway.proxy import Leases, Proxy
 from sparkd.gateway.routes import Kind, Route, find
@@ -40,7 +41,6 @@ from sparkd.gateway.routes import Kind, Route, find
 _log = logging.getLogger("sparkd.gateway")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_LOOPBACK = re.compile(rb"(?:https?://)?(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
 _PROBES = (Kind.LIVE, Kind.READY)
 _FORWARDED = (Kind.JSON, Kind.FORM, Kind.RESPONSE)
@@ -123,7 +123,7 @@ class Edge:
         exchange.route = route.label
         if scope["method"] not in route.methods:
             raise MethodNotAllowed(scope["method"], list(route.methods))
-        self._check_caller(route, headers)
+        self._check_caller(route, scope["method"], headers)
         if self._open_requests > self._most_requests(route.kind):
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
         if len(headers) != len(scope["headers"]):
@@ -192,11 +192,12 @@ class Edge:
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         await self._admin(inner, receive_again, send_named)
 
-    def _check_caller(self, route: Route, headers: dict[bytes, bytes]) -> None:
+    def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes]) -> None:
         """The key of the route or, where no keys are configured, proof that no web page is behind the request."""
         if self.keys.open:
             if route.kind not in _PROBES:
-                _check_local(headers)
+                does_nothing = route.kind in (Kind.ROOT, Kind.METRICS)
+                check_local(headers, method, does_nothing=does_nothing, allowed_page=False)
             return
         needed = route.role
         if route.kind is Kind.METRICS and self.metrics_need_key:
@@ -259,17 +260,6 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return f"req-{_process}-{next(_ids):x}"
-
-
-def _check_local(headers: dict[bytes, bytes]) -> None:
-    """Without keys the loopback address is the only guard, and a web page can reach that too: by a name that it rebinds to
-    127.0.0.1 (then Host is that name) or by a form or fetch without preflight (then Origin is the page's)."""
-    host = headers.get(b"host", b"")
-    if _LOOPBACK.fullmatch(host) is None:
-        raise Forbidden("Without API keys only localhost may be named in Host; configure keys to be reached by another name.")
-    origin = headers.get(b"origin")
-    if origin is not None and _LOOPBACK.fullmatch(origin) is None:
-        raise Forbidden("Without API keys no other web site's page may ask; configure keys.")
 
 
 def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:

@@ -242,13 +242,13 @@ async def test_without_keys_no_web_page_gets_in(gateway: Running) -> None:
             assert (await gateway.get(path, f"Host: {host}")).status == 200, (path, host)
         for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:4000", "10.0.0.1", "127.0.0.2", "[::2]"):
             assert (await gateway.get(path, f"Host: {host}")).status == 403, (path, host)
-        for origin in ("http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080"):
+        for origin in ("http://localhost", "https://localhost"):
             assert (await gateway.get(path, f"Origin: {origin}")).status == 200, (path, origin)
-        for origin in ("https://evil.example", "null", "http://localhost.evil.example", "file://"):
+        for origin in ("http://localhost:3000", "http://127.0.0.1", "https://evil.example", "null", "http://localhost.evil.example", "file://"):
             assert (await gateway.get(path, f"Origin: {origin}")).status == 403, (path, origin)
     assert (await gateway.get("/livez", "Host: 10.0.0.1")).status == 200
     assert (await gateway.post("/admin/v1/models", b"", "Origin: https://evil.example")).status == 403
-    assert len(gateway.admin_calls) == 8
+    assert len(gateway.admin_calls) == 7
 
 
 async def test_with_keys_any_name_will_do(engine: RawEngine) -> None:

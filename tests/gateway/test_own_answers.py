@@ -60,7 +60,7 @@ async def test_the_admin_api_gets_bounded_bodies(engine: RawEngine) -> None:
         answer = await gateway.post("/admin/v1/models", b"{}", "X-Request-Id: mine")
         assert (answer.status, answer.body, answer.headers["x-request-id"]) == (200, b"{}", "mine")
         assert (await gateway.post("/admin/v1/models", b"x" * 1001)).status == 413
-        raw = request("POST", "/admin/v1/models", "Transfer-Encoding: chunked")
+        raw = request("POST", "/admin/v1/models", "X-Sparkd-Client: test", "Transfer-Encoding: chunked")
         assert (await gateway.ask(raw + chunked(b"x" * 600, b"y" * 600))).status == 413
         assert len(gateway.admin_calls) == 1
 

@@ -1,0 +1,48 @@
+"""What a gateway without keys asks of a request: proof that no web page is behind it. Never looks at a key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from sparkd.errors import Forbidden
+
+CLIENT = b"x-sparkd-client"
+
+_LOOPBACK = re.compile(rb"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
+# What a page may send elsewhere without asking the server first has none of these (fetch.spec.whatwg.org, "CORS-safelisted").
+_NOT_OF_A_PAGE = (CLIENT, b"authorization", b"x-api-key")
+# "none": a person typed the address.
+_OWN_SITE = (b"same-origin", b"none")
+
+
+def check_local(headers: Mapping[bytes, bytes], method: str, *, does_nothing: bool, allowed_page: bool) -> None:
+    """Without keys the loopback address is the only guard, and a web page can reach that too. Raises Forbidden where it may be one.
+
+    A page comes by a name that it rebinds to 127.0.0.1 (then Host is that name), or by a form, an image or a fetch (then Origin or
+    Sec-Fetch-Site says so), also from another port of this machine. Browsers leave these two out now and then; so a POST has to show
+    something that a page cannot send without being asked for it, which sparkd refuses. does_nothing: the route only tells what is.
+    allowed_page: Origin is one that the configuration lets in (`cors`).
+    """
+    host = headers.get(b"host", b"")
+    if _LOOPBACK.fullmatch(host) is None:
+        raise Forbidden("Without API keys only localhost may be named in Host; configure keys to be reached by another name.")
+    if allowed_page:
+        return
+    origin = headers.get(b"origin")
+    if origin is not None and origin.lower() not in (b"http://" + host.lower(), b"https://" + host.lower()):
+        raise Forbidden("Without API keys no other web site's page may ask, nor one of another port; configure keys.")
+    if does_nothing:
+        return
+    if headers.get(b"sec-fetch-site", _OWN_SITE[0]) not in _OWN_SITE:
+        raise Forbidden("Without API keys no other web site's page may ask, nor one of another port; configure keys.")
+    # Other methods are never sent to another origin without asking first.
+    if method == "POST" and not _is_json(headers) and not any(name in headers for name in _NOT_OF_A_PAGE):
+        raise Forbidden(
+            "Without API keys a POST must show that no web page sent it. Send `content-type: application/json`, or the header "
+            f"`{CLIENT.decode()}` with any value."
+        )
+
+
+def _is_json(headers: Mapping[bytes, bytes]) -> bool:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
