@@ -15,7 +15,7 @@ def recipe(names: int, copies: int) -> bytes:
     return "\n".join([*lines, f"  a{names}: x"]).encode()
 
 
-@pytest.mark.parametrize(("names", "copies"), [(7, 10), (7, 4), (3, 400), (1, 30_000)])
+@pytest.mark.parametrize(("names", "copies"), [(7, 10), (7, 4), (3, 400), (2, 9000)])
 def test_defaults_that_name_each_other_come_to_an_end(names: int, copies: int) -> None:
     with pytest.raises(ConfigError) as caught:
         imported(recipe(names, copies), "r.yaml")
