@@ -38,7 +38,8 @@ _AWAY = (ModelState.STOPPED, ModelState.FAILED)
 # Twice the longest Retry-After.
 PROMISE_S = 120.0
 
-# Who has waited for wait_for_load_s is kept for so long at the most, looked at so often, while the load moves and so little of it is left.
+# A request that has waited for wait_for_load_s waits on for at most KEPT_S, checked every KEEP_EVERY_S, while the load moves and at most
+# NEARLY_S of it are left. A load that has not moved for STILL_S does not count.
 KEPT_S, KEEP_EVERY_S = 120.0, 5.0
 NEARLY_S, STILL_S = 60.0, 30.0
 
@@ -243,7 +244,7 @@ class Door:
         return self._roster.records.values()
 
     def forget_promises(self) -> None:
-        """Nobody goes for the sake of a client that was told to come back and has not."""
+        """Drop the claim of a client that was told to come back and has not: no model is evicted for it."""
         for record in self._models():
             at_s = record.promised_at_s
             if at_s is not None and record.state in _AWAY and self._clock() - at_s >= PROMISE_S:

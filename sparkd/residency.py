@@ -1,6 +1,6 @@
 """Owns for how long a model stays that another one would take the place of. Pure.
 
-A model that nobody uses makes room at once. One in use stays for min_residency_s, and at least as long as its load took. Models that evict
+An idle model makes room at once. A model in use stays for min_residency_s, and at least as long as its load took. Models that evict
 each other in turns are always in use by somebody, however short each use is. So a model that was evicted comes back before that only once
 two stays, its own last one and that of the model in its place, are together as long as their two loads. Over all turns each stay counts
 twice, as the last one of one model and as the present one of another, and so does each load: at most half of the time is spent on loading.

@@ -54,5 +54,5 @@ class Book:
         waited_for = [node for node in fitting if self.room_gib.get(node, lack.gib) < lack.gib]
         if len(fitting) - len(waited_for) >= lack.nodes or not waited_for:
             return None
-        free = ", ".join(f"{self.room_gib[node]:.0f} on {node}" for node in sorted(waited_for))
-        return f"It waits for memory of an engine that ended to come back: it needs {lack.gib} GiB, and can have {free} now."
+        free = ", ".join(f"{self.room_gib[node]:.0f} GiB on {node}" for node in sorted(waited_for))
+        return f"It waits for the memory of a stopped engine to come back: it needs {lack.gib} GiB and may take {free} now."

@@ -86,8 +86,7 @@ class Swap:
         self._want(record.name, Want.STOPPED, "swap")
 
     def settle(self, records: Mapping[str, Record]) -> None:
-        """A load that evicted somebody runs to its end, or the evicted one comes back: where the load has failed and nobody waits for it,
-        or where it was taken back."""
+        """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""
         for record in records.values():
             evicted = record.evicted
             if evicted is None or not evicted.owed:
@@ -98,7 +97,7 @@ class Swap:
                 record.evicted = replace(evicted, owed=False)
             elif other is None or other.desired.want is Want.STOPPED or (other.state is ModelState.FAILED and not other.claims):
                 record.evicted = None if record.state is ModelState.READY else replace(evicted, owed=False)
-                self._ledger.say("swap", record.name, f"It comes back: {evicted.to}, for which it went, is not loaded.", to=evicted.to)
+                self._ledger.say("swap", record.name, f"It is loaded again: {evicted.to}, for which it was evicted, is not.", to=evicted.to)
                 self._want(record.name, Want.RUNNING, evicted.by)
 
     def follow(self, name: str, want: Want, by: str, records: Mapping[str, Record]) -> None:

@@ -32,7 +32,7 @@ def test_a_change_is_taken_apart_into_waiting_and_work() -> None:
     loads = [state(108.0, "b", "PLANNED"), state(108.5, "b", "LOADING"), state(147.0, "b", "READY")]
     found = change.change_of("b", True, 200, 100.0, 149.0, [*first_try, waits, *goes, *loads])
     assert (found.stays, found.ends, found.returns, found.loads, found.answers) == (5.0, 2.0, 1.0, 39.0, 2.0)
-    assert (found.waiting, found.working, found.told) == (6.0, 43.0, ("It waits for room.",))
+    assert (found.waiting, found.working, found.reasons) == (6.0, 43.0, ("It waits for room.",))
 
 
 def test_one_that_is_there_waits_for_nothing() -> None:

@@ -39,7 +39,7 @@ PARTS = ("stays", "ends", "returns", "loads", "answers")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Seconds. first: whether the model was not loaded before. told: why it waited, in the daemon's words."""
+    """Seconds. first: whether the model was not loaded before. reasons: why it waited, as the daemon says it."""
 
     model: str
     first: bool
@@ -49,7 +49,7 @@ class Change:
     returns: float
     loads: float
     answers: float
-    told: tuple[str, ...]
+    reasons: tuple[str, ...]
 
     @property
     def waiting(self) -> float:
@@ -70,8 +70,8 @@ def change_of(model: str, first: bool, status: int, asked_s: float, answered_s: 
     ready_s = next((at_s for at_s, name, state in reversed(states) if name == model and state == "READY"), placed_s)
     times = (asked_s, goes_s, gone_s, placed_s, ready_s, answered_s)
     parts = [max(0.0, after - before) for before, after in pairwise(times)]
-    told = tuple(dict.fromkeys(event["message"] for event in events if event["kind"] in ("waits", "release")))
-    return Change(model, first, status, *parts, told)
+    reasons = tuple(dict.fromkeys(event["message"] for event in events if event["kind"] in ("waits", "release")))
+    return Change(model, first, status, *parts, reasons)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,7 +176,7 @@ def _show(changes: Sequence[Change]) -> None:
     console = Console(width=120)
     console.print(table)
     for number, one in enumerate(changes, 1):
-        for message in one.told:
+        for message in one.reasons:
             console.print(f"{number}. {one.model}: {message}", markup=False, highlight=False)
 
 

@@ -10,7 +10,7 @@ memory comes back within --returns-s. Patterns, all of clients that wait for eac
     four     four models, asked for by two people at random, an answer of 8 s, then 5 to 30 s of reading
 
 Rules: `today` is sparkd's, `before` its earlier one (a model stays for min_residency_s and for as long as its load took, used or not),
-`at once` is llama-swap's (whoever is asked for takes the place as soon as running requests have ended). Columns: requests answered, time to
+`at once` is llama-swap's (each request evicts as soon as running requests have ended). Columns: requests answered, time to
 the first token (the wait for the model; p50, p95), loads, and the share of time in which something loaded, since the first model was READY.
 Bar: with sparkd's rule at most half of the time under each pattern. Exit status 1: it was missed.
 """
@@ -227,7 +227,7 @@ def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
     for pattern in patterns:
         for rule, until_s in RULES.items():
             loop = Loop()
-            # Nobody can look whether an engine computes that is none.
+            # The fake engines have no counters that a watchdog could read.
             unwatched = patch.object(Pulse, "look", lambda *_: None)
             with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), unwatched:
                 outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
