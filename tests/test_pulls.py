@@ -68,7 +68,7 @@ class FakeNodes:
         assert timeout_s > 0
         self.asked.append((node_ip, method, arguments))
         said = self.said[method]
-        if isinstance(said, Exception):
+        if isinstance(said, BaseException):
             raise said
         return said(node_ip, *arguments) if callable(said) else said
 
