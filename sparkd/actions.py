@@ -24,6 +24,7 @@ from sparkd.roster import Roster
 from sparkd.start import Attempt
 from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from sparkd.transport import in_order, moved, told_of
+from sparkd.upstream import Upstream
 from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
@@ -80,6 +81,7 @@ class Actions:
         self.strays: set[str] = set()
         # By what was to end: how often in a row it did not.
         self._unended: dict[str, int] = {}
+        self._looking: set[str] = set()
 
     def recall(self) -> None:
         """At the start: engines that hung under an earlier daemon count, and a model that rests for it goes on resting."""
@@ -185,6 +187,7 @@ class Actions:
             if record.name not in names:
                 self.fail(record, "WrongModel", f"The server answers for {', '.join(names)[:200]}, not for {record.name}.")
                 return
+            self.spawn(self._learn(record, record.upstream), f"learn {record.name}")
             if record.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
                 self._ready(record, served=served)
                 return
@@ -196,6 +199,34 @@ class Actions:
             return
         if record.state in STARTING:
             self._ready(record, before)
+
+    def look_at_new(self) -> None:
+        """At the files of every model that has not been looked at as it is now."""
+        for record in self._roster.records.values():
+            if record.spec is not None and record.abilities is None and record.name not in self._looking:
+                self._looking.add(record.name)
+                task = self.spawn(self.look(record), f"look {record.name}")
+                task.add_done_callback(partial(self._looked_at, record.name))
+
+    def _looked_at(self, name: str, _: asyncio.Task[None]) -> None:
+        self._looking.discard(name)
+
+    async def look(self, record: Record) -> None:
+        """What its files tell of it, before an engine does."""
+        spec = record.spec
+        if spec is None or record.abilities is not None:
+            return
+        found = await self._cluster.abilities(spec)
+        if record.spec is spec and record.abilities is None:
+            record.abilities = found
+
+    async def _learn(self, record: Record, upstream: Upstream) -> None:
+        """What its engine tells of it: that stays known once the engine has gone."""
+        await self.look(record)
+        if (known := record.abilities) is not None and known.routes is None:
+            found = await self._cluster.served_abilities(upstream, known)
+            if record.abilities is known and record.upstream is upstream:
+                record.abilities = found
 
     async def stop(self, record: Record, ranks: Sequence[RankFact]) -> None:
         def say(why: str) -> None:

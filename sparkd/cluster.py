@@ -8,10 +8,12 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sparkd.abilities import Abilities
 from sparkd.boundary import Boundary
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import AgentLost, ClusterError, ModelUnusable, NodeRefused, RankError, refused_by
@@ -31,8 +33,9 @@ from sparkd.siting import Siting
 from sparkd.snapshot import NodeView
 from sparkd.start import Attempt, Starter, Tell
 from sparkd.state import RankFact, RankHandle
+from sparkd.tasks import abilities_of
 from sparkd.transport import proof
-from sparkd.upstream import Upstream, served_names
+from sparkd.upstream import Upstream, served_length, served_names, served_routes
 from workers.agent import Agent
 
 log = logging.getLogger("sparkd.cluster")
@@ -213,6 +216,16 @@ class Cluster:
         except ClusterError:
             return None
         return None
+
+    async def abilities(self, spec: ModelConfig) -> Abilities:
+        """What its files on this node tell that it can be asked for; of another engine than vLLM nothing."""
+        if not spec.runs_vllm(self._config.engine):
+            return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
+        return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config.engine))
+
+    async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
+        """`known` with what the engine itself tells."""
+        return replace(known, routes=await served_routes(upstream), max_model_len=await served_length(upstream) or known.max_model_len)
 
     async def release(self, model: str) -> None:
         await self._places.release(model)

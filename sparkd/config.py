@@ -28,6 +28,7 @@ from sparkd.config_fields import (
     Gib,
     NodeAddress,
     NodeIp,
+    Origin,
     PositiveCount,
     PositiveSeconds,
     Seconds,
@@ -82,6 +83,12 @@ class Limits(Section):
     client_write_timeout_s: PositiveSeconds = 120
     keep_alive_s: PositiveSeconds = 75
     max_connections: PositiveCount = 4096
+
+
+class Cors(Section):
+    """Which web pages a browser may let use the API of the models; `*` is every page."""
+
+    origins: tuple[Origin, ...] = ()
 
 
 class Cluster(Section):
@@ -160,6 +167,7 @@ class Config(Section):
     global_ttl_s: Seconds = 0
     min_residency_s: Seconds = 60
     swap_idle_s: Seconds = 5
+    cors: Cors = Cors()
     limits: Limits = Limits()
     cluster: Cluster = Cluster()
     engine: Engine = Engine()
@@ -268,15 +276,19 @@ class Config(Section):
         return self.model_copy(update={"models": models})
 
     def check_bind(self, environ: Mapping[str, str]) -> None:
-        """Raises ConfigError where the daemon would be open to the network without keys. Reads the key files."""
-        if is_loopback(self.host):
+        """Raises ConfigError where the daemon would be open to the network, or to every web page, without keys. Reads the key files."""
+        reachable, every_page = not is_loopback(self.host), "*" in self.cors.origins
+        if not reachable and not every_page:
             return
         ring = load_keys(self.keys, environ)
-        if not ring.inference and not ring.admin:
+        if ring.inference or ring.admin:
+            return
+        cure = "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin)"
+        if reachable:
             raise ConfigError(
-                f"listen: {self.listen} can be reached from other machines, and there is no key. "
-                "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin), or listen on 127.0.0.1."
+                f"listen: {self.listen} can be reached from other machines, and there is no key. {cure}, or listen on 127.0.0.1."
             )
+        raise ConfigError(f"cors.origins: '*' lets every web page use the models, and there is no key. {cure}, or name the pages' origins.")
 
 
 def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str]) -> Config:
@@ -370,6 +382,9 @@ def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]
 
 def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tuple[tuple[str, ...], str]]:
     owner: dict[str, str] = {name: name for name in models}
+    defaults = [model.name for model in models.values() if model.default]
+    for name in defaults[1:]:
+        yield (name, "default"), f"models.{name}.default: {defaults[0]!r} is the default already, and there is one at most."
     for model in models.values():
         for key in ("served_model_name", "aliases"):
             for alias in getattr(model, key):

@@ -25,6 +25,7 @@ from sparkd.refusal import plain, refuse
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -104,6 +105,13 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_origin(value: str) -> str:
+    """Of a web page, as browsers send it (RFC 6454 6.2), or `*`."""
+    if value != "*" and not _ORIGIN.fullmatch(value):
+        raise ValueError("an origin is expected, such as https://chat.example or http://localhost:3000, without a path; or '*'")
+    return value.lower()
+
+
 def check_word(value: str) -> str:
     """A value of a vLLM flag: it must not read as another flag."""
     if not value or value.startswith("-") or _CONTROL.search(value):
@@ -157,6 +165,7 @@ Gib = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e6)]
 Address = Annotated[str, AfterValidator(check_address)]
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 Name = Annotated[str, AfterValidator(check_name)]
+Origin = Annotated[str, AfterValidator(check_origin)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many)]
 Word = Annotated[str, AfterValidator(check_word)]
 NodeAddress = Annotated[Address, AfterValidator(check_ipv4)]

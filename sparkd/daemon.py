@@ -32,6 +32,7 @@ from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
 from sparkd.gateway.keys import Keys, digest
 from sparkd.gateway.limits import Limits
+from sparkd.gateway.pages import origins_of
 from sparkd.gateway.server import GatewayServer, bind, gateway_server
 from sparkd.keys import load_keys
 from sparkd.measures import Measures
@@ -143,6 +144,7 @@ class Daemon:
             probe_token=probe_token,
             metrics_need_key=config.metrics_need_key,
             include_aliases_in_list=config.include_aliases_in_list,
+            page_origins=origins_of(config.cors.origins),
         )
         self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
         self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
@@ -265,6 +267,7 @@ class Daemon:
         self._server.set_limits(_limits(config))
         self._server.config.timeout_graceful_shutdown = config.unload_timeout_s
         self._edge.metrics_need_key = config.metrics_need_key
+        self._edge.page_origins = origins_of(config.cors.origins)
         self._edge.include_aliases_in_list = config.include_aliases_in_list
         logging.getLogger().setLevel(config.log_level.upper())
         self._cluster.reconfigure(config)

@@ -23,6 +23,7 @@
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
     - UnknownModel 404          - UnknownRoute 404         - UnknownOperation 404
     - UnknownResponse 404       - UnknownRecipe 404        - UnknownIncident 404
+    - RouteNotServed 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
     - HeadersTooLarge 431       - NoToolParser 400
@@ -238,6 +239,25 @@ class UnknownRoute(RequestError):
     status = 404
     type = "not_found_error"
     code = "route_not_found"
+
+
+class RouteNotServed(RequestError):
+    """A path that the model has not, such as chat of an embedding model. tasks: what it is for, None where only its engine knows."""
+
+    status = 404
+    code = "route_not_served"
+
+    def __init__(self, model: str, path: str, tasks: frozenset[str] | None) -> None:
+        paths = "; ".join(_PATHS_OF[task] for task in sorted(tasks or ()) if task in _PATHS_OF)
+        cure = f"Ask it at {paths}" if paths else "GET /v1/models lists the other models"
+        super().__init__(f"The model {model} does not answer {path}: it is made for something else. {cure}.", param="model")
+
+
+_PATHS_OF = {
+    "generate": "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages",
+    "pool": "/v1/embeddings, /rerank, /score, /classify or /pooling, whichever of them it is for",
+    "transcribe": "/v1/audio/transcriptions or /v1/audio/translations",
+}
 
 
 class UnknownResponse(RequestError):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from sparkd.abilities import Need
 from sparkd.errors import (
     DoesNotFit,
     Draining,
@@ -16,6 +17,7 @@ from sparkd.errors import (
     ModelFailed,
     ModelLoading,
     ModelUnusable,
+    RouteNotServed,
     TooManyRequests,
     Unavailable,
 )
@@ -56,24 +58,25 @@ class Lease:
     decrement of the count of requests in flight, or of questions. Who uses it sets .answered: whether the engine has begun a good answer,
     None for one that says nothing of the engine."""
 
-    __slots__ = ("_door", "_held", "_name", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
+    __slots__ = ("_door", "_held", "_name", "_need", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
     # The fields of a sparkd.parsers.Parsers, None where nobody knows what the engine has.
     parsers: Mapping[str, str | None] | None
 
-    def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None) -> None:
+    def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: Need | None) -> None:
         self._door = door
         self._name = name
         self._wait_s = wait_s
         self._probe = probe
         self._waits = waits
+        self._need = need
         self._held: Record | None = None
         self.answered: bool | None = False
 
     async def __aenter__(self) -> Lease:
-        record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits)
+        record = self._held = await self._door.enter(self._name, self._wait_s, self._probe, self._waits, self._need)
         upstream = record.upstream
         if upstream is None:
             self._held = None
@@ -92,7 +95,7 @@ class Lease:
 class Door:
     """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
 
-    `want(name, Want, by)` and `wake()` are the supervisor's. unusable: see Cluster.
+    `want(name, Want, by)` and `wake()` are the supervisor's. unusable: see Cluster; look: see Actions.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class Door:
         wake: Callable[[], None],
         clock: Callable[[], float],
         unusable: Callable[[ModelConfig], Awaitable[str | None]],
+        look: Callable[[Record], Awaitable[None]],
     ) -> None:
+        self._look = look
         self._unusable = unusable
         self._roster = roster
         self._want = want
@@ -112,7 +117,9 @@ class Door:
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None) -> Record:
+    async def enter(
+        self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: Need | None = None
+    ) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
         record = self._roster.find(name)
         if probe:
@@ -121,6 +128,10 @@ class Door:
             record.questions += 1
             return record
         self._refuse_closed(record)
+        if need is not None:
+            if record.abilities is None and record.state is not ModelState.READY:
+                await self._look(record)
+            _refuse_unable(record, need)
         if record.state is not ModelState.READY:
             await self._wait(record, wait_s, waits)
         limit = record.spec.concurrency_limit if record.spec else None
@@ -289,6 +300,13 @@ def is_nearly_ready(record: Record, now_s: float) -> bool:
         return False
     eta_s = record.progress.eta_s if record.progress else None
     return record.state in (ModelState.WARMING, ModelState.SIZING) or (eta_s is not None and eta_s <= NEARLY_S)
+
+
+def _refuse_unable(record: Record, need: Need) -> None:
+    """Before anything is loaded for it: an engine would say so in minutes, and in its own words."""
+    known = record.abilities
+    if known is not None and not known.has(need):
+        raise RouteNotServed(record.name, need.path, known.tasks)
 
 
 def _cause(record: Record) -> str:

@@ -156,6 +156,7 @@ class ModelConfig(Section):
     aliases: Names = ()
     served_model_name: Names = ()
     unlisted: bool = False
+    default: bool = False
     metadata: Metadata = Field(default_factory=dict)
 
     preload: bool = False

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparkd.abilities import Abilities
 from sparkd.config import ModelConfig
 from sparkd.residency import Evicted
 from sparkd.room import Lack
@@ -22,6 +23,7 @@ class Record:
     """One model. Times ending in _s are monotonic seconds, _wall_s calendar seconds."""
 
     __slots__ = (
+        "abilities",
         "adopted",
         "asked_since_s",
         "attempt_since_s",
@@ -78,6 +80,8 @@ class Record:
         self.hash: str | None = None
         # Where its entry is: `file` of the configuration, or `api` of models that were added.
         self.origin = "file"
+        # None until its files were looked at, which is once for each hash; its engine knows better.
+        self.abilities: Abilities | None = None
         self.state = ModelState.STOPPED
         self.since_s = now_s
         self.since_wall_s = wall_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from sparkd.state import Desired, ModelState, Progress, Store, Want
 
 # Who unloads a model without an operator's word: what is to be preloaded comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
+
+_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -79,7 +82,7 @@ class Roster:
             record.origin = "file" if name in base.models else "api"
             record.hash = config_hash(spec, self.config.engine)
             if record.hash != old_hash:
-                record.lack = None
+                record.lack = record.abilities = None
         self._names = {name: name for name in self.records} | self.config.names()
         self.ties = self.config.groups.ties(self._names)
         known = {name: record.hash for name, record in self.records.items() if record.spec}
@@ -230,13 +233,14 @@ class Roster:
         # Of one that waits: since when. It may have been STOPPED, and unasked for, ever since the daemon began.
         asked_s = record.asked_since_s if record.turn is not None else None
         since_s = record.since_wall_s if asked_s is None else self._wall() - (now_s - asked_s)
-        max_model_len = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
+        given = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
         return ModelView(
             name=record.name,
             aliases=tuple(n for n in spec.served_names() if n != record.name) if spec else (),
             unlisted=spec.unlisted if spec else True,
+            default=spec.default if spec else False,
             metadata=spec.metadata if spec else {},
-            max_model_len=max_model_len,
+            max_model_len=record.abilities.max_model_len if record.abilities else given,
             source=spec.model if spec else "",
             quantize=spec.quantize if spec else None,
             kv_cache=spec.kv_cache if spec else None,
@@ -265,7 +269,13 @@ class Roster:
             doubt=doubt,
             adopted=record.adopted,
             parsers=None if gone or record.handle is None else record.handle.parsers,
+            stores_responses=self._stores_responses(spec) if spec else False,
         )
+
+    def _stores_responses(self, spec: ModelConfig) -> bool:
+        """As vLLM reads it (vllm/envs.py); of an engine that is none, only it knows."""
+        value = spec.environment(self.config.engine).get(_STORE, os.environ.get(_STORE, "0"))
+        return not spec.runs_vllm(self.config.engine) or value.strip() not in ("0", "")
 
 
 def _text(spec: Mapping[str, Any]) -> str:

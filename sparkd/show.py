@@ -140,9 +140,10 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
         return
     # Where there is no room for all, a process number is missed least; which node a model is on says where to look.
     with_pid = console.width >= NARROW
-    numbers = ["FOR", "LOAD", "MEMORY", "KV TOKENS", *([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS"]
+    numbers = ["FOR", "LOAD", "MEMORY", *(["CONTEXT"] if wide else []), "KV TOKENS"]
+    numbers += [*([*KV_COLUMNS, *PARSER_COLUMNS] if wide else []), "REQUESTS"]
     numbers += ["PID"] if with_pid else []
-    table = _table(["MODEL", "STATE", *numbers, "NODE"], right=numbers)
+    table = _table(["MODEL", "STATE", *numbers, "NODE", *(["SOURCE"] if wide else [])], right=numbers)
     for model in shown:
         known = model["progress"] or {}
         table.add_row(
@@ -151,11 +152,13 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             duration(now_s - model["since_s"]),
             _or_dash(model["load_s"], lambda s: f"{s:.1f} s"),
             _or_dash(model["memory_gib"], lambda gib: f"{gib:g} GiB"),
+            *([_or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}")] if wide else []),
             _or_dash(known.get("kv_tokens"), lambda tokens: f"{tokens:,}"),
             *([*_kv_cells(known.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
             *([str(model["ranks"][0]["pid"]) if model["ranks"] else "-"] if with_pid else []),
             escape(", ".join(rank["node_id"] for rank in model["ranks"]) or model["node"] or "-"),
+            *([escape(model.get("source") or "-")] if wide else []),
         )
     console.print(table)
     for model in shown:
@@ -183,12 +186,13 @@ def known(models: Iterable[Mapping[str, Any]], console: Console) -> None:
     if not rows:
         console.print("No model is known. Configure one in sparkd.yaml, or bring one in: `sparkd run FOLDER_OR_HUB_ID`.")
         return
-    table = _table(["MODEL", "STATE", "WANT", "SOURCE", "ALIASES"])
+    table = _table(["MODEL", "STATE", "WANT", "CONTEXT", "SOURCE", "ALIASES"], right={"CONTEXT"})
     for model in rows:
         table.add_row(
             escape(model["name"]),
             _state(model["state"], model["progress"] or {}),
             model["want"],
+            _or_dash(model.get("max_model_len"), lambda tokens: f"{tokens:,}"),
             escape(model["source"]),
             escape(", ".join(model["aliases"]) or "-"),
         )

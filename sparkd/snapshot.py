@@ -19,12 +19,14 @@ class ModelView:
     adopted: its engine ran already when it was taken over; load_s is what its start took then, None where nobody kept that.
     parsers: the fields of a sparkd.parsers.Parsers, as its engine has them; None while it has none, or nobody knows.
     origin: where its entry is: `file`, the configuration's, or `api`, which it was added by.
+    stores_responses: whether its engine keeps answers of /v1/responses to be found by their ids.
     transport: of ranks on several nodes, what NCCL's lines prove: the fields of a fabric_findings.Finding, worst first.
     """
 
     name: str
     aliases: tuple[str, ...]
     unlisted: bool
+    default: bool
     metadata: Mapping[str, Any]
     max_model_len: int | None
     source: str
@@ -55,6 +57,7 @@ class ModelView:
     adopted: bool = False
     origin: str = "file"
     parsers: Mapping[str, str | None] | None = None
+    stores_responses: bool = False
 
     def loading(self) -> dict[str, Any]:
         """The `loading` object of a 503: only what is known."""

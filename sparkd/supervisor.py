@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from sparkd import gauges, metrics
+from sparkd.abilities import Need
 from sparkd.actions import FOR_ITS_OWNER, Actions, AskFunction
 from sparkd.boundary import Boundary
 from sparkd.cluster import Cluster
@@ -84,7 +85,14 @@ class Supervisor:
         self.ledger = Ledger(store, wall, self._boundary)
         self.ledger.tell_damages()
         self._roster = Roster(config, store, clock, wall)
-        self._door = Door(self._roster, want=self.want, wake=self.wake, clock=clock, unusable=cluster.unusable)
+        self._door = Door(
+            self._roster,
+            want=self.want,
+            wake=self.wake,
+            clock=clock,
+            unusable=cluster.unusable,
+            look=lambda record: self._actions.look(record),
+        )
         self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
         hands = (self._roster, self.ledger, cluster, self._door, self._boundary)
@@ -99,14 +107,17 @@ class Supervisor:
 
     # The three verbs.
 
-    def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None) -> Lease:
+    def lease(
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
+    ) -> Lease:
         """The right to use the engine of `name` for one request, as an async context manager.
 
         READY: at once. STOPPED or starting: it is wished for and waited for, up to wait_s (default: the model's). STOPPING: waits for
         the stop, then starts. FAILED in back-off: ModelFailed at once. `waits` is called once where it has to wait. Cancelling the last
-        wait withdraws the wish. probe=True may use a model that is not READY yet; it never starts one.
+        wait withdraws the wish. probe=True may use a model that is not READY yet; it never starts one. need: a model that is known not to
+        have it raises RouteNotServed at once.
         """
-        return Lease(self._door, name, wait_s, probe, waits)
+        return Lease(self._door, name, wait_s, probe, waits, need)
 
     def want(self, name: str, want: Want, by: str) -> Operation:
         """Wish `name` to be RUNNING or STOPPED. Persisted before anything acts; idempotent. Raises UnknownModel."""
@@ -364,6 +375,8 @@ class Supervisor:
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
         with around("welcome"):
             self._welcome(observation)
+        with around("look"):
+            self._actions.look_at_new()
         with around("pulse"):
             self._pulse.look(records.values(), {node.node_id: node.reading for node in observation.nodes if node.reading})
         if self._settled and not self._draining:

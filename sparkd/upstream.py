@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 
@@ -12,6 +13,7 @@ from sparkd.wire import Pool
 CONNECT_TIMEOUT_S = 2.0
 KEEPALIVE_S = 30.0
 MAX_MODEL_LIST_BYTES = 1 << 20
+MAX_OPENAPI_BYTES = 8 << 20
 
 
 class Upstream:
@@ -68,14 +70,38 @@ class Upstream:
 async def served_names(upstream: Upstream, timeout_s: float = 2.0) -> list[str] | None:
     """The model names that the server behind `upstream` answers for; None while it is not up. A 200 from anything else is not enough."""
     try:
-        async with asyncio.timeout(timeout_s), upstream.session().get("/v1/models") as response:
-            if response.status != 200:
-                return None
-            body = bytearray()
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) > MAX_MODEL_LIST_BYTES:
-                    return None
-            return [str(model["id"]) for model in json.loads(body)["data"]]
-    except (TimeoutError, OSError, aiohttp.ClientError, ValueError, KeyError, TypeError):
+        return [str(model["id"]) for model in (await _json(upstream, "/v1/models", MAX_MODEL_LIST_BYTES, timeout_s))["data"]]
+    except _UNREADABLE:
         return None
+
+
+async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozenset[str] | None:
+    """The paths that the server behind `upstream` has; None where it does not tell."""
+    try:
+        return frozenset(map(str, (await _json(upstream, "/openapi.json", MAX_OPENAPI_BYTES, timeout_s))["paths"])) or None
+    except _UNREADABLE:
+        return None
+
+
+async def served_length(upstream: Upstream, timeout_s: float = 2.0) -> int | None:
+    """The longest request in tokens that the server takes, as vLLM's model list has it; None where it does not tell."""
+    try:
+        length = (await _json(upstream, "/v1/models", MAX_MODEL_LIST_BYTES, timeout_s))["data"][0]["max_model_len"]
+    except _UNREADABLE:
+        return None
+    return length if isinstance(length, int) else None
+
+
+_UNREADABLE = (TimeoutError, OSError, aiohttp.ClientError, ValueError, LookupError, TypeError, RecursionError)
+
+
+async def _json(upstream: Upstream, path: str, limit: int, timeout_s: float) -> Any:
+    async with asyncio.timeout(timeout_s), upstream.session().get(path) as response:
+        if response.status != 200:
+            raise ValueError(f"{path} answered {response.status}")
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > limit:
+                raise ValueError(f"{path} is larger than {limit} bytes")
+    return json.loads(body)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sparkd.abilities import Abilities
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
 from sparkd.fabric_findings import Finding
@@ -71,6 +72,7 @@ class FakeCluster:
         self.held: dict[str, Held] = {}
         self.shut_nodes: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
+        self.known_abilities = self.told_abilities = Abilities()
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -131,6 +133,12 @@ class FakeCluster:
 
     async def unusable(self, spec: ModelConfig) -> str | None:
         return None
+
+    async def abilities(self, spec: ModelConfig) -> Abilities:
+        return self.known_abilities
+
+    async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
+        return self.told_abilities
 
     async def release(self, model: str) -> None:
         self.log.append(f"release {model}")

@@ -624,17 +624,17 @@ def test_a_terminal_gets_a_bar() -> None:
 @pytest.mark.parametrize("colours", [False, True])
 def test_no_line_of_a_table_ends_with_blanks(colours: bool) -> None:
     models = [
-        {"name": name, "state": state, "want": "RUNNING", "source": "/m", "aliases": aliases, "progress": None}
-        for name, state, aliases in (("a-long-name", "READY", ["one", "two-of-them"]), ("b", "STOPPED", []))
+        {"name": name, "state": state, "want": "RUNNING", "source": "/m", "aliases": aliases, "progress": None, "max_model_len": length}
+        for name, state, aliases, length in (("a-long-name", "READY", ["one", "two-of-them"], 32768), ("b", "STOPPED", [], None))
     ]
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=colours, color_system="standard" if colours else None)
     show.known(models, console)
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
     assert lines == [
-        "MODEL        STATE    WANT     SOURCE  ALIASES",
-        "a-long-name  READY    RUNNING  /m      one, two-of-them",
-        "b            STOPPED  RUNNING  /m      -",
+        "MODEL        STATE    WANT     CONTEXT  SOURCE  ALIASES",
+        "a-long-name  READY    RUNNING   32,768  /m      one, two-of-them",
+        "b            STOPPED  RUNNING        -  /m      -",
     ]
     assert ("\x1b[" in out.getvalue()) is colours
     # Every other table is made of the same.

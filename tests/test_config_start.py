@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,28 @@ def test_only_the_loopback_needs_no_key(load, listen: str, host: str, port: int,
 def test_what_is_no_address(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"(host:port is expected|there is no port 65536)"):
         load_config(None, flags={"listen": listen}, environ={})
+
+
+def test_every_web_page_needs_a_key(load) -> None:
+    every, some = "cors: {origins: ['*']}", "cors: {origins: ['https://Chat.example', 'http://localhost:3000']}"
+    with pytest.raises(ConfigError, match=r"cors\.origins"):
+        load(every).check_bind({})
+    load(f"{every}\nkeys: {{inference: [{KEY}]}}").check_bind({})
+    load(some).check_bind({})
+    assert load(some).cors.origins == ("https://chat.example", "http://localhost:3000")
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://a b", "null", "file://", "https://x\ny", ""])
+def test_what_is_no_origin(load, origin: str) -> None:
+    with pytest.raises(ConfigError):
+        load(f"cors: {{origins: [{json.dumps(origin)}]}}")
+
+
+def test_one_default_at_most(load) -> None:
+    models = "models: {a: {model: o/a, default: true}, b: {model: o/b%s}}"
+    assert [model.default for model in load(models % "").models.values()] == [True, False]
+    with pytest.raises(ConfigError, match=r"models\.b\.default"):
+        load(models % ", default: true")
 
 
 def test_runtime_folder_is_short_and_one_per_state_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sparkd.abilities import GENERATE, POOL, Abilities, Need
 from sparkd.errors import (
     ConfigError,
     Conflict,
@@ -26,6 +27,7 @@ from sparkd.errors import (
     ModelLoading,
     ModelUnusable,
     RankError,
+    RouteNotServed,
     TooManyRequests,
     Unavailable,
     UnknownModel,
@@ -439,6 +441,41 @@ async def test_a_question_takes_nobodys_place_and_no_unload_waits_for_it(tmp_pat
             made.supervisor.want("m", Want.STOPPED, "admin")
             await made.tick(3)
             assert made.state() == "STOPPED", "it may never be answered"
+
+
+CHAT, EMBED = Need("/v1/chat/completions", GENERATE), Need("/v1/embeddings", POOL)
+
+
+async def test_what_a_model_is_not_made_for_loads_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.known_abilities = Abilities(frozenset((POOL,)), max_model_len=512)
+        with pytest.raises(RouteNotServed):  # the files are looked at for it where no tick has done so
+            async with made.supervisor.lease("m", need=CHAT):
+                pass
+        await made.tick(2)
+        assert (made.state(), made.cluster.log) == ("STOPPED", [])
+        assert made.supervisor.snapshot().models["m"].max_model_len == 512
+
+
+async def test_what_its_engine_told_stays_known(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.known_abilities = Abilities(frozenset((GENERATE,)))
+        made.cluster.told_abilities = Abilities(frozenset((GENERATE,)), frozenset((EMBED.path,)), 4096)
+        await make_ready(made)
+        async with made.supervisor.lease("m", need=EMBED):
+            pass
+        with pytest.raises(RouteNotServed):
+            async with made.supervisor.lease("m", need=CHAT):
+                pass
+        async with made.supervisor.lease("m", need=CHAT, probe=True):  # READY is found out by asking on every way
+            pass
+        assert made.supervisor.snapshot().models["m"].max_model_len == 4096
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(4)
+        assert made.state() == "STOPPED"
+        with pytest.raises(RouteNotServed):
+            async with made.supervisor.lease("m", need=CHAT):
+                pass
 
 
 async def test_a_lease_knows_aliases_and_counts(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import pytest
 
-from sparkd.upstream import MAX_MODEL_LIST_BYTES, Upstream, served_names
+from sparkd.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, Upstream, served_length, served_names, served_routes
 from tests.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 
 KEY = "an-engines-own-key"
@@ -155,3 +155,34 @@ async def test_served_names_of_a_server_that_hangs_or_is_not_there(engine: RawEn
     assert await served_names(upstream, 0.05) is None
     await engine.stop()
     assert await served_names(upstream, 20.0) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "routes"),
+    [
+        (answer(b'{"paths": {"/v1/embeddings": {}, "/ping": {}}}'), {"/v1/embeddings", "/ping"}),
+        (answer(b'{"paths": {}}'), None),
+        (answer(b'{"paths": null}'), None),
+        (answer(b"[]"), None),
+        (answer(b"[" * 100_000), None),
+        (answer(b'{"detail": "Not Found"}', b"404 Not Found"), None),
+        (answer(b" " * (MAX_OPENAPI_BYTES + 1)), None),
+    ],
+)
+async def test_served_routes(engine: RawEngine, upstream: Upstream, raw: bytes, routes: set[str] | None) -> None:
+    engine.replies(raw)
+    assert await served_routes(upstream, 20.0) == routes
+
+
+@pytest.mark.parametrize(
+    ("raw", "length"),
+    [
+        (answer(b'{"data": [{"id": "m", "max_model_len": 4096}]}'), 4096),
+        (answer(b'{"data": [{"id": "m", "max_model_len": null}]}'), None),
+        (answer(b'{"data": []}'), None),
+        (answer(b"hello"), None),
+    ],
+)
+async def test_served_length(engine: RawEngine, upstream: Upstream, raw: bytes, length: int | None) -> None:
+    engine.replies(raw)
+    assert await served_length(upstream, 20.0) == length

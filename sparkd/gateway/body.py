@@ -31,7 +31,7 @@ class _Value:
 
 
 class _Name(msgspec.Struct):
-    model: str
+    model: str | None = None
 
 
 class _Stream(msgspec.Struct):
@@ -52,11 +52,16 @@ class _Tools(msgspec.Struct):
 
 
 class _Names(msgspec.Struct):
-    model: _Value
+    model: _Value | None = None
 
 
-def model_of_json(body: bytes | bytearray) -> str:
-    """The `model` of a JSON object. Raises BadRequest for anything that is not exactly one document with exactly one such name.
+class _Stored(msgspec.Struct):
+    store: bool | None = None
+
+
+def model_of_json(body: bytes | bytearray) -> str | None:
+    """The `model` of a JSON object, None where it has none or null. Raises BadRequest for anything that is not exactly one document with at
+    most one such name.
 
     msgspec checks what it skips without building it, so that a hostile body of n bytes costs no memory: pydantic and orjson
     built 16 MB of `[0,0,…` into 240 MiB. What msgspec lets through is looked for here: UTF-8 within skipped strings, a repeated
@@ -68,7 +73,7 @@ def model_of_json(body: bytes | bytearray) -> str:
             _PLAIN.decode(body)  # a `model` that is a huge list fails here before the hook's decoder would build it
         _seen.clear()
         _COUNTING.decode(body)
-        names, found = len(_seen), _seen[-1]
+        names, found = len(_seen), _seen[-1] if _seen else None
         _seen.clear()
         if not body.isascii():
             _check_utf8(body)
@@ -82,7 +87,7 @@ def model_of_json(body: bytes | bytearray) -> str:
         raise BadRequest("The body is not usable JSON: it is nested too deeply.") from None
     if names > 1:
         raise BadRequest("The body names `model` more than once; send it once.", param="model")
-    if not isinstance(found, str):
+    if found is not None and not isinstance(found, str):
         raise BadRequest("`model` must be a string.", param="model")
     if _has_long_number(body):
         raise BadRequest(f"The body holds a number of {_LONG_DIGITS} digits or more; send it as a string.")
@@ -108,8 +113,16 @@ def wants_functions(body: bytes | bytearray) -> bool:
     return choice != "none" and any(tool.type in _FUNCTIONS for tool in found.tools or ())
 
 
-def model_of_form(body: bytes | bytearray, content_type: str) -> str:
-    """The `model` field of a multipart/form-data body (RFC 7578). Raises BadRequest unless there is exactly one."""
+def wants_storing(body: bytes | bytearray) -> bool:
+    """Whether a body that `model_of_json` has taken asks for its answer to be kept, in so many words."""
+    try:
+        return _STORED.decode(body).store is True
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+def model_of_form(body: bytes | bytearray, content_type: str) -> str | None:
+    """The `model` field of a multipart/form-data body (RFC 7578), None where it has none. Raises BadRequest for more than one."""
     match = _BOUNDARY.search(content_type)
     if match is None:
         raise BadRequest("The content type has no usable boundary; send multipart/form-data with one of 1 to 70 characters.")
@@ -142,6 +155,7 @@ def _count(_type: type, value: Any) -> _Value:
 _VALUE = _Value()
 _STREAM = msgspec.json.Decoder(_Stream)
 _TOOLS = msgspec.json.Decoder(_Tools)
+_STORED = msgspec.json.Decoder(_Stored)
 _PLAIN = msgspec.json.Decoder(_Name)
 _COUNTING = msgspec.json.Decoder(_Names, dec_hook=_count)
 
@@ -193,9 +207,11 @@ def _field(body: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:
     return b"", head_end + 4
 
 
-def _only(names: list[bytes]) -> str:
-    if len(names) != 1:
-        raise BadRequest("The form must have exactly one field `model`.", param="model")
+def _only(names: list[bytes]) -> str | None:
+    if not names:
+        return None
+    if len(names) > 1:
+        raise BadRequest("The form names `model` more than once; send it once.", param="model")
     try:
         return names[0].decode()
     except UnicodeDecodeError:

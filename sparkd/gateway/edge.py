@@ -34,16 +34,17 @@ from sparkd.gateway.keys import Keys, Role
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import model_entry, models_list
 from sparkd.gateway.local import check_local
+from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
 from sparkd.gateway.protocol import CONNECTION
 from sparkd.gateway.proxy import Leases, Proxy
-from sparkd.gateway.routes import Kind, Route, find
+from sparkd.gateway.routes import Kind, Route, find, nearest
 
 _log = logging.getLogger("sparkd.gateway")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
 _PROBES = (Kind.LIVE, Kind.READY)
-_FORWARDED = (Kind.JSON, Kind.FORM, Kind.RESPONSE)
+_FORWARDED = (Kind.JSON, Kind.FORM, Kind.RESPONSE, Kind.ENGINE)
 
 # Ids need to be unlike each other, not secret: one random part per process is enough.
 _ids = count(1)
@@ -55,7 +56,7 @@ Probe = Callable[[], tuple[bool, dict[str, Any]]]
 class Edge:
     """The ASGI application of the daemon.
 
-    `keys`, `limits` and `metrics_need_key` may be replaced while it runs (a reload of the configuration); requests that are
+    `keys`, `limits`, `metrics_need_key` and `page_origins` may be replaced while it runs (a reload of the configuration); requests that are
     already in keep what they began with. `admin` sees requests under /admin/v1 only, after the key, with their body already bounded.
     """
 
@@ -72,7 +73,9 @@ class Edge:
         probe_token: str | None = None,
         metrics_need_key: bool = False,
         include_aliases_in_list: bool = False,
+        page_origins: frozenset[bytes] = frozenset(),
     ) -> None:
+        self.page_origins = page_origins
         self.keys = keys or Keys()
         self.metrics_need_key = metrics_need_key
         self.include_aliases_in_list = include_aliases_in_list
@@ -118,12 +121,20 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         found = find(scope["path"], scope["raw_path"])
         if found is None:
-            raise UnknownRoute("There is nothing at this path. The README lists the routes; paths are exact, without a trailing slash.")
+            raise UnknownRoute(f"There is nothing at this path{self._meant(scope['path'], headers)}. The README lists the routes.")
         route, name = found
         exchange.route = route.label
+        page = self._page(route, headers)
+        if page is not None:
+            scope["extensions"][CONNECTION].say_always(page_headers(page))
+            if scope["method"] == "OPTIONS" and PREFLIGHT in headers:
+                exchange.status = 204
+                own = [(b"date", date()), (b"x-request-id", exchange.request_id.encode())]
+                await send_whole(send, 204, [*preflight_headers(route.methods, headers), *own], b"")
+                return
         if scope["method"] not in route.methods:
             raise MethodNotAllowed(scope["method"], list(route.methods))
-        self._check_caller(route, scope["method"], headers)
+        self._check_caller(route, scope["method"], headers, allowed_page=page is not None)
         if self._open_requests > self._most_requests(route.kind):
             raise Unavailable("Too many requests are open; try again soon.", retry_after_s=1)
         if len(headers) != len(scope["headers"]):
@@ -134,14 +145,14 @@ class Edge:
         elif route.kind is Kind.ADMIN:
             await self._delegate(scope, receive, send, exchange)
         else:
-            await self._answer(route, name, send, exchange)
+            await self._answer(route, name, headers, send, exchange)
 
     def _most_requests(self, kind: Kind) -> float:
         if kind in _FORWARDED:
             return self.limits.requests
         return self.limits.any_requests if kind is Kind.ADMIN else math.inf
 
-    async def _answer(self, route: Route, name: str, send: Send, exchange: Exchange) -> None:
+    async def _answer(self, route: Route, name: str, headers: dict[bytes, bytes], send: Send, exchange: Exchange) -> None:
         """The routes that the gateway answers itself."""
         content_type, status, more = "application/json", 200, {"cache-control": "no-cache"}
         if route.kind is Kind.METRICS:
@@ -151,9 +162,10 @@ class Edge:
             status = 200 if well else 503
             body = json.dumps({"status": "ok" if well else "unavailable", **facts}).encode()
         elif route.kind is Kind.MODELS:
-            body = json.dumps(models_list(self._supervisor.snapshot().models, with_aliases=self.include_aliases_in_list)).encode()
+            models = self._supervisor.snapshot().models
+            body = json.dumps(models_list(models, with_aliases=self.include_aliases_in_list, paths=self._is_admin(headers))).encode()
         elif route.kind is Kind.MODEL:
-            body = json.dumps(model_entry(self._supervisor.snapshot().models, name)).encode()
+            body = json.dumps(model_entry(self._supervisor.snapshot().models, name, paths=self._is_admin(headers))).encode()
         else:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
         exchange.status, exchange.bytes_out = status, len(body)
@@ -192,12 +204,28 @@ class Edge:
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         await self._admin(inner, receive_again, send_named)
 
-    def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes]) -> None:
-        """The key of the route or, where no keys are configured, proof that no web page is behind the request."""
+    def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:
+        """The origin of the web page behind the request, where it is one that may use this route (`cors`)."""
+        origin = headers.get(b"origin")
+        if origin is None or not route.for_pages or not (origin.lower() in self.page_origins or b"*" in self.page_origins):
+            return None
+        return origin
+
+    def _is_admin(self, headers: dict[bytes, bytes]) -> bool:
+        return self.keys.open or self.keys.role(headers) is Role.ADMIN
+
+    def _meant(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """The nearest path, for a client that may ask: to look for it costs more than to refuse."""
+        may_ask = self.keys.open or self.keys.role(headers) is not Role.NOBODY
+        meant = nearest(path) if may_ask else None
+        return f"; the nearest is {meant}" if meant else ""
+
+    def _check_caller(self, route: Route, method: str, headers: dict[bytes, bytes], *, allowed_page: bool) -> None:
+        """The key of the route or, where no keys are configured, proof that no other web page than an allowed one is behind the request."""
         if self.keys.open:
             if route.kind not in _PROBES:
                 does_nothing = route.kind in (Kind.ROOT, Kind.METRICS)
-                check_local(headers, method, does_nothing=does_nothing, allowed_page=False)
+                check_local(headers, method, does_nothing=does_nothing, allowed_page=allowed_page)
             return
         needed = route.role
         if route.kind is Kind.METRICS and self.metrics_need_key:

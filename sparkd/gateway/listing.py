@@ -5,28 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkd.errors import UnknownModel
+from sparkd.errors import BadRequest, UnknownModel
 from sparkd.snapshot import ModelView
 
+_SHOWN_NAMES = 20
+# vllm/entrypoints/serve/engine/protocol.py, ModelPermission.
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
 
-def models_list(models: Mapping[str, ModelView], *, with_aliases: bool) -> dict[str, Any]:
-    """`GET /v1/models`: what can be served, resident or not; `status` says where each stands."""
+
+def models_list(models: Mapping[str, ModelView], *, with_aliases: bool, paths: bool) -> dict[str, Any]:
+    """`GET /v1/models`: what can be served, resident or not; `status` says where each stands. paths: the client may see folders' paths."""
     data = []
     for view in models.values():
         if view.unlisted:
             continue
-        data.append(_entry(view, view.name))
+        data.append(_entry(view, view.name, paths))
         if with_aliases:
-            data.extend(_entry(view, alias) for alias in view.aliases)
+            data.extend(_entry(view, alias, paths) for alias in view.aliases)
     return {"object": "list", "data": data}
 
 
-def model_entry(models: Mapping[str, ModelView], name: str) -> dict[str, Any]:
+def model_entry(models: Mapping[str, ModelView], name: str, *, paths: bool) -> dict[str, Any]:
     """`GET /v1/models/{name}`, by name or alias. Raises UnknownModel."""
     view = find_model(models, name)
     if view is None:
         raise UnknownModel(name, [view.name for view in models.values() if not view.unlisted])
-    return _entry(view, name)
+    return _entry(view, name, paths)
 
 
 def find_model(models: Mapping[str, ModelView], name: str) -> ModelView | None:
@@ -36,18 +51,36 @@ def find_model(models: Mapping[str, ModelView], name: str) -> ModelView | None:
     return next((view for view in models.values() if name in view.aliases), None)
 
 
-def _entry(view: ModelView, name: str) -> dict[str, Any]:
+def model_meant(models: Mapping[str, ModelView]) -> str:
+    """The model of a request that names none: the entry's with `default: true`, else the only one. Raises BadRequest."""
+    listed = sorted(view.name for view in models.values() if not view.unlisted)
+    default = next((view.name for view in models.values() if view.default), None)
+    if default is not None:
+        return default
+    if len(listed) == 1:
+        return listed[0]
+    if not listed:
+        raise BadRequest("The request names no model. Send `model`.", param="model")
+    shown = ", ".join(listed[:_SHOWN_NAMES])
+    cure = "Send `model`, or set `default: true` on one of them in sparkd.yaml"
+    raise BadRequest(f"The request names no model, and there are {len(listed)}: {shown}. {cure}.", param="model")
+
+
+def _entry(view: ModelView, name: str, paths: bool) -> dict[str, Any]:
+    """As vLLM's, with what sparkd knows besides."""
+    created_s = int(view.created_at_s)
+    folder = view.source.startswith("/")
     entry: dict[str, Any] = {
         "id": name,
         "object": "model",
-        "created": int(view.created_at_s),
+        "created": created_s,
         "owned_by": "sparkd",
-        "root": view.name,
+        "root": view.source.rstrip("/").rpartition("/")[2] if folder and not paths else view.source,
         "parent": None,
+        "max_model_len": view.max_model_len,
+        "permission": [{"id": f"modelperm-{view.name}", "created": created_s, **_PERMISSION}],
         "status": _status(view),
     }
-    if view.max_model_len is not None:
-        entry["max_model_len"] = view.max_model_len
     if view.metadata:
         entry["metadata"] = dict(view.metadata)
     return entry

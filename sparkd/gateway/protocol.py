@@ -88,6 +88,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         self._when_gone = callback
 
+    def say_always(self, headers: RawHeaders) -> None:
+        """Has the present answer carry `headers`, whichever way it is given."""
+        self.cycle.default_headers = headers
+
     def cut(self) -> None:
         """Ends the present answer without its end, so that the client knows it is incomplete; what was sent is flushed first."""
         self._when_gone = None
@@ -110,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
         lines = [STATUS_LINE[status], b"date: ", date(), b"\r\n"]
-        for name, value in headers:
+        for name, value in (*headers, *cycle.default_headers):
             lines += (name, b": ", value, b"\r\n")
         lines.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
         return b"".join(lines)

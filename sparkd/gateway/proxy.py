@@ -11,15 +11,26 @@ from functools import lru_cache, partial
 from hmac import compare_digest
 from time import perf_counter
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
-from sparkd.errors import BodyTooLarge, Draining, NoToolParser, SparkdError, Unavailable, UnknownResponse, UnsupportedMediaType
+from sparkd.abilities import Need
+from sparkd.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Draining,
+    NoToolParser,
+    SparkdError,
+    Unavailable,
+    UnknownResponse,
+    UnsupportedMediaType,
+)
 from sparkd.gateway.answers import Receive, Scope
-from sparkd.gateway.body import model_of_form, model_of_json, wants_functions
+from sparkd.gateway.body import model_of_form, model_of_json, wants_functions, wants_storing
 from sparkd.gateway.engine import request_head
 from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import Limits
-from sparkd.gateway.listing import find_model
+from sparkd.gateway.listing import find_model, model_meant
 from sparkd.gateway.pipe import Peek, Pipe
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.routes import Kind, Route
@@ -27,6 +38,7 @@ from sparkd.snapshot import Snapshot
 from sparkd.state import ModelState
 from sparkd.upstream import Upstream
 
+_RESPONSES = "/v1/responses"
 PROBE_HEADER = b"x-sparkd-probe"
 
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,123})"')
@@ -56,7 +68,7 @@ class Leases(Protocol):
     """What the gateway knows of the supervisor."""
 
     def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
     ) -> AbstractAsyncContextManager[Lease]: ...
     def snapshot(self) -> Snapshot: ...
 
@@ -78,12 +90,19 @@ class Proxy:
         content_type = headers.get(b"content-type", b"")
         _check_content(route.kind, content_type, headers.get(b"content-encoding"))
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
+        model: str | None
         if route.kind is Kind.JSON:
             model = model_of_json(body)
         elif route.kind is Kind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
+        elif route.kind is Kind.ENGINE:
+            model = self._model_that_runs(scope["query_string"])
         else:
             model = self._model_of_response(name)
+        if model is None:
+            model = model_meant(self._supervisor.snapshot().models)
+        if route.label == _RESPONSES and wants_storing(body):
+            self._refuse_forgetful(model)
         del body
         await self._lease(model, scope, route, headers, exchange)
 
@@ -121,7 +140,7 @@ class Proxy:
         asked_s = perf_counter()
         try:
             waits = partial(self._wait, connection, exchange, route) if route.kind is Kind.JSON else None
-            async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits) as lease:
+            async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=route.need) as lease:
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.stop()
                 exchange.model = lease.model
@@ -163,7 +182,7 @@ class Proxy:
             target += b"?" + scope["query_string"]
         source = await wire.connection()
         client: BoundedProtocol = scope["extensions"][CONNECTION]
-        pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == "/v1/responses" else None)
+        pipe = Pipe(client, source, exchange, self._peek(lease.model) if route.label == _RESPONSES else None)
         exchange.hang_up = pipe.stop
         before = exchange.bytes_out  # a client that waited for the load was told so
         try:
@@ -214,6 +233,29 @@ class Proxy:
             return match is None and len(seen) < _PEEKED_BYTES
 
         return peek
+
+    def _refuse_forgetful(self, model: str) -> None:
+        """vLLM drops the wish without a word, and the answer's id would never be found."""
+        view = find_model(self._supervisor.snapshot().models, model)
+        if view is not None and not view.stores_responses:
+            raise BadRequest(
+                f"The model {view.name} keeps no responses, so this one could not be found by its id. Leave `store` out or send false, "
+                "or set `env: {VLLM_ENABLE_RESPONSES_API_STORE: 1}` on the model; vLLM then keeps every response until it ends.",
+                param="store",
+            )
+
+    def _model_that_runs(self, query: bytes) -> str:
+        """The model of a question about an engine, by `?model=`: to ask how it is doing must not load it."""
+        models = self._supervisor.snapshot().models
+        named = parse_qs(query.decode("latin-1")).get("model")
+        ready = [view.name for view in models.values() if view.state is ModelState.READY and not view.unlisted]
+        if named is None and len(ready) == 1:
+            return ready[0]
+        name = named[-1] if named else model_meant(models)
+        view = find_model(models, name)
+        if view is not None and view.state is not ModelState.READY:
+            raise Unavailable(f"The model {view.name} is {view.state.value}, and this path tells of an engine that runs. Load it first.")
+        return name
 
     def _model_of_response(self, response_id: str) -> str:
         known = self._responses.get(response_id)

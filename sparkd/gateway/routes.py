@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 
+from sparkd.abilities import GENERATE, POOL, TRANSCRIBE, Need
 from sparkd.gateway.keys import Role
 
 ADMIN_ROOT = "/admin/v1"
@@ -21,6 +23,7 @@ class Kind(Enum):
     METRICS = "metrics"
     MODELS = "models"
     MODEL = "model"
+    ENGINE = "engine"
     JSON = "json"
     FORM = "form"
     RESPONSE = "response"
@@ -29,16 +32,23 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`label` is the metric's and the log's name of the route; `methods` are the allowed ones, in the order of the Allow header."""
+    """`label` is the metric's and the log's name of the route; `methods` are the allowed ones, in the order of the Allow header; `need` is
+    what a model must have for it."""
 
     label: str
     kind: Kind
     methods: tuple[str, ...]
     role: Role
+    need: Need | None = None
 
     @property
     def anthropic(self) -> bool:
         return self.label.startswith("/v1/messages")
+
+    @property
+    def for_pages(self) -> bool:
+        """Whether a web page may be let use it (`cors`)."""
+        return self.label.startswith("/v1/")
 
 
 def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
@@ -51,8 +61,7 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
     if route is not None:
         return None if b"%" in raw_path else (route, "")
     if raw_path.startswith(b"/v1/models/"):
-        name = path[len("/v1/models/") :]
-        return (_MODEL, name) if name else None
+        return _MODEL, path[len("/v1/models/") :]
     if raw_path.startswith(b"/v1/responses/"):
         return _response(path) if b"%" not in raw_path else None
     if raw_path.startswith(b"/admin/v1/"):
@@ -60,33 +69,62 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
     return None
 
 
+def nearest(path: str) -> str | None:
+    """The path of the list that `path` was most likely meant for."""
+    found = get_close_matches(path.rstrip("/").lower(), EXACT, 1, _ALIKE) if len(path) <= _LONGEST_MEANT else []
+    return found[0] if found else None
+
+
+_ALIKE, _LONGEST_MEANT = 0.7, 64
 _GET = ("GET", "HEAD")
 _POST = ("POST",)
+_STORED = Need("/v1/responses", GENERATE)
 _MODEL = Route("/v1/models/{name}", Kind.MODEL, _GET, Role.INFERENCE)
-_RESPONSE = Route("/v1/responses/{id}", Kind.RESPONSE, ("GET",), Role.INFERENCE)
-_CANCEL = Route("/v1/responses/{id}/cancel", Kind.RESPONSE, _POST, Role.INFERENCE)
+_RESPONSE = Route("/v1/responses/{id}", Kind.RESPONSE, ("GET",), Role.INFERENCE, _STORED)
+_CANCEL = Route("/v1/responses/{id}/cancel", Kind.RESPONSE, _POST, Role.INFERENCE, _STORED)
 _ADMIN = Route(ADMIN_ROOT, Kind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"), Role.ADMIN)
 
 # One or more segments, none empty, none "." or "..", no parameters (;), no backslash, no control character.
 _ADMIN_PATH = re.compile(r"/admin/v1(?:/(?!\.{1,2}(?:/|$))[^/;\\\x00-\x1f\x7f]+)+")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 
-_FORWARDED = (
-    ("/v1/chat/completions", Kind.JSON),
-    ("/v1/completions", Kind.JSON),
-    ("/v1/embeddings", Kind.JSON),
-    ("/v1/responses", Kind.JSON),
-    ("/v1/messages", Kind.JSON),
-    ("/v1/messages/count_tokens", Kind.JSON),
-    ("/v1/rerank", Kind.JSON),
-    ("/rerank", Kind.JSON),
-    ("/v1/score", Kind.JSON),
-    ("/score", Kind.JSON),
-    ("/v1/audio/transcriptions", Kind.FORM),
-    ("/v1/audio/translations", Kind.FORM),
-    ("/tokenize", Kind.JSON),
-    ("/detokenize", Kind.JSON),
-)
+# What vLLM 0.32 answers and any client may ask: work of a model, and what it tells of itself. Not what steers the engine or other clients'
+# requests: sleep, weights, adapters, caches, profiles, aborts, elastic experts, its documentation.
+_JSON: Mapping[str | None, tuple[str, ...]] = {
+    GENERATE: (
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/chat/completions/render",
+        "/v1/chat/completions/derender",
+        "/v1/completions",
+        "/v1/completions/render",
+        "/v1/completions/derender",
+        "/v1/responses",
+        "/v1/responses/render",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/messages/render",
+        "/v1/systemone",
+        "/cohere/v2/chat",
+        "/cohere/v2/chat/render",
+        "/generative_scoring",
+        "/inference/v1/generate",
+    ),
+    POOL: (
+        "/v1/embeddings",
+        "/v2/embed",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+        "/classify",
+        "/pooling",
+    ),
+    None: ("/tokenize", "/detokenize", "/invocations"),
+}
+_FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+_TOLD_BY_ENGINE = ("/version", "/load", "/tokenizer_info")
 _PROBES = (
     ("/livez", Kind.LIVE),
     ("/healthz", Kind.LIVE),
@@ -100,10 +138,14 @@ _PROBES = (
 EXACT: Mapping[str, Route] = {
     "/": Route("/", Kind.ROOT, _GET, Role.NOBODY),
     "/metrics": Route("/metrics", Kind.METRICS, _GET, Role.NOBODY),
+    "/ping": Route("/ping", Kind.LIVE, (*_GET, *_POST), Role.NOBODY),
     "/v1/models": Route("/v1/models", Kind.MODELS, _GET, Role.INFERENCE),
+    "/v1/models/": Route("/v1/models", Kind.MODELS, _GET, Role.INFERENCE),
     ADMIN_ROOT: _ADMIN,
     **{path: Route(path, kind, _GET, Role.NOBODY) for path, kind in _PROBES},
-    **{path: Route(path, kind, _POST, Role.INFERENCE) for path, kind in _FORWARDED},
+    **{path: Route(path, Kind.ENGINE, ("GET",), Role.INFERENCE, Need(path, None)) for path in _TOLD_BY_ENGINE},
+    **{path: Route(path, Kind.JSON, _POST, Role.INFERENCE, Need(path, task)) for task, paths in _JSON.items() for path in paths},
+    **{path: Route(path, Kind.FORM, _POST, Role.INFERENCE, Need(path, TRANSCRIBE)) for path in _FORMS},
 }
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkd.errors import SparkdError, UnknownModel
+from sparkd.abilities import Abilities, Need
+from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway import Edge, GatewayServer, Keys, Limits, gateway_server
 from sparkd.gateway.answers import Receive, Scope, Send
 from sparkd.gateway.proxy import Waits
@@ -40,6 +41,9 @@ def view(name: str, **changes: Any) -> ModelView:
         "name": name,
         "aliases": (),
         "unlisted": False,
+        "default": False,
+        "stores_responses": True,
+        "adopted": False,
         "metadata": {},
         "max_model_len": 4096,
         "source": "/models/" + name,
@@ -80,16 +84,19 @@ class FakeSupervisor:
         self.waiting = 0
         self.withdrawn = 0
         self.held = 0
+        self.abilities: dict[str, Abilities] = {}
         self.leased: list[tuple[str, bool]] = []
         self.answered: list[bool | None] = []
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None
+        self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
     ) -> AsyncIterator[FakeLease]:
         found = next((model for model in self.models.values() if name == model.name or name in model.aliases), None)
         if found is None:
             raise UnknownModel(name, list(self.models))
+        if need is not None and not self.abilities.get(found.name, Abilities()).has(need):
+            raise RouteNotServed(found.name, need.path, None)
         self.waiting += 1
         if waits is not None and not self.gate.is_set():
             waits(lambda: self.models[found.name].loading(), self.in_words)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.errors import BadRequest
-from sparkd.gateway.body import model_of_form, model_of_json
+from sparkd.gateway.body import model_of_form, model_of_json, wants_storing
 
 DIGITS = b"9" * 5000
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -69,8 +69,6 @@ BAD = {
     "null root": b"null",
     "bytes behind the document": b'{"model":"a"}x',
     "two documents": b'{"model":"a"}{"model":"b"}',
-    "no model": b'{"messages":[]}',
-    "null model": b'{"model":null}',
     "number model": b'{"model":7}',
     "list model": b'{"model":["a"]}',
     "trailing comma": b'{"model":"a",}',
@@ -95,6 +93,19 @@ def test_refuses(case: str) -> None:
         with pytest.raises(BadRequest) as caught:
             model_of_json(body)
         assert len(caught.value.message) < 200
+
+
+def test_a_body_may_name_no_model() -> None:
+    for body in (b'{"messages":[]}', b'{"model":null}', b"{}"):
+        assert model_of_json(body) is None
+    for form_body in (form((FILE, b"x")), b"--XX--\r\n"):
+        assert model_of_form(form_body, TYPE) is None
+
+
+def test_a_wish_for_storing_is_one_in_so_many_words() -> None:
+    assert wants_storing(b'{"model":"a","store":true}')
+    for body in (b"{}", b'{"store":false}', b'{"store":null}', b'{"store":"true"}', b'{"input":"store"}'):
+        assert not wants_storing(body)
 
 
 def test_a_refusal_repeats_nothing_of_the_body() -> None:
@@ -176,8 +187,6 @@ BAD_FORMS = {
     "no boundary": (form((FIELD, b"tiny")), "multipart/form-data"),
     "another boundary": (form((FIELD, b"tiny")), "multipart/form-data; boundary=YY"),
     "long boundary": (form((FIELD, b"tiny"), boundary="X" * 71), "multipart/form-data; boundary=" + "X" * 71),
-    "no model": (form((FILE, b"x")), TYPE),
-    "no part": (b"--XX--\r\n", TYPE),
     "model twice": (form((FIELD, b"tiny"), (FIELD, b"other")), TYPE),
     "cut off": (form((FIELD, b"tiny"))[:-10], TYPE),
     "no end": (form((FIELD, b"tiny"), end=b"\r\n"), TYPE),

@@ -1,0 +1,30 @@
+"""What a model can be asked for, as values: tasks by its architecture, routes as its engine told them. Never reads a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GENERATE, POOL, TRANSCRIBE = "generate", "pool", "transcribe"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks of a model: the path at the engine and the task behind it, None where every model has it."""
+
+    path: str
+    task: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """None is not known. tasks: of GENERATE, POOL and TRANSCRIBE; routes: the paths that its engine has; max_model_len: tokens."""
+
+    tasks: frozenset[str] | None = None
+    routes: frozenset[str] | None = None
+    max_model_len: int | None = None
+
+    def has(self, need: Need) -> bool:
+        """True where nothing is known."""
+        if self.routes is not None:
+            return need.path in self.routes
+        return self.tasks is None or need.task is None or need.task in self.tasks
