@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import workers
+from sparkd.errors import StateError
 from sparkd.installed import full_version_in, packages_of
+from sparkd.owner import as_owner
 from sparkd.vllm_flags import release_of, translated
 from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
 from workers.interpreter import inherited_environment
@@ -102,8 +105,8 @@ def _asked(interpreter: Path, version: str, kept: Sequence[Path]) -> FlagTable |
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     for path in kept:
-        with contextlib.suppress(OSError):
-            _write(path, text or "")
+        with contextlib.suppress(OSError, StateError):
+            as_owner(path.parent, partial(_write, path, text or ""))
             break
     return table
 

@@ -19,6 +19,7 @@ ALONE = (
     "gateway/test_huge_and_slow.py",
     "gateway/test_memory.py",
     "security/test_engine_door.py",
+    "security/test_ray_children.py",
     "security/test_descriptors.py",
     "test_agent.py",
     "test_cli_daemon.py",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sparkd import doctor_fix, join_verb, joined, owner
+from sparkd import doctor_fix, join_verb, joined, owner, vllm_table
 from sparkd.__main__ import main
 from sparkd.config import load_config
 from sparkd.errors import ConfigError, StateError
@@ -267,6 +267,19 @@ def test_a_file_is_made_through_no_link_below_its_root(tmp_path: Path) -> None:
     with pytest.raises(StateError):
         doctor_fix.apply(fix, root)
     assert os.listdir(outside) == []
+
+
+def test_a_table_that_root_keeps_in_another_users_folder_is_that_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = given(folder / "theirs"), folder / "ours"
+    ours.mkdir()
+    (theirs / "vllm-flags").symlink_to(ours)
+    flag = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False}
+    table = json.dumps({"abbreviations": True, "flags": {"--one": flag, "--two": flag}})
+    monkeypatch.setattr(vllm_table, "_run", lambda interpreter: table)
+    vllm_table._asked(Path(sys.executable), "0.32.0", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])
+
+    assert (os.listdir(ours) == []) is ROOT
+    assert not ROOT or (theirs / "own" / "x.json").stat().st_uid == LESSER
 
 
 def test_becoming_another_user_has_no_way_back(folder: Path) -> None:
