@@ -116,7 +116,7 @@ class Rank:
 
     def running(self) -> float:
         """Requests that the engine itself has in hand."""
-        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        text = httpx.get(f"{self.url}/metrics", headers={"authorization": f"Bearer {self.key}"}, trust_env=False).text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
 
 
