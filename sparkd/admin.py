@@ -17,10 +17,33 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from sparkd import __version__
+from sparkd.admin_answers import (
+    Accepted,
+    Events,
+    FabricReport,
+    FitAnswer,
+    LogPage,
+    Memory,
+    ModelBody,
+    Models,
+    NextActions,
+    Nodes,
+    Operations,
+    RecipeChoice,
+    Recipes,
+    Status,
+    TakenIn,
+    answers,
+    described_document,
+    model_body,
+    node_body,
+    reading_body,
+)
 from sparkd.admin_bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin_streams import event_stream, followed_log
 from sparkd.admin_upkeep import Reload, register_upkeep
 from sparkd.errors import (
+    REQUEST_ID,
     BadRequest,
     CheckpointError,
     MethodNotAllowed,
@@ -38,7 +61,7 @@ from sparkd.pulls import Pulls
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
 from sparkd.recipe_file import Method, ProfileName
-from sparkd.snapshot import ModelView, Snapshot
+from sparkd.snapshot import Snapshot
 from sparkd.state import Operation, OperationState, Want
 from sparkd.supervisor import Supervisor
 
@@ -68,6 +91,8 @@ def admin_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    plain = app.openapi
+    app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
     app.include_router(_router(supervisor, costs, pulls, reload, measures))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
@@ -88,12 +113,16 @@ def _router(
 
     offers = Offers(lambda: supervisor.fabric())
 
-    @api.get("/status", summary="The daemon, its cluster and its conditions")
+    @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
         return _status(snapshot) | {"costs": await asyncio.to_thread(costs)}
 
-    @api.get("/nodes", summary="Nodes, their agents and their last reading; and who else is at the end of a cable and could join")
+    @api.get(
+        "/nodes",
+        **answers(Nodes),
+        summary="Nodes, their agents and their last reading; and who else is at the end of a cable and could join",
+    )
     async def nodes() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
         one = await asyncio.to_thread(hardware_here, "node", supervisor.config)
@@ -101,13 +130,17 @@ def _router(
         # One that has just left is among the nodes until Ray has forgotten it.
         listed = {node.address for node in snapshot.nodes}
         others = [one for one in await offers.now() if not any(address in listed for _, address, _ in one["seen"])]
-        return {"nodes": [asdict(node) for node in snapshot.nodes], "offered": others} | head
+        return {"nodes": [node_body(node) for node in snapshot.nodes], "offered": others} | head
 
-    @api.get("/fabric", summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment")
+    @api.get(
+        "/fabric", **answers(FabricReport), summary="How the nodes are linked: cages, rails, cables, findings, and each node's environment"
+    )
     async def fabric() -> dict[str, Any]:
         return await supervisor.fabric(measures.rates() if measures else ())
 
-    @api.post("/fabric/measure", status_code=202, summary="Measure the rate between each two nodes, with at most 512 MiB for each pair")
+    @api.post(
+        "/fabric/measure", **answers(Accepted, 202), summary="Measure the rate between each two nodes, with at most 512 MiB for each pair"
+    )
     async def measure(between: Measuring | None = None) -> dict[str, Any]:
         if measures is None:
             raise UnknownRoute("This daemon measures nothing.")
@@ -116,16 +149,16 @@ def _router(
 
     register_upkeep(api, supervisor, reload)
 
-    @api.get("/memory", summary="The last memory reading of every node, bytes")
+    @api.get("/memory", **answers(Memory), summary="The last memory reading of every node, bytes")
     async def memory() -> dict[str, Any]:
         readings = [node.reading for node in supervisor.snapshot().nodes if node.reading]
-        return {"readings": [asdict(reading) for reading in readings]}
+        return {"readings": [reading_body(reading) for reading in readings]}
 
-    @api.get("/models", summary="Every known model")
+    @api.get("/models", **answers(Models), summary="Every known model")
     async def models() -> dict[str, Any]:
         return {"models": [model_body(view) for view in supervisor.snapshot().models.values()]}
 
-    @api.post("/models", status_code=202, summary="Add a model that the configuration file does not have, and load it")
+    @api.post("/models", **answers(Accepted | TakenIn, 202), summary="Add a model that the configuration file does not have, and load it")
     async def add(new: NewModel) -> dict[str, Any]:
         return await take_in(new.name, new.spec, load=new.load, replace=False)
 
@@ -138,23 +171,29 @@ def _router(
             return {"operation": None, "model": model_body(supervisor.snapshot().models[name])}
         return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/load", status_code=202, summary="Wish a model RUNNING, with the recipe that the body names")
+    @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Wish a model RUNNING, with the recipe that the body names")
     async def load(name: str, how: Loading | None = None) -> dict[str, Any]:
         known = supervisor.lay_recipe(name, how.recipe) if how is not None and how.recipe is not None else name
         return _accepted(supervisor.want(known, Want.RUNNING, "admin"))
 
-    @api.post("/models/{name:path}/unload", status_code=202, summary="Wish a model STOPPED; requests in flight may finish")
+    @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Wish a model STOPPED; requests in flight may finish")
     async def unload(name: str) -> dict[str, Any]:
         return _accepted(supervisor.want(name, Want.STOPPED, "admin"))
 
-    @api.post("/models/{name:path}/pull", status_code=202, summary="Bring a model's files to the nodes; a known model, or a hub id")
+    @api.post(
+        "/models/{name:path}/pull", **answers(Accepted, 202), summary="Bring a model's files to the nodes; a known model, or a hub id"
+    )
     async def pull(name: str, where: Pulling | None = None) -> dict[str, Any]:
         if pulls is None:
             raise UnknownRoute("This daemon pulls nothing.")
         asked = where or Pulling()
         return _accepted(pulls.start(name, asked.nodes, asked.revision))
 
-    @api.get("/models/{name:path}/log", summary="The engine's log; follow=true streams it", response_model=None)
+    @api.get(
+        "/models/{name:path}/log",
+        **answers(LogPage, media_type="text/plain"),
+        summary="The engine's log; follow=true streams it as plain text",
+    )
     async def log(
         name: str,
         cursor: str | None = None,
@@ -169,39 +208,43 @@ def _router(
         supervisor.record(name)
         return StreamingResponse(followed_log(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
 
-    @api.get("/models/{name:path}", summary="One model")
+    @api.get("/models/{name:path}", **answers(ModelBody), summary="One model")
     async def model(name: str) -> dict[str, Any]:
         return model_body(supervisor.snapshot().models[supervisor.record(name).name])
 
-    @api.put("/models/{name:path}", status_code=202, summary="Change a model that was added here, or add it")
+    @api.put("/models/{name:path}", **answers(Accepted | TakenIn, 202), summary="Change a model that was added here, or add it")
     async def change(name: Annotated[str, PathParameter(max_length=MAX_NAME)], changed: ChangedModel) -> dict[str, Any]:
         return await take_in(name, changed.spec, load=changed.load, replace=True)
 
-    @api.delete("/models/{name:path}", status_code=202, summary="Unload and forget a model that was added here")
+    @api.delete("/models/{name:path}", **answers(Accepted, 202), summary="Unload and forget a model that was added here")
     async def remove(name: str) -> dict[str, Any]:
         return _accepted(supervisor.remove(name))
 
-    @api.get("/operations", summary="Long actions, newest first")
+    @api.get("/operations", **answers(Operations), summary="Long actions, newest first")
     async def operations() -> dict[str, Any]:
         return {"operations": [asdict(operation) for operation in reversed(list(supervisor.snapshot().operations.values()))]}
 
-    @api.get("/operations/{operation_id}", summary="One long action; wait_s waits for its end")
+    @api.get("/operations/{operation_id}", **answers(Operation), summary="One long action; wait_s waits for its end")
     async def operation(operation_id: str, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> dict[str, Any]:
         found = supervisor.operation(operation_id)
         if wait_s and found.state is OperationState.RUNNING:
             found = await _wait(supervisor, operation_id, wait_s)
         return asdict(found)
 
-    @api.delete("/operations/{operation_id}", status_code=202, summary="Cancel a long action")
+    @api.delete("/operations/{operation_id}", **answers(Operation, 202), summary="Cancel a long action")
     async def cancel(operation_id: str) -> dict[str, Any]:
         ended = (part.cancel(operation_id) for part in (pulls, measures) if part)
         return asdict(next(filter(None, ended), None) or supervisor.cancel(operation_id))
 
-    @api.get("/recipes", summary="The recipes that a model may name")
+    @api.get("/recipes", **answers(Recipes), summary="The recipes that a model may name")
     async def recipes() -> dict[str, Any]:
         return await asyncio.to_thread(_recipes, supervisor.config.recipes_dir)
 
-    @api.get("/recipes/{name}", summary="One recipe, or NAME@VARIANT, and what it comes to with a profile and a way to speculate")
+    @api.get(
+        "/recipes/{name}",
+        **answers(RecipeChoice),
+        summary="One recipe, or NAME@VARIANT, and what it comes to with a profile and a way to speculate",
+    )
     async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
         recipe_name, variant = split(name)
         book = Book(supervisor.config.recipes_dir, AsWritten())
@@ -210,11 +253,13 @@ def _router(
         choice = Choice(recipe_name, variant, profile, speculative)
         return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
 
-    @api.get("/plan", summary="What the next tick would do")
+    @api.get("/plan", **answers(NextActions), summary="What the next tick would do")
     async def plan() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
 
-    @api.post("/plan", summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone")
+    @api.post(
+        "/plan", **answers(FitAnswer), summary="Whether a model fits, and how: every format and way over the nodes, from its headers alone"
+    )
     async def fit(question: QuestionHere) -> dict[str, Any]:
         def find(name: str) -> ModelConfig | None:
             return supervisor.record(name).spec if _known(supervisor, name) else None
@@ -222,7 +267,11 @@ def _router(
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
         return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight, supervisor.model_places())
 
-    @api.get("/events", summary="History; with Accept: text/event-stream also what happens from now on", response_model=None)
+    @api.get(
+        "/events",
+        **answers(Events, media_type="text/event-stream"),
+        summary="History; with Accept: text/event-stream also what happens from now on",
+    )
     async def events(
         request: Request, after: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200
     ) -> dict[str, Any] | StreamingResponse:
@@ -243,13 +292,6 @@ def _recipes(folder: Path | None) -> dict[str, Any]:
     return {"recipes": [summary(file) for file, _ in read if file], "problems": problems}
 
 
-def model_body(view: ModelView) -> dict[str, Any]:
-    """A model as the API gives it; handles without the paths of key files."""
-    fields = asdict(view)
-    fields["ranks"] = [{name: value for name, value in rank.items() if name not in ("api_key_path",)} for rank in fields["ranks"]]
-    return fields
-
-
 def _status(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "version": __version__,
@@ -259,7 +301,7 @@ def _status(snapshot: Snapshot) -> dict[str, Any]:
         "cluster": dict(snapshot.cluster),
         "conditions": list(snapshot.conditions),
         "models": {name: view.state.value for name, view in snapshot.models.items()},
-        "nodes": [asdict(node) for node in snapshot.nodes],
+        "nodes": [node_body(node) for node in snapshot.nodes],
     }
 
 
@@ -292,7 +334,7 @@ def _known(supervisor: Supervisor, name: str) -> bool:
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
     refusal = error if isinstance(error, SparkdError) else SparkdError("sparkd made an error; its log has more.")
-    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=refusal.headers())
+    return JSONResponse(error_body(refusal, request.scope.get(REQUEST_ID)), status_code=refusal.status, headers=refusal.headers())
 
 
 async def _refuse_body(request: Request, error: Exception) -> JSONResponse:

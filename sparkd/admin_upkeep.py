@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from sparkd.admin_answers import Examination, Incident, Incidents, Reloaded, answers
 from sparkd.doctor import examined
 from sparkd.errors import UnknownIncident, UnknownRoute
 from sparkd.recent import Recent
@@ -19,7 +20,11 @@ Reload = Callable[[], Awaitable[dict[str, Any]]]
 
 
 def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | None) -> None:
-    @api.post("/reload", summary="Read the configuration again: what changed; a file that cannot be used is refused, and the old one stays")
+    @api.post(
+        "/reload",
+        **answers(Reloaded),
+        summary="Read the configuration again: what changed; a file that cannot be used is refused, and the old one stays",
+    )
     async def read_again() -> dict[str, Any]:
         if reload is None:
             raise UnknownRoute("This daemon has no configuration of its own.")
@@ -28,19 +33,25 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | Non
     # Each reading starts programs on every node.
     hosts = Recent(lambda runtime: supervisor.everywhere("host", runtime), HOSTS_KEPT_S)
 
-    @api.get("/doctor", summary="How well the nodes are prepared, what is wrong and what helps, and why models failed")
+    @api.get(
+        "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong and what helps, and why models failed"
+    )
     async def doctor() -> dict[str, Any]:
         snapshot, config = supervisor.snapshot(), supervisor.config
         readings = await hosts.get(str(config.engine.runtime or sys.executable))
         return examined(readings, config, snapshot.models.values())
 
-    @api.get("/incidents", summary="What the memory guards of the nodes did, newest first")
+    @api.get("/incidents", **answers(Incidents), summary="What the memory guards of the nodes did, newest first")
     async def incidents() -> dict[str, Any]:
         found = await supervisor.everywhere("incidents")
         rows = sorted((one for told in found.values() for one in told or ()), key=lambda one: str(one["id"]), reverse=True)
         return {"incidents": rows, "silent": [node for node, told in found.items() if told is None]}
 
-    @api.get("/incidents/{incident_id}", summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted")
+    @api.get(
+        "/incidents/{incident_id}",
+        **answers(Incident),
+        summary="One of them: two minutes of readings, the engine's log, who asked, what was predicted",
+    )
     async def incident(incident_id: str) -> dict[str, Any]:
         found = await supervisor.everywhere("incident", incident_id)
         known = next((told for told in found.values() if told), None)

@@ -415,6 +415,10 @@ class EngineGone(EngineError):
     code = "engine_gone"
 
 
+# Where the scope of a request to the admin API has the id that the gateway gave it.
+REQUEST_ID = "sparkd.request_id"
+
+
 def error_body(error: SparkdError, request_id: str | None = None) -> dict[str, Any]:
     """The OpenAI error envelope. `src` tells a client that sparkd, not the model's engine, is speaking."""
     fields: dict[str, Any] = {

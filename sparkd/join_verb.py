@@ -47,6 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def join(
+    ctx: typer.Context,
     head: Annotated[str, argument(metavar="HEAD", help="The head's host or host:port; port 6379 where none is given.")],
     token: Annotated[
         str | None, option("--token", metavar="-|FILE|TOKEN", help="- reads stdin. A token here can be read by every user.")
@@ -57,6 +58,7 @@ def join(
     config: ConfigFile = None,
     state_dir: StateDir = None,
     foreground: Annotated[bool, option("--foreground", help="Stay here until Ctrl-C although the systemd unit is installed.")] = False,
+    json: Json = False,
 ) -> None:
     """Lend this node to another's head.
 
@@ -92,6 +94,8 @@ def join(
         trial.touch(mode=0o600)
         trial.write_text(secret)
         clocks = clock_doubt(ask_head(found, trial, way.node_ip))
+    as_json = json or (ctx.find_root().obj or Asked()).json
+    told = {"address": found.address, "node": way.node_ip, "why": way.why, "warnings": [*way.doubts, *filter(None, [clocks])]}
     err.print(way.why, markup=False)
     for doubt in (*way.doubts, *filter(None, [clocks])):
         err.print(f"warn: {doubt}", style="yellow", markup=False)
@@ -105,16 +109,20 @@ def join(
         if not (_systemctl("enable", UNIT) and _systemctl("restart", UNIT)):
             raise RayUnavailable(f"The unit {UNIT} did not start and is tried again: `journalctl -u {UNIT}` says why.")
         err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it so. `sparkd leave` undoes it.", markup=False)
+        if as_json:
+            show.say_json({**told, "unit": UNIT})
         return
     record = joined.Joined(found.address, way.node_ip)
     if me := processes.identity(os.getpid()):
         record = replace(record, pid=me.pid, start_ticks=me.start_ticks, boot_id=me.boot_id)
     joined.keep(loaded, record)
     err.print(f"This node joins {found.address} as {way.node_ip}, until Ctrl-C.", markup=False)
+    if as_json:
+        show.say_json({**told, "unit": None})
     _stay(loaded, way.node_ip)
 
 
-def leave(config: ConfigFile = None, state_dir: StateDir = None) -> None:
+def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = None, json: Json = False) -> None:
     """Take this node out of its cluster.
 
     Its Ray ends, and what runs of models here; the head loads them elsewhere where they fit. The unit is as it was before `sparkd join`.
@@ -137,7 +145,10 @@ def leave(config: ConfigFile = None, state_dir: StateDir = None) -> None:
             _systemctl("disable", UNIT)
         if found.active:
             _systemctl("start", UNIT)
-    out.print(f"This node has left {found.address}.", markup=False)
+    if json or (ctx.find_root().obj or Asked()).json:
+        show.say_json({"address": found.address, "node": found.node_ip})
+    else:
+        out.print(f"This node has left {found.address}.", markup=False)
 
 
 def token(

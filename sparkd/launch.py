@@ -97,7 +97,7 @@ def _is_recipe(source: str, path: Path | None, flags: Mapping[str, Any]) -> bool
     return split(source)[0] in load_config(path, flags=flags, environ=os.environ).book().names()
 
 
-def ray_node(config: ConfigFile = None, settings: Settings = None) -> None:
+def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings = None, json: Json = False) -> None:
     """Run this node's part of Ray, for the systemd unit.
 
     It is the head where cluster.address is null or names this node, else it joins the head there. SIGTERM ends Ray and nothing else:
@@ -114,6 +114,8 @@ def ray_node(config: ConfigFile = None, settings: Settings = None) -> None:
     refuse_another_users(loaded.state_dir)
     logs.set_up(loaded.log_level, None)
     run_node(loaded, os.environ)
+    if json or (ctx.find_root().obj or Asked()).json:
+        show.say_json({"ended": True})
 
 
 def check(

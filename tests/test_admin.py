@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.openapi.models import OpenAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from sparkd.gateway import Edge, Keys
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
 from sparkd.state import OperationState, Want
+from tests.answers import check_answer
 from tests.fabric_tree import readings
 from tests.fakes import Scene
 from tests.gateway.fakes import soon
@@ -46,10 +48,13 @@ class Admin:
     scene: Scene
     edge: Edge
     client: httpx.AsyncClient
+    app: FastAPI
 
     async def ask(self, method: str, path: str, status: int = 200, **more: Any) -> Any:
         response = await self.client.request(method, PREFIX + path, **more)
         assert response.status_code == status, response.text
+        if status < 400:
+            check_answer(self.app, method, httpx.URL(PREFIX + path).path, status, response.json())
         return response.json()
 
     async def refused(self, method: str, path: str, status: int, **more: Any) -> dict[str, Any]:
@@ -59,7 +64,7 @@ class Admin:
         assert response.headers["content-type"] == "application/json"
         assert response.headers["x-request-id"]
         error: dict[str, Any] = response.json()["error"]
-        assert error["src"] == "sparkd"
+        assert (error["src"], error["request_id"]) == ("sparkd", response.headers["x-request-id"])
         return error
 
 
@@ -70,7 +75,7 @@ async def admin_of(tmp_path: Path, **flags: Any) -> AsyncIterator[Admin]:
         edge = Edge(made.supervisor, admin=app, live=lambda: (True, {}), ready=lambda: (True, {}))
         transport = httpx.ASGITransport(app=edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-sparkd-client": "test"}) as client:
-            yield Admin(made, edge, client)
+            yield Admin(made, edge, client, app)
 
 
 @dataclass
@@ -153,7 +158,10 @@ async def test_a_node_that_is_listed_is_not_offered_too(tmp_path: Path, monkeypa
         made.scene.cluster.agents = ("n",)
         await made.scene.tick()
         (node,) = (await made.ask("GET", "/nodes"))["nodes"]
-        two = [{"told": told, "seen": [("a", address, "aa")]} for told, address in (("it", node["address"]), ("other", "10.0.0.9"))]
+        two = [
+            {"node": "a", "cage": "0", "answers": True, "told": told, "seen": [("a", address, "aa")]}
+            for told, address in (("it", node["address"]), ("other", "10.0.0.9"))
+        ]
 
         async def now(_: Offers) -> list[dict[str, Any]]:
             return two
@@ -832,6 +840,12 @@ async def test_the_openapi_document_is_valid_and_complete(tmp_path: Path) -> Non
             assert "422" not in operation["responses"], "our refusals have a body of their own"
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Refusal"}
+            answers = [answer for status, answer in operation["responses"].items() if status.isdigit()]
+            assert len(answers) == 1 and answers[0]["content"]["application/json"]["schema"], "each answer has a type"
+        streams = [operation["summary"] for operation in operations if len(operation["responses"].get("200", {}).get("content", {})) > 1]
+        assert len(streams) == 2, "the log and the events"
+        assert raw["security"] == [{"bearer": []}, {"key": []}, {}]
+        assert {scheme["type"] for scheme in raw["components"]["securitySchemes"].values()} == {"http", "apiKey"}
         for reference in _references(raw):
             node = raw
             for part in reference.removeprefix("#/").split("/"):

@@ -128,3 +128,15 @@ def test_lines_are_split_and_bounded(chunks: list[bytes], lines: list[str], tail
 )
 def test_keys_are_redacted(line: str, expected: str) -> None:
     assert logfile.Redactor([SECRET, "short"]).clean(line) == expected
+
+
+@pytest.mark.parametrize("max_bytes", [1, 3, 8, 20])
+def test_the_end_of_a_log_is_never_nothing_however_little_is_asked_for(tmp_path: Path, max_bytes: int) -> None:
+    """Before: nothing where one line was longer, although there was a log."""
+    path = tmp_path / "a.log"
+    path.write_text("first line\n" + "x" * 30 + "\n")
+    page = logfile.read_log(str(path), max_bytes=max_bytes)
+    assert page["text"] and len(page["text"]) <= max_bytes
+    with path.open("a") as log:
+        log.write("next\n")
+    assert logfile.read_log(str(path), page["cursor"], max_bytes=99)["text"] == "next\n"

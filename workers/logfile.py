@@ -153,6 +153,9 @@ def read_log(path: str, cursor: str | None = None, *, max_bytes: int = 65536, ta
             whole = data[: data.rfind(b"\n") + 1]
             lines = whole.splitlines(keepends=True)
             lines = lines[1:] if start else lines
+            if start and not lines:
+                # Not one line is so short: its end is more than nothing.
+                return {"text": _text(data), "cursor": f"{inode}:{start + len(data)}"}
             return {"text": _text(b"".join(lines[-tail_lines:])), "cursor": f"{inode}:{start + len(whole)}"}
         old_inode, offset = _position(cursor)
         if old_inode != inode:

@@ -18,6 +18,7 @@ from typing import Any
 
 from sparkd import __version__, metrics
 from sparkd.errors import (
+    REQUEST_ID,
     BadRequest,
     BodyTooLarge,
     Draining,
@@ -201,7 +202,7 @@ class Edge:
             await (client.send_to_the_close if client is not None and to_the_close else send)(message)
 
         # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
-        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        inner = {**scope, REQUEST_ID: exchange.request_id} | ({"method": "GET"} if scope["method"] == "HEAD" else {})
         await self._admin(inner, receive_again, send_named)
 
     def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:

@@ -1,0 +1,384 @@
+"""What the admin API answers, route by route, as types: its OpenAPI document is made of them. They describe answers and check none.
+
+`node` is a node's address in the cluster wherever one is named. `node_id` and `address` say the same and go with the next release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, Field, create_model
+
+from sparkd.fabric_environment import Setting
+from sparkd.fabric_findings import Finding
+from sparkd.fabric_rates import Rate
+from sparkd.hardware import Hardware
+from sparkd.snapshot import ModelView, NodeView
+from sparkd.state import Event, ModelState, Operation, RankHandle, Reading
+
+# A path that is nobody's business.
+_HIDDEN = ("api_key_path",)
+
+
+def _body_of(name: str, noun: type, doc: str, hidden: tuple[str, ...] = (), **more: Any) -> type[BaseModel]:
+    """The body of a dataclass: its fields but for the hidden ones, and more, each a type."""
+    hints = get_type_hints(noun)
+    members = {field.name: (hints[field.name], ...) for field in fields(noun) if field.name not in hidden}
+    members |= {member: (kind, ...) for member, kind in more.items()}
+    return create_model(name, __doc__=doc, **members)  # type: ignore[call-overload]
+
+
+ReadingBody = _body_of("Reading", Reading, "One look at a node's memory, bytes.", node=str)
+RankBody = _body_of("Rank", RankHandle, "One rank of an engine.", _HIDDEN, node=str)
+NodeBody = _body_of(
+    "Node", NodeView, "One node of the cluster. `agent` is false while its agent does not answer.", reading=ReadingBody | None, node=str
+)
+ModelBody = _body_of("Model", ModelView, "One model. Times are seconds since 1970.", ranks=list[RankBody])  # type: ignore[valid-type]
+
+
+def reading_body(reading: Reading) -> dict[str, Any]:
+    return {**asdict(reading), "node": reading.node_id}
+
+
+def node_body(view: NodeView) -> dict[str, Any]:
+    return {**asdict(view), "reading": view.reading and reading_body(view.reading), "node": view.node_id}
+
+
+def model_body(view: ModelView) -> dict[str, Any]:
+    """A model as the API gives it; handles without the paths of key files."""
+    ranks = [{name: value for name, value in asdict(rank).items() if name not in _HIDDEN} | {"node": rank.node_id} for rank in view.ranks]
+    return {**asdict(view), "ranks": ranks}
+
+
+class Cost(BaseModel):
+    """PSS bytes and CPU seconds of one process of this node."""
+
+    pss_bytes: int
+    cpu_s: float
+    name: str | None = None
+    pid: int | None = None
+
+
+class Costs(BaseModel):
+    """What the daemon and Ray cost this node; ray_listeners: `ADDRESS:PORT NAME` of each TCP socket of Ray's."""
+
+    daemon: Cost
+    ray: list[Cost]
+    ray_pss_bytes: int
+    ray_listeners: list[str]
+
+
+class Status(BaseModel):
+    version: str
+    settled: bool
+    draining: bool
+    tick_age_s: float
+    cluster: dict[str, Any] = Field(description="`connected`, `address`, `own_head`; empty before the first look")
+    conditions: list[str] = Field(description="Each begins with its reason and a colon")
+    models: dict[str, ModelState]
+    nodes: list[NodeBody]  # type: ignore[valid-type]
+    costs: Costs
+
+
+class Offered(BaseModel):
+    """Somebody at the end of a cable who could join. seen: (interface, address, MAC)."""
+
+    node: str
+    cage: str
+    seen: list[tuple[str, str, str]]
+    answers: bool
+    told: str
+
+
+class Nodes(BaseModel):
+    nodes: list[NodeBody]  # type: ignore[valid-type]
+    offered: list[Offered]
+    head: str | None
+    hardware: Hardware
+
+
+class Memory(BaseModel):
+    readings: list[ReadingBody]  # type: ignore[valid-type]
+
+
+class Interface(BaseModel):
+    name: str
+    mac: str | None
+    pci: str | None
+    up: bool
+    carrier: bool | None
+    speed_mbps: int | None
+    mtu: int | None
+    addresses: list[str]
+    rdma: str | None
+    rdma_state: str | None
+    gid_index: int | None
+    sent_bytes: int | None
+    received_bytes: int | None
+
+
+class FabricCage(BaseModel):
+    number: int
+    label: str
+    linked: bool
+    twins: list[Interface]
+
+
+class FabricNode(BaseModel):
+    """node: its name here and in cables, findings and rates, the host's where that tells nodes apart; address: in the cluster."""
+
+    node: str
+    host: str | None
+    address: str | None
+    cages: list[FabricCage]
+    lan: list[Interface]
+    wifi: list[Interface]
+
+
+class Rail(BaseModel):
+    a: str
+    b: str
+    network: str
+    rdma: bool
+    problem: str | None
+
+
+class CableBody(BaseModel):
+    a: str
+    a_cage: str
+    b: str
+    b_cage: str
+    seen: bool
+    rails: list[Rail]
+
+
+RateBody = _body_of("Rate", Rate, "What was measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
+
+
+class TensorParallel(BaseModel):
+    """Whether all nodes may share a model, why not, and which pairs may."""
+
+    all: bool
+    reason: str | None
+    pairs: list[list[str]]
+
+
+class FabricReport(BaseModel):
+    nodes: list[FabricNode]
+    cables: list[CableBody]
+    topology: str
+    rates: list[RateBody]  # type: ignore[valid-type]
+    offered: list[Offered]
+    tensor_parallel: TensorParallel
+    findings: list[Finding]
+    verdict: str
+    environment: dict[str, list[Setting]]
+
+
+class Examination(BaseModel):
+    """What the doctor found. nodes: those that answered."""
+
+    nodes: list[str]
+    findings: list[Finding]
+    verdict: str
+
+
+class IncidentSummary(BaseModel):
+    """What a guard did; null where its release did not write that."""
+
+    id: str
+    at_s: float | None = None
+    node: str | None = None
+    model: str | None = None
+    rank_id: str | None = None
+    phase: str | None = None
+    why: str | None = None
+    level: str | None = None
+    freed_bytes: int | None = None
+
+
+class Incidents(BaseModel):
+    incidents: list[IncidentSummary]
+    silent: list[str] = Field(description="Nodes that do not answer")
+
+
+class Incident(IncidentSummary, extra="allow"):
+    """One bundle, as the guard of its release wrote it: readings under `columns`, the end of the engine's log, who asked."""
+
+    told: dict[str, Any] | None = None
+    pids: list[int] | None = None
+    limits: dict[str, int] | None = None
+    engines: list[dict[str, Any]] | None = None
+    available_bytes: int | None = None
+    columns: list[str] | None = None
+    readings: list[Any] | None = None
+    log: list[str] | None = None
+    survivors: list[int] | None = None
+
+
+class Models(BaseModel):
+    models: list[ModelBody]  # type: ignore[valid-type]
+
+
+Accepted = _body_of(
+    "Accepted", Operation, "A long action that has begun, and where to ask for it. operation is its id.", operation=str, href=str
+)
+
+
+class TakenIn(BaseModel):
+    """A model that was added or changed and is not to be loaded now."""
+
+    operation: None = None
+    model: ModelBody  # type: ignore[valid-type]
+
+
+class LogPage(BaseModel):
+    """Whole lines; give the cursor back to go on from there."""
+
+    text: str
+    cursor: str
+
+
+class Operations(BaseModel):
+    operations: list[Operation]
+
+
+class RecipeSummary(BaseModel):
+    name: str
+    description: str
+    model: str
+    quantize: Any
+    nodes: int
+    speculative: str
+    methods: list[str]
+    variants: list[str]
+    decode_tokens_per_s: Any
+    path: str
+
+
+class Recipes(BaseModel):
+    recipes: list[RecipeSummary]
+    problems: list[str]
+
+
+class RecipeChoice(BaseModel):
+    """The whole recipe, and what the choice comes to."""
+
+    name: str
+    description: str
+    model: str
+    quantize: Any
+    nodes: dict[str, Any]
+    speculative: str
+    methods: list[str]
+    variants: dict[str, str]
+    decode_tokens_per_s: Any
+    path: str
+    choice: Any
+    container: dict[str, Any] | None
+    needs_vllm: Any
+    spec: dict[str, Any]
+    flags: list[str]
+    env: dict[str, str]
+    translated: list[str]
+    speculation: dict[str, Any]
+    profiles: dict[str, str]
+    sampling: Any
+    expected: list[dict[str, Any]]
+    sources: dict[str, Any]
+    notes: list[str]
+
+
+class PlannedAction(BaseModel, extra="allow"):
+    """action: Place, Adopt, Move, Ask, Unwant, Yield, Drain, Stop, Rest, Fail or Destroy; the rest says of what."""
+
+    action: str
+    model: str
+
+
+class NextActions(BaseModel):
+    actions: list[PlannedAction]
+
+
+class PlanOption(BaseModel):
+    """One format over so many nodes. footprint: bytes, null where vLLM would not split the model so."""
+
+    model: str
+    prequantized: str | None
+    format: str
+    nodes: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    fits: bool
+    reason: str | None
+    max_model_len: int
+    longest: int | None
+    footprint: dict[str, Any] | None
+
+
+class PlanChoice(PlanOption):
+    """The best option. ranks: the command and the environment of each; config: a model's entry that asks for it."""
+
+    name: str
+    config: dict[str, Any] | None
+    ranks: list[dict[str, Any]]
+    configured: bool | None = None
+    container: dict[str, Any] | None = None
+    said: list[str] | None = None
+
+
+class FitAnswer(BaseModel):
+    """Whether a model fits, and how. bytes: of its weights as they are stored."""
+
+    model: str
+    entry: dict[str, Any] | None
+    folder: str
+    architecture: str
+    layers: int
+    max_len: int
+    bytes: int
+    quantization: str | None
+    hardware: Hardware
+    asked: dict[str, Any]
+    options: list[PlanOption]
+    choice: PlanChoice | None
+    floor: list[dict[str, Any]]
+    notes: list[str]
+
+
+class Events(BaseModel):
+    events: list[Event]
+
+
+class Reloaded(BaseModel):
+    """Keys of the file that changed, those that wait for the next start, and names of models."""
+
+    changed: list[str]
+    later: list[str]
+    added: list[str]
+    removed: list[str]
+    restarted: list[str]
+    adjusted: list[str]
+
+
+def answers(model: Any, status: int = 200, *, media_type: str | None = None, description: str = "As asked") -> dict[str, Any]:
+    """The arguments of a route that answers so. What it returns is sent as it is: it was checked where it was made.
+
+    media_type: what it streams instead, where it is asked to.
+    """
+    answer: dict[str, Any] = {"model": model, "description": description}
+    if media_type is not None:
+        answer["content"] = {media_type: {"schema": {"type": "string"}}}
+    return {"status_code": status, "response_model": None, "responses": {status: answer}}
+
+
+def described_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """FastAPI's document with the two ways to show a key. On loopback without keys configured none is asked for."""
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer", "description": "An admin key: `Authorization: Bearer KEY`"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key in a header of its own"},
+    }
+    components = {**document.get("components", {}), "securitySchemes": schemes}
+    return {**document, "components": components, "security": [{"bearer": []}, {"key": []}, {}]}
