@@ -423,11 +423,17 @@ def _address(text: str) -> str:
 
 
 def costs_of(head: RayHead | None) -> dict[str, Any]:
-    """What Ray and this process cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks."""
-    processes = head.costs() if head else []
+    """What Ray and this process cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks.
+
+    Nothing of Ray where this process may open no more files: who looks why must still get an answer.
+    """
+    processes, listeners = list[RayProcess](), list[str]()
+    with suppress(OSError):
+        if head:
+            processes, listeners = head.costs(), head.listeners()
     return {
         "daemon": process_cost(os.getpid()),
         "ray": [{"name": p.name, "pid": p.pid, "pss_bytes": p.pss_bytes, "cpu_s": p.cpu_s} for p in processes],
         "ray_pss_bytes": sum(p.pss_bytes for p in processes),
-        "ray_listeners": head.listeners() if head else [],
+        "ray_listeners": listeners,
     }

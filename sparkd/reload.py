@@ -76,7 +76,12 @@ class Reloader:
             for name in later:
                 log.warning("%s is not what this daemon was started with: it takes effect at the next start", name)
             self._config = config
-            models = self._take(config)
+            try:
+                models = self._take(config)
+            except BaseException:
+                # systemd waits for this word, and ends a service that does not say it.
+                self._systemd.ready("the last reload failed, what of it is in force is not known")
+                raise
             self._refused(None)
             self._systemd.ready("serving")
             return {"changed": changed, "later": later, **models}

@@ -17,7 +17,7 @@ import pytest
 from sparkd.cluster import Cluster
 from sparkd.config import Config
 from sparkd.errors import AgentLost, ClusterError, NodeRefused, RayUnavailable
-from sparkd.rayhead import MARK, RayHead
+from sparkd.rayhead import MARK, RayHead, costs_of
 from tests.fakes import FakeClock
 from tests.ranks import until
 from workers import processes, rank
@@ -256,6 +256,7 @@ def test_rays_head_is_not_dead_while_no_file_can_be_opened(tmp_path: Path, child
             head.ensure()
         with pytest.raises(RayUnavailable, match="Too many open files"):
             head.stop()
+        assert costs_of(head)["ray"] == [], "who looks why still gets an answer"
 
     assert child.poll() is None
 

@@ -67,6 +67,22 @@ async def test_a_bad_one_is_refused_and_the_next_good_one_taken() -> None:
     assert (len(made.taken), made.refused[-1]) == (1, None)
 
 
+async def test_systemd_hears_the_end_of_a_reload_that_failed_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a service whose reload never ends."""
+    made, told = Taker(), list[str]()
+    monkeypatch.setattr(Systemd, "reloading", lambda self, why: told.append("reloading"))
+    monkeypatch.setattr(Systemd, "ready", lambda self, why: told.append("ready"))
+
+    def stumbles(given: Config) -> dict[str, list[str]]:
+        raise KeyError("x")
+
+    made.reloader._take = stumbles
+    with pytest.raises(KeyError):
+        await made.reloader.now()
+
+    assert told == ["reloading", "ready"]
+
+
 async def test_an_error_of_our_own_is_a_refusal_like_any_other() -> None:
     made = Taker()
 
