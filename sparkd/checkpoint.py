@@ -23,7 +23,7 @@ __all__ = ["CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization
 CONFIG = "config.json"
 MODELOPT = "hf_quant_config.json"
 # Far above any real one (a 190,000-tensor index is 18 MB); a file of another kind under this name is refused before it is parsed.
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 32 << 20
 _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack"})
 # In the order in which an engine looks for them; of several that are there it takes the first (vllm/model_executor/model_loader/
 # default_loader.py, _prepare_weights).

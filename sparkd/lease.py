@@ -117,9 +117,7 @@ class Door:
         self._waiting = 0
         self._closed = self._closed_wholly = False
 
-    async def enter(
-        self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: Need | None = None
-    ) -> Record:
+    async def enter(self, name: str, wait_s: float | None, probe: bool, waits: Waits | None = None, need: Need | None = None) -> Record:
         """Count one more request in. See Supervisor.lease for what is waited for and what is raised."""
         record = self._roster.find(name)
         if probe:

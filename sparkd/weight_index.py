@@ -12,6 +12,7 @@ from itertools import compress, count, islice, pairwise
 from operator import lt, ne
 from typing import Any
 
+from sparkd.apart import apart, is_apart
 from sparkd.errors import CheckpointError
 from sparkd.safetensors import loads, shown
 from sparkd.tensors import any_twice
@@ -31,6 +32,12 @@ def read_index(raw: bytes, path: str) -> dict[str, bytes]:
 
     A file that may lie outside of the folder is refused: an index must not reach other files.
     """
+    if is_apart(len(raw)):
+        return apart(_read, raw, path)
+    return _read(raw, path)
+
+
+def _read(raw: bytes, path: str) -> dict[str, bytes]:
     found = _recognised(raw)
     return found if found is not None else _parsed(raw, path)
 

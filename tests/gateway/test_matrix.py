@@ -248,7 +248,14 @@ async def test_without_keys_no_web_page_gets_in(gateway: Running) -> None:
             assert (await gateway.get(path, f"Host: {host}")).status == 403, (path, host)
         for origin in ("http://localhost", "https://localhost"):
             assert (await gateway.get(path, f"Origin: {origin}")).status == 200, (path, origin)
-        for origin in ("http://localhost:3000", "http://127.0.0.1", "https://evil.example", "null", "http://localhost.evil.example", "file://"):
+        for origin in (
+            "http://localhost:3000",
+            "http://127.0.0.1",
+            "https://evil.example",
+            "null",
+            "http://localhost.evil.example",
+            "file://",
+        ):
             assert (await gateway.get(path, f"Origin: {origin}")).status == 403, (path, origin)
     assert (await gateway.get("/livez", "Host: 10.0.0.1")).status == 200
     assert (await gateway.post("/admin/v1/models", b"", "Origin: https://evil.example")).status == 403

@@ -1,0 +1,132 @@
+"""Headers and JSON of foreign checkpoints: read apart from the loop's process once they are large, and bounded there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sparkd import apart as module
+from sparkd.apart import SMALL_BYTES
+from sparkd.errors import CheckpointError
+from sparkd.safetensors import MAX_HEADER_BYTES, MAX_VALUES, header_length, loads, parse_header
+from sparkd.weight_index import read_index
+
+PATH = "/m/model.safetensors"
+
+
+def header(tensors: int, spaced: bool) -> tuple[bytes, int]:
+    table = {
+        f"model.layers.{at}.mlp.down_proj.weight": {"dtype": "BF16", "shape": [1, 2], "data_offsets": [4 * at, 4 * at + 4]}
+        for at in range(tensors)
+    }
+    return json.dumps(table, separators=None if spaced else (",", ":")).encode(), 4 * tensors
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """As the daemon reads: on a thread beside its loop."""
+    return asyncio.run(asyncio.to_thread(call))
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was read in a process of its own."""
+    found: list[str] = []
+    real = module.apart
+
+    def counted(function: Any, raw: bytes, path: str, *more: Any) -> Any:
+        found.append(path)
+        return real(function, raw, path, *more)
+
+    for place in ("sparkd.safetensors.apart", "sparkd.weight_index.apart"):
+        monkeypatch.setattr(place, counted)
+    return found
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_a_header_reads_the_same_in_both_places(spaced: bool, processes: list[str]) -> None:
+    raw, data = header(6000, spaced)
+    assert len(raw) > SMALL_BYTES
+
+    here = parse_header(raw, PATH, 8 + len(raw) + data, 1)
+    assert processes == []
+    there = in_thread(lambda: parse_header(raw, PATH, 8 + len(raw) + data, 1))
+
+    assert there == here
+    assert processes == ([PATH] if spaced else [])
+
+
+def test_a_fault_in_it_is_told_as_it_is_here(processes: list[str]) -> None:
+    raw, data = header(6000, True)
+
+    with pytest.raises(CheckpointError) as here:
+        parse_header(raw, PATH, 8 + len(raw) + data + 1, 1)
+    with pytest.raises(CheckpointError) as there:
+        in_thread(lambda: parse_header(raw, PATH, 8 + len(raw) + data + 1, 1))
+
+    assert there.value.message == here.value.message and there.value.file == here.value.file
+    assert processes == [PATH]
+
+
+def test_small_files_start_no_process(processes: list[str]) -> None:
+    raw, data = header(10, True)
+
+    in_thread(lambda: parse_header(raw, PATH, 8 + len(raw) + data, 1))
+    in_thread(lambda: loads(b"{}", PATH))
+    assert processes == []
+
+
+def test_a_header_is_at_most_so_large() -> None:
+    with pytest.raises(CheckpointError, match=str(MAX_HEADER_BYTES)):
+        header_length((96_000_000).to_bytes(8, "little"), PATH, 1 << 40)
+
+
+def test_an_index_reads_the_same_in_both_places(processes: list[str]) -> None:
+    raw = json.dumps({"weight_map": {f"model.layers.{at}.weight": f"m-{at % 7}.safetensors" for at in range(8000)}}).encode()
+
+    assert in_thread(lambda: read_index(raw, "index")) == read_index(raw, "index")
+    assert processes == ["index"]
+
+
+def test_json_of_too_many_values_is_refused() -> None:
+    raw = b'{"a": [' + b"{}," * MAX_VALUES + b"{}]}"
+
+    with pytest.raises(CheckpointError, match=str(MAX_VALUES)):
+        in_thread(lambda: loads(raw, PATH))
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        in_thread(lambda: loads(b"[" * SMALL_BYTES * 2, PATH))
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIME_S", 0)
+
+    with pytest.raises(CheckpointError, match="to read"):
+        in_thread(lambda: loads(b"[" + b"{}," * SMALL_BYTES + b"{}]", PATH))
+
+
+def test_a_process_that_takes_too_much_memory_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEMORY_BYTES", 100 << 20)
+
+    with pytest.raises(CheckpointError, match="100 MiB of memory"):
+        in_thread(lambda: loads(b"[" + b"{}," * 1_500_000 + b"{}]", PATH))
+
+
+def test_brackets_that_never_close_cost_their_length() -> None:
+    """Without bounds in the expression this took hours, in one call that nothing interrupts."""
+    good = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+    raw = good + b'"b":{"dtype":"U8","shape":[' * 60_000 + b"}}"
+    started = threading.Event()
+
+    def read() -> None:
+        started.set()
+        with pytest.raises(CheckpointError):
+            parse_header(raw, PATH, 8 + len(raw) + 1, 1)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(50)
+    assert started.is_set() and not thread.is_alive()
