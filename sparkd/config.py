@@ -57,7 +57,7 @@ from sparkd.model_folder import places_of, unusable
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
 from sparkd.uncounted import reserved_whole
-from sparkd.vllm_table import refused
+from sparkd.vllm_table import refused, unknown_parsers
 from sparkd.yamlfile import Place, Problem
 from workers.hub_cache import cache_places
 
@@ -414,6 +414,9 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
         said = dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine))
         for remark in (*said, *reserved_whole(model, ModelConfig.model_fields)):
             yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
+        if model.runs_vllm(config.engine):
+            for remark in unknown_parsers(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine)):
+                yield Problem(str(path), None, f"models.{model.name}: it will not start: {remark}", "warning")
         if model.extra_args and model.runs_vllm(config.engine):
             env, runtime = model.environment(config.engine), model.runtime_of(config.engine)
             for remark in refused(model.vllm_flags(), env, runtime, config.state_dir, ask=True, aloud=True):

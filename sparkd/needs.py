@@ -25,7 +25,7 @@ from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
-from sparkd.vllm_table import refused
+from sparkd.vllm_table import refused, unknown_parsers
 from workers.kv.arithmetic import BLOCKS_FLAG
 from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
@@ -119,12 +119,16 @@ def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = 
     said = translated(spec.vllm_flags(), env, release_of(vllm))
     if said.refused or not _is_ours(spec, config, vllm):
         return said
+    if unknown := tuple(unknown_parsers(said.args, env, spec.runtime_of(config.engine))):
+        return replace(said, refused=unknown)
+    if not spec.extra_args:
+        return said
     return replace(said, refused=refused(spec.vllm_flags(), env, spec.runtime_of(config.engine), config.state_dir, ask=ask))
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:
-    """Whether somebody wrote flags for a vLLM that this node has too, whose parser can be asked."""
-    if vllm is None or not spec.extra_args or not spec.runs_vllm(config.engine):
+    """Whether the vLLM is one that this node has too, which can be asked."""
+    if vllm is None or not spec.runs_vllm(config.engine):
         return False
     return full_version_in(spec.runtime_of(config.engine)) == vllm
 

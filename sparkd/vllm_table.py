@@ -6,6 +6,7 @@ What is installed beside it is part of the key, because a plugin may add flags.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
@@ -19,9 +20,10 @@ from pathlib import Path
 
 import workers
 from sparkd.errors import StateError
-from sparkd.installed import full_version_in, packages_of
+from sparkd.installed import full_version_in, packages_of, parsers_of
 from sparkd.owner import as_owner
-from sparkd.vllm_flags import release_of, translated
+from sparkd.safetensors import shown
+from sparkd.vllm_flags import flag_name, release_of, translated, values_of
 from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
 from workers.interpreter import inherited_environment
 
@@ -41,6 +43,20 @@ def refused(
         return ()
     args = translated(args, env, release_of(table.version)).args
     return (*misfits(args, env, table), *unspeculative(args, env, table.version))
+
+
+def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
+    """A sentence for each parser of tool calls and of reasoning that the vLLM of this environment does not have: its start would end over
+    it. None where plugins may bring more, or nobody knows what it has."""
+    known = parsers_of(runtime)
+    if known is None or any(name in env for name in ANOTHER_PARSER) or any("parser-plugin" in (flag_name(arg) or "") for arg in args):
+        return
+    for flag, names in zip(("tool-call-parser", "reasoning-parser"), known, strict=True):
+        found = [value for _, _, value in values_of(args, flag)]
+        if found and found[-1] not in names:
+            near = difflib.get_close_matches(found[-1], sorted(names), 1)
+            cure = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(names))}."
+            yield f"{flag.replace('-', '_')}: this vLLM has no parser {shown(found[-1])}. {cure}"
 
 
 def _say_so() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import parse_model
+from sparkd.config import check, load_config, parse_model
 from sparkd.embedded import CHAT_TEMPLATE
-from sparkd.installed import parsers_of
+from sparkd.installed import full_version_in, parsers_of
+from sparkd.needs import said_to
 from sparkd.parser_choice import with_parsers
 from sparkd.parsers import _ALWAYS, OFF, REASONING_RULES, TOOL_RULES, Parsers, chosen, nearest
+from sparkd.vllm_table import unknown_parsers
 
 TEMPLATES = Path(__file__).parent / "fixtures" / "chat-templates"
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
@@ -153,6 +155,33 @@ def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
         *_, parsers, flags = decided(folder, extra_args=[*args, "--reasoning-parser=olmo3"])
         assert parsers == Parsers("xlam", "olmo3")
         assert flags == [*args, "--reasoning-parser=olmo3"]
+
+
+def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m")
+
+    def unknown(**keys: Any) -> list[str]:
+        spec = parse_model("m", {"model": str(folder), **keys}, over_admin=False)
+        return list(unknown_parsers(spec.vllm_flags(), dict.fromkeys(spec.env, ""), None))
+
+    (tool,) = unknown(tool_call_parser="hermess")
+    assert "tool_call_parser" in tool and "Did you mean hermes?" in tool
+    assert len(unknown(tool_call_parser="hermess", reasoning_parser="qwen4")) == 2
+    assert len(unknown(extra_args=["--tool-call-parser=hermess"])) == 1
+    for keys in (
+        {},
+        {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "none"},
+        {"tool_call_parser": "own", "extra_args": ["--tool-parser-plugin", "/own.py"]},
+        {"tool_call_parser": "own", "env": {"VLLM_PLUGINS": "own"}},
+        {"tool_call_parser": "hermess", "extra_args": ["--tool-call-parser", "hermes"]},
+    ):
+        assert unknown(**keys) == []
+    spec = parse_model("m", {"model": str(folder), "tool_call_parser": "hermess"}, over_admin=False)
+    assert len(said_to(spec, load_config(None, environ={}), full_version_in(None)).refused) == 1
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"models: {{m: {{model: {folder}, tool_call_parser: hermess}}}}")
+    assert len([problem for problem in check(file, {}) if "Did you mean hermes?" in problem.message]) == 1
 
 
 def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:

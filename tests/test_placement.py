@@ -158,6 +158,7 @@ def test_what_is_free_is_what_nobody_reserved() -> None:
 async def test_what_the_release_of_the_runtime_does_not_understand_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
+    monkeypatch.setattr("sparkd.siting.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "env": {"VLLM_USE_V1": "0"}}, over_admin=False)
     monkeypatch.setattr("sparkd.siting.need_of", lambda *_: Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, "0.32.0"))
 

@@ -374,6 +374,7 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, table: FlagTable, monk
 async def test_a_load_ends_before_anything_is_reserved(tmp_path: Path, table: FlagTable, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
+    monkeypatch.setattr("sparkd.siting.is_absent", lambda *_: False)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max_num_seq_s=8"]}, over_admin=False)
     need = Need(spec, "cuda", "vllm.entrypoints.cli.main", 1, None, table.version)
     monkeypatch.setattr("sparkd.siting.need_of", lambda *_: need)
@@ -389,6 +390,7 @@ async def test_a_load_looks_the_table_up_once(tmp_path: Path, table: FlagTable, 
     """What its vLLM is to be told is worked out where the model is placed, and goes with the placement to the start."""
     cluster = Cluster(Config(state_dir=tmp_path, runtime_dir=tmp_path), {})
     cluster._here.sentry.stop()
+    monkeypatch.setattr("sparkd.siting.is_absent", lambda *_: False)
     here = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": table.version}
     monkeypatch.setattr(cluster._here, "runtime", lambda _: here)
     looked: list[str] = []

@@ -289,9 +289,9 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
 def _check_tools(lease: Lease, route: Route, exchange: Exchange) -> None:
     """Raises NoToolParser where the engine has no parser for the calls that the request asks for: vLLM would answer with its own flags."""
     parsers = lease.parsers
-    if parsers is not None and parsers["tool"] is None and route.label in _WITH_TOOLS and wants_functions(exchange.body):
+    if parsers is not None and parsers.get("tool", "") is None and route.label in _WITH_TOOLS and wants_functions(exchange.body):
         lease.answered = None
-        raise NoToolParser(lease.model, parsers["nearest"])
+        raise NoToolParser(lease.model, parsers.get("nearest"))
 
 
 @lru_cache(maxsize=128)
