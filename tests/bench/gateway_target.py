@@ -41,7 +41,7 @@ class OneModel:
     def __init__(self, model: str, upstream: Upstream) -> None:
         self._lease = OneLease(model, upstream)
 
-    def lease(self, name: str, *, wait_s: float | None = None, probe: bool = False) -> OneLease:
+    def lease(self, name: str, **_: object) -> OneLease:
         if name != self._lease.model:
             raise UnknownModel(name, [self._lease.model])
         return self._lease

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -42,10 +43,13 @@ MODEL = FOLDER_NAME
 LEFT_OUT = ("/multimodal/", "/speech_to_text/", "/pooling/", "/rl/", "/launchers/", "/correctness/", "/unit_tests/", "test_uds.py")
 ARGUMENTS = [
     *("--enable-tokenizer-info-endpoint", "--enable-server-load-tracking", "--enable-prompt-tokens-details", "--max-logprobs", "-1"),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-log-requests"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    # Many tests let the model talk as long as it likes, which on a CPU is long.
+    *("--override-generation-config", '{"max_new_tokens": 64}'),
 ]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 START_S, TEST_S = 240.0, 60
+SIDE_BY_SIDE = 3
 _MODEL_NAME = re.compile(r'^(\s*\w*MODEL\w*(?:\s*:\s*\w+)?\s*=\s*)"[\w.-]+/[\w.-]+"', re.MULTILINE)
 
 
@@ -56,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", help="its engine's Unix socket")
     parser.add_argument("--again", type=int, default=2, help="how often a difference is asked for again")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with it
     if bool(options.gateway) != bool(options.engine):
         parser.error("--gateway and --engine go together")
     suite = prepared(version("vllm").partition("+")[0])
@@ -163,15 +168,17 @@ def by_port(socket_path: str) -> Iterator[str]:
 
 def compare(suite: Path, files: list[str], engine: str, gateway: str, again: int) -> int:
     """Runs both, prints the table and what differs; 1 if anything does."""
-    by_engine, by_gateway = run(suite, files, engine), run(suite, files, gateway)
+    for log in HOME.glob("*.log"):
+        log.unlink()
+    by_engine = run(suite, files, "engine", engine, side_by_side=True)
+    by_gateway = run(suite, files, "gateway", gateway, side_by_side=True)
     for _ in range(again):
         lost = [name for name in by_engine if by_engine[name] == "passed" != by_gateway.get(name)]
         if not lost:
             break
-        # Sampling is noise by both ways: what counts passes by the engine every time, and never by the gateway.
-        ids = sorted(set(lost))
-        by_engine |= run(suite, ids, engine)
-        by_gateway |= {name: state for name, state in run(suite, ids, gateway).items() if name in ids}
+        # Sampling and load are noise by both ways: what counts passes by the engine every time, and never by the gateway.
+        by_engine |= run(suite, lost, "engine", engine, side_by_side=False)
+        by_gateway |= run(suite, lost, "gateway", gateway, side_by_side=False)
     lost = [name for name in by_engine if by_engine[name] == "passed" != by_gateway.get(name)]
     print(f"\n{'':30}{'ENGINE':>10}{'GATEWAY':>10}")
     counts = Counter(by_engine.values()), Counter(by_gateway.values())
@@ -186,16 +193,17 @@ def compare(suite: Path, files: list[str], engine: str, gateway: str, again: int
     return 1 if lost else 0
 
 
-def run(suite: Path, targets: list[str], url: str) -> dict[str, str]:
-    """pytest's verdict on each test: passed, failed, error or skipped."""
+def run(suite: Path, targets: list[str], name: str, url: str, *, side_by_side: bool) -> dict[str, str]:
+    """pytest's verdict on each test: passed, failed, error or skipped. name: of the log that its words go to."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_S), "--tb=short"]
-        command += ["-o", "junit_family=xunit1", f"--junitxml={report}", "--continue-on-collection-errors", *targets]
+        command += ["-o", "junit_family=xunit1", f"--junitxml={report}", "--continue-on-collection-errors"]
+        command += ["-n", str(SIDE_BY_SIDE), "--dist", "loadfile"] if side_by_side else []
+        command += targets
         env = os.environ | {"SUITE_URL": url, "PYTHONPATH": str(suite), "HF_HUB_OFFLINE": "1"}
-        (suite / f"log-{url.rpartition(':')[2]}.txt").write_text(
-            subprocess.run(command, cwd=suite, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
-        )
+        with (HOME / f"{name}.log").open("a") as log:
+            subprocess.run(command, cwd=suite, env=env, stdout=log, stderr=log, check=False)
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return {_name(case): next((_STATES[child.tag] for child in case if child.tag in _STATES), "passed") for case in cases}
 

@@ -60,6 +60,23 @@ def test_ready_means_it_answered_and_the_first_user_gets_paris(served: DaemonPro
     assert answer["model"] == NAME
 
 
+def test_vllms_own_routes_are_served_and_what_the_model_has_not_is_refused(served: DaemonProcess) -> None:
+    until(lambda: served.model(NAME)["max_model_len"] == 2048, 30, "the engine told of itself")
+    (listed,) = [entry for entry in served.get("/v1/models/")["data"] if entry["id"] == NAME]
+    assert (listed["max_model_len"], listed["root"]) == (2048, served.model(NAME)["source"])
+    assert set(served.get(f"/version?model={NAME}")) == {"version"}
+    assert "server_load" in served.get(f"/load?model={NAME}")
+    assert served.client.get("/ping").status_code == 200
+    asked = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 8}
+    invoked = served.client.post("/invocations", json=asked, headers={"endpoint-load-metrics-format": "JSON"})
+    assert "Paris" in invoked.json()["choices"][0]["message"]["content"]
+    reported = served.client.post("/v1/chat/completions", json=asked, headers={"endpoint-load-metrics-format": "JSON"})
+    assert "endpoint-load-metrics" in reported.headers
+    refusals = [served.client.post(path, json={"model": NAME, "input": "x"}) for path in ("/v1/embeddings", "/rerank")]
+    refusals.append(served.client.get(f"/tokenizer_info?model={NAME}"))  # a flag of vLLM's adds it
+    assert [(one.status_code, one.json()["error"]["code"]) for one in refusals] == [(404, "route_not_served")] * 3
+
+
 def test_a_stream_arrives_in_pieces_and_says_the_same(served: DaemonProcess) -> None:
     whole = served.chat(NAME, QUESTION).json()["choices"][0]["message"]["content"]
     pieces, arrivals = [], []
