@@ -55,7 +55,7 @@ _MODEL_NAME = re.compile(r'^(\s*\w*MODEL\w*(?:\s*:\s*\w+)?\s*=\s*)"[\w.-]+/[\w.-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="files whose path holds this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="files whose path holds one of these")
     parser.add_argument("--gateway", help="the base URL of a daemon that runs already")
     parser.add_argument("--engine", help="its engine's Unix socket")
     parser.add_argument("--again", type=int, default=2, help="how often a difference is asked for again")
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(options.gateway) != bool(options.engine):
         parser.error("--gateway and --engine go together")
     suite = prepared(version("vllm").partition("+")[0])
-    files = [path for path in files_of(suite) if options.only in path]
+    files = [path for path in files_of(suite) if any(part in path for part in options.only)]
     if not files:
-        parser.error(f"no file's path holds {options.only!r}")
+        parser.error(f"no file's path holds {' or '.join(options.only)}")
     with contextlib.ExitStack() as stack:
         gateway, socket_path = (options.gateway, options.engine) if options.gateway else stack.enter_context(served())
         engine = stack.enter_context(by_port(socket_path))
