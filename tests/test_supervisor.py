@@ -262,7 +262,7 @@ async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path
     """No file is read again for one that came by `sparkd run MODEL -- FLAGS`, and to load it again gives it the same flags."""
     async with stage(tmp_path) as made:
         made.cluster.place_error = FlagRefused("new cannot be started by the vLLM of its runtime: --no-such-flag")
-        made.supervisor.add("new", {"model": "/y", "extra_args": ["--no-such-flag"]})
+        made.supervisor.add("new", {"model": "/y", "extra_args": ["--seed", "1"]})
         made.supervisor.want("new", Want.RUNNING, "admin")
         await made.tick()
         told = made.supervisor.snapshot().models["new"].message

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -76,6 +77,8 @@ def change_of(model: str, first: bool, status: int, asked_s: float, answered_s: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    # So that a daemon of ours is ended with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="sc") as folder:
         made = DaemonProcess(Path(folder), _settings(Path(folder), options))
         made.start()
