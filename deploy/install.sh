@@ -90,7 +90,7 @@ uninstall_all() {
 
 removed() {
     [ ! -d /run/systemd/system ] || systemctl daemon-reload
-    echo "Removed. Left alone: the user sparkd, /var/lib/sparkd, /var/log/sparkd, $VENV, and in $etc what you changed or added."
+    echo "Removed. Left alone: the user sparkd, /var/lib/sparkd, /var/lib/sparkd-tmp, /var/log/sparkd, $VENV, and in $etc what you changed or added."
 }
 
 # Says every problem in a line of its own; exit 1 if there is one.

@@ -37,9 +37,10 @@ class Joined:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a node_ip that is no address: the ranks' folder is named after it."""
+        texts, numbers = (self.address, self.node_ip, self.boot_id), (self.pid, self.start_ticks)
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int) for number in numbers):
+            raise ValueError("a text or a number is expected")
         ipaddress.ip_address(self.node_ip)
-        if not all(isinstance(number, int) for number in (self.pid, self.start_ticks)):
-            raise ValueError("a process is named by numbers")
 
 
 def read(config: Config) -> Joined | None:

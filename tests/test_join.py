@@ -247,7 +247,7 @@ def test_a_stale_raylet(record: dict[str, Any], session: str | None, stale: bool
     )  # fmt: skip
     done: list[str] = []
     monkeypatch.setattr(RayHead, "essential", lambda self: {"raylet": 1})
-    monkeypatch.setattr(RayHead, "stop", lambda self: done.append("stop"))
+    monkeypatch.setattr(RayHead, "_end", lambda self: done.append("stop"))
     monkeypatch.setattr(RayHead, "_start", lambda self: done.append("start") or "new")
 
     assert ray.ensure() == ("new" if stale else HEAD)
