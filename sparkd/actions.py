@@ -113,6 +113,8 @@ class Actions:
             self._wait_for_room(record, error)
             return
         except (SparkdError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:
+                raise  # nothing that a system said: a TimeoutError of some library
             told = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.rank_id = None
             self.fail(record, type(told).__name__, told.message)

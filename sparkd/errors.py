@@ -188,7 +188,8 @@ UNSTARTED = frozenset(
 def refused_by(error: OSError, who: str) -> NodeRefused:
     """What the system of a node says, with the file that it says it of. who: "Node X", or what names it as well."""
     of = f" ({error.filename})" if error.filename else ""
-    told = f"{who} refused it: {error.strerror or error}{of}. See `df` and `sparkd doctor` there; it is tried again."
+    why = error.strerror or str(error) or type(error).__name__
+    told = f"{who} refused it: {why}{of}. See `df` and `sparkd doctor` there; it is tried again."
     return NodeRefused(told)
 
 

@@ -1114,6 +1114,24 @@ async def test_a_disk_without_room_is_a_reason_of_its_own_and_its_words_are_kept
         assert "No space left on device (/run/x)" in (view.message or "")
 
 
+async def test_an_error_that_nobody_expects_fails_its_model_alone_until_the_next_try(tmp_path: Path) -> None:
+    models = {name: {"model": str(tmp_path / "model")} for name in ("m", "other")}
+    async with stage(tmp_path, models=models, backoff__jitter=0) as made:
+        await make_ready(made, "other")
+        made.cluster.place_error = TimeoutError()  # type: ignore[assignment]
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, view.failures, view.retry_in_s) == ("FAILED", "InternalError", 1, pytest.approx(9, abs=1.5))
+        assert made.state("other") == "READY"
+        assert any(one.startswith("InternalError: ") for one in made.supervisor.snapshot().conditions)
+        made.cluster.place_error = None
+        made.clock.now_s += 10.0
+        await made.tick()
+        assert made.state() == "LOADING"
+
+
 async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
