@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -296,7 +296,7 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
 
     flags: dotted keys ("listen", "engine.platform"; None is "not given"); "models" adds whole models by name.
     """
-    config, problems = _read(path, flags or {}, environ)
+    config, problems, _ = _read(path, flags or {}, environ)
     if config is None:
         raise error_of(problems)
     return config
@@ -304,7 +304,7 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
 
 def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
     """What `load_config` and the start would complain about, and warnings: loose file rights, short keys, folders that are not there."""
-    config, problems = _read(path, {}, environ)
+    config, problems, names = _read(path, {}, environ)
     if config is None:
         return problems
     try:
@@ -316,7 +316,7 @@ def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
     except ConfigError as error:
         place = Place(error.file, error.line)
         problems.append(Problem(error.file or str(path), error.line, error.message.removeprefix(str(place.problem("")))))
-    return [*problems, *_warnings(config, path)]
+    return yamlfile.masked([*problems, *_warnings(config, path)], names, environ)
 
 
 def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Book | None = None) -> ModelConfig:
@@ -343,14 +343,15 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Bo
     return model
 
 
-def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
+def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Config | None, list[Problem], Collection[str]]:
+    """The configuration where nothing is wrong, what is, and the variables that the file takes values out of, which no problem shows."""
     document = yamlfile.Document()
     if path is not None:
         try:
             with path.open("rb") as file:
                 raw = file.read(yamlfile.MAX_BYTES + 1)
         except OSError as error:
-            return None, [Problem(str(path), None, f"The file cannot be read: {error.strerror}. Give the path of a sparkd.yaml.")]
+            return None, [Problem(str(path), None, f"The file cannot be read: {error.strerror}. Give the path of a sparkd.yaml.")], ()
         document = yamlfile.parse(raw, str(path), environ)
     problems = document.problems
     tree = canonical(document.table, Config, problems)
@@ -364,7 +365,7 @@ def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str
         problems += problems_of(error, tree)
     if config is not None:
         problems += [place_of(tree, location).problem(message) for location, message in _cross_checks(config)]
-    return (None if problems else config), in_order(problems)
+    return (None if problems else config), yamlfile.masked(in_order(problems), document.env_names, environ), document.env_names
 
 
 def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -189,7 +189,7 @@ def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) 
         problems += problems_of(error, table)
     problems = [problem if problem.file else Problem(shown, None, problem.message, problem.severity) for problem in problems]
     if recipe is None or problems:
-        return None, in_order(problems)
+        return None, yamlfile.masked(in_order(problems), document.env_names, environ)
     return RecipeFile(name, shown, recipe, table), []
 
 

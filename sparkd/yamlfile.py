@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -17,6 +18,8 @@ MAX_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"
 _BROKEN = "The text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew."
+# What is shorter stands in half of all words.
+SHORTEST_SECRET, SHORTEST_BEGINNING = 4, 8
 _ENV = re.compile(r"\$\{env\.([^}]*)(\}?)")
 _DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH + 1}}}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -104,6 +107,36 @@ def parse(raw: bytes, file: str, environ: Mapping[str, str], *, last_counts: boo
     elif value is not None:
         document.problems.append(Problem(file, _line(root), "The file must hold a map (lines of 'key: value') at its top."))
     return document
+
+
+def masked(problems: Iterable[Problem], names: Iterable[str], environ: Mapping[str, str]) -> list[Problem]:
+    """The problems with `${env.NAME}` for every value that the file took out of the environment, which may be a secret, in whatever
+    message it stands: whole, as Python quotes it, in lower case, or cut short. names: Document.env_names."""
+    spellings: dict[str, str] = {}
+    for name in sorted(names):
+        value = environ.get(name, "")
+        for text in (value, value.strip(), repr(value)[1:-1], ascii(value)[1:-1], json.dumps(value)[1:-1]):
+            for spelt in (text, text.lower()):
+                if len(spelt) >= SHORTEST_SECRET:
+                    spellings.setdefault(spelt, f"${{env.{name}}}")
+    return [
+        replace(problem, message=_without(problem.message, spellings), file=_without(problem.file, spellings) if problem.file else None)
+        for problem in problems
+    ]
+
+
+def _without(message: str, spellings: Mapping[str, str]) -> str:
+    for spelt in sorted(spellings, key=len, reverse=True):
+        message = message.replace(spelt, spellings[spelt])
+        # Cut short by whoever showed it: the longest beginning of it that stands before dots or a quotation mark.
+        for cut in re.finditer(r"\.\.\.|'", message):
+            kept = message[: cut.start()]
+            longest = min(len(spelt) - 1, len(kept))
+            shown = next((size for size in range(longest, SHORTEST_BEGINNING - 1, -1) if kept.endswith(spelt[:size])), 0)
+            if shown:
+                message = kept[:-shown] + spellings[spelt] + message[cut.end() if cut[0] != "'" else cut.start() :]
+                break
+    return message
 
 
 def whole(text: str) -> str | None:
