@@ -117,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"/api/models/{repository.hub_id}/revision/"):
             answer = repository.listing if repository.listing is not None else repository.answers()
             return self._answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+        if path.startswith("/api/models/"):
+            return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         before = f"/{repository.hub_id}/resolve/{COMMIT}/"
         file = repository.folder / path.removeprefix(before)
         if not path.startswith(before) or not file.is_file():

@@ -192,6 +192,23 @@ async def test_one_adopted_while_it_loads_was_started_when_its_handle_says(tmp_p
         assert second.supervisor.snapshot().models["m"].load_s == pytest.approx(60.0, abs=4.0)
 
 
+async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tmp_path: Path) -> None:
+    """One of an earlier release says nothing of them, and nothing is claimed."""
+    parsers = {"tool": None, "reasoning": "qwen3", "nearest": "hermes"}
+    for known in (parsers, None):
+        folder = tmp_path / str(known is None)
+        folder.mkdir()
+        async with stage(folder) as first:
+            await make_ready(first)
+            cluster = first.cluster
+        cluster.show(progress=UP, handle=replace(cluster.only().handle, parsers=known))
+        async with stage(folder, cluster=cluster) as second:
+            await second.tick(3)
+            assert second.supervisor.snapshot().models["m"].parsers == known
+            async with second.supervisor.lease("m") as lease:
+                assert lease.parsers == known
+
+
 async def test_a_rank_whose_configuration_changed_meanwhile_is_replaced(tmp_path: Path) -> None:
     async with stage(tmp_path) as first:
         await make_ready(first)
