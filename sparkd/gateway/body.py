@@ -73,10 +73,12 @@ def model_of_json(body: bytes | bytearray) -> str | None:
             _PLAIN.decode(body)  # a `model` that is a huge list fails here before the hook's decoder would build it
         _seen.clear()
         _COUNTING.decode(body)
-        names, found = len(_seen), _seen[-1] if _seen else None
+        found = _seen[0] if _seen else None
         _seen.clear()
         if not body.isascii():
             _check_utf8(body)
+    except _Repeated:
+        raise BadRequest("The body names `model` more than once; send it once.", param="model") from None
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body cannot be used: {_plain(error)}.", param="model") from None
     except msgspec.DecodeError as error:
@@ -85,8 +87,6 @@ def model_of_json(body: bytes | bytearray) -> str | None:
         raise BadRequest(f"The body is not valid UTF-8: {error.reason}. Send JSON in UTF-8.") from None
     except RecursionError:
         raise BadRequest("The body is not usable JSON: it is nested too deeply.") from None
-    if names > 1:
-        raise BadRequest("The body names `model` more than once; send it once.", param="model")
     if found is not None and not isinstance(found, str):
         raise BadRequest("`model` must be a string.", param="model")
     if _has_long_number(body):
@@ -147,7 +147,13 @@ def model_of_form(body: bytes | bytearray, content_type: str) -> str | None:
 _seen: list[Any] = []
 
 
+class _Repeated(Exception):
+    """A body with a second `model`, which is where reading it ends."""
+
+
 def _count(_type: type, value: Any) -> _Value:
+    if _seen:
+        raise _Repeated
     _seen.append(value)
     return _VALUE
 

@@ -29,8 +29,9 @@ class ClientGone(Exception):
 class Exchange:
     """One request. Times are seconds of `perf_counter`; None where it has not happened.
 
-    `body` is held until an engine has it, `reserved` is how much of it counts towards the bound on all bodies, `whole`
-    says that it was read to its end, `hang_up` takes an engine's work away from it, `heartbeat` is there once it had to wait for a model.
+    `body` is held until an engine has it, `outline` is what sparkd reads of it, `reserved` is how much of it counts towards the bound on
+    all bodies, `whole` says that it was read to its end, `hang_up` takes an engine's work away from it, `heartbeat` is there once it had
+    to wait for a model.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Exchange:
         "hang_up",
         "heartbeat",
         "model",
+        "outline",
         "queued_s",
         "request_id",
         "reserved",
@@ -62,6 +64,7 @@ class Exchange:
         self.queued_s: float | None = None
         self.bytes_out = 0
         self.body: bytes | bytearray = b""
+        self.outline: bytes | bytearray = b""
         self.reserved = 0
         self.whole = False
         self.gone = False

@@ -83,7 +83,7 @@ class Heartbeat:
         if self._client.transport.is_closing():
             return
         if not self.begun:
-            if not wants_stream(self._exchange.body):
+            if not wants_stream(self._exchange.outline):
                 return
             self._begin()
         if not self._client.flow.write_paused:

@@ -31,6 +31,7 @@ from sparkd.gateway.exchange import ClientGone, Exchange, in_flight
 from sparkd.gateway.heartbeat import Heartbeat
 from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import find_model, model_meant
+from sparkd.gateway.outline import outline
 from sparkd.gateway.pipe import Peek, Pipe
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.routes import Kind, Route
@@ -92,7 +93,8 @@ class Proxy:
         body = exchange.body = await self.read_body(receive, exchange, self.limits.body_bytes)
         model: str | None
         if route.kind is Kind.JSON:
-            model = model_of_json(body)
+            exchange.outline = await outline(body)
+            model = model_of_json(exchange.outline)
         elif route.kind is Kind.FORM:
             model = model_of_form(body, content_type.decode("latin-1"))
         elif route.kind is Kind.ENGINE:
@@ -101,7 +103,7 @@ class Proxy:
             model = self._model_of_response(name)
         if model is None:
             model = model_meant(self._supervisor.snapshot().models)
-        if route.label == _RESPONSES and wants_storing(body):
+        if route.label == _RESPONSES and wants_storing(exchange.outline):
             self._refuse_forgetful(model)
         del body
         await self._lease(model, scope, route, headers, exchange)
@@ -130,7 +132,7 @@ class Proxy:
         """Lets the body go, and its share of the bound on all bodies."""
         self._buffered_bytes -= exchange.reserved
         exchange.reserved = 0
-        exchange.body = b""
+        exchange.body = exchange.outline = b""
 
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Waits for the engine and passes the request on, for as long as the client is there."""
@@ -289,7 +291,7 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
 def _check_tools(lease: Lease, route: Route, exchange: Exchange) -> None:
     """Raises NoToolParser where the engine has no parser for the calls that the request asks for: vLLM would answer with its own flags."""
     parsers = lease.parsers
-    if parsers is not None and parsers.get("tool", "") is None and route.label in _WITH_TOOLS and wants_functions(exchange.body):
+    if parsers is not None and parsers.get("tool", "") is None and route.label in _WITH_TOOLS and wants_functions(exchange.outline):
         lease.answered = None
         raise NoToolParser(lease.model, parsers.get("nearest"))
 
