@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd import kv_sizing, quantizing, yamlfile
+from sparkd import kv_sizing, loud, quantizing, yamlfile
 from sparkd.added import refuse_over_admin, refuse_paths
 from sparkd.config_fields import (
     AbsolutePath,
@@ -422,5 +422,7 @@ def _warnings(config: Config, path: Path) -> Iterator[Problem]:
             env, runtime = model.environment(config.engine), model.runtime_of(config.engine)
             for remark in refused(model.vllm_flags(), env, runtime, config.state_dir, ask=True, aloud=True):
                 yield Problem(str(path), None, f"models.{model.name}: it will not start: {remark}", "warning")
+        if told := loud.remark(model.vllm_flags(), model.environment(config.engine)):
+            yield Problem(str(path), None, f"models.{model.name}: {told}", "warning")
         if model.runtime is not None and not model.runtime.exists():
             yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

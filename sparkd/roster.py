@@ -11,6 +11,7 @@ from typing import Any
 
 from sparkd.config import Config, config_hash, parse_model
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
+from sparkd.loud import remark
 from sparkd.model_config import ModelConfig
 from sparkd.record import Record
 from sparkd.snapshot import ModelView
@@ -34,6 +35,7 @@ class Roster:
         self._started_at_s = wall()
         self._names: dict[str, str] = {}
         self.records: dict[str, Record] = {}
+        self._loud: dict[str, str] = {}
         # By added model that cannot be used: why.
         self._left_out: dict[str, str] = {}
         self.config = config
@@ -64,6 +66,7 @@ class Roster:
         self._base = base
         self.config = self._with_added(base, added)
         models = self.config.models
+        self._listen_for_loud(models)
         for name in set(self.records) - set(models):
             record = self.records[name]
             record.spec = record.hash = None
@@ -181,9 +184,18 @@ class Roster:
 
     @property
     def conditions(self) -> list[str]:
-        """Added models that are left out, and why."""
+        """Added models that are left out, and why; models whose engines write what is said to them into their logs."""
         cure = "Add it again, or remove it with `sparkd rm`."
-        return [f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} {cure}" for name, why in self._left_out.items()]
+        left_out = [f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} {cure}" for name, why in self._left_out.items()]
+        return [*left_out, *(f"LogsAnswers: {name}: {told}" for name, told in self._loud.items())]
+
+    def _listen_for_loud(self, models: Mapping[str, ModelConfig]) -> None:
+        before = self._loud
+        told = {name: remark(spec.vllm_flags(), spec.environment(self.config.engine)) for name, spec in models.items()}
+        self._loud = {name: sentence for name, sentence in told.items() if sentence is not None}
+        for name, sentence in self._loud.items():
+            if before.get(name) != sentence:
+                log.warning("the model %s: %s", name, sentence)
 
     def _with_added(self, config: Config, added: Mapping[str, Mapping[str, Any]]) -> Config:
         """One that this release refuses, or whose name the file has taken since, is left out."""

@@ -1,0 +1,68 @@
+"""What writes prompts and answers into an engine's log: refused of an added model, told of the file's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.config import check, load_config, parse_model
+from sparkd.errors import ConfigError
+from sparkd.loud import loud
+from sparkd.roster import Roster
+from sparkd.state import Store
+
+LOUD = [
+    (["--log-level", "debug"], {}, "--log-level"),
+    (["--log-level=DEBUG"], {}, "--log-level"),
+    (["--log_level", "NOTSET"], {}, "--log-level"),
+    (["--uvicorn-log-level", "trace"], {}, "--uvicorn-log-level"),
+    (["--enable-log-requests"], {}, "--enable-log-requests"),
+    (["--enable_log_outputs"], {}, "--enable-log-outputs"),
+    (["--enable-log-o"], {}, "--enable-log-o"),
+    (["--enable-log-deltas"], {}, "--enable-log-deltas"),
+    (["--logging-config.x=1"], {}, "--logging-config"),
+    (["--log-config-file", "/x"], {}, "--log-config-file"),
+    (["--log-error-stack"], {}, "--log-error-stack"),
+    ([], {"VLLM_LOGGING_LEVEL": "debug"}, "VLLM_LOGGING_LEVEL"),
+    ([], {"VLLM_LOGGING_CONFIG_PATH": "/x"}, "VLLM_LOGGING_CONFIG_PATH"),
+    ([], {"VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "True"}, "VLLM_DEBUG_LOG_API_SERVER_RESPONSE"),
+    ([], {"VLLM_TRACE_FUNCTION": "1"}, "VLLM_TRACE_FUNCTION"),
+]
+QUIET = [
+    (["--log-level", "info"], {}),
+    (["--no-enable-log-requests", "--max-logprobs", "5", "--seed", "1"], {}),
+    ([], {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_TRACE_FUNCTION": "0"}),
+]
+
+
+@pytest.mark.parametrize(("args", "env", "name"), LOUD)
+def test_what_is_loud(args: list[str], env: dict[str, str], name: str) -> None:
+    assert name in list(loud(args, env))
+    with pytest.raises(ConfigError):
+        parse_model("m", {"model": "o/m", "extra_args": args, "env": env}, over_admin=True)
+
+
+@pytest.mark.parametrize(("args", "env"), QUIET)
+def test_what_is_not(args: list[str], env: dict[str, str]) -> None:
+    assert list(loud(args, env)) == []
+
+
+@pytest.mark.parametrize("where", ["models", "engine"])
+def test_the_files_own_is_told_by_check_log_and_condition(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entry = "models: {m: {model: /m, env: {VLLM_LOGGING_LEVEL: DEBUG}}, quiet: {model: /m}}"
+    file.write_text(entry if where == "models" else "engine: {env: {VLLM_LOGGING_LEVEL: DEBUG}}\nmodels: {m: {model: /m}}")
+
+    assert [problem.severity for problem in check(file, {}) if "VLLM_LOGGING_LEVEL" in problem.message] == ["warning"]
+
+    config = load_config(file, flags={"state_dir": str(tmp_path)}, environ={})
+    roster = Roster(config, Store(tmp_path / "state.db"), lambda: 0.0, lambda: 0.0)
+    assert [condition.partition(":")[0] for condition in roster.conditions] == ["LogsAnswers"]
+    warned = caplog.text.count("VLLM_LOGGING_LEVEL")
+    roster.configure(config)
+    assert warned and caplog.text.count("VLLM_LOGGING_LEVEL") == warned
+
+    quiet = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
+    roster.configure(quiet)
+    assert roster.conditions == []
