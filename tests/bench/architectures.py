@@ -16,9 +16,7 @@ the quantized cache that the first one has written. In FP8 vLLM's own online FP8
 
 from __future__ import annotations
 
-import argparse
 import random
-import re
 import statistics
 import sys
 import tempfile
@@ -31,6 +29,7 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import CheckpointError
 from tests import architectures, checkpoints
 from tests.bench import child
+from tests.bench.arguments import Parser, count, new, pattern
 from tests.bench.dequantized import write_dequantized
 from tests.bench.divergence import divergences, mean_kl, median_gap
 from workers.stream.recipe import Recipe
@@ -132,14 +131,15 @@ def verdict(found: Mapping[str, Mapping[str, Any] | str], quantized: int, most_k
 def main() -> int:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser("tests.bench.architectures", __doc__, only="^llama$", quantize="int4-g32", jobs=1)
     parser.add_argument("--quantize", default="nvfp4")
-    parser.add_argument("--only", default="", help="a regular expression for the architectures' names")
+    parser.add_argument("--only", type=pattern, default="", help="a regular expression for the architectures' names")
     parser.add_argument("--graphs", action="store_true", help="engines with torch.compile and CUDA graphs")
     parser.add_argument("--again", action="store_true", help="compare a second start, from the quantized cache")
-    parser.add_argument("--jobs", type=int, default=3 if torch.cuda.is_available() else 1, help="engines at a time")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
+    parser.add_argument("--jobs", type=count, default=3 if torch.cuda.is_available() else 1, help="engines at a time")
+    parser.add_argument("--logs", type=new, help="folder for the engines' logs")
     given = parser.parse_args()
+    names = parser.chosen(architectures.ARCHITECTURES, given.only)
     child.end_with_children()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
@@ -147,9 +147,7 @@ def main() -> int:
         logs = given.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
         plugins = child.plugin_folder(folder)
-        for name in architectures.ARCHITECTURES:
-            if not re.search(given.only, name):
-                continue
+        for name in names:
             more = {"graphs": given.graphs, "again": given.again, "jobs": given.jobs}
             status, told = examine(name, given.quantize, cuda=torch.cuda.is_available(), folder=folder, logs=logs, plugins=plugins, **more)
             print(f"{status:<5}  {name:<28}  {given.quantize}: {told}", flush=True)

@@ -9,7 +9,6 @@ plain O_DIRECT way of the same rounds. CPU is this process's, user and system; a
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -29,6 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.arguments import Parser, amount, count, there
 from workers.stream.reader import Piece, Reader
 
 MIB = 2**20
@@ -51,10 +51,10 @@ class Way:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.disk", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("path", type=Path, help="a folder on the disk, where a file is written and removed, or a large file")
-    parser.add_argument("--gib", type=float, default=2.0, help="how much is read, each time")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = Parser("tests.bench.disk", __doc__, gib=0.02, rounds=1)
+    parser.add_argument("path", type=there, help="a folder on the disk, where a file is written and removed, or a large file")
+    parser.add_argument("--gib", type=amount, default=2.0, help="how much is read, each time")
+    parser.add_argument("--rounds", type=count, default=3)
     options = parser.parse_args()
     ways = [
         Way("read(), page cache", _buffered),

@@ -10,8 +10,6 @@ does, and as worse where its error is also larger by more than 1e-5.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.bench.arguments import Parser, pattern
 from tests.stream import reference, weights
 from workers.stream.formats import Quantizer, amax, quantizer
 from workers.stream.recipe import Format
@@ -45,11 +44,11 @@ class Tally:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(prog="tests.bench.formats", description=__doc__.splitlines()[0])
+    arguments = Parser("tests.bench.formats", __doc__, only="^fp8$")
     arguments.add_argument("--bounds", action="store_true", help="also the least error that any scale gives (minutes)")
-    arguments.add_argument("--only", default="", metavar="REGEX", help="formats whose spelling it matches")
+    arguments.add_argument("--only", type=pattern, default="", metavar="REGEX", help="formats whose spelling it matches")
     options = arguments.parse_args()
-    formats = [spelling for spelling in FORMATS if re.search(options.only, spelling)]
+    formats = arguments.chosen(FORMATS, options.only)
     tally = Tally()
     errors(formats, options.bounds, tally)
     cpu_speed(formats)

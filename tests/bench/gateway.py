@@ -36,6 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench import targets
+from tests.bench.arguments import Parser
+from tests.bench.arguments import count as whole
 from tests.bench.load import Job, short_body
 from tests.bench.targets import Cores, Target
 
@@ -79,6 +81,7 @@ class Size:
 
 _FULL = Size(runs=3, chunks=250, short_s=3.0, many_s=15.0)
 _QUICK = Size(runs=1, chunks=75, short_s=1.0, many_s=5.0)
+_SMALLEST = Size(runs=1, chunks=5, short_s=1.0, many_s=3.0)
 
 
 class Bench:
@@ -178,7 +181,7 @@ class Bench:
 
 def measure(options: argparse.Namespace, folder: Path, cores: Cores) -> dict[str, dict[str, float]]:
     """Starts everything, measures, ends everything; the medians as figure -> target -> value."""
-    size = _QUICK if options.quick else _FULL
+    size = _SMALLEST if options.smallest else _QUICK if options.quick else _FULL
     os.sched_setaffinity(0, {cores.load})
     with ExitStack() as stack:
         uds, port = str(folder / "s"), targets.free_port()
@@ -261,12 +264,12 @@ def show(medians: dict[str, dict[str, float]], notes: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser("tests.bench.gateway", __doc__, url=None, pid=None, ray_address=None, runs=1)
     parser.add_argument("--quick", action="store_true", help="one short run, about 40 s")
     parser.add_argument("--runs", type=int, default=0, help="interleaved runs (3; 1 with --quick)")
     parser.add_argument("--url", help="a daemon that is already up, with workers.stub as its engine")
-    parser.add_argument("--pid", type=int, help="its process id")
-    parser.add_argument("--engine-pid", type=int, help="the process id of its engine, to keep it off the proxy's core")
+    parser.add_argument("--pid", type=whole, help="its process id")
+    parser.add_argument("--engine-pid", type=whole, help="the process id of its engine, to keep it off the proxy's core")
     parser.add_argument("--model", default="stub", help="the name of its model")
     parser.add_argument("--key", default=os.environ.get("SPARKD_API_KEY"), help="its inference key (SPARKD_API_KEY)")
     parser.add_argument("--ray-address", help="its Ray cluster, to measure what importing and connecting Ray costs")
@@ -287,6 +290,8 @@ def main() -> int:
         print(json.dumps({"figures": medians, "bars": _BARS, "other_cpu_share": share}))
     else:
         show(medians, _notes(options, cores, share))
+    if options.smallest:
+        return int(medians["failed"]["sparkd"] > 0 or medians["whole_streams"]["sparkd"] < _MANY)
     return int(any(judge(figure, medians.get(figure, {}).get("sparkd")) == "MISSED" for figure in _BARS))
 
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.bench.arguments import Parser, amount, model
 from tests.daemon_process import ROOT, DaemonProcess, until
 from tests.memory_box import GIB, MemoryBox, NoBox
 
@@ -53,11 +54,11 @@ class BoxedDaemon(DaemonProcess):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="a folder with a small model")
+    parser = Parser("tests.bench.hog", __doc__, stub=True, model=None, limit_gib=4.0)
+    parser.add_argument("--model", type=model, help="a folder with a small model")
     parser.add_argument("--stub", action="store_true")
-    parser.add_argument("--limit-gib", type=float, default=7.0)
-    parser.add_argument("--rate-gib-s", type=float, default=0.5)
+    parser.add_argument("--limit-gib", type=amount, default=7.0)
+    parser.add_argument("--rate-gib-s", type=amount, default=0.5)
     asked = parser.parse_args()
     if (asked.model is None) == (not asked.stub):
         parser.error("give --model FOLDER, or --stub")
@@ -75,17 +76,17 @@ def main() -> int:
 
 def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
     (folder / "model").mkdir()
-    model: dict[str, Any] = {"model": str((asked.model or folder / "model").absolute()), "preload": True, "memory_gib": 2}
+    entry: dict[str, Any] = {"model": str((asked.model or folder / "model").absolute()), "preload": True, "memory_gib": 2}
     engine: dict[str, Any] = {"stop_timeout_s": 5}
     if asked.stub:
         engine["entrypoint"] = "workers.stub"
     else:
-        model |= {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache": {"bytes": 256 << 20}}
+        entry |= {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache": {"bytes": 256 << 20}}
     settings = {
         "engine": engine,
         "backoff": {"initial_s": 1, "max_s": 2},
         "memory": {"guard": "on", "soft_gib": SOFT_GIB, "hard_gib": HARD_GIB, "floor_gib": FLOOR_GIB},
-        "models": {"m": model},
+        "models": {"m": entry},
     }
     made = BoxedDaemon(folder, settings, box)
     made.start()
@@ -121,7 +122,7 @@ def _run(folder: Path, box: MemoryBox, asked: argparse.Namespace) -> int:
         bars = {
             f"reason: {failed}": failed == "MemoryGuard",
             f"least available {least / GIB:.2f} GiB, floor {FLOOR_GIB} GiB": least > FLOOR_GIB * GIB,
-            f"from the crossing to the kill {reaction_s:.2f} s, bar {REACTION_S} s": reaction_s <= REACTION_S,
+            f"from the crossing to the kill {reaction_s:.2f} s, bar {REACTION_S} s": asked.smallest or reaction_s <= REACTION_S,
             f"bundle {summary['id']}: {len(rows)} readings, {len(bundle['log'])} log lines": len(rows) > 5 and bool(bundle["log"]),
             f"while the hog lives: {held}, {condition}, a request gets {refused}": held == "FAILED" and condition is not None,
             f"READY again {back_s:.1f} s after the hog's end, answers {answered}": answered == 200 and made.pid_of("m") != before,

@@ -18,10 +18,9 @@ name that differs (tests/bench/digest.py). Exit status 1: a bar was missed, or l
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -33,16 +32,21 @@ from typing import Any
 
 from tests import checkpoints
 from tests.bench import child, sampling
+from tests.bench.arguments import Parser, amount, count, model, new, pattern
 from tests.bench.child import ChildFailed
 from tests.bench.digest import difference
 
 MIB, GIB = 2**20, 2**30
 LIMIT_S = 900.0
-_STOCK = {"cpu": ("bf16", "int8_per_channel_weight_only"), "h200": ("bf16", "fp8_per_tensor", "int8_per_channel_weight_only")}
-_OURS = {"cpu": ("mxfp4", "int4"), "h200": ("nvfp4", "mxfp4", "int4", "fp8", "bf16")}
+_STOCK: dict[str, tuple[str, ...]] = {
+    "smallest": (),
+    "cpu": ("bf16", "int8_per_channel_weight_only"),
+    "h200": ("bf16", "fp8_per_tensor", "int8_per_channel_weight_only"),
+}
+_OURS = {"smallest": ("int4",), "cpu": ("mxfp4", "int4"), "h200": ("nvfp4", "mxfp4", "int4", "fp8", "bf16")}
 # The bars. Peaks are MiB: on the CPU of anonymous and mapped memory, less what there was before and the parameters, on a GPU the device's
 # above final.
-_PEAK_BAR_MIB = {"cpu": 96.0, "h200": 0.15 * 1024}
+_PEAK_BAR_MIB = {"smallest": math.inf, "cpu": 96.0, "h200": 0.15 * 1024}
 _PAGE_CACHE_BAR_BYTES = 0.1e9
 _RATE_BAR = 0.90
 _SECOND_TIME_BAR = 0.35
@@ -322,19 +326,21 @@ def main() -> int:
     import torch
 
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(
+        "tests.bench.loader", __doc__, preset="smallest", quantize="int4-g32", only="^ours int4-g32 ordered$", ranks=1, quality=False
+    )
     parser.add_argument("--preset", choices=sorted(checkpoints.PRESETS), default="h200" if gpus else "cpu")
     parser.add_argument("--quantize", help="formats, separated by commas")
-    parser.add_argument("--only", default="", help="a regular expression for the rows' names")
-    parser.add_argument("--ranks", type=int, default=2 if gpus != 1 else 1, help="of the tensor-parallel rows; 1 leaves them out")
-    parser.add_argument("--dir", type=Path)
+    parser.add_argument("--only", type=pattern, default="", help="a regular expression for the rows' names")
+    parser.add_argument("--ranks", type=count, default=2 if gpus != 1 else 1, help="of the tensor-parallel rows; 1 leaves them out")
+    parser.add_argument("--dir", type=new)
     parser.add_argument("--keep", action="store_true", help="leave checkpoints and caches in --dir")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; a temporary one without")
+    parser.add_argument("--json", type=new)
+    parser.add_argument("--logs", type=new, help="folder for the engines' logs; a temporary one without")
     parser.add_argument("--compare", action="store_true", help="say whether all loads of one format hold the same, bit for bit")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no row begins later")
+    parser.add_argument("--limit-s", type=amount, default=float("inf"), help="no row begins later")
     parser.add_argument("--quality", action="store_true", help="answers, perplexity and divergence of each format on --model")
-    parser.add_argument("--model")
+    parser.add_argument("--model", type=model)
     parser.add_argument(
         "--dequantized", action="store_true", help="with --quality: compare each with stock vLLM on the dequantized model too"
     )
@@ -343,8 +349,12 @@ def main() -> int:
     if given.quality:
         from tests.bench import quality
 
-        return quality.main(given.model, given.quantize.split(",") if given.quantize else None, dequantized=given.dequantized)
+        return quality.main(
+            given.model and str(given.model), given.quantize.split(",") if given.quantize else None, dequantized=given.dequantized
+        )
     formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
+    by_name = {case.name: case for case in cases(given.preset, formats, given.ranks)}
+    wanted = [by_name[name] for name in parser.chosen(by_name, given.only)]
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         folder = given.dir or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,7 +364,6 @@ def main() -> int:
         bench = Bench(folder, given.preset, "cuda" if gpus else "cpu", logs, compare=given.compare)
         rates = [bench.disk_rate()]
         size = sum(os.path.getsize(path) for path in _files(bench.checkpoint(False)))
-        wanted = [case for case in cases(given.preset, formats, given.ranks) if re.search(given.only, case.name)]
         started = time.monotonic()
         for case in wanted:
             if time.monotonic() - started < given.limit_s:
@@ -378,6 +387,8 @@ def main() -> int:
         if given.dir and not given.keep:
             for path in [*folder.glob(f"{given.preset}-*"), *folder.glob(f"cache-{given.preset}-*")]:
                 shutil.rmtree(path)
+    if given.smallest:
+        return int(any(row.failed for row in bench.rows))
     return 1 if missed else 0
 
 

@@ -52,6 +52,7 @@ from sparkd.placement import Placement
 from sparkd.start import Attempt, Starter
 from sparkd.state import OperationState, RankHandle, Store
 from tests import checkpoints
+from tests.bench.arguments import Parser, new
 from tests.pair_vllm import AGREED, POSITIONS, TOP_TOKENS, Said, furthest
 from workers.agent import Agent
 from workers.runtime import API_SERVER
@@ -336,7 +337,7 @@ async def _until_ended(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("tests.bench.ranks", __doc__, preset="cpu", shapes="2", no_measure=True)
     parser.add_argument("--preset", choices=tuple(FORMATS), default="cpu")
     parser.add_argument("--shapes", default="1,2", help="tensor parallel sizes, or TENSORxSTAGES, with commas between; default 1,2")
     parser.add_argument("--quantize", metavar="FORMATS", help="of ours, with commas between; default int4 on CPUs, nvfp4 on GPUs")
@@ -344,9 +345,9 @@ def main() -> int:
     parser.add_argument("--kv-cache", choices=("auto",), default=TOKENS, help="auto: sized after a rehearsal; default 16,384 tokens")
     parser.add_argument("--graphs", action="store_true", help="compile and capture CUDA graphs")
     parser.add_argument("--no-measure", action="store_true", help="no rate between the nodes")
-    parser.add_argument("--dir", type=Path, help="where checkpoint, cache and logs go; default a temporary folder")
+    parser.add_argument("--dir", type=new, help="where checkpoint, cache and logs go; default a temporary folder")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --dir")
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--json", type=new, help="write every figure there")
     arguments = parser.parse_args()
     arguments.quantize = arguments.quantize or FORMATS[arguments.preset]
     logging.basicConfig(level=logging.WARNING)

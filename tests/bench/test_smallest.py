@@ -1,0 +1,91 @@
+"""Every bench runs once, at its smallest, and refuses wrong arguments before it starts anything. Its figures are not looked at."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon_process import ROOT
+
+BENCH = Path(__file__).parent
+LIMIT_S = 280
+NO_MEMORY_CGROUP = 2
+# What a bench needs besides --smallest; FOLDER is an empty one.
+RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "architectures": ((),),
+    "chaos": ((),),
+    "cluster": ((),),
+    "disk": (("FOLDER",),),
+    "footprint": ((), ("--published",)),
+    "formats": ((),),
+    "gateway": ((),),
+    "headers": ((),),
+    "hog": ((),),
+    "kv": ((),),
+    "loader": ((),),
+    "ranks": ((),),
+    "slope": ((),),
+    "team": ((),),
+}
+# Programs that a bench starts, by themselves no bench.
+PARTS = {"footprint_case", "gateway_target", "kv_ballast", "kv_case", "load", "loader_case", "sampling", "speak_case"}
+WRONG = (
+    ("architectures", "--only", "no such architecture"),
+    ("architectures", "--jobs", "0"),
+    ("chaos", "--model", "no/such/folder"),
+    ("chaos", "--only", "no such target"),
+    ("chaos", "--faults", "0"),
+    ("chaos", "--json", "no/such/folder/file"),
+    ("cluster", "--only", "no such fault"),
+    ("cluster", "--json", "no/such/folder/file"),
+    ("disk", "no/such/folder"),
+    ("footprint", "--published", "--only", "no such model"),
+    ("footprint", "--limit-s", "nan"),
+    ("formats", "--only", "no such format"),
+    ("formats", "--only", "("),
+    ("gateway", "--pid", "1"),
+    ("headers", "--rounds", "-1"),
+    ("hog",),
+    ("hog", "--model", "no/such/folder"),
+    ("kv", "--only", "no such step"),
+    ("kv", "--model", "no/such/folder"),
+    ("loader", "--only", "no such row"),
+    ("loader", "--quality"),
+    ("loader", "--quality", "--model", "no/such/folder"),
+    ("ranks", "--shapes", "two"),
+    ("ranks", "--quantize", "no-such-format"),
+    ("slope", "--requests", "many"),
+)
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", f"tests.bench.{name}", *arguments]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def test_every_bench_is_run() -> None:
+    programs = {path.stem for path in BENCH.glob("*.py") if re.search(r"^if __name__ ==", path.read_text(), re.MULTILINE)}
+    assert programs == RUNS.keys() | PARTS
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, runs in RUNS.items() for arguments in runs])
+def test_it_runs_at_its_smallest(name: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(name, "--smallest", *(str(tmp_path) if word == "FOLDER" else word for word in arguments))
+    if name == "hog" and done.returncode == NO_MEMORY_CGROUP:
+        assert "no memory cgroup" in done.stdout
+        return
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_a_wrong_argument_is_refused_before_anything_starts(words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "error: " in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
