@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sparkd.errors import SparkdError
+from workers.stream.format import Format
+
 
 class Parser(argparse.ArgumentParser):
     """`smallest`: the arguments of the smallest run that still goes through everything, in place of what was given."""
@@ -69,6 +72,16 @@ def pattern(text: str) -> str:
         re.compile(text)
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+def formats(text: str) -> str:
+    """Formats of ours with commas between."""
+    try:
+        for word in text.split(","):
+            Format.parse(word)
+    except SparkdError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
     return text
 
 

@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.activated import ActivatedDaemon
+from tests.bench.arguments import Parser, amount, count, model, new, pattern
 from tests.chaos_scene import MODEL, Client, Scene, SmallDisk, settings
 from tests.clock_shift import ShiftedClock
 from tests.daemon_process import until
@@ -58,39 +59,40 @@ class Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--model", type=Path, help="a folder with a small model, for real vLLM")
+    parser = Parser("tests.bench.chaos", __doc__, faults=1, only="^engine core$", model=None)
+    parser.add_argument("--faults", type=count, default=200)
+    parser.add_argument("--model", type=model, help="a folder with a small model, for real vLLM")
     parser.add_argument("--real", type=int, default=REAL, help="how many of the faults hit real vLLM")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=5400)
-    parser.add_argument("--only", default="", help="targets whose name has this in it")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--limit-s", type=amount, default=5400)
+    parser.add_argument("--only", type=pattern, default="", help="a regular expression for the targets' names")
+    parser.add_argument("--json", type=new)
     asked = parser.parse_args()
+    names = parser.chosen(TARGETS, asked.only)
     deadline_s = time.monotonic() + asked.limit_s
     real = min(asked.real, asked.faults) if asked.model else 0
     outcomes: list[Outcome] = []
     print(_HEAD, flush=True)
     try:
-        for stub, count in ((True, asked.faults - real), (False, real)):
-            if count:
-                _faults(asked, stub=stub, count=count, deadline_s=deadline_s, outcomes=outcomes)
+        for stub, times in ((True, asked.faults - real), (False, real)):
+            if times:
+                _faults(asked, names, stub=stub, times=times, deadline_s=deadline_s, outcomes=outcomes)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     others = _others(deadline_s, asked.seed) if not asked.only else {}
-    return _judge(outcomes, others)
+    return _judge(outcomes, others, timed=not asked.smallest)
 
 
-def _faults(asked: argparse.Namespace, *, stub: bool, count: int, deadline_s: float, outcomes: list[Outcome]) -> None:
+def _faults(asked: argparse.Namespace, names: Sequence[str], *, stub: bool, times: int, deadline_s: float, outcomes: list[Outcome]) -> None:
     rng = random.Random(asked.seed)
     with _scene(stub=stub, model=None if stub else asked.model) as scene:
-        targets = {name: hit for name, hit in _targets(scene).items() if asked.only in name}
+        targets = {name: TARGETS[name](scene) for name in names}
         # Every target in every state before chance decides.
         pairs = [(name, state) for state in STATES for name in targets]
         rng.shuffle(pairs)
-        for number, (name, state) in enumerate(itertools.islice(itertools.cycle(pairs), count)):
+        for number, (name, state) in enumerate(itertools.islice(itertools.cycle(pairs), times)):
             if time.monotonic() > deadline_s:
                 print(f"the time is over after {len(outcomes)} faults", flush=True)
                 return
@@ -99,16 +101,16 @@ def _faults(asked: argparse.Namespace, *, stub: bool, count: int, deadline_s: fl
             print(f"{number + 1:>4} {_row(one)}", flush=True)
 
 
-def _targets(scene: Scene) -> dict[str, Callable[[], frozenset[int]]]:
-    return {
-        "API server": scene.api_server,
-        "engine core": scene.engine_core,
-        "rank": scene.shim,
-        "agent": scene.of_ray("ray::Agent"),
-        "raylet": scene.of_ray("raylet"),
-        "GCS": scene.of_ray("gcs_server"),
-        "daemon": scene.kill_daemon,
-    }
+# What is hit; each of a scene is called for one fault, and returns the engine's sessions that it ended.
+TARGETS: Mapping[str, Callable[[Scene], Callable[[], frozenset[int]]]] = {
+    "API server": lambda scene: scene.api_server,
+    "engine core": lambda scene: scene.engine_core,
+    "rank": lambda scene: scene.shim,
+    "agent": lambda scene: scene.of_ray("ray::Agent"),
+    "raylet": lambda scene: scene.of_ray("raylet"),
+    "GCS": lambda scene: scene.of_ray("gcs_server"),
+    "daemon": lambda scene: scene.kill_daemon,
+}
 
 
 def _one(scene: Scene, engine: str, name: str, hit: Callable[[], frozenset[int]], state: str, rng: random.Random) -> Outcome:
@@ -317,13 +319,13 @@ def _row(one: Outcome) -> str:
     return f"{one.engine:6} {one.target:12} {one.state:8} {one.streams:>7} {well:>7} {counts}"
 
 
-def _judge(outcomes: list[Outcome], others: dict[str, str | None]) -> int:
+def _judge(outcomes: list[Outcome], others: dict[str, str | None], *, timed: bool) -> int:
     waited = [one.well_s for one in outcomes if one.well_s is not None]
     answers = [one.answer_s for one in outcomes if one.answer_s is not None]
-    for target, count in sorted(Counter(one.target for one in outcomes).items()):
+    for target, times in sorted(Counter(one.target for one in outcomes).items()):
         these = [one.well_s for one in outcomes if one.target == target and one.well_s is not None]
         told = f"median {statistics.median(these):.1f} s, worst {max(these):.1f} s" if these else "never well"
-        print(f"     {target:12} {count:>4} faults, {told}")
+        print(f"     {target:12} {times:>4} faults, {told}")
     bars = {
         f"converged without a hand: {len(waited)} of {len(outcomes)}": len(waited) == len(outcomes),
         f"orphans: {sum(one.orphans for one in outcomes)}": not any(one.orphans for one in outcomes),
@@ -331,7 +333,7 @@ def _judge(outcomes: list[Outcome], others: dict[str, str | None]) -> int:
         f"two engines of one model: {sum(one.twins for one in outcomes)}": not any(one.twins for one in outcomes),
         f"streams without a clean end: {sum(one.lost for one in outcomes)}": not any(one.lost for one in outcomes),
     }
-    if answers:
+    if answers and timed:
         median, worst = statistics.median(answers), max(answers)
         told = f"a killed daemon answers after {median:.1f} s (median), {worst:.1f} s (worst), bar {RESTART_BAR_S:.0f} s"
         bars[told] = max(answers) <= RESTART_BAR_S

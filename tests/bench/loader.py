@@ -32,7 +32,7 @@ from typing import Any
 
 from tests import checkpoints
 from tests.bench import child, sampling
-from tests.bench.arguments import Parser, amount, count, model, new, pattern
+from tests.bench.arguments import Parser, amount, count, formats, model, new, pattern
 from tests.bench.child import ChildFailed
 from tests.bench.digest import difference
 
@@ -330,7 +330,7 @@ def main() -> int:
         "tests.bench.loader", __doc__, preset="smallest", quantize="int4-g32", only="^ours int4-g32 ordered$", ranks=1, quality=False
     )
     parser.add_argument("--preset", choices=sorted(checkpoints.PRESETS), default="h200" if gpus else "cpu")
-    parser.add_argument("--quantize", help="formats, separated by commas")
+    parser.add_argument("--quantize", type=formats, help="formats, separated by commas")
     parser.add_argument("--only", type=pattern, default="", help="a regular expression for the rows' names")
     parser.add_argument("--ranks", type=count, default=2 if gpus != 1 else 1, help="of the tensor-parallel rows; 1 leaves them out")
     parser.add_argument("--dir", type=new)
@@ -346,14 +346,16 @@ def main() -> int:
     )
     given = parser.parse_args()
     child.end_with_children()
+    if given.quality and not given.model:
+        parser.error("--quality needs --model, a folder with a model that can chat")
     if given.quality:
         from tests.bench import quality
 
         return quality.main(
             given.model and str(given.model), given.quantize.split(",") if given.quantize else None, dequantized=given.dequantized
         )
-    formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
-    by_name = {case.name: case for case in cases(given.preset, formats, given.ranks)}
+    wanted_formats = given.quantize.split(",") if given.quantize else list(_OURS[given.preset])
+    by_name = {case.name: case for case in cases(given.preset, wanted_formats, given.ranks)}
     wanted = [by_name[name] for name in parser.chosen(by_name, given.only)]
     with tempfile.TemporaryDirectory(prefix="sparkd-bench-") as temporary:
         folder = given.dir or Path(temporary)

@@ -29,6 +29,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -52,7 +53,7 @@ from sparkd.placement import Placement
 from sparkd.start import Attempt, Starter
 from sparkd.state import OperationState, RankHandle, Store
 from tests import checkpoints
-from tests.bench.arguments import Parser, new
+from tests.bench.arguments import Parser, formats, new
 from tests.pair_vllm import AGREED, POSITIONS, TOP_TOKENS, Said, furthest
 from workers.agent import Agent
 from workers.runtime import API_SERVER
@@ -336,11 +337,21 @@ async def _until_ended(arguments: argparse.Namespace, folder: Path) -> int:
     return await running
 
 
+def _shapes(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?(,[1-9]\d*(x[1-9]\d*)?)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes, such as 1,2 or 2x2")
+    return text
+
+
 def main() -> int:
     parser = Parser("tests.bench.ranks", __doc__, preset="cpu", shapes="2", no_measure=True)
     parser.add_argument("--preset", choices=tuple(FORMATS), default="cpu")
-    parser.add_argument("--shapes", default="1,2", help="tensor parallel sizes, or TENSORxSTAGES, with commas between; default 1,2")
-    parser.add_argument("--quantize", metavar="FORMATS", help="of ours, with commas between; default int4 on CPUs, nvfp4 on GPUs")
+    parser.add_argument(
+        "--shapes", type=_shapes, default="1,2", help="tensor parallel sizes, or TENSORxSTAGES, with commas between; default 1,2"
+    )
+    parser.add_argument(
+        "--quantize", type=formats, metavar="FORMATS", help="of ours, with commas between; default int4 on CPUs, nvfp4 on GPUs"
+    )
     parser.add_argument("--dtype", help="of the activations, as vLLM's --dtype; default the checkpoint's, bfloat16")
     parser.add_argument("--kv-cache", choices=("auto",), default=TOKENS, help="auto: sized after a rehearsal; default 16,384 tokens")
     parser.add_argument("--graphs", action="store_true", help="compile and capture CUDA graphs")

@@ -30,10 +30,10 @@ SHORT_S, SMALLEST_SHORT_S = 5.0, 0.5
 
 
 def main() -> int:
-    parser = Parser("tests.bench.slope", __doc__, requests=200, streams=20, warm=100)
+    parser = Parser("tests.bench.slope", __doc__, requests=200, streams=20, leavers=100, warm=100)
     parser.add_argument("--requests", type=count, default=300_000)
     parser.add_argument("--streams", type=count, default=10_000)
-    parser.add_argument("--leavers", type=int, default=60_000, help="clients that send a whole request and close at once")
+    parser.add_argument("--leavers", type=count, default=60_000, help="clients that send a whole request and close at once")
     parser.add_argument("--warm", type=count, default=100_000, help="requests before those that count, with streams in proportion")
     parser.add_argument("--connections", type=count, default=16)
     parser.add_argument("--limit-s", type=amount, default=3600)
@@ -81,7 +81,8 @@ def _measure(made: DaemonProcess, asked: argparse.Namespace) -> list[tuple[int, 
         while (requests < all_requests or streams < all_streams) and time.monotonic() < deadline_s:
             times = WARMER if requests < asked.warm else 1
             if requests < all_requests:
-                done = _run(load, Job("short", "127.0.0.1", made.port, "m", times * asked.connections, seconds=SMALLEST_SHORT_S if asked.smallest else SHORT_S))
+                seconds = SMALLEST_SHORT_S if asked.smallest else SHORT_S
+                done = _run(load, Job("short", "127.0.0.1", made.port, "m", times * asked.connections, seconds=seconds))
                 requests, failed = requests + int(done["answered"]), failed + int(done["failed"])
             # In proportion, so that both end together.
             while streams < all_streams * min(1.0, requests / all_requests):
