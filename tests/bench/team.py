@@ -51,10 +51,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="st") as name:
         folder = Path(name)
         with two_sparks(folder, vllm_models(folder)) as pair:
-            alone = {model: _said_by(pair, model) for model in dict.fromkeys(single for _, single, _ in ways)}
+            alone = {} if asked.smallest else {model: _said_by(pair, model) for model in ("whole", "alone")}
             print(HEAD, flush=True)
             for model, single, way in ways:
-                one = _broken(pair, model, alone[single], way)
+                one = _broken(pair, model, alone.get(single), way)
                 outcomes.append(one)
                 told = f"{one.ready_s:>8.1f} {one.before:>8.4f} {one.reason:14} {one.noticed_s:>8.1f} {one.again_s:>8.1f} {one.after:>8.4f}"
                 print(f"{way:22} {told} {one.left:>5}", flush=True)
@@ -73,7 +73,8 @@ def _said_by(pair: Pair, model: str) -> Said:
     return said
 
 
-def _broken(pair: Pair, model: str, alone: Said, way: str) -> Outcome:
+def _broken(pair: Pair, model: str, alone: Said | None, way: str) -> Outcome:
+    """alone: what one node says; without it the answers after the kill are compared with those before."""
     pair.both()
     began_s = time.time()
     pair.daemon.load(model)
@@ -81,7 +82,9 @@ def _broken(pair: Pair, model: str, alone: Said, way: str) -> Outcome:
     ready_s = time.time() - began_s
     if len(ranks) != 2:
         raise RuntimeError(f"{model} has {len(ranks)} ranks where two are asked for")
-    before = furthest(log_probabilities(pair, model), alone)
+    said = log_probabilities(pair, model)
+    alone = alone or said
+    before = furthest(said, alone)
 
     victim, at_s = _process_of(pair, ranks[1], of_ray=model == "rayed"), time.time()
     os.kill(victim, signal.SIGKILL)
