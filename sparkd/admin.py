@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Body, FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -90,6 +90,8 @@ def admin_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        # What a generated client calls its functions.
+        generate_unique_id_function=lambda route: route.name,
     )
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
@@ -141,11 +143,10 @@ def _router(
     @api.post(
         "/fabric/measure", **answers(Accepted, 202), summary="Measure the rate between each two nodes, with at most 512 MiB for each pair"
     )
-    async def measure(between: Measuring | None = None) -> dict[str, Any]:
+    async def measure(between: Annotated[Measuring, Body(default_factory=Measuring)]) -> dict[str, Any]:
         if measures is None:
             raise UnknownRoute("This daemon measures nothing.")
-        asked = between or Measuring()
-        return _accepted(measures.start(asked.nodes, force=asked.force))
+        return _accepted(measures.start(between.nodes, force=between.force))
 
     register_upkeep(api, supervisor, reload)
 
@@ -172,8 +173,8 @@ def _router(
         return _accepted(supervisor.want(name, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/load", **answers(Accepted, 202), summary="Wish a model RUNNING, with the recipe that the body names")
-    async def load(name: str, how: Loading | None = None) -> dict[str, Any]:
-        known = supervisor.lay_recipe(name, how.recipe) if how is not None and how.recipe is not None else name
+    async def load(name: str, how: Annotated[Loading, Body(default_factory=Loading)]) -> dict[str, Any]:
+        known = supervisor.lay_recipe(name, how.recipe) if how.recipe is not None else name
         return _accepted(supervisor.want(known, Want.RUNNING, "admin"))
 
     @api.post("/models/{name:path}/unload", **answers(Accepted, 202), summary="Wish a model STOPPED; requests in flight may finish")
@@ -183,11 +184,10 @@ def _router(
     @api.post(
         "/models/{name:path}/pull", **answers(Accepted, 202), summary="Bring a model's files to the nodes; a known model, or a hub id"
     )
-    async def pull(name: str, where: Pulling | None = None) -> dict[str, Any]:
+    async def pull(name: str, where: Annotated[Pulling, Body(default_factory=Pulling)]) -> dict[str, Any]:
         if pulls is None:
             raise UnknownRoute("This daemon pulls nothing.")
-        asked = where or Pulling()
-        return _accepted(pulls.start(name, asked.nodes, asked.revision))
+        return _accepted(pulls.start(name, where.nodes, where.revision))
 
     @api.get(
         "/models/{name:path}/log",

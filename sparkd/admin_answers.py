@@ -145,7 +145,7 @@ class Rail(BaseModel):
     problem: str | None
 
 
-class CableBody(BaseModel):
+class Cable(BaseModel):
     a: str
     a_cage: str
     b: str
@@ -167,7 +167,7 @@ class TensorParallel(BaseModel):
 
 class FabricReport(BaseModel):
     nodes: list[FabricNode]
-    cables: list[CableBody]
+    cables: list[Cable]
     topology: str
     rates: list[RateBody]  # type: ignore[valid-type]
     offered: list[Offered]
