@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from sparkd.__main__ import exit_code
 from sparkd.admin import PREFIX
 from sparkd.state import Store, Want
-from tests.test_admin import Admin, admin_of
+from tests.shards import write_folder
+from tests.test_admin import TINY, Admin, admin_of
 from tests.test_supervisor import UP, make_ready
 
 # What a look itself writes down: the fake's list of questions, and what Python keeps for an object.
@@ -95,3 +97,42 @@ async def test_the_plan_is_told_from_what_the_last_tick_saw(tmp_path: Path) -> N
         await made.scene.tick()
         assert made.scene.state() == "LOADING"
         assert await made.ask("GET", "/plan") == {"actions": []}
+
+
+READ_VERBS = (
+    ["check", "CONFIG"],
+    ["version"],
+    ["plan", "MODEL", "--config", "CONFIG", "--hardware", "spark"],
+    ["recipes", "ls"],
+    ["ls", "--cached"],
+    ["ps"],
+    ["ls"],
+    ["status"],
+    ["events"],
+    ["logs", "m"],
+    ["incidents", "ls"],
+)
+
+
+def test_no_verb_that_reads_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no daemon answers, too. What was asked of an interpreter may be kept in the user's cache."""
+    for name in ("home", "work", "state"):
+        (tmp_path / name).mkdir()
+    model = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)
+    config = tmp_path / "sparkd.yaml"
+    config.write_text(f"state_dir: {tmp_path}/state\nmodels: {{m: {{model: {model}}}}}\n")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / ".cache"))
+    monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path / "work")
+
+    def files() -> dict[str, int]:
+        found = [path for path in tmp_path.rglob("*") if ".cache" not in path.parts]
+        return {str(path): path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    for words in READ_VERBS:
+        code = exit_code([{"CONFIG": str(config), "MODEL": str(model)}.get(word, word) for word in words])
+        assert code in (0, 7), (words, capsys.readouterr())
+        assert files() == before, words
