@@ -163,6 +163,12 @@ NODE_MEMORY_LEVEL = Gauge(
 ENGINE_HOST_BYTES = Gauge(
     "sparkd_engine_host_bytes", "Anonymous memory of the engine's processes on a node.", ("model", "node"), registry=REGISTRY
 )
+ENGINE_METRICS_LEFT_OUT = Counter(
+    "sparkd_engine_metrics_left_out",
+    "Pages of an engine's metrics that would have spoilt the whole scrape, by what is wrong with them.",
+    ("model", "fault"),
+    registry=REGISTRY,
+)
 ENGINE_METRICS_AGE_SECONDS = Gauge(
     "sparkd_engine_metrics_age_seconds",
     "Since the engine's own series (vllm:*) were fetched last, or since it was first asked; they are left out after 30 s.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Iterable
 
@@ -28,6 +29,8 @@ _HEAD = re.compile(r"# (?:(HELP) ([a-zA-Z0-9_:]+)(?: .*)?|(TYPE) ([a-zA-Z0-9_:]+
 # What a sample's name may have behind its family's.
 _SUFFIXES = ("", "_bucket", "_sum", "_count", "_total", "_created", "_info")
 # No value can hold a quote that is not escaped, so this finds names only.
+_LABEL_NAME = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="(?:[^"\\\n]|\\.)*"')
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _OURS = re.compile(r'(^|,)(model|node)="')
 
 
@@ -51,7 +54,7 @@ class Scraper:
         """Fetch all engines side by side; a page older than KEEP_S is dropped rather than shown as if it were news."""
         targets = list(self._targets())
         async with asyncio.TaskGroup() as tasks:
-            fetches = {(model, node): tasks.create_task(page_of(upstream)) for model, node, upstream in targets}
+            fetches = {(model, node): tasks.create_task(_sound_page(upstream, model)) for model, node, upstream in targets}
         now_s = self._clock()
         for gone in self._fresh_at_s.keys() - fetches.keys():
             del self._fresh_at_s[gone]
@@ -95,12 +98,53 @@ def merge(pages: dict[tuple[str, str], str]) -> str:
             if match is None:
                 continue
             name, labels = match["name"], _OURS.sub(r'\1exported_\2="', match["labels"] or "")
-            home = family if name.startswith(family) and name.removeprefix(family) in _SUFFIXES else name
+            home = _home(name, family)
             samples.setdefault(home, []).append(f"{name}{{{own}{',' if labels else ''}{labels}}} {match['rest']}")
     lines: list[str] = []
     for family, found in samples.items():
         lines += [*heads.get(family, {}).values(), *found]
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def fault_of(page: str) -> str | None:
+    """Why a page is left out: for one line that Prometheus does not take it throws away the whole scrape, every other engine included.
+
+    control: a control character. line: no sample. label: one name twice. number: beyond what 64 bits hold. series: one twice.
+    family: one in two places, or typed twice.
+    """
+    if _CONTROL.search(page):
+        return "control"
+    family, typed, families, series = "", set(), set(), set()
+    last = ""
+    for line in page.split("\n"):
+        if line.startswith("#"):
+            head = _HEAD.fullmatch(line)
+            if head is not None:
+                family = head[2] or head[4]
+                if head[4] and head[4] in typed and family.startswith(_ENGINES_OWN):
+                    return "family"
+                typed.add(head[4])
+            continue
+        if not line.startswith(_ENGINES_OWN):
+            continue
+        match = _SAMPLE.fullmatch(line)
+        if match is None:
+            return "line"
+        labels = _OURS.sub(r'\1exported_\2="', match["labels"] or "")
+        names = ["model", "node", *_LABEL_NAME.findall(labels)]
+        if len(set(names)) < len(names):
+            return "label"
+        if not _fits(*match["rest"].split()):
+            return "number"
+        home = _home(match["name"], family)
+        if home != last and home in families:
+            return "family"
+        last = home
+        families.add(home)
+        if (match["name"], labels) in series:
+            return "series"
+        series.add((match["name"], labels))
+    return None
 
 
 def samples(page: str) -> dict[str, float]:
@@ -115,6 +159,24 @@ def samples(page: str) -> dict[str, float]:
 
 async def page_of(upstream: Upstream) -> str | None:
     """An engine's metrics page; None where it has none to give within TIMEOUT_S."""
+    page = await _fetched(upstream)
+    return page if page is not None and len(page) <= MAX_BYTES else None
+
+
+async def _sound_page(upstream: Upstream, model: str) -> str | None:
+    """As page_of, but one that would spoil the scrape is left out and counted."""
+    page = await _fetched(upstream)
+    if page is None:
+        return None
+    fault = "size" if len(page) > MAX_BYTES else await asyncio.to_thread(fault_of, page)
+    if fault is not None:
+        metrics.ENGINE_METRICS_LEFT_OUT.labels(model, fault).inc()
+        return None
+    return page
+
+
+async def _fetched(upstream: Upstream) -> str | None:
+    """A page, or what came of it when it had more than MAX_BYTES."""
     try:
         async with asyncio.timeout(TIMEOUT_S), upstream.session().get("/metrics") as response:
             if response.status != 200:
@@ -123,10 +185,19 @@ async def page_of(upstream: Upstream) -> str | None:
             async for chunk in response.content.iter_any():
                 pieces += chunk
                 if len(pieces) > MAX_BYTES:
-                    return None
-            return pieces.decode("utf-8", "replace")
+                    break
+            return pieces.decode("latin-1" if len(pieces) > MAX_BYTES else "utf-8", "replace")
     except (TimeoutError, OSError, aiohttp.ClientError):
         return None
+
+
+def _home(name: str, family: str) -> str:
+    """The family of a sample that stands behind the head of `family`."""
+    return family if name.startswith(family) and name.removeprefix(family) in _SUFFIXES else name
+
+
+def _fits(value: str, timestamp: str = "0") -> bool:
+    return (math.isfinite(float(value)) or value.lstrip("+-") in ("Inf", "NaN")) and abs(int(timestamp[:25])) < 1 << 63
 
 
 def _escape(value: str) -> str:
