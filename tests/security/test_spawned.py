@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pickle
 import stat
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sparkd import doctor_fix, export, join_head, join_verb, pulls, recipe_check, vllm_table
+from sparkd import apart, doctor_fix, export, join_head, join_verb, pulls, recipe_check, vllm_table
 from sparkd.cached import Chosen
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.rayhead import RayHead
@@ -35,6 +36,7 @@ STARTS = {
 }  # fmt: skip
 # file -> how many programs it starts. Whoever adds one adds a case to PROGRAMS below, which runs it.
 SITES = {
+    "sparkd/apart.py": 1,
     "sparkd/doctor_fix.py": 1,
     "sparkd/export.py": 1,
     "sparkd/join_head.py": 1,
@@ -131,6 +133,11 @@ async def _join(python: Path, folder: Path) -> None:
     join_head.probe_head("127.0.0.1:1", folder / "token", "127.0.0.1")
 
 
+async def _apart(python: Path, folder: Path) -> None:
+    with suppress(pickle.UnpicklingError):
+        apart.apart(json.loads, b"{}", "x.json")
+
+
 async def _parser(python: Path, folder: Path) -> None:
     recipe_check.parsed([], str(python))
 
@@ -194,7 +201,7 @@ def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
 
 
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
-    _pull, _ray, _join, _parser, _export, _flags, _probe, _copy, _rate, _shim, _nvidia_smi, _ip, _fix, _systemctl,
+    _apart, _pull, _ray, _join, _parser, _export, _flags, _probe, _copy, _rate, _shim, _nvidia_smi, _ip, _fix, _systemctl,
 )  # fmt: skip
 
 
