@@ -225,7 +225,7 @@ class Actions:
     async def _learn(self, record: Record, upstream: Upstream) -> None:
         """What its engine tells of it: that stays known once the engine has gone."""
         await self.look(record)
-        if (known := record.abilities) is not None and known.routes is None:
+        if (known := record.abilities) is not None:
             found = await self._cluster.served_abilities(upstream, known)
             if record.abilities is known and record.upstream is upstream:
                 record.abilities = found

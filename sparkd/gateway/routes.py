@@ -94,21 +94,14 @@ _JSON: Mapping[str | None, tuple[str, ...]] = {
     GENERATE: (
         "/v1/chat/completions",
         "/v1/chat/completions/batch",
-        "/v1/chat/completions/render",
-        "/v1/chat/completions/derender",
         "/v1/completions",
-        "/v1/completions/render",
-        "/v1/completions/derender",
         "/v1/responses",
-        "/v1/responses/render",
         "/v1/messages",
         "/v1/messages/count_tokens",
-        "/v1/messages/render",
         "/v1/systemone",
         "/cohere/v2/chat",
         "/cohere/v2/chat/render",
         "/generative_scoring",
-        "/inference/v1/generate",
     ),
     POOL: (
         "/v1/embeddings",
@@ -123,6 +116,16 @@ _JSON: Mapping[str | None, tuple[str, ...]] = {
     ),
     None: ("/tokenize", "/detokenize", "/invocations"),
 }
+# vLLM tells of these only with --enable-scale-out, and without it answers how to get them: that answer is its own.
+_SCALE_OUT = (
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/v1/responses/render",
+    "/v1/messages/render",
+    "/inference/v1/generate",
+)
 _FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _TOLD_BY_ENGINE = ("/version", "/load", "/tokenizer_info")
 _PROBES = (
@@ -145,6 +148,7 @@ EXACT: Mapping[str, Route] = {
     **{path: Route(path, kind, _GET, Role.NOBODY) for path, kind in _PROBES},
     **{path: Route(path, Kind.ENGINE, ("GET",), Role.INFERENCE, Need(path, None)) for path in _TOLD_BY_ENGINE},
     **{path: Route(path, Kind.JSON, _POST, Role.INFERENCE, Need(path, task)) for task, paths in _JSON.items() for path in paths},
+    **{path: Route(path, Kind.JSON, _POST, Role.INFERENCE, Need("/v1/completions", GENERATE)) for path in _SCALE_OUT},
     **{path: Route(path, Kind.FORM, _POST, Role.INFERENCE, Need(path, TRANSCRIBE)) for path in _FORMS},
 }
 

@@ -120,6 +120,7 @@ async def test_request_headers_reach_the_engine_but_credentials_and_what_is_ours
         "Tracestate: a=1",
         "OpenAI-Beta: y",
         "X-Sparkd-Probe: nonsense",
+        "X-Amzn-SageMaker-Adapter-Identifier: another-model",
         "TE: trailers",
         "Trailer: x",
         "Keep-Alive: timeout=5",

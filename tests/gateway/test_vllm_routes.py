@@ -106,6 +106,14 @@ async def test_what_the_engine_told_counts_before_its_architecture(gateway: Runn
     assert (await gateway.post("/tokenize", b"{}")).status == 200
 
 
+async def test_what_vllm_has_disabled_it_says_itself(gateway: Running) -> None:
+    """Its document leaves such routes out, and its answer names the flag."""
+    gateway.supervisor.abilities["tiny"] = Abilities(routes=frozenset(("/v1/completions",)))
+    gateway.engine.replies(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 4\r\n\r\nflag")
+    answer = await gateway.post("/v1/chat/completions/render", b"{}")
+    assert (answer.status, answer.body) == (403, b"flag")
+
+
 async def test_a_response_is_kept_or_refused(gateway: Running) -> None:
     gateway.supervisor.models["tiny"] = view("tiny", stores_responses=False)
     refusal = await gateway.post("/v1/responses", b'{"model":"tiny","store":true}')
