@@ -12,11 +12,11 @@ from sparkd.yamlfile import Table
 # Keys of an entry that only tune a model or say which one it is. What is in no list here needs the configuration file.
 KEYS = frozenset(
     {
-        "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "metadata", "preload",
-        "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s", "executor",
-        "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache", "kv_margin_gib",
-        "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype", "quantization",
-        "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
+        "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
+        "preload", "ttl", "pin", "priority", "concurrency_limit", "wait_for_load_s", "send_loading_state", "health_check_timeout_s",
+        "executor", "tensor_parallel", "memory_gib", "env", "quantize", "quantized_cache", "allow_missing_weights", "kv_cache",
+        "kv_margin_gib", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_dtype", "dtype",
+        "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
     }
 )  # fmt: skip
 # Of vLLM's ways to read a checkpoint, those that read its own files as plain numbers: no pickle, no address, no plugin.

@@ -63,6 +63,7 @@ def test_a_stored_model_with_such_a_rule_is_left_out_by_name(tmp_path: Path, cap
 
 # Where a pattern that is no literal is compiled, and why no client can have written it.
 _MADE_HERE = {
+    "sparkd/gateway/outline.py": "constants, with possessive repetitions",
     "sparkd/yamlfile.py": "constants of YAML's core schema",
     "workers/stream/expression.py": "validates, and matches single characters",
     "workers/stream/rules.py": "one set of characters",
