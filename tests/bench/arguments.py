@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         given = super().parse_args(args, namespace)
+        # A bench that is ended takes along what it started, as with Ctrl-C.
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
         if given.smallest:
             vars(given).update(self._smallest)
         return given
