@@ -16,39 +16,48 @@ from sparkd.parser_choice import with_parsers
 from sparkd.parsers import _ALWAYS, OFF, REASONING_RULES, TOOL_RULES, Parsers, chosen, nearest
 from sparkd.vllm_table import unknown_parsers
 
-TEMPLATES = Path(__file__).parent / "fixtures" / "chat-templates"
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
 THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 HERMES = '{% if tools %}{{ tools }}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
 
 
+# What the published templates of each family hold, as vLLM 0.32.0's examples have them: the words by which a model is told how to call.
+BARS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+THOUGHT = "{% if enable_thinking %}<think>{% endif %}"
+
+QWEN3 = f"{{% if tools %}}{{{{ tools }}}}<tool_call> arguments{{% endif %}}{THOUGHT}{{{{ messages }}}}"
+QWEN3_CODER = "{% if tools %}{{ tools }}<tool_call> <function=a> <parameter=b>{% endif %}{{ messages }}"
+
+
 @pytest.mark.parametrize(
-    ("template", "family", "tool", "reasoning"),
+    ("words", "family", "tool", "reasoning"),
     [
-        ("deepseekv31", "deepseek_v3", "deepseek_v31", "deepseek_v3"),
-        ("functiongemma", "gemma3_text", "functiongemma", None),
-        ("gemma3_pythonic", "gemma3", "pythonic", None),
-        ("gemma4", "gemma4", "gemma4", "gemma4"),
-        ("granite", "granite", "granite", None),
-        ("granite_20b_fc", "gpt_bigcode", "granite-20b-fc", None),
-        ("hermes", "llama", "hermes", None),
-        ("hunyuan_a13b", "hunyuan_v1_moe", "hunyuan_a13b", "hunyuan_a13b"),
-        ("internlm2_tool", "internlm2", "internlm", None),
-        ("llama3.1_json", "llama", "llama3_json", None),
-        ("llama4_json", "llama4", "llama4_json", None),
-        ("llama4_pythonic", "llama4", "llama4_pythonic", None),
-        ("mistral", "mistral", "mistral", None),
-        ("phi4_mini", "phi3", "phi4_mini_json", None),
-        ("qwen3", "qwen3", "hermes", "qwen3"),
-        ("qwen35", "qwen3_5_moe", "qwen3_coder", "qwen3"),
-        ("qwen3coder", "qwen3_moe", "qwen3_coder", None),
-        ("qwen35", "nemotron_h", "qwen3_coder", "nemotron_v3"),
-        ("toolace", "llama", "pythonic", None),
-        ("xlam_llama", "llama", None, None),
+        (f"{BARS} thinking </think>", "deepseek_v3", "deepseek_v31", "deepseek_v3"),
+        (f"{BARS} ```json", "deepseek_v3", "deepseek_v3", None),
+        ("<start_function_call>", "gemma3_text", "functiongemma", None),
+        ("[func_name1(params_name1=params_value1)]", "gemma3", "pythonic", None),
+        ("<|tool_call> <|think|>", "gemma4", "gemma4", "gemma4"),
+        ("<|tool_call|>", "granite", "granite", None),
+        ("<|function_call_library|>", "gpt_bigcode", "granite-20b-fc", None),
+        ("<tool_call> arguments", "llama", "hermes", None),
+        (f"<tool_calls> {THOUGHT}", "hunyuan_v1_moe", "hunyuan_a13b", "hunyuan_a13b"),
+        ("<|plugin|> <|action_start|>", "internlm2", "internlm", None),
+        ('"parameters": dictionary of argument name and its value', "llama", "llama3_json", None),
+        ('"parameters": dictionary of argument name and its value', "llama4", "llama4_json", None),
+        ("[func_name1(params_name1=params_value1)]", "llama4", "llama4_pythonic", None),
+        ("[TOOL_CALLS]", "mistral", "mistral", None),
+        ("<|tool|>", "phi3", "phi4_mini_json", None),
+        (f"<tool_call> arguments {THOUGHT}", "qwen3", "hermes", "qwen3"),
+        (f"<tool_call> <function=a> <parameter=b> {THOUGHT}", "qwen3_5_moe", "qwen3_coder", "qwen3"),
+        ("<tool_call> <function=a> <parameter=b>", "qwen3_moe", "qwen3_coder", None),
+        (f"<tool_call> <function=a> <parameter=b> {THOUGHT}", "nemotron_h", "qwen3_coder", "nemotron_v3"),
+        ("[func_name1(params_name1=params_value1)]", "llama", "pythonic", None),
+        ("[{name, arguments}]", "llama", None, None),
     ],
 )
-def test_published_templates(template: str, family: str, tool: str | None, reasoning: str | None) -> None:
-    found = chosen({"model_type": family}, (TEMPLATES / f"{template}.jinja").read_text(), *(parsers_of(None) or ()))
+def test_words_of_published_templates(words: str, family: str, tool: str | None, reasoning: str | None) -> None:
+    template = f"{{% if tools %}}{{{{ tools }}}}{words}{{% endif %}}{{{{ messages }}}}"
+    found = chosen({"model_type": family}, template, *(parsers_of(None) or ()))
 
     assert (found.tool, found.reasoning) == (tool, reasoning)
     assert (found.nearest is None) == (tool is not None)
@@ -132,7 +141,7 @@ def test_the_template_is_found_where_checkpoints_have_it(tmp_path: Path) -> None
 
 
 def test_a_thinking_model_gets_both(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+    folder = made(tmp_path / "m", template=QWEN3)
 
     assert decided(folder)[2] == Parsers("hermes", "qwen3")
     assert {"--reasoning-parser", "qwen3"} <= set(decided(folder)[3])
@@ -140,7 +149,7 @@ def test_a_thinking_model_gets_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("off", ["none", "off", False])
 def test_an_entry_may_have_none(tmp_path: Path, off: Any) -> None:
-    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+    folder = made(tmp_path / "m", template=QWEN3)
     tool, reasoning, parsers, flags = decided(folder, tool_call_parser=off, reasoning_parser=off)
 
     assert (tool, reasoning, flags) == (OFF, OFF, [])
@@ -148,7 +157,7 @@ def test_an_entry_may_have_none(tmp_path: Path, off: Any) -> None:
 
 
 def test_the_entrys_key_and_flags_win(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+    folder = made(tmp_path / "m", template=QWEN3)
 
     assert decided(folder, tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")[2] == Parsers("qwen3_xml", "deepseek_r1")
     for args in (["--tool-call-parser", "xlam"], ["--tool_call_parser=xlam"]):
@@ -185,9 +194,9 @@ def test_a_parser_that_the_vllm_does_not_have_is_told_before_a_start(tmp_path: P
 
 
 def test_a_template_of_the_entrys_own_decides(tmp_path: Path) -> None:
-    folder = made(tmp_path / "m", template=(TEMPLATES / "qwen3.jinja").read_text())
+    folder = made(tmp_path / "m", template=QWEN3)
     own = tmp_path / "own.jinja"
-    own.write_text((TEMPLATES / "qwen3coder.jinja").read_text())
+    own.write_text(QWEN3_CODER)
 
     assert decided(folder, extra_args=["--chat-template", str(own)])[2].tool == "qwen3_coder"
     assert decided(folder, extra_args=["--chat-template", "{{ messages }}"])[2].tool is None
