@@ -283,9 +283,9 @@ def test_an_answer_that_always_ends_too_early(repository: Repository) -> None:
 
 
 def test_a_small_file_that_is_not_small(repository: Repository) -> None:
-    os.truncate(repository.folder / "config.json", (64 << 20) + 1)
+    os.truncate(repository.folder / "config.json", (32 << 20) + 1)
 
-    assert "config.json is larger than 64 MiB" in refused(repository)
+    assert "config.json is larger than 32 MiB" in refused(repository)
 
 
 def test_nobody_listens(repository: Repository) -> None:
