@@ -116,7 +116,7 @@ def _dangling(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("[]"), "config.json: it holds no JSON object"),
         (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json: the JSON in it cannot be read: it is not UTF-8"),
         (lambda f: (f / "config.json").write_text('{"a":' * 50_000), "config.json: the JSON in it cannot be read: it is nested too deeply"),
-        (lambda f: os.truncate(f / "config.json", 65 << 20), "config.json: it is larger than 64 MiB"),
+        (lambda f: os.truncate(f / "config.json", 33 << 20), "config.json: it is larger than 32 MiB"),
         (lambda f: (f / "hf_quant_config.json").write_text("3"), "hf_quant_config.json: it holds no JSON object"),
         (lambda f: _index(f, {}), f"{INDEX}: it has no weight_map"),
         (lambda f: _index(f, {"weight_map": {}}), f"{INDEX}: it has no weight_map"),

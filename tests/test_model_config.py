@@ -67,6 +67,7 @@ def test_sampling_that_vllm_would_not_take_is_refused(sampling: Any) -> None:
 
 
 CHANGES_ENGINE = {
+    "media": {"domains": ["example.org"]},
     "model": "/n", "revision": "r", "aliases": ["a"], "served_model_name": ["s"], "executor": "ray", "tensor_parallel": 2, "runtime": "/p",
     "entrypoint": "e", "env": {"A": "b"}, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.5,
     "kv_cache_dtype": "k", "dtype": "d", "quantization": "q", "load_format": "l", "trust_remote_code": True, "enforce_eager": True,
@@ -74,6 +75,7 @@ CHANGES_ENGINE = {
     "kv_margin_gib": 2, "profile": "balanced", "speculative": "ngram", "sampling": {"temperature": 0.2},
 }  # fmt: skip
 CHANGES_NOTHING = {
+    "default": True,
     "unlisted": True, "metadata": {"a": 1}, "preload": True, "ttl": 1, "pin": True, "priority": 1, "concurrency_limit": 1,
     "wait_for_load_s": 1, "health_check_timeout_s": 1, "memory_gib": 1, "quantized_cache": False,
     "send_loading_state": True, "allow_missing_weights": True,
