@@ -56,7 +56,8 @@ def serve(
     """
     path = config_path(config, os.environ, alone=model is None and state_dir is None)
     flags = settings_of(settings or [])
-    flags |= {"listen": listen, "state_dir": state_dir, "log_level": log_level}
+    named = {"listen": listen, "state_dir": state_dir, "log_level": log_level}
+    flags |= {key: value for key, value in named.items() if value is not None}
     if model is not None:
         source = source_of(model)
         check_there(source, f"--model {model}")

@@ -661,6 +661,15 @@ def test_ps_tells_of_a_load_and_of_weights_that_were_not_kept() -> None:
     ]
 
 
+def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("sparkd.daemon.serve", lambda config, options: served.append(config))
+    monkeypatch.setattr("sparkd.logs.set_up", lambda level, folder: None)
+
+    assert exit_code(["serve", "-o", f"state_dir={tmp_path}", "-o", "listen=127.0.0.1:4321"]) == 0
+    assert [(config.state_dir, config.port) for config in served] == [(tmp_path, 4321)]
+
+
 @pytest.mark.parametrize(("width", "has_pid"), [(79, False), (80, False), (100, True)])
 def test_ps_tells_the_node_however_narrow_it_is(width: int, has_pid: bool) -> None:
     model = {"name": "qwen3-8b", "state": "READY", "want": "RUNNING", "since_s": 0.0, "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12}
