@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "loader": ((),),
     "ranks": ((),),
     "slope": ((),),
+    "soak": ((),),
     "swap": ((),),
     "team": ((),),
 }
