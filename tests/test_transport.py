@@ -209,4 +209,4 @@ async def test_logs_that_cannot_be_read_end_nothing(tmp_path: Path, caplog: pyte
             told = [one.message for one in made.supervisor.ledger.events(0, 100) if one.kind == "transport"]
             assert told == (["How its ranks talk is not known: The agent does not answer."] if refuse is lost else [])
             assert made.state() == "READY"
-    assert [record.getMessage() for record in caplog.records] == ["the transport of m could not be judged"]
+    assert [record.getMessage() for record in caplog.records] == ["sparkd made an error in transport of m"]

@@ -144,5 +144,5 @@ def test_the_exposition_text_parses_and_takes_more_behind_it() -> None:
     assert text.endswith(extra)
     names = {family.name for family in text_string_to_metric_families(text.decode())}
     assert {"sparkd_requests", "sparkd_queue_seconds", "vllm:num_requests_running"} <= names
-    assert all(name.startswith(("sparkd_", "vllm:")) for name in names)
+    assert all(name.startswith(("sparkd_", "process_", "vllm:")) for name in names)
     assert not any(name.endswith("_created") for name in names)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sparkd import doctor_fix, join_verb, joined, owner, vllm_table
-from sparkd.__main__ import main
+from sparkd.__main__ import exit_code
 from sparkd.config import load_config
 from sparkd.errors import ConfigError, StateError
 from sparkd.owner import as_owner, create_below, lesser_owner, refuse_another_users
@@ -120,9 +120,9 @@ def test_root_starts_nothing_in_a_folder_of_another_user(folder: Path, capsys: p
         return
     with pytest.raises(StateError, match="nobody"):
         refuse_another_users(theirs)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--state-dir", str(theirs), "--log-level", "info"])
-    assert (ended.value.code, os.listdir(theirs)) == (StateError.exit_code, [])
+    # Not `main`, which ends the process where Ray was imported.
+    assert exit_code(["serve", "--state-dir", str(theirs), "--log-level", "info"]) == StateError.exit_code
+    assert os.listdir(theirs) == []
 
 
 class Leaving:
@@ -142,9 +142,7 @@ class Leaving:
     def leave(self) -> int:
         hand_over(self.state)
         hand_over(self.run)
-        with pytest.raises(SystemExit) as ended:
-            main(["leave", "--state-dir", str(self.state)])
-        return int(ended.value.code or 0)
+        return exit_code(["leave", "--state-dir", str(self.state)])
 
 
 @pytest.fixture

@@ -159,4 +159,7 @@ def test_settings_are_frozen(folder):
     settings = loader.Settings.parse({"quantize": "nvfp4"}, {})
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.cache_dir = "x"  # type: ignore[misc]
-    assert settings.blocks * settings.block_bytes == settings.ring_bytes
+    rings = {on_gpu: settings.blocks(on_gpu=on_gpu) * settings.block_bytes for on_gpu in (True, False)}
+    assert rings == {True: 64 << 20, False: 32 << 20}
+    asked = loader.Settings.parse({"quantize": "nvfp4", "ring_bytes": 48 << 20}, {})
+    assert asked.blocks(on_gpu=False) * asked.block_bytes == 48 << 20
