@@ -58,7 +58,7 @@ _REGISTRARS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
-# What other programs call a verb of ours: its letters lead nowhere near.
+# Other programs' names for verbs of ours. Their letters are too far from ours for a guess.
 _ELSEWHERE = {
     "list": "ls", "models": "ls", "start": "load", "stop": "unload", "kill": "unload", "remove": "rm", "delete": "rm", "top": "ps",
     "chat": "run", "download": "pull", "log": "logs", "info": "status", "health": "status", "config": "check", "validate": "check",

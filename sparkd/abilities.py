@@ -1,4 +1,4 @@
-"""What a model can be asked for, as values: tasks by its architecture, routes as its engine told them. Never reads a file."""
+"""Owns the abilities of a model, as values: tasks by its architecture, routes by its engine. Never reads a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GENERATE, POOL, TRANSCRIBE = "generate", "pool", "transcribe"
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of a model: the path at the engine and the task behind it, None where every model has it."""
+    """A request's need: the path at the engine and the task behind it. The task is None if every model has the path."""
 
     path: str
     task: str | None

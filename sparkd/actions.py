@@ -158,7 +158,7 @@ class Actions:
             self.spawn(self._hold_again(record), f"hold {record.name}")
 
     async def _hold_again(self, record: Record) -> None:
-        """What runs and is not in the book would be given away a second time."""
+        """Try to hold the model's memory until it is in the book. The memory of a running model must not be given away twice."""
         rank_id, failures, held = record.rank_id, 0, False
         while not held and record.rank_id == rank_id:
             failures += 1
@@ -214,7 +214,7 @@ class Actions:
         self._looking.discard(name)
 
     async def look(self, record: Record) -> None:
-        """What its files tell of it, before an engine does."""
+        """Read the model's abilities from its files, before an engine reports them."""
         spec = record.spec
         if spec is None or record.abilities is not None:
             return
@@ -223,7 +223,7 @@ class Actions:
             record.abilities = found
 
     async def _learn(self, record: Record, upstream: Upstream) -> None:
-        """What its engine tells of it: that stays known once the engine has gone."""
+        """Ask the engine for the model's abilities. They stay known once the engine has gone."""
         await self.look(record)
         if (known := record.abilities) is not None:
             found = await self._cluster.served_abilities(upstream, known)
@@ -251,8 +251,10 @@ class Actions:
             record.rank_id = None
 
     async def _ended(self, kind: str, key: str, model: str, ranks: Sequence[RankFact], say: Callable[[str], None]) -> bool:
-        """End them and give back what was reserved. What does not end is said, and the next try waits longer each time: a process that
-        hangs in a driver is the same after a second."""
+        """End the ranks and release their memory. If that fails, say so.
+
+        Each next try waits longer: a process that hangs in a driver still hangs a second later.
+        """
         record = self._roster.records.get(model)
         with self._boundary.around(kind, model, say):
             try:
@@ -393,8 +395,10 @@ class Actions:
             record.close_upstream(self.spawn)
 
     def give_up(self, record: Record, sentence: str) -> None:
-        """sparkd made an error with this model: its attempt is over, and the next one waits. What serves or ends goes on with that, and
-        what served before it was adopted is asked again."""
+        """End the attempt of a model with which sparkd made an error; the next attempt waits.
+
+        A model that serves or ends goes on. A model that served before it was adopted is asked again.
+        """
         if record.adopted and record.state in STARTING:
             record.message = sentence
         elif record.state in STARTING or record.state in (ModelState.STOPPED, ModelState.FAILED):

@@ -9,7 +9,7 @@ from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
 from sparkd.yamlfile import Table
 
-# Keys of an entry that only tune a model or say which one it is. What is in no list here needs the configuration file.
+# Keys of an entry that only tune a model or name it. A key that no list here has needs the configuration file.
 KEYS = frozenset(
     {
         "name", "recipe", "profile", "speculative", "model", "revision", "aliases", "served_model_name", "unlisted", "default", "metadata",
@@ -19,7 +19,7 @@ KEYS = frozenset(
         "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
     }
 )  # fmt: skip
-# Of vLLM's ways to read a checkpoint, those that read its own files as plain numbers: no pickle, no address, no plugin.
+# The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin.
 LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral", "dummy", "bitsandbytes", "gguf"})
 _CURE = "set it in the configuration file."
 

@@ -1,8 +1,8 @@
 """Owns the flags and variables that an added model, one that came over the admin API, may bring: a list, and all else is refused.
 
-An admin key may start, stop and tune models. What loads code, names another repository, reads or writes the node's files, opens addresses
-or writes prompts and answers into logs needs the configuration file, so that a stolen key is not a shell on the node. A flag that no list
-names is refused, so that a flag of a later vLLM is, too. Read off the parser of vLLM 0.32.0 (tests/fixtures/vllm-flags-0.32.0.txt).
+An admin key may start, stop and tune models. A flag needs the configuration file if it loads code, names another repository, reads or
+writes the node's files, opens addresses, or writes prompts and answers into logs. A stolen key is then no shell on the node. A flag that no
+list names is refused, and so is a flag of a later vLLM. Source: the parser of vLLM 0.32.0 (tests/fixtures/vllm-flags-0.32.0.txt).
 """
 
 from __future__ import annotations

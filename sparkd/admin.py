@@ -90,7 +90,7 @@ def admin_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        # What a generated client calls its functions.
+        # The names of a generated client's functions.
         generate_unique_id_function=lambda route: route.name,
     )
     plain = app.openapi

@@ -1,6 +1,6 @@
-"""What the admin API answers, route by route, as types: its OpenAPI document is made of them. They describe answers and check none.
+"""Owns the types of the admin API's answers, route by route, of which its OpenAPI document is made. They check no answer.
 
-`node` is a node's address in the cluster wherever one is named. `node_id` and `address` say the same and go with the next release.
+`node` is always a node's address in the cluster. `node_id` and `address` have the same value; the next release removes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Cost(BaseModel):
 
 
 class Costs(BaseModel):
-    """What the daemon and Ray cost this node; ray_listeners: `ADDRESS:PORT NAME` of each TCP socket of Ray's."""
+    """The cost of the daemon and of Ray on this node. ray_listeners: `ADDRESS:PORT NAME` of each TCP socket of Ray's."""
 
     daemon: Cost
     ray: list[Cost]
@@ -154,7 +154,7 @@ class Cable(BaseModel):
     rails: list[Rail]
 
 
-RateBody = _body_of("Rate", Rate, "What was measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
+RateBody = _body_of("Rate", Rate, "The rate measured between two nodes.", normal_gb_s=str | None, holds=bool, verdict=str, told=str)
 
 
 class TensorParallel(BaseModel):
@@ -178,7 +178,7 @@ class FabricReport(BaseModel):
 
 
 class Examination(BaseModel):
-    """What the doctor found. nodes: those that answered."""
+    """The doctor's findings. nodes: those that answered."""
 
     nodes: list[str]
     findings: list[Finding]
@@ -186,7 +186,7 @@ class Examination(BaseModel):
 
 
 class IncidentSummary(BaseModel):
-    """What a guard did; null where its release did not write that."""
+    """An action of a memory guard. A field is null if the guard's release did not write it."""
 
     id: str
     at_s: float | None = None
@@ -364,9 +364,9 @@ class Reloaded(BaseModel):
 
 
 def answers(model: Any, status: int = 200, *, media_type: str | None = None, description: str = "As asked") -> dict[str, Any]:
-    """The arguments of a route that answers so. What it returns is sent as it is: it was checked where it was made.
+    """The arguments of a route that answers with `model`. The route's value is sent unchecked: it was checked where it was made.
 
-    media_type: what it streams instead, where it is asked to.
+    media_type: the type that it streams instead, on request.
     """
     answer: dict[str, Any] = {"model": model, "description": description}
     if media_type is not None:

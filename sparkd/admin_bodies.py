@@ -43,7 +43,7 @@ class NewModel(BaseModel):
 
 
 class ChangedModel(BaseModel):
-    """What a model that was added, or is to be, shall be from now on. load: wish it RUNNING; an engine that runs is started again."""
+    """The keys of an added model from now on; a new name is added. load: request RUNNING. A running engine is started again."""
 
     model_config = ConfigDict(extra="forbid")
 

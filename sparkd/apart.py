@@ -32,8 +32,10 @@ def is_apart(size_bytes: int) -> bool:
 
 
 def apart(function: Callable[..., _T], raw: bytes, path: str, *more: Any) -> _T:
-    """`function(raw, path, *more)`, of a module of sparkd, in a process of its own. Raises CheckpointError: what the function raises, or
-    that it took more memory or time than it may. What it returns are plain values."""
+    """Call `function(raw, path, *more)`, a function of a module of sparkd's, in a process of its own; return its plain values.
+
+    Raises CheckpointError if the function raises it, or if the process takes more memory or time than it may.
+    """
     command = module_command(sys.executable, "sparkd.apart")
     environment = program_environment(os.environ)
     with subprocess.Popen(

@@ -53,7 +53,7 @@ class Boundary:
 
     @property
     def condition(self) -> str | None:
-        """What an operator reads; None once no error has come for KEPT_S. Names kinds only: an error's own text may hold anything."""
+        """The condition for the operator; None once no error has come for KEPT_S. Names kinds only: an error's text may hold anything."""
         now_s = self._clock()
         self._caught = {kind: one for kind, one in self._caught.items() if now_s - one.at_s <= KEPT_S}
         told = [

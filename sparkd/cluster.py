@@ -97,10 +97,10 @@ class Cluster:
         # Out of sight: the tick does not wait for them, `run` looks whether they are back.
         self._silent: set[str] = set()
         self._ahead_s: dict[str, float] = {}
-        # Of the last look at all nodes that Ray has: models of which ranks were seen, and nodes on which nobody can see what runs.
+        # The last look at all of Ray's nodes: the models whose ranks were seen, and the nodes whose ranks cannot be seen.
         self._last_look: tuple[frozenset[str], frozenset[str]] | None = None
         self._reconcile_at_s = float("-inf")
-        # What the last looks were told and could not use, and why.
+        # Reports that the last looks could not use: subject -> reason.
         self._unreadable: dict[str, str] = {}
         # A head of ours that lives but cannot be joined (its token is gone, its GCS hangs) is ended: engines do not depend on it.
         self._head_is_suspect = False
@@ -218,7 +218,7 @@ class Cluster:
         return None
 
     async def abilities(self, spec: ModelConfig) -> Abilities:
-        """What its files on this node tell that it can be asked for; of another engine than vLLM nothing."""
+        """The abilities that the model's files on this node show. Another engine than vLLM has only its max_model_len."""
         if not spec.runs_vllm(self._config.engine):
             return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
         return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config.engine))
@@ -331,7 +331,7 @@ class Cluster:
         return True
 
     async def _connect(self) -> bool:
-        """Whether Ray is joined. What keeps it from that is the condition, and it is tried again."""
+        """Join Ray; return whether that worked. If not, the condition says why, and sparkd tries again."""
         try:
             self._last_look, self._reconcile_at_s = None, float("-inf")
             await self._link.disconnect()
@@ -371,7 +371,7 @@ class Cluster:
         try:
             return self._head is not None and self._head.living_address() is None
         except OSError as error:
-            # Nobody can tell: a head that lives must not be ended for that.
+            # Unknown is not dead: sparkd must not end a head that may live.
             log.error("Ray's head cannot be looked for: %s", error)
             return False
 

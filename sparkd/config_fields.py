@@ -106,7 +106,7 @@ def check_name(name: str) -> str:
 
 
 def check_origin(value: str) -> str:
-    """Of a web page, as browsers send it (RFC 6454 6.2), or `*`."""
+    """Check the origin of a web page, as browsers send it (RFC 6454 6.2), or `*`."""
     if value != "*" and not _ORIGIN.fullmatch(value):
         raise ValueError("an origin is expected, such as https://chat.example or http://localhost:3000, without a path; or '*'")
     return value.lower()

@@ -397,7 +397,7 @@ class _lock:
 
     def __exit__(self, *_: object) -> None:
         if self._file:
-            # What could not be written is told already.
+            # A failed write was reported already.
             with suppress(OSError):
                 self._file.close()
 

@@ -186,7 +186,7 @@ UNSTARTED = frozenset(
 
 
 def refused_by(error: OSError, who: str) -> NodeRefused:
-    """What the system of a node says, with the file that it says it of. who: "Node X", or what names it as well."""
+    """The error for a call that a node's system refused, with the file that the system names. who: "Node X", or another name for it."""
     of = f" ({error.filename})" if error.filename else ""
     why = error.strerror or str(error) or type(error).__name__
     told = f"{who} refused it: {why}{of}. See `df` and `sparkd doctor` there; it is tried again."

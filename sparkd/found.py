@@ -31,7 +31,7 @@ class Found:
         return cls(observation, by_model, strangers, steady)
 
     def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
-        """What the plan knows of a model. frozen: see Pulse.frozen."""
+        """The plan's facts about a model. frozen: see Pulse.frozen."""
         seen, spec = self.ranks_of(record), record.spec
         unseen = self.observation.unseen.intersection(record.nodes)
         return ModelFacts(

@@ -66,7 +66,7 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
 
 
 def looked_at(spec: ModelConfig, env: Mapping[str, str]) -> Remote | None:
-    """What `look` found lately; None where it was not called. Asks nobody."""
+    """The last result of `look`; None if it was not called. Sends no request."""
     kept = _answers.get(_key(spec, env))
     return kept[1] if kept is not None and isinstance(kept[1], Remote) else None
 

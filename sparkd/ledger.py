@@ -69,7 +69,7 @@ class Ledger:
 
     @property
     def conditions(self) -> list[str]:
-        """What is not saved, and the wishes and added models that were left out until they are written anew."""
+        """The trouble with saving, and each wish and added model that was left out, until it is written again."""
         lost = [damage for damage in self._store.damages if damage.table in CURES]
         again = [f"{damage}. {CURES[damage.table]} again to replace the row." for damage in lost[:DAMAGES_SHOWN]]
         return [*filter(None, (self.trouble,)), *(f"StateRowLeftOut: {self._store.path}, {one}" for one in again)]

@@ -148,7 +148,7 @@ class Measures:
         self._ledger.close(operation_id, state, told[0])
 
     async def _each(self, operation_id: str, pairs: Sequence[Pair]) -> list[str]:
-        """What was found of each pair."""
+        """Measure every pair; return one line for each."""
         found: list[str] = []
         for number, pair in enumerate(pairs):
             rate = await self._pair(pair, partial(self._tell, operation_id, number, len(pairs)))

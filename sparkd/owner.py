@@ -23,9 +23,9 @@ _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def as_owner(folder: Path, work: Callable[[], Any]) -> Any:
-    """What `work` returns, as JSON has it: done here, or, where this is root and the folder is another user's, in a child as that user.
+    """Do `work` and return its value, as JSON has it. If this is root and the folder is another user's, a child does it as that user.
 
-    Raises the SparkdError of `work`, and StateError where it cannot be said whose the folder is.
+    Raises the SparkdError of `work`, and StateError if the folder has no clear owner.
     """
     user = lesser_owner(folder) if os.geteuid() == 0 else 0
     return _as(user, work) if user else work()
@@ -52,7 +52,7 @@ def lesser_owner(folder: Path) -> int:
             continue
         users.add(facts.st_uid)
         shared = facts.st_mode & (stat.S_IWOTH if facts.st_gid == 0 else _SHARED)
-        # Of what lies in a sticky folder, as /tmp, nobody but its owner can put something else in its place.
+        # In a sticky folder, such as /tmp, only the owner of an entry can replace it.
         if shared and not facts.st_mode & stat.S_ISVTX:
             raise StateError(f"{path}, on the way to {folder}, can be changed by several users: chmod go-w {path}")
     lesser = sorted(users - {0})

@@ -49,7 +49,7 @@ def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None
 
 
 def _in_effect(name: str | None, flags: list[tuple[int, int, str]]) -> str | None:
-    """Of vLLM's flags the last one counts."""
+    """The parser in effect: vLLM takes the last flag."""
     last = flags[-1][2] if flags else name
     return None if last == OFF else last
 
@@ -76,7 +76,7 @@ def _read(spec: ModelConfig, files: Files, runtime: Path | None) -> Parsers:
 
 
 def _template(spec: ModelConfig, files: Files) -> str | None:
-    """What vLLM renders a chat with tools by."""
+    """The template by which vLLM renders a chat with tools."""
     if given := list(values_of(spec.extra_args, _TEMPLATE_FLAG)):
         return _given(given[-1][2])
     if TEMPLATE in files.names:
@@ -92,7 +92,7 @@ def _template(spec: ModelConfig, files: Files) -> str | None:
 
 
 def _given(value: str) -> str | None:
-    """Of --chat-template: a file, or the template itself."""
+    """The template of a --chat-template value, which is a file or the template itself."""
     try:
         return Path(value).read_text("utf-8")
     except (OSError, ValueError):

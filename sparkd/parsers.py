@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-# What an entry says to have none.
+# The name with which an entry asks for no parser.
 OFF = "none"
 USUAL = "hermes"
 _TOOLS = re.compile(r"\btools\b")
@@ -111,7 +111,7 @@ REASONING_RULES = (
     Rule(("granite",), ("granite*",), ("Here is my thought process",)),
     Rule(("mistral",), markers=("[THINK]",)),
 )
-# Of a template that opens the thought itself, every answer begins with one. Behind these rules.
+# For a template that opens the thought itself, so that every answer begins with one. The rules above come first.
 _ALWAYS = (
     Rule(("qwen3",), ("qwen3*",)),
     Rule(("olmo3",), ("olmo3*",)),

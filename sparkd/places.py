@@ -104,7 +104,7 @@ class Places:
                 await self._tell(model)
 
     async def release(self, model: str) -> None:
-        """What Ray does not give back now is given back by `reconcile`."""
+        """Release the model's memory. If Ray does not give it back now, `reconcile` does so later."""
         self._held.pop(model, None)
         async with self._change:
             if model in self._held:
@@ -115,7 +115,7 @@ class Places:
                 log.warning("the memory of %s is still reserved: %s", model, error.message)
 
     async def _tell(self, model: str) -> None:
-        """Where it does not fit is a word in the log, not an end, because it runs already."""
+        """Tell Ray where the model runs. If it does not fit there, log that and end nothing: the model runs already."""
         async with self._change:
             places = self._held.get(model)
             if places is None:

@@ -170,7 +170,7 @@ class RayHead:
         return sorted(f"{where} {name}" for name, pid in self._processes() for where in _listening(pid))
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What `ray start` runs in. Ray's own variables of the caller do not reach it: another cluster's settings must not leak in."""
+        """The environment of `ray start`, without the caller's own variables of Ray: another cluster's settings must not leak in."""
         clean = inherited_environment(inherited)
         names = (NODE_RUN_DIR, NODE_LOG_DIR, NODE_CACHE_DIR, NODE_KV_DIR)
         folders = dict(zip(names, map(str, self._rank_folders or ()), strict=False))
@@ -202,7 +202,7 @@ class RayHead:
         if not self._join:
             make_token(self.token_path)
         private_folder(self.folder)
-        # Where its record cannot be written, Ray would be started and ended over and over.
+        # Before Ray starts: without its record, sparkd would start and end Ray over and over.
         _write_private(self._record, json.dumps({"address": None, "keeper": self._keeper}))
         try:
             done = subprocess.run(
@@ -423,9 +423,9 @@ def _address(text: str) -> str:
 
 
 def costs_of(head: RayHead | None) -> dict[str, Any]:
-    """What Ray and this process cost on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks.
+    """The cost of Ray and of this process on this node: PSS bytes and CPU seconds of each process, and Ray's listeners. Blocks.
 
-    Nothing of Ray where this process may open no more files: who looks why must still get an answer.
+    Ray's part is empty if this process may open no more files. An operator who looks for the reason still gets an answer.
     """
     processes, listeners = list[RayProcess](), list[str]()
     with suppress(OSError):

@@ -78,7 +78,7 @@ class Record:
         self.desired = desired
         self.spec: ModelConfig | None = None
         self.hash: str | None = None
-        # Where its entry is: `file` of the configuration, or `api` of models that were added.
+        # The source of its entry: `file` is the configuration, `api` the models that were added.
         self.origin = "file"
         # None until its files were looked at, which is once for each hash; its engine knows better.
         self.abilities: Abilities | None = None

@@ -157,7 +157,7 @@ class Release:
             last = last_held(looks)
             if last and last.bytes >= LEAST_BYTES:
                 ended.append((handle, last))
-        # Of several that ended together, what comes back first counts for the smallest.
+        # If several ended together, the memory that comes back first counts for the smallest.
         before: dict[str, int] = defaultdict(int)
         for handle, last in sorted(ended, key=lambda one: -one[1].bytes):
             whole = last.look.available + last.look.living - before[handle.node_id]
@@ -175,7 +175,7 @@ class Release:
                 lately.popleft()
 
     def _waits(self, one: Pending, reading: Reading | None, look: Look | None, now_s: float, unweighed: Collection[str]) -> bool:
-        """unweighed: nodes where something runs that nobody could weigh yet. What it takes would look like memory that stays away."""
+        """unweighed: nodes with a rank that has no weight yet. Its memory would look like memory that stays away."""
         waited_s = now_s - one.memory.since_s
         one.away = reading is None and waited_s >= LIMIT_S
         one.away_since_s = None if reading is not None else now_s if one.away_since_s is None else one.away_since_s

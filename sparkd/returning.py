@@ -1,7 +1,8 @@
 """Owns how the memory of an engine that ended comes back to its node, and what may be loaded there meanwhile. Pure: reads nothing.
 
-MemAvailable counts page cache that the kernel would give back, so a cache that grows meanwhile changes nothing here. What the engines that
-live hold is added to it: one that loads or ends there meanwhile is not taken for memory that is missing, or is back.
+MemAvailable counts page cache that the kernel would give back, so a cache that grows meanwhile changes nothing here. The memory of living
+engines is added to it. So an engine that loads there meanwhile does not look like missing memory, and one that ends not like memory that is
+back.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank held at one look at its node, of which `device` on the device."""
+    """The bytes that one rank held at one look at its node, `device` of them on the device."""
 
     look: Look
     bytes: int
@@ -40,9 +41,9 @@ class Held:
 
 
 def last_held(looks: Iterable[Held]) -> Held | None:
-    """Of the looks shortly before a rank's end, the one that tells what its end gives back: the latest before it began to end.
+    """The look that shows how much memory a rank's end gives back: the latest before the rank began to end.
 
-    Compilers and staging of a load are gone long before: the most that it ever held says nothing of its end.
+    looks: those shortly before the end. Compilers and staging of a load are gone long before, so the rank's peak does not count.
     """
     kept = tuple(looks)
     most = max((one.bytes for one in kept), default=0)
@@ -53,7 +54,7 @@ def last_held(looks: Iterable[Held]) -> Held | None:
 class Returning:
     """held: bytes of a rank that ended at since_s. whole: what was available or held by living engines on its node just before.
 
-    missing: bytes that have not come back. What was back once stays so, whatever takes it then.
+    missing: bytes that have not come back. It never grows: memory that was back counts as back, whatever takes it then.
     """
 
     held: int

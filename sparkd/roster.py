@@ -116,7 +116,7 @@ class Roster:
         return spec
 
     def add(self, name: str, raw: Mapping[str, Any], *, replace: bool) -> str | None:
-        """See Supervisor.add. What has happened: added, changed, or None where it was there just so."""
+        """See Supervisor.add. Returns `added`, `changed`, or None if the same entry was there."""
         self.judged(name, raw)
         standing = self._store.specs().get(name)
         if standing is not None and _text(standing) == _text(raw):

@@ -1,4 +1,4 @@
-"""What a row of the state database must be before the daemon uses it: text, JSON that can be given out, a noun with its types."""
+"""Owns the checks of a row of the state database before the daemon uses it: text, JSON that can be given out, a noun with its types."""
 
 from __future__ import annotations
 

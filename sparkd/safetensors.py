@@ -26,12 +26,12 @@ from sparkd.tensors import FileTensors, Kind, TensorRef
 
 # Some 250,000 tensors in one file, more than any that is published. The reference reader takes 100 MB (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 32 << 20
-# Of one JSON file that is no header and no index: a description of each of 40,000 experts has 3 MB and 200,000 values.
+# The limit of a JSON file that is no header and no index: a description of each of 40,000 experts has 3 MB and 200,000 values.
 MAX_VALUES = 500_000
-# What is laid out as the library does is read at 50 MB/s.
+# A header with the library's layout is read at 50 MB/s.
 QUICK_BYTES = 2 << 20
 MAX_DIMENSIONS = 64
-# What a 64-bit reader can count; also keeps a product of hostile sizes small.
+# The most that a 64-bit reader can count; also keeps a product of hostile sizes small.
 MAX_COUNT = 2**63 - 1
 PREFIX_BYTES = 8
 # Bits of one element (safetensors/src/tensor.rs, Dtype::bitsize).

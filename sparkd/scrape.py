@@ -70,7 +70,7 @@ class Scraper:
         self._text = (await asyncio.to_thread(merge, pages)).encode() if pages else b""
 
     def text(self) -> bytes:
-        """What the engines said last; how old that is goes into our own series."""
+        """The engines' last pages, as one. Sets our own series of their age."""
         metrics.ENGINE_METRICS_AGE_SECONDS.clear()
         for key, at_s in self._fresh_at_s.items():
             metrics.ENGINE_METRICS_AGE_SECONDS.labels(*key).set(self._clock() - at_s)

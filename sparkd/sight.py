@@ -131,7 +131,7 @@ def told_of(missing: Sequence[NodeView]) -> str | None:
 
 
 def told_of_unreadable(unreadable: Mapping[str, str]) -> str | None:
-    """The condition of what a node said that cannot be used. unreadable: why, by what it is of."""
+    """The condition for a node's report that cannot be used. unreadable: subject -> reason."""
     for of, why in unreadable.items():
         return f"NodeUnreadable: what is told of {of} cannot be used: {why.rstrip('.')}. What runs there is left alone: see to it there."
     return None
@@ -150,9 +150,9 @@ def told_of_strangers(unmet: Mapping[str, str], ahead_s: Mapping[str, float]) ->
 
 
 def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None = None) -> tuple[RankFact, ...]:
-    """What an agent said of its ranks, each by itself: one of another release that this one cannot use is left out.
+    """The facts of an agent's ranks, each read by itself. A rank of another release that this one cannot use is left out.
 
-    left_out: takes why, by rank id.
+    left_out: takes the reason, by rank id.
     """
     found = []
     for raw in ranks:
@@ -166,7 +166,7 @@ def facts_of(ranks: Iterable[Mapping[str, Any]], left_out: dict[str, str] | None
 
 
 def _fact_of(raw: Mapping[str, Any]) -> RankFact:
-    """Raises ValueError where its handle cannot be used. What it says of its progress is not worth a rank: then it has said nothing."""
+    """Raises ValueError if the rank's handle cannot be used. Progress or a diagnosis that cannot be used is left out; the rank stays."""
     facts = {"exit_code": None, "progress": {}} | {name: value for name, value in raw.items() if value is not None}
     for name, noun, nothing in (("progress", Progress, {}), ("diagnosis", Diagnosis, None)):
         try:

@@ -398,7 +398,7 @@ class Store:
                 pass
 
     def _read(self, table: str, rest: str = "", values: tuple[Any, ...] = (), found: list[Damage] | None = None) -> Iterator[Any]:
-        """What the rows of a table come to; found: takes those that are left out."""
+        """The values of a table's rows. found: takes the damage of each row that is left out."""
         columns, make = _TABLES[table]
         with self._translated(table):
             try:
@@ -511,5 +511,5 @@ _TABLES: Mapping[str, tuple[str, Callable[..., Any]]] = {
     "operations": ("id, operation", _operation),
     "events": ("seq, at_s, kind, model, message, data", _event),
 }
-# What was asked for, which nobody can observe again.
+# Tables of wishes: no observation can restore their rows.
 _WISHES = frozenset({"desired", "specs"})

@@ -42,7 +42,7 @@ log = logging.getLogger("sparkd.supervisor")
 
 TICK_S = 1.0
 BUSY_TICK_S = 0.25
-# Of a look that failed as a whole.
+# The observation of a look that failed as a whole.
 UNSEEN = Observation(None, None, False)
 
 
@@ -75,7 +75,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        # What the last tick planned with.
+        # The input of the last tick's plan.
         self._found: Found | None = None
         self._settled = False
         self._draining = False
@@ -243,7 +243,7 @@ class Supervisor:
             self.ledger.say(kind, name, f"{how} has {kind} it.", origin=origin)
 
     def next_actions(self) -> list[Action]:
-        """What a tick would do now with what the last one saw, without doing it."""
+        """The actions that a tick would plan now from the last one's input. Takes none of them."""
         return [] if self._found is None else self._plan(self._found)[0]
 
     def reconfigure(self, config: Config) -> dict[str, list[str]]:

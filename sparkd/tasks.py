@@ -43,7 +43,7 @@ _MOST_BYTES = 4 << 20
 
 
 def abilities_of(spec: ModelConfig, environ: Mapping[str, str]) -> Abilities:
-    """What the files of a model on this machine tell of it before an engine runs. environ: the engine's own. Blocks; never raises."""
+    """The abilities that a model's files on this machine show before an engine runs. environ: the engine's own. Blocks; never raises."""
     given = spec.max_model_len if isinstance(spec.max_model_len, int) else None
     flags = [flag_name(arg) or "" for arg in spec.extra_args]
     folder = folder_of(spec.model, spec.revision, environ)

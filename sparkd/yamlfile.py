@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"
 _BROKEN = "The text holds half a character (a lone surrogate, or bytes that are not UTF-8): write it anew."
-# What is shorter stands in half of all words.
+# A shorter text stands in half of all words.
 SHORTEST_SECRET, SHORTEST_BEGINNING = 4, 8
 _ENV = re.compile(r"\$\{env\.([^}]*)(\}?)")
 _DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH + 1}}}")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 50
-# Of a rank's id, in a bundle's.
+# The characters of a rank's id that a bundle's id has.
 RANK_CHARS = 96
 TAIL_BYTES = 48 * 1024
 TAIL_LINES = 200
 INCIDENT_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]{1,96}")
-# What a list shows of each.
+# The keys that a list shows of each incident.
 SUMMARY = ("id", "at_s", "node", "model", "rank_id", "phase", "why", "level", "freed_bytes")
 
 

@@ -128,7 +128,7 @@ def _parsed(url: str) -> Any:
 
 
 def _resolver(rules: Rules) -> Any:
-    """Resolves a name and leaves out every address that may not be reached. What it answers is what is connected to."""
+    """A resolver that leaves out every address that may not be reached. The client connects to an address of its answer."""
     from aiohttp.abc import AbstractResolver
     from aiohttp.resolver import ThreadedResolver
 

@@ -25,7 +25,7 @@ POLL_S = 0.02
 TRACKER_S = 1.5
 READ_BYTES = 1 << 15
 PROC = "/proc"
-# What the reader lacks, and says nothing of what is read: a process that could not be looked at for it may well live.
+# Errors that mean that the reader lacks something. They say nothing about the process, which may well live.
 LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 4, 15, 36, 37  # linux/prctl.h

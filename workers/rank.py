@@ -166,7 +166,7 @@ def forget(rank_id: str, run_dir: str) -> None:
 
 
 def _progress(run_dir: str, rank_id: str, log: Any) -> dict[str, Any]:
-    """What the rank's log, its loader and its worker say together. log: as the shim's file has it, which may be of another release."""
+    """The progress by the rank's log, its loader and its worker together. log: from the shim's file, perhaps of another release."""
     load, kv = read_load(load_path(run_dir, rank_id), time.time()), read_kv(kv_path(run_dir, rank_id))
     try:
         return with_kv(together(log or Parser().progress, load), kv)

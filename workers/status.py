@@ -43,8 +43,10 @@ def write_status(path: Path, status: Mapping[str, Any]) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """What it says; `state` is `unreadable` of a file that cannot be used. Raises OSError where this process may open no more files: a rank
-    that nobody could look at is not gone."""
+    """Read a rank's status file; `state` is `unreadable` if the file cannot be used.
+
+    Raises OSError if this process may open no more files: a rank whose file could not be opened is not gone.
+    """
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -108,7 +108,7 @@ class Acceptor:
 
     @property
     def condition(self) -> str | None:
-        """What keeps clients from connecting, until TOLD_S after it did so last."""
+        """Why clients cannot connect. It stands until TOLD_S after the last time."""
         now_s = self._loop.time()
         if now_s < self._short_until_s:
             return (

@@ -21,8 +21,8 @@ _HOP_BY_HOP = frozenset(
     )
 )
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"))
-# What the gateway says itself, or answers itself: the frame of a request, the encodings that it can pass on, which page may ask; and which
-# model is meant, where vLLM would take a header's word for it (/invocations).
+# Headers that the gateway writes or answers itself: the frame of a request, the encodings that it can pass on, and the page that may ask.
+# _MODEL is among them because vLLM would take the model from it (/invocations).
 _MODEL = b"x-amzn-sagemaker-adapter-identifier"
 _OWN = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id", b"origin", _MODEL))
 _KEPT_FROM_ENGINE = _HOP_BY_HOP | _CREDENTIALS | _OWN

@@ -1,4 +1,4 @@
-"""What a gateway without keys asks of a request: proof that no web page is behind it. Never looks at a key."""
+"""Owns the proof that no web page is behind a request, which a gateway without keys requires. Never looks at a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparkd.errors import Forbidden
 CLIENT = b"x-sparkd-client"
 
 _LOOPBACK = re.compile(rb"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
-# What a page may send elsewhere without asking the server first has none of these (fetch.spec.whatwg.org, "CORS-safelisted").
+# A page cannot send these elsewhere without asking the server first (fetch.spec.whatwg.org, "CORS-safelisted").
 _NOT_OF_A_PAGE = (CLIENT, b"authorization", b"x-api-key")
 # "none": a person typed the address.
 _OWN_SITE = (b"same-origin", b"none")

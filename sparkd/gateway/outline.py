@@ -1,7 +1,7 @@
-"""What is read of a large JSON body: its outline, without long strings and long rows of numbers. Never holds the loop for long.
+"""Owns the outline of a large JSON body: the body without long strings and long rows of numbers. Never holds the loop for long.
 
-A parser in C reads 60 MiB at once, and nothing else of the daemon runs meanwhile (0.5 to 0.9 s). The outline is made in pieces, and is what
-the parser gets. The engine reads the body itself, and refuses what is wrong in the parts that are left out here.
+A parser in C reads 60 MiB at once, and the rest of the daemon waits for it (0.5 to 0.9 s). So the outline is made in pieces, and the parser
+gets the outline. The engine reads the whole body and refuses errors in the parts that the outline leaves out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparkd.errors import BadRequest, BodyTooLarge
 WHOLE_BYTES = 512 * 1024
 PIECE_BYTES = 128 * 1024
 MOST_BYTES = 4 * 1024 * 1024
-# What is longer, or has more escapes, is no name of anything.
+# A longer string, or one with more escapes, names nothing.
 _STRING = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,64}+){0,64}+"'
 # Python refuses to read longer integers (sys.set_int_max_str_digits), and so do engines, some of them with a traceback.
 _LONG_DIGITS = 4300
@@ -27,7 +27,7 @@ _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _NUMBERS_THEMSELVES = b"-+.,0123456789 \t\r\n"
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * _LONG_DIGITS
-# What a step costs besides its bytes, in bytes.
+# The cost of a step besides its bytes, in bytes.
 _STEP_BYTES = 512
 _SPACE = b" \t\r\n"
 
@@ -62,7 +62,7 @@ async def outline(body: bytes | bytearray) -> bytes | bytearray:
             await turn.took(len(kept[0]))
         elif body[at] == ord('"'):
             at = await _skip_string(body, at + 1, turn)
-            # Where its end is not there the parser will say so.
+            # A string without an end stays without one: the parser reports it.
             made += b'""' if at <= len(body) else b'"'
         else:
             at = await _skip_row(body, at, made, turn)

@@ -1,4 +1,4 @@
-"""What a browser must hear to let another site's page use the API of the models (Fetch standard, "CORS protocol"). Never who may ask."""
+"""Owns the headers by which a browser lets another site's page use the models' API (Fetch standard, "CORS protocol"). Checks no key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparkd.gateway.answers import RawHeaders
 PREFLIGHT = b"access-control-request-method"
 _KEPT_S = 600
 _WISHED = re.compile(rb"[A-Za-z0-9_-]{1,64}(?:[ \t]*,[ \t]*[A-Za-z0-9_-]{1,64}){0,63}")
-# What a page's script may read besides the headers that every script may.
+# The headers that a page's script may read in addition to those that every script may.
 _EXPOSED = b"x-request-id, retry-after, endpoint-load-metrics"
 
 

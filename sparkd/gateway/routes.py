@@ -88,8 +88,8 @@ _ADMIN = Route(ADMIN_ROOT, Kind.ADMIN, ("GET", "HEAD", "POST", "PUT", "PATCH", "
 _ADMIN_PATH = re.compile(r"/admin/v1(?:/(?!\.{1,2}(?:/|$))[^/;\\\x00-\x1f\x7f]+)+")
 _RESPONSE_PATH = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 
-# What vLLM 0.32 answers and any client may ask: work of a model, and what it tells of itself. Not what steers the engine or other clients'
-# requests: sleep, weights, adapters, caches, profiles, aborts, elastic experts, its documentation.
+# The paths of vLLM 0.32 that any client may use: work of a model, and reports about it. Left out are its documentation and the paths that
+# steer the engine or other clients' requests: sleep, weights, adapters, caches, profiles, aborts, elastic experts.
 _JSON: Mapping[str | None, tuple[str, ...]] = {
     GENERATE: (
         "/v1/chat/completions",

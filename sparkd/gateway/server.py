@@ -51,7 +51,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def condition(self) -> str | None:
-        """What keeps clients from connecting."""
+        """Why clients cannot connect."""
         return self.acceptor.condition if self.acceptor is not None else None
 
     async def finish(self, serving: asyncio.Task[None], at_once: asyncio.Event, running: Callable[[], int] | None = None) -> None:

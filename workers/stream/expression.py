@@ -194,7 +194,7 @@ _Node = _Text | _Anchor | _Row | _Choice | _Repeat
 
 
 class _Parser:
-    """Of a text that `re` has read already, so that only what is not known here has to be refused."""
+    """Parses a pattern that `re` has accepted, so it only has to refuse constructs that it does not know."""
 
     def __init__(self, text: str) -> None:
         self._text = text
