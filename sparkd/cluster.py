@@ -90,6 +90,8 @@ class Cluster:
         self._told: Mapping[str, Mapping[str, Any]] = {}
         self._misses = 0
         self._trouble: str | None = "RayStarting: Ray is not connected yet."
+        # Apart from the other, which each look at this node clears.
+        self._upkeep_trouble: str | None = None
         self._places = Places(self._link, self.node_ip, self._offered)
         self._starter = Starter(self._link, self._fabric, self.node_ip)
         self._siting = Siting(self._link, self._fabric, self._places, self._here, self.in_sight, self.total_gib)
@@ -153,6 +155,7 @@ class Cluster:
             dark_s={node.node_id: self._sight.dark_s(node.node_id, time.monotonic()) for node in missing},
             no_raylet=self._sight.no_raylet,
             trouble=self._trouble
+            or self._upkeep_trouble
             or told_of(missing)
             or told_of_unreadable(self._unreadable)
             or told_of_strangers(self._link.unmet, self._clocks()),
@@ -326,8 +329,9 @@ class Cluster:
                 await self._places.reconcile(*self._last_look)
                 self._reconcile_at_s = time.monotonic() + RECONCILE_EVERY_S
         except ClusterError as error:
-            self._trouble = f"{type(error).__name__}: {error.message}"
+            self._upkeep_trouble = f"{type(error).__name__}: {error.message}"
             return isinstance(error, NodeRefused)
+        self._upkeep_trouble = None
         return True
 
     async def _connect(self) -> bool:

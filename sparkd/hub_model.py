@@ -57,7 +57,8 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
     key, now_s = _key(spec, env), time.monotonic()
     kept = _answers.get(key)
     if kept is None or now_s - kept[0] > KEPT_S:
-        for old in [old for old, (at_s, _) in _answers.items() if now_s - at_s > KEPT_S]:
+        # Other threads add to it meanwhile.
+        for old in [old for old, (at_s, _) in list(_answers.items()) if now_s - at_s > KEPT_S]:
             _answers.pop(old, None)
         kept = _answers[key] = (time.monotonic(), _asked(spec, env, near))
     if isinstance(kept[1], Remote):

@@ -98,8 +98,9 @@ class Starter:
             if failed := next((one for one in found if isinstance(one, BaseException)), None):
                 raise failed
             return (await spawn(0), *workers)
-        except ClusterError:
-            await self._undo(placement, attempt)
+        except BaseException:
+            # Also where an agent of another release answers what this one cannot read, and where the start is cancelled.
+            await asyncio.shield(self._undo(placement, attempt))
             raise
 
     async def _clear(self, placement: Placement, tell: Tell) -> None:

@@ -76,11 +76,15 @@ async def served_names(upstream: Upstream, timeout_s: float = 2.0) -> list[str] 
 
 
 async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozenset[str] | None:
-    """The paths that the server behind `upstream` has; None where it does not tell."""
+    """The paths that the server behind `upstream` has; None where it does not tell, or not of those that models are asked by.
+
+    An engine that is no vLLM may serve them by a catch-all, a mount, or routes that its document leaves out.
+    """
     try:
-        return frozenset(map(str, (await _json(upstream, "/openapi.json", MAX_OPENAPI_BYTES, timeout_s))["paths"])) or None
+        paths = frozenset(map(str, (await _json(upstream, "/openapi.json", MAX_OPENAPI_BYTES, timeout_s))["paths"]))
     except _UNREADABLE:
         return None
+    return paths if paths & _ASKED else None
 
 
 async def served_length(upstream: Upstream, timeout_s: float = 2.0) -> int | None:
@@ -92,6 +96,10 @@ async def served_length(upstream: Upstream, timeout_s: float = 2.0) -> int | Non
     return length if isinstance(length, int) else None
 
 
+# Every vLLM that serves a model has one of these.
+_ASKED = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/audio/transcriptions"}
+)
 _UNREADABLE = (TimeoutError, OSError, aiohttp.ClientError, ValueError, LookupError, TypeError, RecursionError)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class FakeAgents:
         self.strays: dict[str, list[int]] = {}
         self.foreign: list[dict[str, Any]] = []
         self.fails: str | None = None
+        self.failure: BaseException = AgentLost("it is gone.")
         self.blind: str | None = None
 
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
@@ -66,7 +68,7 @@ class FakeAgent:
     async def ask_spawn(self, fields: dict[str, Any], private: bool) -> dict[str, Any]:
         self._agents.log.append(f"spawn {fields['rank']} {self._node}")
         if self._agents.fails == self._node:
-            raise AgentLost("it is gone.")
+            raise self._agents.failure
         self._agents.spawned.append(fields | {"private": private})
         names = ("rank_id", "generation", "node_id", "rank", "config_hash", "log_path", "world", "attempt", "memory_gib")
         blank = dict.fromkeys(("socket_path", "host", "port", "api_key_path"))
@@ -165,12 +167,13 @@ async def test_a_rank_without_a_status_file_is_ended_before_the_others_meet(tmp_
     assert told == [f"Rank old on {B} has lost its status file: it is ended before the ranks of another start."]
 
 
+@pytest.mark.parametrize("failure", [AgentLost("it is gone."), TypeError("another release's answer"), asyncio.CancelledError()], ids=repr)
 @pytest.mark.parametrize("node", [A, B])
-async def test_a_start_that_fails_half_way_leaves_no_rank(node: str, tmp_path: Path) -> None:
+async def test_a_start_that_fails_half_way_leaves_no_rank(node: str, failure: BaseException, tmp_path: Path) -> None:
     agents = FakeAgents()
-    agents.fails = node
+    agents.fails, agents.failure = node, failure
 
-    with pytest.raises(AgentLost):
+    with pytest.raises(type(failure)):
         await started(agents, tmp_path)
     assert agents.log[-2:] == [f"destroy m-1-abcdef12 {A}", f"destroy m-1-abcdef12-r1 {B}"]
 

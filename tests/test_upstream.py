@@ -161,6 +161,7 @@ async def test_served_names_of_a_server_that_hangs_or_is_not_there(engine: RawEn
     ("raw", "routes"),
     [
         (answer(b'{"paths": {"/v1/embeddings": {}, "/ping": {}}}'), {"/v1/embeddings", "/ping"}),
+        (answer(b'{"paths": {"/{path}": {}, "/v1/{path}": {}, "/health": {}}}'), None),
         (answer(b'{"paths": {}}'), None),
         (answer(b'{"paths": null}'), None),
         (answer(b"[]"), None),

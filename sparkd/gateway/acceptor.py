@@ -126,7 +126,9 @@ class Acceptor:
         return None
 
     def close(self) -> None:
-        """Accept no more. Before the sockets are closed."""
+        """Accept no more, and close what is being opened: the server would not tell it to end. Before the sockets are closed."""
+        for opening in tuple(self._opening):
+            opening.cancel()
         if self._resting is not None:
             self._resting.cancel()
             self._resting = None
