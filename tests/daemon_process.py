@@ -142,7 +142,7 @@ class DaemonProcess:
         return float(found[0].split()[-1]) if found else float("nan")
 
     def sum_of(self, name: str) -> float:
-        """Of all samples of a metric."""
+        """The sum of all samples of a metric."""
         return sum(float(line.split()[-1]) for line in self.client.get("/metrics").text.splitlines() if line.startswith(f"{name}{{"))
 
     def kill(self) -> None:

@@ -37,7 +37,7 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (
     lambda: KeyError("node"),
     lambda: TimeoutError(),
     lambda: asyncio.InvalidStateError("invalid state"),
-    # Of a future that somebody else cancelled: nobody cancels the task.
+    # Comes from a future that other code cancelled; the task itself is not cancelled.
     lambda: asyncio.CancelledError(),
     lambda: pickle.PicklingError("cannot pickle"),
 )

@@ -124,7 +124,7 @@ async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again
     async with asyncio.timeout(20):
         running = asyncio.create_task(cluster.run(joined.set))
         await joined.wait()
-        assert cluster._link.connected, "nobody is told of a connection that failed"
+        assert cluster._link.connected, "no caller hears of a connection that failed"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -183,7 +183,7 @@ async def test_an_agent_that_cannot_look_is_not_lost(cluster: Cluster) -> None:
     assert str(observation.trouble).startswith("NodeUnreadable: ")
 
 
-# What Ray keeps.
+# Ray's reservations.
 
 
 async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_every_minute(
@@ -203,7 +203,7 @@ async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_eve
         assert await cluster._connect()
         assert head.closed == joins, "a driver that joins opens Ray's folder"
         assert await cluster._kept_up()
-        assert asked == [], "nobody has looked since"
+        assert asked == [], "no look has happened since"
         link.unmet = {"10.0.0.2": "It does not answer."}
         await cluster.observe()
         await cluster._kept_up()

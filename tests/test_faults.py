@@ -24,7 +24,7 @@ from tests.faulty_sparkd import ERRORS, public, wrap
 UP = Progress(phase="serving", server_up=True)
 
 
-# What the daemon alone uses of the cluster has no fake.
+# The fake lacks the methods of the cluster that only the daemon uses.
 OF_CLUSTER = [name for name in public(Cluster) if hasattr(FakeCluster, name)]
 OF_STORE = [name for name in public(Store) if name != "close"]
 

@@ -118,7 +118,7 @@ async def test_what_vllm_does_not_take_from_this_hub_is_its_own_affair(tmp_path:
 
 
 class Agents:
-    """What each node says that it has of a model."""
+    """Each node's report of the model files that it has."""
 
     def __init__(self, scene: Scene, **staged: Mapping[str, Any] | None) -> None:
         self.staged = staged

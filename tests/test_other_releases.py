@@ -1,4 +1,4 @@
-"""What another release wrote or says: one bad status file or reading costs itself, never the look at the others."""
+"""Files and readings of another release: a bad status file or reading is lost alone, never the look at the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLE: dict[str, Any] = {
 
 
 def status_of(rank_id: str) -> dict[str, Any]:
-    """Of a rank that lives: this process, which nothing here signals."""
+    """The status of a rank that lives: this process, which no test signals."""
     who = processes.identity(os.getpid())
     assert who is not None
     handle = {
@@ -47,7 +47,7 @@ def status_of(rank_id: str) -> dict[str, Any]:
 
 
 def paths(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Of every member of an object, and of their members."""
+    """The paths of every member of an object, and of their members."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield (*at, name)
         yield from paths(inner, (*at, name))

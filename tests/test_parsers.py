@@ -21,7 +21,7 @@ THINKS = "{{ messages }}{% if add_generation_prompt %}{{ '<|im_start|>assistant\
 HERMES = '{% if tools %}{{ tools }}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
 
 
-# What the published templates of each family hold, as vLLM 0.32.0's examples have them: the words by which a model is told how to call.
+# The words of each family's published templates that tell a model how to call, as in the examples of vLLM 0.32.0.
 BARS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 THOUGHT = "{% if enable_thinking %}<think>{% endif %}"
 

@@ -18,12 +18,12 @@ from tests.shards import write_folder
 from tests.test_admin import TINY, Admin, admin_of
 from tests.test_supervisor import UP, make_ready
 
-# What a look itself writes down: the fake's list of questions, and what Python keeps for an object.
+# Members that a look itself writes: the fake's list of questions, and Python's own.
 NOT_STATE = ("log", "__dict__", "__weakref__")
 
 
 def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """All that an object of ours holds, to be compared: members, their members and so on. What is not ours is its type's name."""
+    """The content of an object of ours, to compare: members, their members and so on. A foreign object is its type's name."""
     seen = {} if seen is None else seen
     if value is None or isinstance(value, str | bytes | int | float | enum.Enum | Path):
         return value
@@ -115,7 +115,7 @@ READ_VERBS = (
 
 
 def test_no_verb_that_reads_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no daemon answers, too. What was asked of an interpreter may be kept in the user's cache."""
+    """Also if no daemon answers. The user's cache may keep the answers of an interpreter."""
     for name in ("home", "work", "state"):
         (tmp_path / name).mkdir()
     model = write_folder(tmp_path / "tiny", {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}, TINY)

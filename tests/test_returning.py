@@ -61,7 +61,7 @@ def by_half(at_s: float) -> tuple[float, float]:
 )
 def test_a_load_begins_once_what_it_needs_is_free(course: Course, need_gib: float, begins_s: float, missing_gib: float) -> None:
     memory, found_s = returning(course, need_gib=need_gib)
-    # What it needs, and the guard's soft limit, 6 GiB; or the hard one, 4, once nothing more comes.
+    # The load's need plus the guard's soft limit, 6 GiB; or the hard one, 4, once no more memory comes back.
     assert found_s == begins_s
     assert memory.missing == missing_gib * GIB
 

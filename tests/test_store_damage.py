@@ -56,7 +56,7 @@ def columns(path: Path, table: str) -> list[str]:
 
 
 def everything(store: Store) -> list[Any]:
-    """What a daemon reads of it; all of it must be fit for an answer of the admin API."""
+    """All that a daemon reads of the store. It must be fit for an answer of the admin API."""
     found = [store.desired(), store.handles(), store.operations(), store.events(), store.events(1), store.events(0, 9, kind="failed")]
     nouns = [noun for part in found for noun in (part.values() if isinstance(part, dict) else part)]
     json.dumps([asdict(noun) for noun in nouns], ensure_ascii=False, allow_nan=False).encode()

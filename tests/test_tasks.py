@@ -1,4 +1,4 @@
-"""What a model's files tell that it can be asked for."""
+"""The abilities that a model's files show."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ async def test_who_was_evicted_comes_back_only_once_two_stays_are_as_long_as_two
         made.cluster.names = None
         first = asyncio.create_task(enter(made, "b"))
         await made.tick(5)
-        assert made.state("a") == "STOPPED", "nobody used it, and b was evicted by nobody"
+        assert made.state("a") == "STOPPED", "no client used it, and no model evicted b"
         await made.tick(40)
         await make_ready(made, "b")
         await first

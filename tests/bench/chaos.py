@@ -36,7 +36,7 @@ STATES = ("READY", "LOADING", "READY", "WARMING", "READY", "SIZING")
 LOADS = (0, 4, 16)
 RESTART_BAR_S = 3.0
 RELOADS, STORM_STREAMS = 50, 128
-# Of the calls inside the daemon, how many raise, one trial each; and for how long.
+# The shares of the calls inside the daemon that raise, one trial each; and the seconds of a trial.
 INSIDE, INSIDE_S = (0.02, 0.1, 0.3), 15.0
 REAL, REAL_PATIENCE = 12, 4.0
 
@@ -101,7 +101,7 @@ def _faults(asked: argparse.Namespace, names: Sequence[str], *, stub: bool, time
             print(f"{number + 1:>4} {_row(one)}", flush=True)
 
 
-# What is hit; each of a scene is called for one fault, and returns the engine's sessions that it ended.
+# The targets of faults. A scene's target is called for one fault and returns the engine's sessions that it ended.
 TARGETS: Mapping[str, Callable[[Scene], Callable[[], frozenset[int]]]] = {
     "API server": lambda scene: scene.api_server,
     "engine core": lambda scene: scene.engine_core,

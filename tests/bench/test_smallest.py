@@ -15,7 +15,7 @@ from tests.daemon_process import ROOT
 BENCH = Path(__file__).parent
 LIMIT_S, END_S = 300, 90
 NO_MEMORY_CGROUP = 2
-# What a bench needs besides --smallest; FOLDER is an empty one.
+# The arguments that a bench needs besides --smallest; FOLDER is an empty folder.
 RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "architectures": ((),),
     "change": ((),),

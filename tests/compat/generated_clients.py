@@ -23,7 +23,7 @@ TIMEOUT_S = 600.0
 PYTHON_TOOLS = ("openapi-python-client", "openapi-spec-validator", "ruff")
 SCRIPT_TOOLS = ("openapi-typescript", "openapi-fetch", "typescript@5")
 
-# What a program does with a generated client: read, add, change, load, wait, read a log, be refused, remove.
+# The steps of a program with a generated client: read, add, change, load, wait, read a log, be refused, remove.
 USE_PYTHON = """
 import importlib
 import pkgutil

@@ -13,7 +13,7 @@ VLLM_PATH = os.getcwd()
 
 
 class RemoteOpenAIServer:
-    """What vLLM's tests use of theirs. Its arguments are not looked at: the one model is served with the suite's own."""
+    """The part of vLLM's class that its tests use. It ignores its arguments: the suite serves the one model with its own."""
 
     DUMMY_API_KEY = "none"
 

@@ -6,8 +6,8 @@ starts `sparkd serve` with the embedded model, runs every test that asks a serve
 alone, prints one table, and ends with 1 if a test still passes by the engine and not by the gateway. `--only test_models` takes the files
 whose path holds that; `--gateway URL --engine SOCKET` asks a daemon that runs already.
 
-The tests name many models; here each is the one that is served, so some fail by both ways. What they want of it beyond
-the default (tools, tokenizer info, load) it is started with.
+The tests name many models; here each is the one that is served, so some fail by both ways. The engine starts with the options that they
+need beyond the default (tools, tokenizer info, load).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.daemon_process import ROOT, daemon, free_port
 
 HOME = ROOT / ".sparkd" / "compat"
 MODEL = FOLDER_NAME
-# What needs other kinds of models, other hardware, or a server of its own way.
+# Tests that need other kinds of models, other hardware, or a server that they start themselves.
 LEFT_OUT = ("/multimodal/", "/speech_to_text/", "/pooling/", "/rl/", "/launchers/", "/correctness/", "/unit_tests/", "test_uds.py")
 ARGUMENTS = [
     *("--enable-tokenizer-info-endpoint", "--enable-server-load-tracking", "--enable-prompt-tokens-details", "--max-logprobs", "-1"),
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepared(release: str) -> Path:
-    """The folder with vLLM's tests of that release, our stand-in among them. What it needs of the sdist is kept."""
+    """Make the folder with vLLM's tests of that release, our stand-in among them, from the parts of the sdist that they need."""
     HOME.mkdir(parents=True, exist_ok=True)
     archive = HOME / f"vllm-{release}.tar.gz"
     if not archive.is_file():

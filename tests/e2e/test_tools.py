@@ -38,7 +38,7 @@ FUNCTION: dict[str, Any] = {"name": "get_weather", "description": "The weather o
 TOOL: Any = {"type": "function", "function": FUNCTION}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 ASKED: Any = [{"role": "user", "content": QUESTION}]
-# Of a call; an answer in words may take less.
+# The limit of a call; an answer in words may take less.
 TOKENS = 96
 
 

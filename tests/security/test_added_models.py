@@ -1,4 +1,4 @@
-"""What a model that was added over the admin API may bring, by every flag of a release's parser in every spelling."""
+"""The flags that an added model may have: every flag of a release's parser, in every spelling."""
 
 from __future__ import annotations
 

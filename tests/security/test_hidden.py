@@ -1,4 +1,4 @@
-"""What a process of the daemon's user can see of the daemon by /proc: nothing of its environment, memory, files and root folder."""
+"""A process of the daemon's user sees nothing of the daemon's environment, memory, files and root folder in /proc."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ LOOKS: dict[str, Callable[[str], object]] = {
 def hidden() -> None:
     become_seen()
     assert processes.hide()
-    # What the daemon itself reads of itself.
+    # The daemon still reads its own files in /proc.
     assert os.listdir("/proc/self/fd") and Path("/proc/self/maps").read_bytes() and Path("/proc/self/smaps_rollup").read_bytes()
     assert Path("/proc/self/status").read_bytes() and Path("/proc/self/stat").read_bytes() and Path("/proc/self/limits").read_bytes()
     assert all(os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2))
@@ -120,7 +120,7 @@ def test_a_process_that_hides_is_not_looked_into_and_one_that_does_not_is() -> N
 
 
 def test_who_lacks_a_capability_of_a_process_cannot_look_into_it_and_the_other_way_round_it_can() -> None:
-    """What keeps an engine from the daemon's credentials, also by the daemon's children, and lets the daemon adopt engines."""
+    """This keeps an engine from the daemon's credentials, also through the daemon's children, and lets the daemon adopt engines."""
     if not ROOT:
         return
     with process(keep_one_capability) as pid:

@@ -34,7 +34,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was read in a process of its own."""
+    """The files that were read in a process of their own."""
     found: list[str] = []
     real = module.apart
 

@@ -1,4 +1,4 @@
-"""What writes prompts and answers into an engine's log: refused of an added model, told of the file's."""
+"""Settings that write prompts and answers into an engine's log: an added model's are refused, those in the file raise a condition."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ asked: list[str] = []
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What each name resolves to: nothing but these is looked up."""
+    """The addresses of each name. Any other name is unknown."""
     known = {HOST: ["127.0.0.1"], "mapped.test": ["::ffff:127.0.0.1"], "localhost": ["127.0.0.1"]}
 
     def resolve(host: str, port: int, *_: Any, **__: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Nobody learns by a model's path which files there are on the machine: beyond the folders of models each refusal has the same words."""
+"""A model's path never shows which files the machine has: outside the folders of models every refusal has the same words."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS = [_absent, _empty, _other_files, _file, _loop, _pipe]
 
 
 async def told(made: Admin, path: str) -> set[tuple[int, str]]:
-    """What each route that takes a path answers, without the path."""
+    """The answer of each route that takes a path, without the path."""
     found = set()
     for route, body in (("/plan", {"model": path}), ("/models", {"name": "new", "spec": {"model": path}})):
         response = await made.client.post(f"/admin/v1{route}", json=body)

@@ -1,4 +1,4 @@
-"""What sparkd keeps is its user's alone, whatever the umask and whatever mode the folder around it had before."""
+"""Only sparkd's user can read its files, whatever the umask and whatever mode the folder around them had before."""
 
 from __future__ import annotations
 

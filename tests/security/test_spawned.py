@@ -28,13 +28,13 @@ from workers.stream.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "SPARKD_TEST_SECRET"
-# What starts another program. `Spoken` is ours (workers.spoken): its environment is the second argument.
+# Calls that start another program. `Spoken` is ours (workers.spoken): its environment is the second argument.
 STARTS = {
     "subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.getoutput",
     "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "os.system", "os.popen", "os.execv", "os.execve", "os.execvp",
     "os.execvpe", "os.execl", "os.execle", "os.execlp", "os.posix_spawn", "os.posix_spawnp", "os.spawnv", "os.spawnve", "Spoken",
 }  # fmt: skip
-# file -> how many programs it starts. Whoever adds one adds a case to PROGRAMS below, which runs it.
+# file -> how many programs it starts. A new one needs a case in PROGRAMS below, which runs it.
 SITES = {
     "sparkd/apart.py": 1,
     "sparkd/doctor_fix.py": 1,
