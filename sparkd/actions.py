@@ -336,7 +336,7 @@ class Actions:
 
     def rest(self, record: Record) -> None:
         if record.state is ModelState.FAILED:
-            self.spawn(self._release(record.name), f"release {record.name}")
+            self.spawn(self._cluster.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
         self._ledger.finish(record, OperationState.SUCCEEDED, "Every process of it is gone.", kind="unload")
@@ -377,13 +377,7 @@ class Actions:
         self._door.turn_away(record, keeps_place=waited)
         if not record.ranks and reason != "RankLost":
             # Where a rank is left, its removal releases the memory; a lost one may still use it.
-            self.spawn(self._release(record.name), f"release {record.name}")
-
-    async def _release(self, model: str) -> None:
-        try:
-            await self._cluster.release(model)
-        except ClusterError as error:
-            log.warning("the memory of %s is still reserved: %s", model, error.message)
+            self.spawn(self._cluster.release(record.name), f"release {record.name}")
 
     def move(self, record: Record, state: ModelState) -> None:
         if record.state is state:

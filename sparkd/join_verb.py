@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkd import show
-from sparkd.errors import ConfigError, Conflict, RayUnavailable
+from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.launch import ConfigFile, config_path
 from sparkd.owner import as_owner, refuse_another_users
 from sparkd.verbs import Asked, Json, argument, option
@@ -169,8 +169,9 @@ def token(
     path = _token_file(loaded)
     try:
         secret = as_owner(path.parent, path.read_text).strip()
-    except OSError as error:
-        raise ConfigError(f"The token {path} cannot be read: {error.strerror}. Run it as root, after sparkd was started once.") from None
+    except (OSError, StateError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.message.rstrip(".")
+        raise ConfigError(f"The token {path} cannot be read: {reason}. Run it as root, after sparkd was started once.") from None
     command = f"sparkd join {address} --token -"
     if json or (ctx.find_root().obj or Asked()).json:
         show.say_json({"address": address, "command": command, "token": secret})

@@ -23,6 +23,8 @@ TEMPLATE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "t
 FILES = (CONFIG, TEMPLATE, PROCESSOR, TOKENIZER)
 # Mistral's own tokenizer renders tools without a template, in one format.
 _MISTRAL, _MISTRAL_FORMAT = "tekken.json", "tools [TOOL_CALLS]"
+# No template is nearly as large.
+_MOST_BYTES = 4 << 20
 _TOOL_FLAG, _REASONING_FLAG, _TEMPLATE_FLAG = "tool-call-parser", "reasoning-parser", "chat-template"
 
 
@@ -93,10 +95,15 @@ def _template(spec: ModelConfig, files: Files) -> str | None:
 
 def _given(value: str) -> str | None:
     """The template of a --chat-template value, which is a file or the template itself."""
+    path = Path(value)
     try:
-        return Path(value).read_text("utf-8")
+        # A device or a pipe would be read for ever.
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(_MOST_BYTES).decode()
     except (OSError, ValueError):
-        return value if "{" in value else None
+        pass
+    return value if "{" in value else None
 
 
 def _json(files: Files, name: str) -> Mapping[str, Any]:

@@ -157,7 +157,7 @@ def resident(models: Iterable[Mapping[str, Any]], console: Console, now_s: float
             *([*_kv_cells(known.get("kv") or {}), *_parser_cells(model.get("parsers") or {})] if wide else []),
             f"{model['in_flight']}" + (f" +{model['queued']}" if model["queued"] else ""),
             *([str(model["ranks"][0]["pid"]) if model["ranks"] else "-"] if with_pid else []),
-            escape(", ".join(rank["node_id"] for rank in model["ranks"]) or model["node"] or "-"),
+            escape(", ".join(rank["node"] for rank in model["ranks"]) or model["node"] or "-"),
             *([escape(model.get("source") or "-")] if wide else []),
         )
     console.print(table)

@@ -673,7 +673,7 @@ def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(("width", "has_pid"), [(79, False), (80, False), (100, True)])
 def test_ps_tells_the_node_however_narrow_it_is(width: int, has_pid: bool) -> None:
     model = {"name": "qwen3-8b", "state": "READY", "want": "RUNNING", "since_s": 0.0, "load_s": 61.0, "memory_gib": 24.0, "in_flight": 12}
-    model |= {"queued": 3, "ranks": [{"node_id": "10.0.0.12", "pid": 4711}], "node": "10.0.0.12", "message": None, "reason": None}
+    model |= {"queued": 3, "ranks": [{"node": "10.0.0.12", "pid": 4711}], "node": "10.0.0.12", "message": None, "reason": None}
     model |= {"retry_in_s": None, "progress": {"kv_tokens": 131072}}
     out = io.StringIO()
     show.resident([model], Console(file=out, width=width), now_s=5.0)
