@@ -18,7 +18,7 @@ from sparkd.hardware import Hardware
 from sparkd.snapshot import ModelView, NodeView
 from sparkd.state import Event, ModelState, Operation, RankHandle, Reading
 
-# A path that is nobody's business.
+# A private path: no answer shows it.
 _HIDDEN = ("api_key_path",)
 
 

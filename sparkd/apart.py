@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def is_apart(size_bytes: int) -> bool:
-    """Whether so much is read in a process of its own: on the main thread of a program nobody waits for another."""
+    """Whether a read of this size needs a process of its own. The main thread needs none: a program's other work does not wait for it."""
     return size_bytes > SMALL_BYTES and threading.current_thread() is not threading.main_thread()
 
 

@@ -208,7 +208,7 @@ class Cluster:
         self._places.shut, self._places.room_gib = nodes, dict(room_gib)
 
     async def unusable(self, spec: ModelConfig) -> str | None:
-        """Why there is no model to start, as a sentence, by a look at its folder or what its hub says; None where nobody can tell."""
+        """Why there is no model to start, as a sentence, by its folder or its hub; None if there is one, or if that is unknown."""
         vllm, places = spec.runs_vllm(self._config.engine), self._config.model_places()
         if why := await asyncio.to_thread(unusable, spec.model, vllm=vllm, places=places):
             return why
@@ -403,7 +403,7 @@ class Cluster:
         try:
             facts = await self._link.call(node_ip, lambda agent: agent.observe.remote(self._told, guard), OBSERVE_TIMEOUT_S)
         except NodeRefused as error:
-            # It answers: its node lives, and nobody can tell what runs there.
+            # The agent answers: its node lives, but its ranks are unknown.
             self._sight.stays(node_ip, time.monotonic())
             self._unreadable[f"node {node_ip}"] = error.message
             return None

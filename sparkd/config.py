@@ -263,7 +263,7 @@ class Config(Section):
         return self.health_check_timeout_s if model.health_check_timeout_s is None else model.health_check_timeout_s
 
     def model_places(self) -> tuple[str, ...]:
-        """Folders below which it is told why there is no model; see model_folder.unusable. Call it on the file's configuration alone."""
+        """Folders below which an error says why there is no model (model_folder.unusable). Call it on the file's configuration alone."""
         own = {name: value.get_secret_value() for name, value in self.engine.env.items()}
         return places_of((model.model for model in self.models.values()), {**cache_places(os.environ), **cache_places(own)})
 

@@ -149,7 +149,7 @@ class NoRoom(DoesNotFit):
 
 
 class MemoryReturns(NoRoom):
-    """It is in nobody's book, and not free yet."""
+    """The memory is booked for no model, but not free yet."""
 
 
 class NodeRefused(ClusterError):

@@ -73,7 +73,7 @@ def _show_model(view: ModelView) -> None:
 
 
 def _show_info(view: ModelView) -> None:
-    """One series a model; the one before goes when a label changes. A folder's path is nobody's business who scrapes."""
+    """One series a model; the one before goes when a label changes. A scraper must not see a folder's path."""
     source = view.source.rstrip("/").rpartition("/")[2] if view.source.startswith(("/", "~", ".")) else view.source
     quantize = view.quantize if isinstance(view.quantize, str) else "mapping" if view.quantize else ""
     labels = (view.name, source, quantize, str(view.max_model_len or ""), str(len(view.ranks)))

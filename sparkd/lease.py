@@ -62,7 +62,7 @@ class Lease:
 
     model: str
     upstream: Upstream
-    # The fields of a sparkd.parsers.Parsers, None where nobody knows what the engine has.
+    # The fields of a sparkd.parsers.Parsers; None if the engine's parsers are unknown.
     parsers: Mapping[str, str | None] | None
 
     def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: Need | None) -> None:
@@ -218,7 +218,7 @@ class Door:
         self._refuse_closed(record)
 
     async def _until_ready(self, record: Record, waiter: asyncio.Future[None], wait_s: float) -> None:
-        """For wait_s, and on while its load is about to end, but where wait_s is 0. Raises TimeoutError, or what the waiter is told."""
+        """Wait for wait_s, and on while the load is about to end, unless wait_s is 0. Raises TimeoutError, or the waiter's own error."""
         left_s, kept_s = wait_s, 0.0
         while not (await asyncio.wait({waiter}, timeout=left_s))[0]:
             if not wait_s or kept_s >= KEPT_S or not is_nearly_ready(record, self._clock()):
@@ -253,7 +253,7 @@ class Door:
         return self._roster.records.values()
 
     def forget_promises(self) -> None:
-        """Drop the claim of a client that was told to come back and has not: no model is evicted for it."""
+        """Drop the claim of a client that a 503 sent away and that has not come back: no model is evicted for it."""
         for record in self._models():
             at_s = record.promised_at_s
             if at_s is not None and record.state in _AWAY and self._clock() - at_s >= PROMISE_S:

@@ -1,4 +1,4 @@
-"""Owns how root works in a folder of somebody else: as that user, in a child. Never follows a link below a folder that it was given.
+"""Owns how root works in a folder of another user: as that user, in a child. Never follows a link below the folder in question.
 
 A status file, a record and a socket's path in a folder are the words of the user who can write there. Root that acts on them kills the
 process and removes the file that the user names; the user's own process cannot.

@@ -80,7 +80,7 @@ class Places:
         self._held[model] = tuple((node, gib) for node in nodes)
 
     async def again(self, nodes: Iterable[str]) -> None:
-        """Tell Ray anew what is held on these nodes."""
+        """Reserve again in Ray what the models hold on these nodes."""
         fresh = set(nodes)
         for model, places in list(self._held.items()):
             if not fresh.isdisjoint(node for node, _ in places):

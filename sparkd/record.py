@@ -113,7 +113,7 @@ class Record:
         self.questions = 0
         # In the order in which they came.
         self.waiters: dict[asyncio.Future[None], None] = {}
-        # When somebody's wait was too long, and it was told to come back.
+        # When a client's wait was too long and a 503 asked it to come back.
         self.promised_at_s: float | None = None
         # Since when somebody asks for it, while it is not READY; its place among all that wait for room or for their turn, 1 for the first.
         self.asked_since_s: float | None = None

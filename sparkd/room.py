@@ -49,7 +49,7 @@ class Book:
         return sum(gib >= lack.gib for gib in free.values()) >= lack.nodes
 
     def returning(self, model: str, lack: Lack) -> str | None:
-        """Why it has to wait although nobody holds what it needs, as a sentence; None where so much is free now."""
+        """Why the model has to wait although no other holds the memory, as a sentence; None if the memory is free now."""
         fitting = [node for node, gib in self.free_gib({model}).items() if gib >= lack.gib]
         waited_for = [node for node in fitting if self.room_gib.get(node, lack.gib) < lack.gib]
         if len(fitting) - len(waited_for) >= lack.nodes or not waited_for:

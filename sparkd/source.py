@@ -20,7 +20,7 @@ FOLDER_SIGNS = ("/", "./", "../", "~")
 
 def source_of(text: str) -> str:
     """An absolute folder where one is meant or is there, else the text as a hub id."""
-    # As the shell does, ~ of nobody stays as it is.
+    # As in the shell, the ~ of an unknown user stays as it is.
     folder = os.path.expanduser(text)
     if text.startswith(FOLDER_SIGNS) or text in (".", "..") or (text and os.path.isdir(folder)):
         return os.path.abspath(folder)

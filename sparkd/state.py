@@ -392,7 +392,7 @@ class Store:
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def _examine(self) -> None:
-        """Read every row once, so that what is left out is known when the daemon starts, and not when somebody looks."""
+        """Read every row once, so that the rows that are left out are known when the daemon starts, not at a later look."""
         for table in _TABLES:
             for _ in self._read(table, found=self.damages):
                 pass
@@ -431,7 +431,7 @@ class Store:
             self._db.execute(sql, values)
 
     def _replaced(self, table: str, key: str) -> None:
-        """A row that was left out is written anew, or gone."""
+        """Forget the damage of a row that was written again or removed."""
         self.damages = [damage for damage in self.damages if (damage.table, damage.key) != (table, shown(key))]
 
     @contextmanager

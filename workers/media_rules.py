@@ -1,4 +1,4 @@
-"""Owns what an engine is told of where media may come from, and which addresses are public. Needs nothing but the standard library."""
+"""Owns an engine's rules on the sources of media, and which addresses are public. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rules:
 
 
 def is_public(address: str) -> bool:
-    """Whether it belongs to nobody's own network: neither private, loopback, link-local, shared, multicast nor reserved."""
+    """Whether the address is public: neither private, loopback, link-local, shared, multicast nor reserved."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def _guard_media() -> None:
-    """Before anything may fail: without it an engine that is told to use our connector has none, and takes no media at all."""
+    """Register our media connector, before any step that may fail. An engine whose flags name a missing connector takes no media at all."""
     try:
         media.register(os.environ)
     except ImportError as error:
