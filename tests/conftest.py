@@ -21,7 +21,6 @@ ALONE = (
     "security/test_engine_door.py",
     "security/test_ray_children.py",
     "security/test_descriptors.py",
-    "security/test_soak.py",
     "test_agent.py",
     "test_cli_daemon.py",
     "test_daemon.py",

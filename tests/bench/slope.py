@@ -51,12 +51,11 @@ def main() -> int:
     return 0 if met or asked.smallest else 1
 
 
-def _daemon(folder: Path) -> DaemonProcess:
+def _daemon(folder: Path, kind: type[DaemonProcess] = DaemonProcess, environ: dict[str, str] | None = None) -> DaemonProcess:
     (folder / "model").mkdir()
     model = {"model": str(folder / "model"), "memory_gib": 1, "preload": True}
-    made = DaemonProcess(
-        folder, {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
-    )
+    settings = {"engine": {"entrypoint": "workers.stub", "stop_timeout_s": 2}, "models": {"m": model}, "log_level": "info"}
+    made = kind(folder, settings, environ)
     made.start()
     try:
         made.settled()

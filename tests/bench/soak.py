@@ -1,15 +1,20 @@
-"""`python -m tests.bench.soak`: clients that abort, thousands of event subscribers, and parsers under random bytes, against a whole daemon.
+"""`python -m tests.bench.soak`: whole daemons under clients that abort, event subscribers, made-up requests, random files and a full disk.
+
+    aborts        --aborts clients in turn, which close or reset before, within and behind the request
+    subscribers   --subscribers of events at one time
+    v1, admin     schemathesis over v1-openapi.yaml and over the admin API's own document, --schema-s each: no status of 500 and more but
+                  502 and 503, no traceback, every error in OpenAI's shape with its request_id
+    tmpfs         a state folder of --tmpfs-mib that is filled while requests run: the daemon stays, says so, and recovers
+    parsers       hypothesis, --parsers-s each: SparkdError and nothing else, within 5 s for one input
 
 The daemon has Ray and the stub engine. Its longest silence is that of /livez, asked every 50 ms over a connection of its own; its memory
-is the anonymous pages of smaps_rollup before and after, behind a round that does not count. --parsers-s has hypothesis put random
-bytes and pieces into what reads them in the gateway: a body, its outline, a form, a metrics page. Exits 1 where a bar is
-missed: no crash, no silence above 0.25 s, at most 4 MiB more than before.
+is the anonymous pages of smaps_rollup before and after, behind a round that does not count. Exits 1 where a bar is missed: no crash, no
+fault, no silence above 0.25 s, at most 4 MiB more than before. --only names parts by a regular expression.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import http.client
 import resource
 import socket
@@ -19,69 +24,137 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from sparkd.errors import SparkdError
-from sparkd.gateway.body import model_of_form, model_of_json
-from sparkd.gateway.outline import outline
-from sparkd.scrape import fault_of, merge
+from tests.bench import soak_parsers, soak_schema, soak_tmpfs
+from tests.bench.arguments import Parser, amount, count, pattern
 from tests.bench.slope import _daemon, _kib
 from tests.daemon_process import DaemonProcess
 from tests.gateway.fakes import post, request
 
 SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
+PARTS = ("aborts", "subscribers", "v1", "admin", "tmpfs", "parsers")
+# Of the seconds of a part, those of the round that does not count: what a daemon keeps of the last minutes fills.
+WARM, MOST_WARM_S = 0.5, 60.0
 BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)
 EVENTS = request("GET", "/admin/v1/events?limit=1", "Accept: text/event-stream")
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What is done to a daemon: `warm` once, then `act`, which is measured and returns (how many, faults)."""
+
+    name: str
+    warm: Callable[[], object]
+    act: Callable[[], tuple[int, list[str]]]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--aborts", type=int, default=20_000)
-    parser.add_argument("--subscribers", type=int, default=2_000)
-    parser.add_argument("--parsers-s", type=float, default=600.0)
+    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, schema_s=1.0, parsers_s=0.05, full_s=0.5)
+    parser.add_argument("--aborts", type=count, default=20_000)
+    parser.add_argument("--subscribers", type=count, default=2_000)
+    parser.add_argument("--schema-s", type=amount, default=600.0)
+    parser.add_argument("--schemathesis", default=soak_schema.program(), metavar="ST", help="its program; else that on PATH")
+    parser.add_argument("--parsers-s", type=amount, default=600.0)
+    parser.add_argument("--tmpfs-mib", type=count, default=8)
+    parser.add_argument("--full-s", type=amount, default=30.0, help="for how long that folder is full")
+    parser.add_argument("--only", type=pattern, default="")
     asked = parser.parse_args()
+    chosen = parser.chosen(PARTS, asked.only)
+    if asked.schemathesis is None and not asked.smallest and {"v1", "admin"} & set(chosen):
+        parser.error(f"schemathesis is not installed, which v1 and admin need: {soak_schema.INSTALL}; or name other parts with --only")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print(f"{'':18} {'count':>9} {'seconds':>8} {'longest silence':>16} {'memory':>10}")
+    missed = 0
+    if set(chosen) - {"tmpfs", "parsers"}:
+        missed += _one_daemon(asked, chosen)
+    if "tmpfs" in chosen:
+        missed += _small_state(asked)
+    if "parsers" in chosen:
+        missed += _parsers(asked.parsers_s)
+    return 1 if missed else 0
+
+
+def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sk") as folder:
-        made = _daemon(Path(folder))
+        made = _daemon(Path(folder), environ=soak_schema.OFFLINE)
         try:
-            missed = _against(made, asked.aborts, asked.subscribers)
+            rounds = [one for one in _rounds(made, asked) if one.name in chosen]
+            return sum(_missed(made, one, judged=not asked.smallest) for one in rounds)
         finally:
             made.gone()
-    return 1 if missed + _parsers(asked.parsers_s) else 0
 
 
-def _against(made: DaemonProcess, aborts: int, subscribers: int) -> int:
+def _rounds(made: DaemonProcess, asked: argparse.Namespace) -> list[Round]:
+    """Those of one daemon; /v1 before the admin API, which may unload its model."""
+    rounds = [
+        Round("aborts", lambda: _abort(made.port, asked.aborts), lambda: (_abort(made.port, asked.aborts), [])),
+        Round("subscribers", lambda: _subscribe(made.port, asked.subscribers), lambda: (_subscribe(made.port, asked.subscribers), [])),
+    ]
+    if asked.schemathesis is None:
+        print("v1, admin          left out: schemathesis is not installed", flush=True)
+        return rounds
+
+    def requests(document: str, seconds: float) -> tuple[int, list[str]]:
+        answers, faults = soak_schema.call(made, asked.schemathesis, document, seconds)
+        soak_schema.forget_added(made)
+        return answers, faults
+
+    warm_s = min(MOST_WARM_S, WARM * asked.schema_s)
+    for name, document in (("v1", str(soak_schema.V1)), ("admin", soak_schema.ADMIN)):
+        rounds.append(
+            Round(name, lambda at=document: requests(at, warm_s), lambda at=document: requests(at, asked.schema_s))  # type: ignore[misc]
+        )
+    return rounds
+
+
+def _small_state(asked: argparse.Namespace) -> int:
+    if (why := soak_tmpfs.why_not()) is not None:
+        print(f"tmpfs              left out: nothing can be mounted here: {why}", flush=True)
+        return 0
+    soak_tmpfs.SmallState.mib = asked.tmpfs_mib
+    with tempfile.TemporaryDirectory(prefix="sk") as folder:
+        made = _daemon(Path(folder), soak_tmpfs.SmallState)
+        if not isinstance(made, soak_tmpfs.SmallState):
+            raise TypeError
+        try:
+            filled = partial(soak_tmpfs.fill_and_empty, made, asked.full_s)
+            return _missed(made, Round("tmpfs", filled, filled), judged=not asked.smallest)
+        finally:
+            made.gone()
+
+
+def _missed(made: DaemonProcess, one: Round, *, judged: bool) -> bool:
+    """Does it and prints its row. judged: whether the figures count, too; a fault or a crash always does."""
     if made.process is None:
         raise RuntimeError("the daemon does not run")
-    pid, missed = made.process.pid, 0
-    rounds: list[tuple[str, int, Callable[[int], None]]] = [
-        ("aborted requests", aborts, lambda count: _abort(made.port, count)),
-        ("event subscribers", subscribers, lambda count: _subscribe(made.port, count)),
-    ]
-    print(f"{'':20} {'count':>7} {'seconds':>8} {'longest silence':>16} {'memory':>10}")
-    for name, count, act in rounds:
-        act(count)  # pools and caches grow to what the round that counts needs
+    if judged:
+        one.warm()  # pools and caches grow to what the round that counts needs
         time.sleep(1.0)
-        before_kib, begun_s = _kib(pid), time.monotonic()
-        with Watch(made.port) as watch:
-            act(count)
-            time.sleep(0.5)
-        took_s = time.monotonic() - begun_s
+    before_kib, begun_s = _kib(made.process.pid), time.monotonic()
+    with Watch(made.port) as watch:
+        times, faults = one.act()
+        time.sleep(0.5)
+    took_s = time.monotonic() - begun_s
+    if judged:
         time.sleep(1.0)
-        more_kib = _kib(pid) - before_kib
-        ok = watch.longest_s <= SILENCE_BAR_S and more_kib <= MEMORY_BAR_KIB and not watch.failed and made.process.poll() is None
-        missed += not ok
-        told = f"{name:20} {count:>7,} {took_s:>8.1f} {watch.longest_s:>14.3f} s {more_kib:>+6.0f} KiB"
-        print(f"{told} {'ok' if ok else 'MISSED'}", flush=True)
+    if made.process.poll() is not None:
+        print(f"{one.name:18} {times:>9,} MISSED the daemon ended with {made.process.returncode}: {made.tail()}", flush=True)
+        return True
+    more_kib = _kib(made.process.pid) - before_kib
+    faults += ["/livez did not answer 200"] * watch.failed
+    faults += ["a traceback in the daemon's log"] * ("Traceback (most recent call last)" in made.output.read_text(errors="replace"))
+    missed = bool(faults) or (judged and (watch.longest_s > SILENCE_BAR_S or more_kib > MEMORY_BAR_KIB))
+    row = f"{one.name:18} {times:>9,} {took_s:>8.1f} {watch.longest_s:>14.3f} s {more_kib:>+6.0f} KiB"
+    print("\n    ".join([f"{row} {'MISSED' if missed else 'ok'}", *faults]), flush=True)
     return missed
 
 
-def _abort(port: int, count: int) -> None:
+def _abort(port: int, count: int) -> int:
     """Six kinds in turn: closed and reset, before an answer, after a part of the request, and within the answer."""
     for number in range(count):
         kind = number % 6
@@ -91,9 +164,10 @@ def _abort(port: int, count: int) -> None:
                 client.recv(64)
             if kind % 2:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close is a reset
+    return count
 
 
-def _subscribe(port: int, count: int) -> None:
+def _subscribe(port: int, count: int) -> int:
     """All are there at one time."""
     held: list[socket.socket] = []
     try:
@@ -107,10 +181,11 @@ def _subscribe(port: int, count: int) -> None:
     finally:
         for client in held:
             client.close()
+    return count
 
 
 class Watch:
-    """The longest time that /livez took while it is open."""
+    """The longest time that /livez took while it is open. failed: it had another answer than 200, or none."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -131,66 +206,28 @@ class Watch:
         client = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
         while not self._end.wait(0.05):
             asked_s = time.monotonic()
-            client.request("GET", "/livez")
-            answer = client.getresponse()
-            answer.read()
-            self.failed = self.failed or answer.status != 200
+            try:
+                client.request("GET", "/livez")
+                answer = client.getresponse()
+                answer.read()
+                self.failed = self.failed or answer.status != 200
+            except (OSError, http.client.HTTPException):
+                self.failed = True
+                client.close()  # the next request opens it again
             self.longest_s = max(self.longest_s, time.monotonic() - asked_s)
         client.close()
 
 
 def _parsers(seconds: float) -> int:
-    """How many parsers raised what they must not: anything but a SparkdError."""
-    failed = 0
-    for name, parse in PARSERS.items():
-        deadline_s, tried = time.monotonic() + seconds / len(PARSERS), 0
-        error = None
-        while time.monotonic() < deadline_s and error is None:
-            examples, error = _try(parse)
-            tried += examples
-        failed += error is not None
-        print(f"{name:20} {tried:>7,} inputs {'ok' if error is None else f'MISSED {error!r}'}", flush=True)
-    return failed
+    """How many parsers raised or answered what they must not."""
+    missed = 0
+    with soak_parsers.targets() as targets:
+        for name, target in targets.items():
+            inputs, fault = soak_parsers.read_random_inputs(target, seconds)
+            missed += fault is not None
+            print(f"{name:18} {inputs:>9,} {seconds:>8.1f} {'ok' if fault is None else f'MISSED {fault}'}", flush=True)
+    return missed
 
-
-PIECES = st.sampled_from(
-    [*'{}[]:,"\\ \n\r0e-.', "model", '"model":"m"', '"stream":true', "\\u00", "--x\r\n", 'name="model"', "vllm:x", "# TYPE ", "1" * 99]
-)
-TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=60).map(lambda pieces: "".join(pieces).encode("utf-8", "replace"))
-
-
-def _try(parse: Callable[[bytes], object]) -> tuple[int, Exception | None]:
-    tried = 0
-
-    @settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(TEXTS | st.binary(max_size=400))
-    def run(data: bytes) -> None:
-        nonlocal tried
-        tried += 1
-        try:
-            parse(data)
-        except SparkdError:
-            return
-
-    try:
-        run()
-    except Exception as error:  # noqa: BLE001 - what is looked for
-        return tried, error
-    return tried, None
-
-
-def _page(data: bytes) -> None:
-    page = data.decode("utf-8", "replace")
-    fault_of(page)
-    merge({("m", "n"): page})
-
-
-PARSERS: dict[str, Callable[[bytes], object]] = {
-    "body": model_of_json,
-    "outline": lambda data: asyncio.run(outline(b'{"model":"m","x":"' + b"y" * (1 << 19) + b'",' + data)),
-    "form": lambda data: model_of_form(b"--x\r\n" + data, "multipart/form-data; boundary=x"),
-    "metrics page": _page,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -63,6 +63,8 @@ WRONG = (
     ("ranks", "--shapes", "two"),
     ("ranks", "--quantize", "no-such-format"),
     ("slope", "--requests", "many"),
+    ("soak", "--aborts", "0"),
+    ("soak", "--only", "no such part"),
 )
 
 
