@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sparkd.config import Config
 from sparkd.facts import ModelFacts
 from sparkd.record import Record
-from sparkd.residency import Stay
+from sparkd.residency import PROMISE_S, Stay
 from sparkd.sight import Observation
 from sparkd.state import RankFact
 
@@ -85,4 +85,6 @@ def _stay(record: Record, config: Config) -> Stay:
         return Stay()
     busy = record.in_flight or record.waiters
     idle_at_s = float("inf") if busy else record.last_used_s + config.swap_idle_s
+    if record.promised_at_s is not None:
+        idle_at_s = max(idle_at_s, record.promised_at_s + PROMISE_S)
     return Stay(record.ready_since_s, record.load_s or 0.0, config.min_residency_s, idle_at_s)

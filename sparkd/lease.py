@@ -23,6 +23,7 @@ from sparkd.errors import (
 )
 from sparkd.model_config import ModelConfig
 from sparkd.record import Record
+from sparkd.residency import PROMISE_S
 from sparkd.roster import Roster
 from sparkd.state import STARTING, ModelState, Want
 from sparkd.upstream import Upstream
@@ -36,9 +37,6 @@ Waits = Callable[[Callable[[], dict[str, Any]], bool], None]
 _FOR_MEMORY = (DoesNotFit.__name__, "MemoryGuard")
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
-_AWAY = (ModelState.STOPPED, ModelState.FAILED)
-# Twice the longest Retry-After.
-PROMISE_S = 120.0
 
 # A request that has waited for wait_for_load_s waits on for at most KEPT_S, checked every KEEP_EVERY_S, while the load moves and at most
 # NEARLY_S of it are left. A load that has not moved for STILL_S does not count.
@@ -136,6 +134,7 @@ class Door:
         if limit is not None and record.in_flight >= limit:
             raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
         record.in_flight += 1
+        record.promised_at_s = None
         return record
 
     def leave(self, record: Record, *, answered: bool | None, probe: bool) -> None:
@@ -151,8 +150,9 @@ class Door:
             self._wake()
 
     def open(self, record: Record) -> None:
-        """The model is READY: everyone who waits may go in."""
-        record.promised_at_s = record.asked_since_s = None
+        """The model is READY: everyone who waits may go in. It stays for clients that were told to come back, until one has or
+        forget_promises says otherwise."""
+        record.asked_since_s = None
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -253,10 +253,10 @@ class Door:
         return self._roster.records.values()
 
     def forget_promises(self) -> None:
-        """Drop the claim of a client that a 503 sent away and that has not come back: no model is evicted for it."""
+        """Drop the claim of a client that a 503 sent away and that has not come back: no model is evicted or stays for it."""
         for record in self._models():
             at_s = record.promised_at_s
-            if at_s is not None and record.state in _AWAY and self._clock() - at_s >= PROMISE_S:
+            if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
                 record.promised_at_s = None
 
     def _refuse_closed(self, record: Record) -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# How long a client that was told to come back may take: twice the longest Retry-After.
+PROMISE_S = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
@@ -26,7 +29,7 @@ class Evicted:
 @dataclass(frozen=True, slots=True)
 class Stay:
     """ready_since_s, load_s: of a model that is there. least_s: min_residency_s; idle_at_s: when it will count as idle, inf while it has
-    requests."""
+    requests; a client that was told to come back has PROMISE_S to do so."""
 
     ready_since_s: float = float("-inf")
     load_s: float = 0.0

@@ -14,8 +14,7 @@ from sparkd.config_groups import Groups, Ties
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.facts import ENDS_S, ModelFacts
 from sparkd.gate import Gate
-from sparkd.lease import PROMISE_S
-from sparkd.residency import Evicted, Stay
+from sparkd.residency import PROMISE_S, Evicted, Stay
 from sparkd.room import Book, Lack
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
@@ -441,6 +440,32 @@ async def test_nobody_goes_for_a_client_that_was_told_to_come_back_and_has_not(t
             await made.tick(seconds=PROMISE_S)
         await made.tick(4, seconds=60)
         assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["it comes back", "it does not"])
+async def test_a_model_stays_for_a_client_that_was_told_to_come_back(tmp_path: Path, comes: bool) -> None:
+    """It loads for 300 s, the client is told to come back 10 s before it is READY, and another model is asked for once it is."""
+    async with stage(tmp_path, models=two(tmp_path), min_residency_s=0) as made:
+        made.cluster.offered = {"n": 15}
+        made.supervisor.want("a", Want.RUNNING, "request")
+        await made.tick(29, seconds=10)
+        with pytest.raises(ModelLoading):
+            async with made.supervisor.lease("a", wait_s=0):
+                raise AssertionError
+        await made.tick(seconds=10)
+        await make_ready(made, "a")
+        made.cluster.names = None
+        other = asyncio.create_task(enter(made, "b"))
+        await made.tick(9, seconds=5)
+        assert (made.state("a"), made.state("b")) == ("READY", "STOPPED")
+        if comes:
+            assert await enter(made, "a") == "a"
+            await made.tick(seconds=made.config.swap_idle_s)
+        else:
+            await made.tick(seconds=PROMISE_S - 50)
+        await made.tick(4)
+        assert made.state("a") == "STOPPED"
+        await left(other)
 
 
 async def test_one_that_nothing_makes_room_for_is_refused_at_once(tmp_path: Path) -> None:
