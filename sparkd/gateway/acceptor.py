@@ -14,7 +14,7 @@ from typing import Protocol
 
 from sparkd import metrics
 from sparkd.errors import Unavailable
-from sparkd.gateway.answers import date, error_bytes
+from sparkd.gateway.answers import date, error_bytes, new_request_id
 from sparkd.gateway.exchange import count_refused
 
 log = logging.getLogger("sparkd.gateway")
@@ -239,11 +239,12 @@ def _turn_away(client: socket.socket) -> None:
     """Gives the descriptor back at once; who sends at this moment may see a reset instead of the answer."""
     count_refused(503)
     refusal = Unavailable("Too many connections are open; try again soon.", retry_after_s=1)
-    body = error_bytes(refusal, None)
+    request_id = new_request_id()
+    body = error_bytes(refusal, request_id)
     head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 1\r\n"
     with suppress(OSError):
         client.setblocking(False)
         with suppress(BlockingIOError):
             client.recv(_READ_BYTES)  # what stays unread at the close resets the connection, and takes the answer away
-        client.send(head + b"date: %b\r\ncontent-length: %d\r\n\r\n" % (date(), len(body)) + body)
+        client.send(head + b"date: %b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (date(), request_id.encode(), len(body)) + body)
     client.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 from sparkd.errors import SparkdError, error_body
@@ -18,6 +20,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
+# Ids need to be unlike each other, not secret: one random part per process is enough.
+_ids = count(1)
+_process = secrets.token_hex(6)
+
 # docs.anthropic.com, "Errors"; 503 is theirs as 529 overloaded_error.
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -28,6 +34,10 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+def new_request_id() -> str:
+    return f"req-{_process}-{next(_ids):x}"
 
 
 def error_bytes(error: SparkdError, request_id: str | None, *, anthropic: bool = False) -> bytes:

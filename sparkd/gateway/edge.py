@@ -11,9 +11,7 @@ import json
 import logging
 import math
 import re
-import secrets
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from sparkd import __version__, metrics
@@ -29,7 +27,19 @@ from sparkd.errors import (
     Unavailable,
     UnknownRoute,
 )
-from sparkd.gateway.answers import App, Message, RawHeaders, Receive, Scope, Send, date, error_bytes, json_headers, send_whole
+from sparkd.gateway.answers import (
+    App,
+    Message,
+    RawHeaders,
+    Receive,
+    Scope,
+    Send,
+    date,
+    error_bytes,
+    json_headers,
+    new_request_id,
+    send_whole,
+)
 from sparkd.gateway.exchange import ClientGone, Exchange
 from sparkd.gateway.keys import Keys, Role
 from sparkd.gateway.limits import Limits
@@ -46,10 +56,6 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ONCE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-sparkd-probe")
 _PROBES = (Kind.LIVE, Kind.READY)
 _FORWARDED = (Kind.JSON, Kind.FORM, Kind.RESPONSE, Kind.ENGINE)
-
-# Ids need to be unlike each other, not secret: one random part per process is enough.
-_ids = count(1)
-_process = secrets.token_hex(6)
 
 Probe = Callable[[], tuple[bool, dict[str, Any]]]
 
@@ -292,7 +298,7 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
-    return f"req-{_process}-{next(_ids):x}"
+    return new_request_id()
 
 
 def _check_repeated(headers: list[tuple[bytes, bytes]]) -> None:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
 from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError
-from sparkd.gateway.answers import Message, RawHeaders, date, error_bytes
+from sparkd.gateway.answers import Message, RawHeaders, date, error_bytes, new_request_id
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
 
@@ -322,10 +322,12 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
         count_refused(error.status)
         self.idle[self] = None
-        body = error_bytes(error, None)
+        request_id = new_request_id()
+        body = error_bytes(error, request_id)
         head = [
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (error.status, _REASONS[error.status]),
-            b"date: %s\r\ncontent-length: %d\r\nconnection: close\r\n" % (date(), len(body)),
+            b"date: %s\r\nx-request-id: %s\r\n" % (date(), request_id.encode()),
+            b"content-length: %d\r\nconnection: close\r\n" % len(body),
         ]
         head.extend(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers().items())
         self.transport.write(b"".join([*head, b"\r\n", body]))

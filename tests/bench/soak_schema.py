@@ -39,7 +39,7 @@ def call(made: DaemonProcess, st: str, document: str, seconds: float) -> tuple[i
     hooks = {"SCHEMATHESIS_HOOKS": "tests.bench.soak_checks", "SPARKD_SOAK_TALLY": str(tally), "PYTHONPATH": str(ROOT)}
     with (made.folder / "schemathesis.log").open("wb") as log:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | hooks, **streams)
+        process = subprocess.Popen(command, cwd=made.folder, env=os.environ | hooks, **streams)
         try:
             code = process.wait(seconds + END_S)
         finally:

@@ -351,8 +351,10 @@ async def serving(
 
 
 def is_ours(answer: Answer, status: int) -> bool:
-    """Whether it has `status` and the gateway's own error body."""
-    return answer.status == status and answer.error["src"] == "sparkd" and answer.headers["content-type"] == "application/json"
+    """Whether it has `status` and the gateway's own error body, which names the request as its header does."""
+    if answer.status != status or answer.headers["content-type"] != "application/json":
+        return False
+    return answer.error["src"] == "sparkd" and answer.error["request_id"] == answer.headers["x-request-id"]
 
 
 async def soon(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
