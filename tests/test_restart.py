@@ -88,7 +88,8 @@ def test_a_restart_refuses_nobody_and_breaks_no_stream(daemon: tuple[ActivatedDa
 def test_who_has_just_connected_when_it_ends_is_answered(daemon: tuple[ActivatedDaemon, dict[str, Any]]) -> None:
     made, _ = daemon
     body = b'{"model": "quick", "messages": []}'
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(body)
     with socket.create_connection(("127.0.0.1", made.port)) as early, ThreadPoolExecutor(1) as pool:
         assert made.get("/livez")
         before = len(made.told)
