@@ -81,6 +81,7 @@ class Actions:
         self.strays: set[str] = set()
         # By what was to end: how often in a row it did not.
         self._unended: dict[str, int] = {}
+        self._retry_at_s: dict[str, float] = {}
         self._looking: set[str] = set()
 
     def recall(self) -> None:
@@ -264,10 +265,20 @@ class Actions:
                 say(error.message)
             else:
                 self._unended.pop(key, None)
+                self._retry_at_s.pop(key, None)
                 return True
         self._unended[key] = self._unended.get(key, 0) + 1
-        await asyncio.sleep(ENDING.delay_s(self._unended[key], self._rng))
+        self._retry_at_s[key] = self._clock() + ENDING.delay_s(self._unended[key], self._rng)
         return False
+
+    def rests(self, key: str) -> bool:
+        """Whether the next try to end it is later. key: the model's name for a stop, the start for a destroy."""
+        return self._clock() < self._retry_at_s.get(key, float("-inf"))
+
+    def try_again(self) -> None:
+        """A node can be seen again: whatever would not end is tried at once, and waits anew from the shortest pause."""
+        self._unended.clear()
+        self._retry_at_s.clear()
 
     async def _end(self, ranks: Sequence[RankFact], *, hangs: bool) -> None:
         """Each is stopped whatever becomes of the others. Raises the first ClusterError once all were tried."""

@@ -366,10 +366,12 @@ class Supervisor:
         steady = {name: record.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
             self._cluster.tell(told_of(records.values()))
-        observation = UNSEEN
+        before, observation = self._observation or UNSEEN, UNSEEN
         with around("observe"):
             observation = await self._cluster.observe()
         self._observation = observation
+        if before.unseen - observation.unseen or observation.connected > before.connected:
+            self._actions.try_again()
         if observation.ranks is not None and observation.reading is not None and not self._settled:
             self._settled = True
             self.ledger.say("settled", None, f"The first reading and the adoption scan are in: {len(observation.ranks)} ranks found.")
@@ -446,6 +448,8 @@ class Supervisor:
 
     def _act(self, action: Action, observation: Observation) -> None:
         if isinstance(action, Destroy):
+            if self._actions.rests(action.rank_id):
+                return
             ranks = observation.of_start(action.rank_id)
             record = self._roster.records.get(action.model)
             if record:
@@ -480,6 +484,8 @@ class Supervisor:
             case Stop():
                 if record.state is not ModelState.STOPPING:
                     self._actions.move(record, ModelState.STOPPING)
+                elif self._actions.rests(record.name):
+                    return
                 self._actions.start(record, "stop", self._actions.stop(record, record.ranks or ()))
             case Rest():
                 self._actions.rest(record)

@@ -1171,3 +1171,32 @@ async def test_what_will_not_end_is_tried_again_later_each_time(tmp_path: Path, 
     first, second = tries[: tries.index(max(tries)) + 1], tries[tries.index(max(tries)) + 1 :]
     assert first == list(range(1, len(first) + 1)) and len(first) >= 2
     assert second[0] == 1, "what has ended once begins anew"
+
+
+@pytest.mark.parametrize("returns", ["its time comes", "Ray is connected again", "a node answers again"])
+async def test_the_pause_before_the_next_try_to_end_is_no_action_and_ends_early_where_a_node_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
+) -> None:
+    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(600.0, 600.0, jitter=0.0))
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        made.cluster.immortal = True
+        made.supervisor.want("m", Want.STOPPED, "admin")
+        await made.tick(5)
+        tries = made.cluster.log.count("destroy m")
+        assert (made.state(), made.supervisor.record("m").busy) == ("STOPPING", None)
+        await made.tick(5)
+        assert made.cluster.log.count("destroy m") == tries == 1
+        made.cluster.immortal = False
+        if returns == "its time comes":
+            await made.tick(seconds=600)
+        elif returns == "Ray is connected again":
+            made.cluster.connected = False
+            await made.tick()
+            made.cluster.connected = True
+        else:
+            made.cluster.unseen = frozenset({"o"})
+            await made.tick()
+            made.cluster.unseen = frozenset()
+        await made.tick(3)
+        assert made.state() == "STOPPED"
