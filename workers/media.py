@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
+import importlib
 import ipaddress
 import socket
 from collections.abc import Mapping
@@ -17,6 +19,8 @@ from typing import Any
 
 from workers.media_rules import CONNECTOR, Rules
 
+# A host that no name server knows (RFC 2606, section 2).
+NOWHERE = "sparkd.invalid"
 MAX_REDIRECTS = 5
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_MEBIBYTES = 256
@@ -25,17 +29,41 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def register(environ: Mapping[str, str]) -> None:
-    """Put our connector into vLLM's registry. Raises ImportError where this vLLM has none."""
-    from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+    """Put our connector into vLLM's registry. Raises ImportError or AttributeError where this vLLM has none."""
+    _home().MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(connector(Rules.parse(environ)))
 
-    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(connector(Rules.parse(environ)))
+
+def close(environ: Mapping[str, str]) -> None:
+    """Without a registry: let vLLM's own connector fetch from the named hosts only, as --allowed-media-domains does. An empty list would
+    allow all of them (MediaConnector._assert_url_in_allowed_media_domains). Raises ImportError or AttributeError where it has no such
+    setting."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.allowed_media_domains  # noqa: B018
+    rules, create_model_config = Rules.parse(environ), EngineArgs.create_model_config
+
+    @functools.wraps(create_model_config)
+    def closed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.allowed_media_domains = sorted(rules.domains.union(self.allowed_media_domains or ())) or [NOWHERE]
+        return create_model_config(self, *args, **kwargs)
+
+    EngineArgs.create_model_config = closed
+
+
+def _home() -> Any:
+    """The module that has vLLM's connector and its registry: vllm.multimodal.utils in releases before vllm.multimodal.media."""
+    try:
+        return importlib.import_module("vllm.multimodal.media.connector")
+    except ImportError:
+        return importlib.import_module("vllm.multimodal.utils")
 
 
 def connector(rules: Rules) -> Any:
     """A class of vLLM's MediaConnector that fetches as `rules` allow; what --allowed-media-domains names is allowed, too."""
-    from vllm.multimodal.media.connector import MediaConnector, global_thread_pool
+    home = _home()
+    base, global_thread_pool = home.MediaConnector, home.global_thread_pool
 
-    class GuardedConnector(MediaConnector):
+    class GuardedConnector(base):  # type: ignore[valid-type,misc]
         def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: float | None = None) -> Any:
             if not self._is_fetched(url):
                 return super().load_from_url(url, media_io, fetch_timeout=fetch_timeout)

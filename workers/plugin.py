@@ -15,6 +15,7 @@ from typing import Any
 
 from sparkd.errors import MissingSymbol
 from workers import media, ray_engine
+from workers.media_rules import CONNECTOR, CONNECTOR_VARIABLE
 from workers.stream.symbols import lacking
 
 LOAD_FORMAT = "spark_stream"
@@ -57,8 +58,15 @@ def _guard_media() -> None:
     """Register our media connector, before any step that may fail. An engine whose flags name a missing connector takes no media at all."""
     try:
         media.register(os.environ)
-    except ImportError as error:
-        logger.warning("sparkd: this vLLM has no registry of media connectors (%s): any URL in a request is fetched.", error)
+        return
+    except (ImportError, AttributeError) as error:
+        logger.warning("sparkd: this vLLM has no registry of media connectors (%s): its own connector fetches.", error)
+    if os.environ.get(CONNECTOR_VARIABLE) == CONNECTOR:
+        del os.environ[CONNECTOR_VARIABLE]  # else every medium fails, a data: URL too
+    try:
+        media.close(os.environ)
+    except (ImportError, AttributeError) as error:
+        logger.warning("sparkd: this vLLM has no allowed_media_domains (%s): any URL in a request is fetched.", error)
 
 
 def _refuse(sentence: str) -> None:

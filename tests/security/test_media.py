@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import socket
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +21,7 @@ from sparkd.config import load_config, parse_model
 from sparkd.errors import ConfigError
 from sparkd.rank_fields import rank_fields
 from sparkd.vllm_flags import Translation
-from workers import media
+from workers import media, plugin
 from workers.command import build_environment
 from workers.media_rules import CONNECTOR, CONNECTOR_VARIABLE, VARIABLE, Rules, is_public
 from workers.spec import RankSpec
@@ -120,6 +123,53 @@ def test_vllm_loads_our_connector_by_its_name(vllm_media: Any) -> None:
     assert isinstance(made, vllm_media.MediaConnector) and type(made) is not vllm_media.MediaConnector
     with pytest.raises(ValueError):
         made.load_from_url("http://b.test/x", Bytes())
+
+
+def test_the_registry_of_an_older_vllm_is_found(vllm_media: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = types.ModuleType("vllm.multimodal.utils")
+    registry = type(vllm_media.MEDIA_CONNECTOR_REGISTRY)()
+    vars(older).update(vars(vllm_media.connector) | {"MEDIA_CONNECTOR_REGISTRY": registry})
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.media.connector", None)
+    monkeypatch.setitem(sys.modules, "vllm.multimodal.utils", older)
+
+    media.register({})
+
+    with pytest.raises(ValueError):
+        registry.load(CONNECTOR).load_from_url("http://b.test/x", Bytes())
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_a_vllm_without_a_registry_reads_data_and_fetches_from_named_hosts_only(
+    vllm_media: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise error("registry")
+
+    class Args:
+        """As vLLM's EngineArgs: what of it decides on media."""
+
+        allowed_media_domains: list[str] | None = None
+
+        def __init__(self, domains: list[str] | None = None) -> None:
+            self.allowed_media_domains = domains
+
+        def create_model_config(self) -> list[str] | None:
+            return self.allowed_media_domains
+
+    monkeypatch.setattr(media, "register", fail)
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", types.SimpleNamespace(EngineArgs=Args))
+    monkeypatch.setenv(CONNECTOR_VARIABLE, CONNECTOR)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    plugin._guard_media()
+
+    assert CONNECTOR_VARIABLE not in os.environ, "vLLM's own connector reads a data: URL"
+    closed = Args().create_model_config()
+    assert closed == [media.NOWHERE]
+    with pytest.raises(ValueError):
+        vllm_media.MediaConnector(allowed_media_domains=closed).load_from_url("http://127.0.0.1:1/x", Bytes())
+    url = f"data:image/png;base64,{base64.b64encode(b'here').decode()}"
+    assert vllm_media.MediaConnector(allowed_media_domains=closed).load_from_url(url, Bytes()) == b"here"
+    assert Args(["a.test"]).create_model_config() == ["a.test"]
 
 
 def test_data_are_always_read(vllm_media: Any) -> None:
