@@ -81,7 +81,7 @@ def join(
             "disable --now sparkd.socket sparkd.service`."
         )
     before = _joined(loaded)
-    if before is not None and _is_join(before):
+    if before is not None and _keeper(before) is not None:
         raise Conflict(f"Process {before.pid} keeps this node in the cluster of {before.address}: end it by `sparkd leave` first.")
     units = not foreground and _has_units(loaded)
     if not units:
@@ -364,20 +364,22 @@ def _joined(config: Config) -> Joined | None:
 
 def _interrupt(found: Joined) -> None:
     """End the `sparkd join` that keeps this node, if it lives. Raises RayUnavailable where it does not end."""
-    if not _is_join(found):
+    keeper = _keeper(found)
+    if keeper is None:
         return
-    keeper = Identity(found.pid, found.start_ticks, found.boot_id)
     # Another user's process is not signalled, and not waited for.
     if not processes.wait_gone([keeper], timeout_s=LEAVE_TIMEOUT_S if processes.send(keeper, signal.SIGINT) else 0.0):
         raise RayUnavailable(f"The `sparkd join` of this node, process {found.pid}, does not end: kill it, then run `sparkd leave` again.")
 
 
-def _is_join(found: Joined) -> bool:
-    """Whether that very process lives and is a `sparkd join`: numbers are used again, and the record may name any."""
-    if not processes.is_alive(Identity(found.pid, found.start_ticks, found.boot_id)):
-        return False
+def _keeper(found: Joined) -> Identity | None:
+    """That very process, if it lives and is a `sparkd join`: numbers are used again, and the record may name any. A record of an earlier
+    release has the number alone."""
+    keeper = Identity(found.pid, found.start_ticks, found.boot_id) if found.boot_id else processes.identity(found.pid)
+    if keeper is None or not processes.is_alive(keeper):
+        return None
     try:
         words = Path(f"/proc/{found.pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
-        return False
-    return b"join" in words and any(b"sparkd" in word for word in words)
+        return None
+    return keeper if b"join" in words and any(b"sparkd" in word for word in words) else None

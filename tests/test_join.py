@@ -9,6 +9,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from sparkd.rayhead import RayHead
 from sparkd.raynode import node_of
 from tests.fabric_tree import readings
 from tests.fakes import FakeClock
+from workers import processes
 from workers.agent import Agent
 from workers.fabric_knock import knock
 
@@ -409,6 +412,22 @@ def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: p
         lock.flush()
         assert exit_code(["join", "spark-1", "--token", "-", "--state-dir", str(tmp_path)]) == 5
     assert "A daemon of its own runs on this node (process 4711)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "ends"), [(["sparkd", "join"], True), (["sparkd", "serve"], False)])
+def test_the_join_of_an_earlier_release_is_ended_by_its_number_alone(words: list[str], ends: bool, tmp_path: Path) -> None:
+    """Its record has neither start_ticks nor boot_id."""
+    config = load_config(None, flags={"state_dir": tmp_path}, environ={})
+    keeper = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    try:
+        (tmp_path / joined.RECORD).write_text(json.dumps({"address": HEAD, "node_ip": "192.0.2.7", "pid": keeper.pid}))
+        found = joined.read(config)
+        assert found is not None
+        join_verb._interrupt(found)
+        assert (processes.identity(keeper.pid) is None) is ends
+    finally:
+        keeper.kill()
+        keeper.communicate()
 
 
 @pytest.mark.parametrize("more", [False, True])
