@@ -82,8 +82,9 @@ def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _members(outer)]
-    if level:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _members(value: Any) -> Iterable[Any]:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from sparkd.errors import StateError
 from sparkd.ledger import Ledger
+from sparkd.rows import object_in
 from sparkd.state import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
 from tests.fakes import scene, stage
 from tests.test_plan import HANDLE
@@ -452,3 +453,9 @@ def test_a_start_on_a_full_disk_names_the_file_that_it_cannot_write(tmp_path: Pa
     assert outcomes[str(16 << 20)] == "started"
     assert set(outcomes.values()) <= {"StateError", "StateError3", "StateNotSaved", "started"}
     assert "StateNotSaved" in outcomes.values(), "a disk that fills up later stops nothing"
+
+
+def test_a_flat_row_is_not_looked_through_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkd.rows.MAX_DEPTH", 10**12)  # as many passes would never end
+
+    assert object_in('{"a": [1]}') == {"a": [1]}
