@@ -23,6 +23,10 @@ _LONG_DIGITS = 4300
 
 _NUMBERS = rb"[-+.,0-9 \t\r\n]"
 _KEPT = re.compile(rb'(?:[^"\-+.,0-9 \t\r\n]++|' + _NUMBERS + rb"{1,63}+(?!" + _NUMBERS + rb")|" + _STRING + rb")++", re.DOTALL)
+# A string between "," or "[" and "," or "]" is an element of a list: a name is followed by ":", its value comes behind one. The second part
+# takes every other string whole, so that no closing quote is taken for an opening one.
+_CONTENT = _STRING[1:-1]
+_ELEMENT = re.compile(rb'(?<=[,\[])([ \t\r\n]?")' + _CONTENT + rb'(")(?=[ \t\r\n]?[,\]])|(' + _STRING + rb")", re.DOTALL)
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _NUMBERS_THEMSELVES = b"-+.,0123456789 \t\r\n"
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -46,8 +50,8 @@ class _Turn:
 
 
 async def outline(body: bytes | bytearray) -> bytes | bytearray:
-    """A document with the same names and short values in the same places. Raises BodyTooLarge where it is mostly made of these, and
-    BadRequest for bytes that are no UTF-8 and for numbers that nobody reads."""
+    """A document with the same names and short values in the same places; strings in lists may be empty there. Raises BodyTooLarge where
+    it is mostly made of names and values, and BadRequest for bytes that are no UTF-8 and for numbers that nobody reads."""
     if len(body) <= WHOLE_BYTES:
         return body
     turn = _Turn()
@@ -57,7 +61,7 @@ async def outline(body: bytes | bytearray) -> bytes | bytearray:
     while at < len(body):
         kept = _KEPT.match(body, at, at + PIECE_BYTES)
         if kept is not None:
-            made += kept[0]
+            made += _ELEMENT.sub(rb"\1\2\3", kept[0])
             at = kept.end()
             await turn.took(len(kept[0]))
         elif body[at] == ord('"'):

@@ -37,6 +37,7 @@ READ = {
     "quotes": string(b'\\"'),
     "wide": string("ü".encode()),
     "texts": array(b'"' + b"a" * 3000 + b'"'),
+    "sentences": array(b'"' + b"some words, and [more]\\n" * 5 + b'"', 16 * MIB),
     "spaces": b'{"model":"tiny","x":1' + b" " * (6 * MIB) + b"}",
     "late": b'{"x":"' + b"y" * (6 * MIB) + b'","model":"tiny"}',
 }
