@@ -21,14 +21,16 @@ _STRING = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,64}+){0,64}+"'
 # Python refuses to read longer integers (sys.set_int_max_str_digits), and so do engines, some of them with a traceback.
 _LONG_DIGITS = 4300
 
-_NUMBERS = rb"[-+.,0-9 \t\r\n]"
+# The bytes of a row of numbers: an "e" belongs to one only as an exponent.
+_EXPONENT = rb"(?<=[0-9.])[eE](?=[-+0-9])"
+_NUMBERS = rb"(?:[-+.,0-9 \t\r\n]|" + _EXPONENT + rb")"
+_ROW = re.compile(rb"(?:[-+.,0-9 \t\r\n]++|" + _EXPONENT + rb")++")
 _KEPT = re.compile(rb'(?:[^"\-+.,0-9 \t\r\n]++|' + _NUMBERS + rb"{1,63}+(?!" + _NUMBERS + rb")|" + _STRING + rb")++", re.DOTALL)
 # A string between "," or "[" and "," or "]" is an element of a list: a name is followed by ":", its value comes behind one. The second part
 # takes every other string whole, so that no closing quote is taken for an opening one.
 _CONTENT = _STRING[1:-1]
 _ELEMENT = re.compile(rb'(?<=[,\[])([ \t\r\n]?")' + _CONTENT + rb'(")(?=[ \t\r\n]?[,\]])|(' + _STRING + rb")", re.DOTALL)
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
-_NUMBERS_THEMSELVES = b"-+.,0123456789 \t\r\n"
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * _LONG_DIGITS
 # The cost of a step besides its bytes, in bytes.
@@ -86,16 +88,13 @@ async def _skip_string(body: bytes | bytearray, at: int, turn: _Turn) -> int:
 async def _skip_row(body: bytes | bytearray, begin: int, made: bytearray, turn: _Turn) -> int:
     """Puts one number in the place of a row of them, between the commas that it begins and ends with."""
     at, first, last = begin, b"", b""
-    while piece := body[at : at + PIECE_BYTES]:
-        length = len(piece) - len(piece.lstrip(_NUMBERS_THEMSELVES))
-        if _LONG_NUMBER in body[max(begin, at - _LONG_DIGITS) : at + length].translate(_DIGITS_AS_ZEROS):
+    while (match := _ROW.match(body, at, at + PIECE_BYTES)) is not None:
+        if _LONG_NUMBER in body[max(begin, at - _LONG_DIGITS) : match.end()].translate(_DIGITS_AS_ZEROS):
             raise BadRequest(f"The body holds a number of {_LONG_DIGITS} digits or more; send it as a string.")
-        row = piece[:length].strip(_SPACE)
+        row = match[0].strip(_SPACE)
         first, last = first or bytes(row[:1]), bytes(row[-1:]) or last
-        at += length
-        await turn.took(length)
-        if length < len(piece):
-            break
+        at = match.end()
+        await turn.took(len(match[0]))
     if not first:
         made += b" "
     elif first == last == b"," and _is_lone_comma(body, begin, at):

@@ -32,6 +32,7 @@ READ = {
     "digits": array(b"1"),
     "tokens": array(b"12345"),
     "spaced": array(b"  7 "),
+    "floats": array(b"-1.0000000000000002e+16"),
     "text": string(b"y"),
     "escapes": string(b"\\n"),
     "quotes": string(b'\\"'),
@@ -105,7 +106,7 @@ def is_kept(value: Any) -> bool:
     return value is None or isinstance(value, bool) or (isinstance(value, str) and len(json.dumps(value)) < 60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=20), VALUES, max_size=6),
     st.text(max_size=30),
