@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 
 from sparkd.errors import BadRequest
+from sparkd.gateway.outline import LONG_DIGITS
 
-# Python refuses to read longer integers (sys.set_int_max_str_digits), and so do engines, some of them with a traceback.
-_LONG_DIGITS = 4300
-_STRIDE = _LONG_DIGITS // 2
+_STRIDE = LONG_DIGITS // 2
 _SMALL_BYTES = 256 * 1024
 _PIECE_BYTES = 1024 * 1024
 _MAX_PARTS = 64
@@ -90,7 +89,7 @@ def model_of_json(body: bytes | bytearray) -> str | None:
     if found is not None and not isinstance(found, str):
         raise BadRequest("`model` must be a string.", param="model")
     if _has_long_number(body):
-        raise BadRequest(f"The body holds a number of {_LONG_DIGITS} digits or more; send it as a string.")
+        raise BadRequest(f"The body holds a number of {LONG_DIGITS} digits or more; send it as a string.")
     return found
 
 
@@ -179,11 +178,11 @@ def _check_utf8(body: bytes | bytearray) -> None:
 
 
 def _has_long_number(body: bytes | bytearray) -> bool:
-    """Whether a run of _LONG_DIGITS digits or more stands outside a string.
+    """Whether a run of LONG_DIGITS digits or more stands outside a string.
 
     Every such run covers two neighbouring samples. A run within a string survives a letter in its middle; a number does not.
     """
-    if len(body) < _LONG_DIGITS:
+    if len(body) < LONG_DIGITS:
         return False
     suspects = [
         at for at in (match.start() * _STRIDE for match in _TWO_DIGITS.finditer(body[::_STRIDE])) if body[at : at + _STRIDE + 1].isdigit()

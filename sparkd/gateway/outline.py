@@ -19,7 +19,7 @@ MOST_BYTES = 4 * 1024 * 1024
 # A longer string, or one with more escapes, names nothing.
 _STRING = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,64}+){0,64}+"'
 # Python refuses to read longer integers (sys.set_int_max_str_digits), and so do engines, some of them with a traceback.
-_LONG_DIGITS = 4300
+LONG_DIGITS = 4300
 
 # The bytes of a row of numbers: an "e" belongs to one only as an exponent.
 _EXPONENT = rb"(?<=[0-9.])[eE](?=[-+0-9])"
@@ -32,7 +32,7 @@ _CONTENT = _STRING[1:-1]
 _ELEMENT = re.compile(rb'(?<=[,\[])([ \t\r\n]?")' + _CONTENT + rb'(")(?=[ \t\r\n]?[,\]])|(' + _STRING + rb")", re.DOTALL)
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)++', re.DOTALL)
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
-_LONG_NUMBER = b"0" * _LONG_DIGITS
+_LONG_NUMBER = b"0" * LONG_DIGITS
 # The cost of a step besides its bytes, in bytes.
 _STEP_BYTES = 512
 _SPACE = b" \t\r\n"
@@ -89,8 +89,8 @@ async def _skip_row(body: bytes | bytearray, begin: int, made: bytearray, turn: 
     """Puts one number in the place of a row of them, between the commas that it begins and ends with."""
     at, first, last = begin, b"", b""
     while (match := _ROW.match(body, at, at + PIECE_BYTES)) is not None:
-        if _LONG_NUMBER in body[max(begin, at - _LONG_DIGITS) : match.end()].translate(_DIGITS_AS_ZEROS):
-            raise BadRequest(f"The body holds a number of {_LONG_DIGITS} digits or more; send it as a string.")
+        if _LONG_NUMBER in body[max(begin, at - LONG_DIGITS) : match.end()].translate(_DIGITS_AS_ZEROS):
+            raise BadRequest(f"The body holds a number of {LONG_DIGITS} digits or more; send it as a string.")
         row = match[0].strip(_SPACE)
         first, last = first or bytes(row[:1]), bytes(row[-1:]) or last
         at = match.end()

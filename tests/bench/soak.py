@@ -37,7 +37,7 @@ from tests.gateway.fakes import post, request
 
 SILENCE_BAR_S, MEMORY_BAR_KIB, EVERY_S = 0.25, 4096, 0.05
 PARTS = ("aborts", "subscribers", "v1", "admin", "tmpfs", "parsers")
-# Of the seconds of a part, those of the round that does not count: what a daemon keeps of the last minutes fills.
+# The seconds of a part that belong to the round that does not count: what a daemon keeps of the last minutes fills.
 WARM, MOST_WARM_S = 0.5, 60.0
 BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)

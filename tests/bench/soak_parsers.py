@@ -363,7 +363,7 @@ class _Heard(logging.Handler):
 
 
 class Files:
-    """What is read from a file, in a folder of its own."""
+    """A file to read, in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._tensors, self._yaml, self._database = folder / "model.safetensors", folder / "sparkd.yaml", folder / "state.db"
