@@ -16,13 +16,11 @@ fault, no silence above 0.25 s, at most 4 MiB more than before. --only names par
 from __future__ import annotations
 
 import argparse
-import http.client
 import resource
 import socket
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +30,11 @@ from pathlib import Path
 from tests.bench import soak_parsers, soak_schema, soak_tmpfs
 from tests.bench.arguments import Parser, amount, count, pattern
 from tests.bench.slope import _daemon, _kib
+from tests.bench.soak_watch import Watch
 from tests.daemon_process import DaemonProcess
 from tests.gateway.fakes import post, request
 
-SILENCE_BAR_S, MEMORY_BAR_KIB, EVERY_S = 0.25, 4096, 0.05
+SILENCE_BAR_S, MEMORY_BAR_KIB = 0.25, 4096
 PARTS = ("aborts", "subscribers", "v1", "admin", "tmpfs", "parsers")
 # The seconds of a part that belong to the round that does not count: what a daemon keeps of the last minutes fills.
 WARM, MOST_WARM_S = 0.5, 60.0
@@ -185,46 +184,6 @@ def _subscribe(port: int, count: int) -> int:
         for client in held:
             client.close()
     return count
-
-
-class Watch:
-    """The longest time that /livez took while it is open. failed: it had another answer than 200, or none.
-
-    late_s: by how much the watch itself was woken too late, at most. On a machine that has too few CPUs for what runs, it is as long.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.longest_s = self.late_s = 0.0
-        self.failed = False
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        client = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-        slept_s = time.monotonic()
-        while not self._end.wait(EVERY_S):
-            asked_s = time.monotonic()
-            self.late_s = max(self.late_s, asked_s - slept_s - EVERY_S)
-            try:
-                client.request("GET", "/livez")
-                answer = client.getresponse()
-                answer.read()
-                self.failed = self.failed or answer.status != 200
-            except (OSError, http.client.HTTPException):
-                self.failed = True
-                client.close()  # the next request opens it again
-            slept_s = time.monotonic()
-            self.longest_s = max(self.longest_s, slept_s - asked_s)
-        client.close()
 
 
 def _parsers(seconds: float) -> int:

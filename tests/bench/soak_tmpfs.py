@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import shlex
 import subprocess
-import threading
 import time
 from pathlib import Path
 
+from tests.bench.soak_watch import Chats
 from tests.daemon_process import DaemonProcess, until
 
 PIECE_BYTES = 4096
@@ -68,7 +68,7 @@ def fill_and_empty(made: SmallState, full_s: float) -> tuple[int, list[str]]:
         if chats.count == answered:
             faults.append("no chat is answered behind it")
     if chats.bad:
-        faults.append(f"chats were answered {sorted(chats.bad)}")
+        faults.append(f"chats ended with {sorted(chats.bad)}")
     return chats.count, faults
 
 
@@ -86,30 +86,3 @@ def _fill(filler: Path) -> None:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-
-
-class Chats:
-    """One chat after another for as long as it is open. count: those with 200; bad: other statuses than 200 and 503."""
-
-    def __init__(self, made: DaemonProcess) -> None:
-        self._made = made
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.count = 0
-        self.bad: set[int] = set()
-
-    def __enter__(self) -> Chats:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(0.02):
-            status = self._made.chat("m", "x", max_tokens=1).status_code
-            if status == 200:
-                self.count += 1
-            elif status != 503:
-                self.bad.add(status)

@@ -85,9 +85,23 @@ def refused(*_arguments: object, **_more: object) -> None:
     raise AssertionError("something was started")
 
 
+def programs(folder: Path) -> set[str]:
+    """The modules of a folder that can be run."""
+    paths = [path for path in folder.rglob("*.py") if re.search(r"^(if __name__ ==|def main\(\))", path.read_text(), re.MULTILINE)]
+    return {".".join(path.relative_to(folder).with_suffix("").parts) for path in paths}
+
+
 def test_every_bench_is_run() -> None:
-    programs = {path.stem for path in BENCH.glob("*.py") if re.search(r"^if __name__ ==", path.read_text(), re.MULTILINE)}
-    assert programs == RUNS.keys() | PARTS
+    assert programs(BENCH) == RUNS.keys() | PARTS
+
+
+@pytest.mark.parametrize("text", ["def main() -> int:\n    return 0\n", "print()\nif __name__ == '__main__':\n    pass\n"])
+def test_a_new_bench_is_seen(text: str, tmp_path: Path) -> None:
+    (tmp_path / "further").mkdir()
+    for name in ("new.py", "further/newer.py"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "part.py").write_text("def main(model: str) -> int:\n    return 0\n")
+    assert programs(tmp_path) == {"new", "further.newer"}
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(name, arguments) for name, runs in RUNS.items() for arguments in runs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from sparkd.gateway.routes import find
 from tests.bench import soak, soak_parsers, soak_schema
 from tests.bench.soak_answers import fault_of
 from tests.bench.soak_parsers import Target, read_random_inputs
+from tests.bench.soak_watch import Beside
 
 OURS = {"message": "x", "type": "x", "code": "x", "src": "sparkd", "request_id": "r"}
 PLAIN = {"x-request-id": "r"}
@@ -102,3 +104,33 @@ def test_without_schemathesis_nothing_begins(monkeypatch: pytest.MonkeyPatch, ca
         soak.main()
     assert ended.value.code == 2
     assert "pip install" in capsys.readouterr().err
+
+
+class Steps(Beside):
+    """`ends_at`: the step that raises."""
+
+    every_s = 0.0
+
+    def __init__(self, ends_at: int) -> None:
+        super().__init__()
+        self._ends_at = ends_at
+        self.steps = 0
+        self.third = threading.Event()
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            self.third.set()
+        if self.steps == self._ends_at:
+            raise KeyError(self.steps)
+
+
+def test_what_goes_on_beside_a_part_ends_with_it() -> None:
+    with Steps(0) as beside:
+        assert beside.third.wait(30)
+    assert not beside.is_running
+
+
+def test_an_error_beside_a_part_is_raised_where_the_part_ends() -> None:
+    with pytest.raises(KeyError), Steps(3) as beside:
+        assert beside.third.wait(30)
