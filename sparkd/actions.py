@@ -129,7 +129,7 @@ class Actions:
 
     def _wait_for_room(self, record: Record, error: NoRoom) -> None:
         """It would fit beside fewer models: no failure of its own, and the others may make room (sparkd.turns)."""
-        lack = Lack(error.gib, error.nodes)
+        lack = Lack(error.gib, error.nodes, error.only)
         if not isinstance(error, MemoryReturns) and self._cluster.book().has_room(record.name, lack):
             # The book is wrong, or Ray is: to ask again at once would end the same.
             self.fail(record, DoesNotFit.__name__, error.message)

@@ -140,12 +140,13 @@ class DoesNotFit(ClusterError):
 
 
 class NoRoom(DoesNotFit):
-    """gib on each of so many nodes is what it asked for."""
+    """gib on each of so many nodes is what it asked for. only: the one node that it can be on, None where any will do."""
 
-    def __init__(self, message: str, gib: int, nodes: int) -> None:
+    def __init__(self, message: str, gib: int, nodes: int, only: str | None = None) -> None:
         super().__init__(message)
         self.gib = gib
         self.nodes = nodes
+        self.only = only
 
 
 class MemoryReturns(NoRoom):

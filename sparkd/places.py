@@ -53,14 +53,16 @@ class Places:
         free = sorted(free_on(self.offered(), self._of_others(model)).values(), reverse=True)
         return free[nodes - 1] if len(free) >= nodes else otherwise
 
-    async def reserve_one(self, model: str, gib: int) -> str:
-        """One node with room. Raises NoRoom with the numbers."""
+    async def reserve_one(self, model: str, gib: int, only: str | None = None) -> str:
+        """One node with room; only: no other than this. Raises NoRoom with the numbers."""
         for node in self.with_room(model, gib):
+            if only not in (None, node):
+                continue
             async with self._change:
                 if await self._link.reserve(model, gib, [node], PLACE_TIMEOUT_S):
                     self._held[model] = ((node, gib),)
                     return node
-        raise self.no_room(model, gib)
+        raise self.no_room(model, gib, only=only)
 
     async def reserve(self, model: str, gib: int, nodes: Sequence[str], *, devices: bool = False) -> None:
         """So much on each of these nodes; devices: see RayLink.reserve. Raises NoRoom where Ray has not got it there."""
@@ -69,11 +71,12 @@ class Places:
                 raise self.no_room(model, gib, len(nodes))
             self._held[model] = tuple((node, gib) for node in nodes)
 
-    def no_room(self, model: str, gib: int, nodes: int = 1) -> NoRoom:
-        if why := self.book().returning(model, Lack(gib, nodes)):
-            return MemoryReturns(why, gib, nodes)
+    def no_room(self, model: str, gib: int, nodes: int = 1, only: str | None = None) -> NoRoom:
+        if why := self.book().returning(model, Lack(gib, nodes, only)):
+            return MemoryReturns(why, gib, nodes, only)
+        offered = {node: lent for node, lent in self.offered().items() if only in (None, node)}
         others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
-        return NoRoom(f"{no_room(model, gib, self.offered(), others, nodes)} {self.book().told_shut}".rstrip(), gib, nodes)
+        return NoRoom(f"{no_room(model, gib, offered, others, nodes)} {self.book().told_shut}".rstrip(), gib, nodes, only)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
         """An adopted model uses it already; Ray is told by `again`."""

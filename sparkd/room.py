@@ -11,10 +11,11 @@ Held = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What a model asked for when there was no room for it: whole GiB on each of so many nodes."""
+    """What a model asked for when there was no room for it: whole GiB on each of so many nodes. only: the one node it can be on."""
 
     gib: int
     nodes: int = 1
+    only: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Book:
     def has_room(self, model: str, lack: Lack, without: Collection[str] = ()) -> bool:
         """Whether so much is free on so many nodes, what `model` itself holds not counted."""
         free = self.free_gib({model, *without})
-        return sum(gib >= lack.gib for gib in free.values()) >= lack.nodes
+        return sum(gib >= lack.gib for node, gib in free.items() if lack.only in (None, node)) >= lack.nodes
 
     def returning(self, model: str, lack: Lack) -> str | None:
         """Why the model has to wait although no other holds the memory, as a sentence; None if the memory is free now."""
-        fitting = [node for node, gib in self.free_gib({model}).items() if gib >= lack.gib]
+        fitting = [node for node, gib in self.free_gib({model}).items() if gib >= lack.gib and lack.only in (None, node)]
         waited_for = [node for node in fitting if self.room_gib.get(node, lack.gib) < lack.gib]
         if len(fitting) - len(waited_for) >= lack.nodes or not waited_for:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparkd.admission import Ways
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom
+from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, NoRoom, RankError
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
@@ -23,6 +23,7 @@ from sparkd.rank_folders import slug_of
 from sparkd.raylink import RayLink
 from sparkd.team import team_of
 from workers.hub_cache import cache_places
+from workers.runtime import GUARDED
 
 log = logging.getLogger("sparkd.cluster")
 
@@ -56,7 +57,7 @@ class Siting:
         if better := await self._better(config, spec, need if why is None else None):
             return better
         if why is None:
-            node = await self._places.reserve_one(spec.name, need.gib)
+            node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
         if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need)):
             # A number of the operator's own is what it takes on each node, split or not: it helps where the engine is larger than that.
@@ -142,6 +143,9 @@ class Siting:
 
         links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
         team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
+        if self._only(need) not in (None, team[0]):
+            told = f"{spec.name} would be served from {team[0]}, and its engine, {need.entrypoint}, is no vLLM: it asks for no key there"
+            raise RankError(f"{told}. Unload a model of this node, so that the first part of {spec.name} runs here.")
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 
@@ -155,11 +159,20 @@ class Siting:
             raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}")
         return replace(need, said=said)
 
+    def _only(self, need: Need) -> str | None:
+        """The node that must serve it; None where any may. An engine that asks for no key listens on a Unix socket, which is reached from
+        the daemon's own node alone."""
+        return None if need.entrypoint in GUARDED else self._in_sight()[0]
+
     async def _too_large(self, config: Config, need: Need, size: int) -> str | None:
-        offered = sorted(self._places.offered().values(), reverse=True)
+        only = self._only(need) if size == 1 else None
+        offered = sorted((gib for node, gib in self._places.offered().items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
-        return await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+        why = await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+        if why and only and len(self._in_sight()) > 1:
+            why += f" No other node can serve it: its engine, {need.entrypoint}, is no vLLM and asks for no key on an address."
+        return why
 
 
 def _published(config: Config) -> Iterator[str]:

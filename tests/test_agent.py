@@ -277,6 +277,12 @@ def spec(folder: Path, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
+def test_an_engine_that_asks_for_no_key_is_started_on_no_address(made: Agent, folder: Path) -> None:
+    with pytest.raises(RankError, match="my.engine"):
+        made.spawn(spec(folder, entrypoint="my.engine"), True)
+    assert (made.observe()["ranks"], os.listdir(made.run_dir)) == ([], ["plugin"])
+
+
 @pytest.mark.parametrize("private", [False, True], ids=["socket", "address"])
 def test_a_rank_from_its_start_to_its_end(made: Agent, folder: Path, private: bool) -> None:
     handle = made.spawn(spec(folder), private)

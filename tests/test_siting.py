@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from sparkd.config import Config, load_config, parse_model
-from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, MemoryReturns, RankError
+from sparkd.errors import AgentLost, ContextTooLong, DoesNotFit, LoadRefused, MemoryReturns, NoRoom, RankError
 from sparkd.needs import refuse_unloadable
 from sparkd.placement import Placement
 from sparkd.places import Places
+from sparkd.room import Lack
 from sparkd.siting import Siting
 from tests.shards import layered, write_sparse
 from workers.signatures import LASTING
@@ -354,6 +355,49 @@ async def test_what_ray_has_not_got_is_told(model: str, tmp_path: Path) -> None:
 
     assert "each of 2 nodes" in await scene.refused(model, tensor_parallel=2)
     assert scene.places.reserved_gib(A) == 0
+
+
+FOREIGN = "my.engine"
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "nodes"), [("auto", (B,)), ("workers.stub", (B,)), (FOREIGN, None)], ids=["vLLM", "the stub", "another engine"]
+)
+async def test_an_engine_that_asks_for_no_key_is_served_on_the_daemons_node_only(
+    entrypoint: str, nodes: tuple[str, ...] | None, model: str, tmp_path: Path
+) -> None:
+    """The other node has room. It waits for room here, and a model that ends on the other node makes none for it."""
+    scene = Scene(tmp_path, {A: 20.0, B: 40.0})
+    scene.places.hold("other", 19, [A])
+    if nodes:
+        assert (await scene.place(model, entrypoint=entrypoint, memory_gib=9)).nodes == nodes
+        return
+    with pytest.raises(NoRoom) as caught:
+        await scene.place(model, entrypoint=entrypoint, memory_gib=9)
+    lack = Lack(caught.value.gib, caught.value.nodes, caught.value.only)
+
+    assert (lack, scene.link.groups) == (Lack(9, 1, A), {})
+    assert (scene.places.book().has_room("m", lack), scene.places.book().has_room("m", lack, {"other"})) == (False, True)
+    await scene.places.release("other")
+    assert (await scene.place(model, entrypoint=entrypoint, memory_gib=9)).nodes == (A,)
+
+
+async def test_an_engine_that_asks_for_no_key_and_is_too_large_for_the_daemons_node_is_refused_by_name(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 4.0, B: 40.0})
+
+    assert FOREIGN in await scene.refused(model, entrypoint=FOREIGN, tensor_parallel=1)
+    assert (await scene.place(model, tensor_parallel=1)).nodes == (B,)
+
+
+async def test_an_engine_that_asks_for_no_key_has_its_first_rank_on_the_daemons_node(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
+    assert (await scene.place(model, entrypoint=FOREIGN, tensor_parallel=2)).nodes == (A, B)
+    await scene.places.release("m")
+    scene.places.hold("other", 19, [A])
+    with pytest.raises(RankError, match=FOREIGN):
+        await scene.place(model, entrypoint=FOREIGN, tensor_parallel=2)
+    assert scene.link.groups == {}
+    assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
 
 
 async def test_what_is_held_again_is_on_every_node(model: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from workers.loadfile import load_path
 from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
 from workers.private import private_folder
 from workers.rating import Rating
-from workers.runtime import probe
+from workers.runtime import GUARDED, probe
 from workers.sentry import Sentry
 from workers.staging.jobs import Jobs
 from workers.staging.manifest import Manifest, lacking, manifest_of
@@ -148,6 +148,9 @@ class Agent:
             raise RankError(f"The folder {spec['model']} is not on node {self.node_id}: {cure}.")
         where: dict[str, Any] = {}
         if private and not spec["rank"]:
+            if spec["entrypoint"] not in GUARDED:
+                told = f"{spec['entrypoint']}, the engine of {spec['model_name']}, cannot listen on {self.node_id}: it is no vLLM and asks for no key"
+                raise RankError(f"{told}. Serve the model on the daemon's own node.")
             port = _free_port(self.node_id)
             _make_key(key_path)
             where = {"host": self.node_id, "port": port, "api_key_path": str(key_path)}

