@@ -278,7 +278,7 @@ def spec(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_an_engine_that_asks_for_no_key_is_started_on_no_address(made: Agent, folder: Path) -> None:
-    with pytest.raises(RankError, match="my.engine"):
+    with pytest.raises(RankError, match=r"my\.engine"):
         made.spawn(spec(folder, entrypoint="my.engine"), True)
     assert (made.observe()["ranks"], os.listdir(made.run_dir)) == ([], ["plugin"])
 

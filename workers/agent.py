@@ -149,8 +149,8 @@ class Agent:
         where: dict[str, Any] = {}
         if private and not spec["rank"]:
             if spec["entrypoint"] not in GUARDED:
-                told = f"{spec['entrypoint']}, the engine of {spec['model_name']}, cannot listen on {self.node_id}: it is no vLLM and asks for no key"
-                raise RankError(f"{told}. Serve the model on the daemon's own node.")
+                engine = f"{spec['entrypoint']}, the engine of {spec['model_name']},"
+                raise RankError(f"{engine} asks for no key, so it may not listen on {self.node_id}. Serve it on the daemon's own node.")
             port = _free_port(self.node_id)
             _make_key(key_path)
             where = {"host": self.node_id, "port": port, "api_key_path": str(key_path)}
