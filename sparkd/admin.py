@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -40,7 +40,7 @@ from sparkd.admin_answers import (
     reading_body,
 )
 from sparkd.admin_bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
-from sparkd.admin_streams import event_stream, followed_log
+from sparkd.admin_streams import event_page, event_stream, followed_log
 from sparkd.admin_upkeep import Reload, register_upkeep
 from sparkd.errors import (
     REQUEST_ID,
@@ -274,9 +274,9 @@ def _router(
     )
     async def events(
         request: Request, after: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200
-    ) -> dict[str, Any] | StreamingResponse:
+    ) -> Response:
         if "text/event-stream" not in request.headers.get("accept", ""):
-            return {"events": [asdict(event) for event in supervisor.ledger.events(after, limit)]}
+            return Response(await event_page(supervisor, after, limit), media_type="application/json")
         last = request.headers.get("last-event-id", "")
         start = int(last) if _EVENT_ID.fullmatch(last) else after
         stream = event_stream(supervisor, start, limit)
@@ -310,18 +310,18 @@ def _accepted(operation: Operation) -> dict[str, Any]:
 
 
 async def _wait(supervisor: Supervisor, operation_id: str, wait_s: float) -> Operation:
-    async with supervisor.ledger.listen() as queue:
-        try:
-            async with asyncio.timeout(wait_s):
-                while (found := supervisor.operation(operation_id)).state is OperationState.RUNNING:
-                    try:
-                        async with asyncio.timeout(1.0):
-                            await queue.get()
-                    except TimeoutError:
-                        continue
-        except TimeoutError:
-            found = supervisor.operation(operation_id)
-    return found
+    ledger = supervisor.ledger
+    try:
+        async with asyncio.timeout(wait_s):
+            while (operation := supervisor.operation(operation_id)).state is OperationState.RUNNING:
+                try:
+                    async with asyncio.timeout(1.0):
+                        await ledger.wait_for_more(ledger.written)
+                except TimeoutError:
+                    continue
+    except TimeoutError:
+        operation = supervisor.operation(operation_id)
+    return operation
 
 
 def _known(supervisor: Supervisor, name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import fields
 
 from sparkd.errors import ClusterError, UnknownModel
 from sparkd.state import Event
@@ -14,6 +14,8 @@ from sparkd.supervisor import Supervisor
 HEARTBEAT_S = 15.0
 FOLLOW_EVERY_S = 0.5
 PAGE_BYTES = 65536
+
+_MEMBERS = tuple(member.name for member in fields(Event))
 
 
 async def followed_log(supervisor: Supervisor, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:
@@ -33,26 +35,42 @@ async def followed_log(supervisor: Supervisor, name: str, cursor: str | None, ra
             await asyncio.sleep(FOLLOW_EVERY_S)
 
 
+async def event_page(supervisor: Supervisor, after: int, limit: int) -> str:
+    """The answer's JSON: the next `limit` events behind `after`, or the newest where that is 0."""
+    ledger = supervisor.ledger
+    seen = after or ledger.behind_newest(limit)
+    texts: list[str] = []
+    while len(texts) < limit:
+        events, last = await ledger.slice_of_events(seen, limit - len(texts))
+        if last == seen:
+            break
+        seen = last
+        texts += map(_json, events)
+    return f'{{"events": [{", ".join(texts)}]}}'
+
+
 async def event_stream(supervisor: Supervisor, after: int, limit: int) -> AsyncIterator[str]:
     """Everything after `after`, or the newest `limit` where that is 0 or of another state directory; then what happens."""
-    async with supervisor.ledger.listen() as queue:
-        newest = supervisor.ledger.events(0, 1)
-        seen = after if newest and after <= newest[-1].seq else 0
-        while page := supervisor.ledger.events(seen, limit):
-            for event in page:
-                seen = event.seq
-                yield _sse(event)
-        while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    event = await queue.get()
-            except TimeoutError:
-                yield ": still here\n\n"
-                continue
-            if event.seq > seen:
-                seen = event.seq
-                yield _sse(event)
+    ledger = supervisor.ledger
+    seen = after if 0 < after <= ledger.behind_newest(0) else ledger.behind_newest(limit)
+    while True:
+        written = ledger.written
+        events, last = await ledger.slice_of_events(seen, limit)
+        if events:
+            yield "".join(map(_sse, events))
+        if last != seen:
+            seen = last
+            continue
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                await ledger.wait_for_more(written)
+        except TimeoutError:
+            yield ": still here\n\n"
 
 
 def _sse(event: Event) -> str:
-    return f"id: {event.seq}\nevent: {event.kind}\ndata: {json.dumps(asdict(event))}\n\n"
+    return f"id: {event.seq}\nevent: {event.kind}\ndata: {_json(event)}\n\n"
+
+
+def _json(event: Event) -> str:
+    return json.dumps({name: getattr(event, name) for name in _MEMBERS})

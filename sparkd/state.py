@@ -266,6 +266,8 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damages: list[Damage] = []
+        # By seq: events are added and removed only, so a row that was examined once stays what it is.
+        self._examined: set[int] = set()
         with self._translated():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if path.exists() and not path.is_file():
@@ -357,6 +359,7 @@ class Store:
             seq = int(cursor.lastrowid or 0)
             if seq % 100 == 0:
                 self._db.execute("DELETE FROM events WHERE seq <= ?", (seq - EVENTS_KEPT,))
+                self._examined = {kept for kept in self._examined if kept > seq - EVENTS_KEPT}
         return Event(seq, at_s, kind, model, message, dict(data))
 
     def events(self, after_seq: int = 0, limit: int = 200, *, kind: str = "%") -> list[Event]:
@@ -364,6 +367,19 @@ class Store:
         order = "" if after_seq else " DESC"
         found = list(self._read("events", f"WHERE seq > ? AND kind LIKE ? ORDER BY seq{order} LIMIT ?", (after_seq, kind, limit)))
         return found if after_seq else found[::-1]
+
+    def events_behind(self, seq: int, limit: int) -> tuple[list[Event], int]:
+        """The next `limit` rows behind `seq`, oldest first, without those that are left out; and the seq of the last row, or `seq`."""
+        left_out: list[Damage] = []
+        events = list(self._read("events", "WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit), left_out))
+        rows = [event.seq for event in events] + [damage.row for damage in left_out if damage.row is not None]
+        return events, max(rows, default=seq)
+
+    def behind_newest(self, count: int) -> int:
+        """The seq behind which the newest `count` events lie; 0 where there are no more than these."""
+        with self._translated("events"):
+            row = self._db.execute("SELECT seq FROM events WHERE seq > 0 ORDER BY seq DESC LIMIT 1 OFFSET ?", (count,)).fetchone()
+        return int(row[0]) if row else 0
 
     def _migrate(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -406,12 +422,20 @@ class Store:
                 # All at once: a row that is written between two of them could change what is read.
                 for rowid, *row in list(self._fetched(cursor, table, found)):
                     try:
-                        yield make(*row)
+                        yield self._event(*row) if table == "events" else make(*row)
                     except ValueError as error:
                         if found is not None:
                             found.append(Damage(table, rowid, shown(row[0]), str(error)))
             except sqlite3.DatabaseError as error:
                 self._pass_over(error, table, found)
+
+    def _event(self, seq: int, *columns: Any) -> Event:
+        if seq in self._examined:
+            at_s, kind, model, message, data = columns
+            return Event(seq, at_s, kind, model, message, json.loads(data))
+        event = _event(seq, *columns)
+        self._examined.add(seq)
+        return event
 
     def _fetched(self, cursor: sqlite3.Cursor, table: str, found: list[Damage] | None) -> Iterator[tuple[Any, ...]]:
         try:

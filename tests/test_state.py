@@ -5,12 +5,14 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd.errors import StateError
+from sparkd.rows import noun_of
 from sparkd.state import (
     EVENTS_KEPT,
     LEGAL,
@@ -100,6 +102,42 @@ def test_events_are_in_order_paged_and_bounded(store: Store) -> None:
     assert [event.message for event in newest] == [str(EVENTS_KEPT + n) for n in (197, 198, 199)]
     assert [event.seq for event in store.events(after_seq=newest[0].seq)] == [event.seq for event in newest[1:]]
     assert len(store.events(after_seq=1, limit=10**6)) <= EVENTS_KEPT + 100
+
+
+def test_events_are_read_in_slices_behind_a_place(store: Store) -> None:
+    assert (store.behind_newest(0), store.events_behind(0, 5)) == (0, ([], 0))
+    events = [store.add_event(float(number), "k", None, str(number), {}) for number in range(10)]
+
+    assert [store.behind_newest(count) for count in (0, 3, 10, 11)] == [10, 7, 0, 0]
+    assert store.events_behind(7, 2) == (events[7:9], 9)
+    assert store.events_behind(9, 2) == (events[9:], 10)
+    assert store.events_behind(10, 2) == ([], 10)
+
+
+def test_an_event_is_examined_once_however_often_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examined: list[Any] = []
+
+    def counted(noun: Any, raw: Any) -> Any:
+        examined.append(noun)
+        return noun_of(noun, raw)
+
+    monkeypatch.setattr("sparkd.state.noun_of", counted)
+    store = Store(tmp_path / "state.db")
+    written = [store.add_event(1.5, "k", "m", "it", {"a": [number]}) for number in range(20)]
+    for _ in range(3):
+        assert store.events() == written
+        assert store.events_behind(0, 50) == (written, 20)
+    assert len(examined) == 20
+    store.close()
+
+    again = Store(tmp_path / "state.db")
+    assert again.events() == again.events_behind(0, 50)[0] == written
+    assert len(examined) == 40
+    for number in range(EVENTS_KEPT + 200):
+        again.add_event(float(number), "k", None, "", {})
+    again.events(1, 10**6)
+    assert len(again._examined) <= EVENTS_KEPT + 100
+    again.close()
 
 
 def test_only_the_last_operations_are_kept(store: Store) -> None:

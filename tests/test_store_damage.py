@@ -116,6 +116,7 @@ def test_a_damaged_row_is_left_out_by_its_name_and_the_others_stay(tmp_path: Pat
     (damage,) = store.damages
     assert (damage.table, damage.row) == (table, 1) and damage.why
     lost = [len(part) for part in everything(store)[:4]]
+    assert store.events_behind(0, 1)[1] == 1, "a reader goes on behind a row that is left out"
     kept = {"desired": 2, "handles": 1, "operations": 2, "events": 2}
     assert lost == [count - (table == name) for name, count in kept.items()]
     ledger = Ledger(store, lambda: 99.0)

@@ -947,10 +947,15 @@ async def test_a_disk_that_is_full_does_not_end_serving(tmp_path: Path) -> None:
         assert made.supervisor.snapshot().conditions == ()
 
 
-async def test_events_reach_listeners_in_order(tmp_path: Path) -> None:
-    async with stage(tmp_path) as made, made.supervisor.ledger.listen() as queue:
+async def test_events_wake_those_who_wait_for_them_and_are_in_order(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        ledger = made.supervisor.ledger
+        waiting = [asyncio.create_task(ledger.wait_for_more(ledger.written)) for _ in range(2)]
+        await asyncio.sleep(0)
+        begun = ledger.behind_newest(0)
         await make_ready(made)
-        seen = [queue.get_nowait() for _ in range(queue.qsize())]
+        await asyncio.gather(*waiting)
+        seen, _ = await ledger.slice_of_events(begun, 50)
 
         assert [event.data["new"] for event in seen if event.kind == "state"] == ["PLANNED", "LOADING", "READY"]
         assert [event.seq for event in seen] == sorted(event.seq for event in seen)
