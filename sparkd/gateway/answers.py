@@ -55,13 +55,10 @@ def error_event(error: SparkdError, request_id: str | None, *, anthropic: bool =
     return name + b"data: " + error_bytes(error, request_id, anthropic=anthropic) + b"\n\n"
 
 
-def json_headers(length: int, request_id: str, more: Mapping[str, str] | None = None) -> RawHeaders:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % length),
-        (b"date", date()),
-        (b"x-request-id", request_id.encode()),
-    ]
+def json_headers(length: int, request_id: str | None, more: Mapping[str, str] | None = None) -> RawHeaders:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length), (b"date", date())]
+    if request_id is not None:
+        headers.append((b"x-request-id", request_id.encode()))
     headers.extend((name.encode(), value.encode("latin-1", "replace")) for name, value in (more or {}).items())
     return headers
 

@@ -177,7 +177,9 @@ class Edge:
         else:
             body = json.dumps({"name": "sparkd", "version": __version__, "api": "/v1", "admin": "/admin/v1", "ready": "/readyz"}).encode()
         exchange.status, exchange.bytes_out = status, len(body)
-        answer = json_headers(len(body), exchange.request_id, more)
+        # A probe that succeeds is not in the log, so its answer has an id only where the prober sent one, as vLLM's has.
+        named = route.kind not in _PROBES or status != 200 or b"x-request-id" in headers
+        answer = json_headers(len(body), exchange.request_id if named else None, more)
         answer[0] = (b"content-type", content_type.encode())
         await send_whole(send, status, answer, body)
 

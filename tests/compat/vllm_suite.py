@@ -44,13 +44,15 @@ LEFT_OUT = ("/multimodal/", "/speech_to_text/", "/pooling/", "/rl/", "/launchers
 ARGUMENTS = [
     *("--enable-tokenizer-info-endpoint", "--enable-server-load-tracking", "--enable-prompt-tokens-details", "--max-logprobs", "-1"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-scale-out", "--enable-prompt-embeds"),
     # Many tests let the model talk as long as it likes, which on a CPU is long.
     *("--override-generation-config", '{"max_new_tokens": 64}'),
 ]
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 START_S, TEST_S = 900.0, 60
 SIDE_BY_SIDE = 3
-_MODEL_NAME = re.compile(r'^(\s*\w*MODEL\w*(?:\s*:\s*\w+)?\s*=\s*)"[\w.-]+/[\w.-]+"', re.MULTILINE)
+_ANTHROPIC_ALIAS = "claude-3-7-sonnet-latest"
+_MODEL_NAME = re.compile(r'^(\s*\w*MODEL\w*(?:\s*:\s*\w+)?\s*=\s*)"[\w.-]+/[\w.-]+"', re.MULTILINE | re.IGNORECASE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,9 +87,11 @@ def prepared(release: str) -> Path:
         kept = (["tests", "entrypoints"], ["tests", "__init__.py"])
         wanted = [member for member in sdist.getmembers() if member.name.split("/")[1:3] in kept]
         sdist.extractall(HOME, members=wanted, filter="data")
-    shutil.copy(Path(__file__).with_name("standin.py"), suite / "tests" / "utils.py")
+    for ours, theirs in (("standin.py", "utils.py"), ("fixtures.py", "conftest.py")):
+        shutil.copy(Path(__file__).with_name(ours), suite / "tests" / theirs)
     for path in suite.glob("tests/entrypoints/**/*.py"):
-        path.write_text(_MODEL_NAME.sub(rf'\1"{MODEL}"', path.read_text()))
+        text = _MODEL_NAME.sub(rf'\1"{MODEL}"', path.read_text())
+        path.write_text(text.replace(_ANTHROPIC_ALIAS, MODEL))
     if not is_prepared(model := ROOT / ".sparkd" / "models" / FOLDER_NAME):
         prepare(model)
     (suite / MODEL).symlink_to(model)  # what a test asks transformers for by the name that it asks the server for
