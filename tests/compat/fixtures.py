@@ -1,4 +1,7 @@
-"""Takes the place of tests/conftest.py of vLLM's sdist: nothing is downloaded, so that a test of an adapter fails alone and not its whole file."""
+"""Takes the place of tests/conftest.py of vLLM's sdist.
+
+Nothing is downloaded, so that a test of an adapter fails alone and not its whole file.
+"""
 
 from __future__ import annotations
 
