@@ -433,11 +433,7 @@ class Actions:
         if self.tasks is None:
             work.close()
             raise RuntimeError("the supervisor does not run")
-        where, _, model = name.partition(" ")
-        task = self.tasks.create_task(self._boundary.guarded(where, work, model), name=name)
-        # As above.
-        task.add_done_callback(lambda _: work.close())
-        return task
+        return self._boundary.spawn(self.tasks, name, work)
 
 
 def _rests(times: int) -> str:

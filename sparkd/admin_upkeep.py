@@ -31,7 +31,7 @@ def register_upkeep(api: APIRouter, supervisor: Supervisor, reload: Reload | Non
         return await reload()
 
     # Each reading starts programs on every node.
-    hosts = Recent(lambda runtime: supervisor.everywhere("host", runtime), HOSTS_KEPT_S)
+    hosts = Recent(lambda runtime: supervisor.everywhere("host", runtime), HOSTS_KEPT_S, supervisor.boundary)
 
     @api.get(
         "/doctor", **answers(Examination), summary="How well the nodes are prepared, what is wrong and what helps, and why models failed"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparkd import metrics
 
@@ -29,7 +30,7 @@ class _Caught:
 
 
 class Boundary:
-    """Everything that the daemon does on its own runs within one of `around`, `guarded` and `keep`. `clock` is monotonic, seconds.
+    """Everything that the daemon does on its own runs within one of `around`, `spawn` and `keep`. `clock` is monotonic, seconds.
 
     A task that is cancelled ends. A CancelledError that comes up from inside, while nobody cancels the task, is an error like any other:
     asyncio would end the task for it without a word.
@@ -66,7 +67,25 @@ class Boundary:
         """Nothing that is raised within it goes on from here. failed: hears the sentence for the one model that is concerned."""
         return Around(self, where, model, failed)
 
-    async def guarded(self, where: str, work: Awaitable[None], model: str = "") -> None:
+    def spawn(
+        self, tasks: asyncio.TaskGroup | asyncio.AbstractEventLoop, name: str, work: Coroutine[Any, Any, object]
+    ) -> asyncio.Task[None]:
+        """A task that no error ends. name: one word, the same for all models, and the model."""
+        where, _, model = name.partition(" ")
+        task = tasks.create_task(self.guarded(where, work, model), name=name)
+        # A task that is cancelled before its first step never enters its coroutine.
+        task.add_done_callback(lambda _: work.close())
+        return task
+
+    def heard(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """The loop's exception handler: for callbacks, and for tasks of libraries that nothing waits for."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self.caught("loop", error)
+        else:
+            loop.default_exception_handler(dict(context))
+
+    async def guarded(self, where: str, work: Awaitable[object], model: str = "") -> None:
         with self.around(where, model):
             await work
 

@@ -132,7 +132,7 @@ class Daemon:
         self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, kept, boundary=self._boundary)
         self._cluster.prove(self._measures.passed)
         self._admin = _AdminLater(self._build_admin)
-        self._scraper = Scraper(self._engines, time.monotonic)
+        self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
         self._edge = Edge(
             self._supervisor,
             admin=self._admin,
@@ -146,7 +146,7 @@ class Daemon:
             include_aliases_in_list=config.include_aliases_in_list,
             page_origins=origins_of(config.cors.origins),
         )
-        self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s)
+        self._server: GatewayServer = gateway_server(self._edge, _limits(config), drain_s=config.unload_timeout_s, boundary=self._boundary)
         self._reloader = Reloader(config, systemd, load=self._load, take=self._take, refused=self._supervisor.tell_refused)
         self._ending, self._at_once = asyncio.Event(), asyncio.Event()
         self._stop_engines, self._ended = True, False
@@ -155,6 +155,7 @@ class Daemon:
     async def run(self) -> None:
         """Until a signal. A part that breaks ends the daemon in the same order; a supervised one lets go of the engines then."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._boundary.heard)
         self._catch_signals(loop)
         try:
             await self._serve_until_told(loop)
@@ -165,7 +166,7 @@ class Daemon:
 
     async def _serve_until_told(self, loop: asyncio.AbstractEventLoop) -> None:
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(self._server.serve(sockets=self._listening), name="gateway")
+            serving = self._boundary.spawn(tasks, "gateway", self._server.run_until_told(self._listening))
             parts: dict[str, Callable[[], Awaitable[None]]] = {
                 "supervisor": self._supervisor.run,
                 "cluster": partial(self._join_ray, loop),
@@ -242,9 +243,10 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         """A second signal takes away the time that they have for it (engine.stop_timeout_s)."""
-        ends = asyncio.create_task(self._supervisor.stop_everything(at_once=self._at_once.is_set()))
+        loop = asyncio.get_running_loop()
+        ends = self._boundary.spawn(loop, "engines", self._supervisor.stop_everything(at_once=self._at_once.is_set()))
         if not self._at_once.is_set():
-            hurry = asyncio.create_task(self._at_once.wait())
+            hurry = self._boundary.spawn(loop, "engines", self._at_once.wait())
             await asyncio.wait((ends, hurry), return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
             if not ends.done():

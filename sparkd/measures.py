@@ -106,7 +106,7 @@ class Measures:
         if self._tasks is None:
             raise ClusterError("The daemon is only just starting: try again in a moment.")
         operation = self._ledger.open(KIND, " - ".join(chosen), by)
-        task = self._tasks.create_task(self._measure(operation.id, chosen), name=f"measure {operation.model}")
+        task = self._boundary.spawn(self._tasks, KIND, self._measure(operation.id, chosen))
         self._running = operation.id, task
         task.add_done_callback(partial(self._done, operation.id))
         return operation

@@ -100,7 +100,7 @@ class Pulls:
         self._asked[operation.id] = (called, chosen, revision)
         one = _Pull(self._nodes, self._tell(operation.id), self._clock)
         work = self._pull(operation.id, called, partial(one.run, model, revision, environ, chosen))
-        self._running[operation.id] = task = self._tasks.create_task(work, name=f"pull {called}")
+        self._running[operation.id] = task = self._boundary.spawn(self._tasks, f"{KIND} {called}", work)
         task.add_done_callback(partial(self._done, operation.id))
         return self._ledger.operation(operation.id)
 

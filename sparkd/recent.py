@@ -7,36 +7,63 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from sparkd.boundary import Boundary
+from sparkd.errors import SparkdError
+
 T = TypeVar("T")
 
 
 class Recent(Generic[T]):
     """`ask` makes an answer for an argument. A caller who leaves ends no run: the next one waits for it instead of starting another."""
 
-    def __init__(self, ask: Callable[[str], Awaitable[T]], kept_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ask: Callable[[str], Awaitable[T]], kept_s: float, boundary: Boundary, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ask = ask
         self._kept_s = kept_s
+        self._boundary = boundary
         self._clock = clock
-        self._run: asyncio.Task[T] | None = None
-        self._argument = ""
-        self._answered_at_s = 0.0
+        self._run: _Run[T] | None = None
 
     async def get(self, argument: str) -> T:
         """Raises what the run raises, to all who wait for it; then the next call asks again."""
-        while self._run is not None and not self._run.done() and self._argument != argument:
-            await asyncio.wait((self._run,))
+        while self._run is not None and not self._run.task.done() and self._run.argument != argument:
+            await asyncio.wait((self._run.task,))
         if self._run is None or self._is_over(self._run, argument):
-            self._argument = argument
-            self._run = asyncio.create_task(self._answer(argument))
-        return await asyncio.shield(self._run)
+            self._run = _Run(argument, self._ask, self._clock, self._boundary)
+        run = self._run
+        await asyncio.shield(run.task)
+        return run.result()
 
-    def _is_over(self, run: asyncio.Task[T], argument: str) -> bool:
-        if not run.done():
+    def _is_over(self, run: _Run[T], argument: str) -> bool:
+        if not run.task.done():
             return False
-        failed = run.cancelled() or run.exception() is not None
-        return failed or self._argument != argument or self._clock() - self._answered_at_s >= self._kept_s
+        return run.answered_at_s is None or run.argument != argument or self._clock() - run.answered_at_s >= self._kept_s
 
-    async def _answer(self, argument: str) -> T:
-        answer = await self._ask(argument)
-        self._answered_at_s = self._clock()
-        return answer
+
+class _Run(Generic[T]):
+    """answered_at_s: None while there is no answer, and for ever where the run failed."""
+
+    def __init__(self, argument: str, ask: Callable[[str], Awaitable[T]], clock: Callable[[], float], boundary: Boundary) -> None:
+        self.argument = argument
+        self.answered_at_s: float | None = None
+        self._ask, self._clock = ask, clock
+        self._answers: list[T] = []
+        self._failure: BaseException | None = None
+        self.task = boundary.spawn(asyncio.get_running_loop(), "answer", self._answer())
+
+    def result(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        return self._answers[0]
+
+    async def _answer(self) -> None:
+        try:
+            self._answers.append(await self._ask(self.argument))
+        except SparkdError as error:
+            self._failure = error  # for the callers; sparkd made none
+        except BaseException as error:
+            self._failure = error
+            raise
+        else:
+            self.answered_at_s = self._clock()

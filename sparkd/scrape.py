@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import aiohttp
 
 from sparkd import metrics
+from sparkd.boundary import Boundary
 from sparkd.upstream import Upstream
 
 EVERY_S = 5.0
@@ -37,7 +38,10 @@ _OURS = re.compile(r'(^|,)(model|node)="')
 class Scraper:
     """`targets()` gives (model, node, upstream) of the engines that are up; `text()` is what to append to our own exposition."""
 
-    def __init__(self, targets: Callable[[], Iterable[tuple[str, str, Upstream]]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, targets: Callable[[], Iterable[tuple[str, str, Upstream]]], clock: Callable[[], float], boundary: Boundary | None = None
+    ) -> None:
+        self._boundary = boundary or Boundary(clock)
         self._targets = targets
         self._clock = clock
         self._pages: dict[tuple[str, str], tuple[float, str]] = {}
@@ -53,18 +57,23 @@ class Scraper:
     async def once(self) -> None:
         """Fetch all engines side by side; a page older than KEEP_S is dropped rather than shown as if it were news."""
         targets = list(self._targets())
+        fetched: dict[tuple[str, str], str | None] = {(model, node): None for model, node, _ in targets}
+
+        async def fetch(model: str, node: str, upstream: Upstream) -> None:
+            fetched[model, node] = await _sound_page(upstream, model)
+
         async with asyncio.TaskGroup() as tasks:
-            fetches = {(model, node): tasks.create_task(_sound_page(upstream, model)) for model, node, upstream in targets}
+            for target in targets:
+                self._boundary.spawn(tasks, f"scraper {target[0]}", fetch(*target))
         now_s = self._clock()
-        for gone in self._fresh_at_s.keys() - fetches.keys():
+        for gone in self._fresh_at_s.keys() - fetched.keys():
             del self._fresh_at_s[gone]
-        for key, fetch in fetches.items():
-            page = fetch.result()
+        for key, page in fetched.items():
             self._fresh_at_s.setdefault(key, now_s)
             if page is not None:
                 self._pages[key] = (now_s, page)
                 self._fresh_at_s[key] = now_s
-        self._pages = {key: (at_s, page) for key, (at_s, page) in self._pages.items() if key in fetches and now_s - at_s <= KEEP_S}
+        self._pages = {key: (at_s, page) for key, (at_s, page) in self._pages.items() if key in fetched and now_s - at_s <= KEEP_S}
         pages = {key: page for key, (_, page) in self._pages.items()}
         # Milliseconds for a page of an engine: not between two chunks of somebody's stream.
         self._text = (await asyncio.to_thread(merge, pages)).encode() if pages else b""

@@ -67,7 +67,7 @@ class Supervisor:
         rng: random.Random | None = None,
         boundary: Boundary | None = None,
     ) -> None:
-        self._boundary = boundary or Boundary(clock)
+        self.boundary = boundary or Boundary(clock)
         self._cluster = cluster
         self._outside = outside
         self._clock = clock
@@ -82,7 +82,7 @@ class Supervisor:
         self._refused: str | None = None
         self._agents: set[str] = set()
         self._ticked_at_s = clock()
-        self.ledger = Ledger(store, wall, self._boundary)
+        self.ledger = Ledger(store, wall, self.boundary)
         self.ledger.tell_damages()
         self._roster = Roster(config, store, clock, wall)
         self._door = Door(
@@ -95,7 +95,7 @@ class Supervisor:
         )
         self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)
-        hands = (self._roster, self.ledger, cluster, self._door, self._boundary)
+        hands = (self._roster, self.ledger, cluster, self._door, self.boundary)
         jitter = rng or random.Random()
         self._actions = Actions(*hands, ask=ask, left=self._gate.release.left, wake=self.wake, clock=clock, wall=wall, rng=jitter)
         self._pulse = Pulse(self._actions.spawn, ask, clock)
@@ -152,7 +152,7 @@ class Supervisor:
         observation = self._observation
         seen = observation.trouble if observation else None
         own = (self._refused, *self.ledger.conditions, *self._roster.conditions)
-        told = (*own, seen, *self._gate.conditions, self._pulse.condition, self._boundary.condition, self._outside())
+        told = (*own, seen, *self._gate.conditions, self._pulse.condition, self.boundary.condition, self._outside())
         return Snapshot(
             at_s=self._wall(),
             settled=self._settled,
@@ -347,7 +347,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             self._actions.tasks = tasks
             while True:
-                with self._boundary.around("tick"), metrics.TICK_SECONDS.time():
+                with self.boundary.around("tick"), metrics.TICK_SECONDS.time():
                     await self.tick()
                 hurry = any(record.state in STARTING or record.state is ModelState.STOPPING for record in self._roster.records.values())
                 hurry = hurry or bool(self._gate.room_gib)
@@ -361,7 +361,7 @@ class Supervisor:
 
         Each step has a boundary of its own: what goes wrong in one, or with one model, keeps nothing else from being done.
         """
-        around, records = self._boundary.around, self._roster.records
+        around, records = self.boundary.around, self._roster.records
         # A look that began while an action was under way may show the ranks as they were before it; a question changes none.
         steady = {name: record.rank_id for name, record in records.items() if record.busy in (None, "ask")}
         with around("tell"):
@@ -429,7 +429,7 @@ class Supervisor:
     def _plan(self, found: Found, *, is_open: bool = True) -> tuple[list[Action], Turn]:
         """Changes nothing. is_open: the cluster knows which nodes are open; where that, or who holds what, is not known, nothing is
         started, and what is to end ends."""
-        now_s, around = self._clock(), self._boundary.around
+        now_s, around = self._clock(), self.boundary.around
         facts: dict[str, ModelFacts] = {}
         for name, record in self._roster.records.items():
             with around("facts", name):

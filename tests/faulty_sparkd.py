@@ -1,7 +1,7 @@
 """`python -m tests.faulty_sparkd serve ..`: sparkd whose parts raise what nobody expects. The product knows nothing of it.
 
 FAULTS_FILE names a file with the share of the calls of the cluster, of Ray's connection and of the store that raise an error; without it
-there are none. Every part that the daemon runs beside its gateway ends by an error when it begins for the first time.
+there are none. Every part that the daemon runs, its gateway too, ends by an error when it begins for the first time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sparkd.__main__ import main
 from sparkd.cluster import Cluster
 from sparkd.console import Console
 from sparkd.daemon import Daemon
+from sparkd.gateway.server import GatewayServer
 from sparkd.measures import Measures
 from sparkd.pulls import Pulls
 from sparkd.raylink import RayLink
@@ -45,7 +46,7 @@ ERRORS: tuple[Callable[[], BaseException], ...] = (
 NOT_OF_THE_LOOP = ("run", "close", "disconnect", "expect", "prove", "reconfigure", "nodes", "damages")
 PARTS = (
     (Supervisor, "run"), (Daemon, "_join_ray"), (Scraper, "run"), (Pulls, "run"), (Measures, "run"), (Reloader, "run"),
-    (Daemon, "_keep_watchdog_quiet"), (Console, "run"),
+    (Daemon, "_keep_watchdog_quiet"), (Console, "run"), (GatewayServer, "serve"),
 )  # fmt: skip
 
 

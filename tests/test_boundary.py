@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkd.boundary import KEPT_S, LOG_EVERY_S, Boundary
+from sparkd.gateway import GatewayServer
+from sparkd.gateway.acceptor import Acceptor
 from sparkd.metrics import INTERNAL_ERRORS
 from tests.fakes import FakeClock
 from tests.faulty_sparkd import ERRORS
+from tests.gateway.fakes import RawEngine, serving, soon
+
+SPARKD = Path(__file__).parents[1] / "sparkd"
+STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Task"}
+WITHIN = {"guarded", "keep"}
+# module:function -> why no error of that task needs the boundary.
+OUTSIDE: dict[str, str] = {}
+
+
+def started(path: Path) -> Iterator[tuple[str, bool]]:
+    """module:function of every task that the module starts, and whether it runs within the boundary."""
+    tree = ast.parse(path.read_text())
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call) and name_of(call.func) in STARTS:
+                work = call.args[0] if call.args else None
+                yield f"{path.stem}:{function.name}", isinstance(work, ast.Call) and name_of(work.func) in WITHIN
+
+
+def name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+
+
+def test_every_task_runs_within_the_boundary() -> None:
+    found = [one for path in sorted(SPARKD.rglob("*.py")) for one in started(path)]
+
+    assert ("boundary:spawn", True) in found and ("daemon:_serve_until_told", True) in found
+    assert {place for place, within in found if not within} == OUTSIDE.keys()
 
 
 @pytest.fixture
@@ -86,6 +122,42 @@ async def test_a_task_that_is_cancelled_ends(boundary: Boundary) -> None:
     assert boundary.condition is None
 
 
+async def test_no_error_of_a_task_ends_its_group(boundary: Boundary) -> None:
+    ended = []
+
+    async def fail(make: Callable[[], BaseException]) -> None:
+        raise make()
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        ended.append("work")
+
+    async with asyncio.TaskGroup() as tasks:
+        for make in ERRORS:
+            boundary.spawn(tasks, "pull m", fail(make))
+        boundary.spawn(tasks, "pull other", work())
+
+    assert ended == ["work"]
+    assert all(f"pull of m ({type(make()).__name__}" in str(boundary.condition) for make in ERRORS)
+
+
+async def test_a_task_that_is_cancelled_before_its_first_step_leaves_nothing(boundary: Boundary) -> None:
+    """A coroutine that nobody awaited would be a warning, and that an error."""
+    task = boundary.spawn(asyncio.get_running_loop(), "pull m", asyncio.sleep(60.0))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert task.cancelled() and boundary.condition is None
+
+
+async def test_an_error_of_a_callback_is_noted(boundary: Boundary) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(boundary.heard)
+    loop.call_soon({}.__getitem__, "node")
+    await asyncio.sleep(0)
+    assert "loop (KeyError)" in str(boundary.condition)
+
+
 async def test_a_time_limit_is_what_it_is_everywhere(boundary: Boundary) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
@@ -139,3 +211,57 @@ def test_a_lasting_fault_does_not_fill_the_log(boundary: Boundary, clock: FakeCl
 
     assert len(caplog.records) == 3
     assert all(record.exc_info for record in caplog.records)
+
+
+class Loop:
+    """The running one, whose first connection fails for a reason that no system gives."""
+
+    def __init__(self) -> None:
+        self.errors = [RuntimeError("once")]
+        self.loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    async def connect_accepted_socket(self, make: Any, client: socket.socket) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        await self.loop.connect_accepted_socket(make, client)
+
+
+async def test_an_error_while_a_connection_is_opened_costs_that_connection_alone(boundary: Boundary) -> None:
+    made = asyncio.Event()
+
+    class Told(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.set()
+            transport.abort()  # type: ignore[attr-defined]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = Acceptor([listener], Told, (), {}, 10, boundary)
+        accepting._loop = Loop()  # type: ignore[assignment]
+        async with asyncio.timeout(10):
+            reader, first = await asyncio.open_connection(*listener.getsockname())
+            assert await reader.read() == b""
+            assert not made.is_set() and "accept (RuntimeError)" in str(boundary.condition)
+            _, second = await asyncio.open_connection(*listener.getsockname())
+            await made.wait()
+        accepting.close()
+        first.close()
+        second.close()
+
+
+async def test_a_gateway_that_ends_by_an_error_begins_again_until_it_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors, main_loop = list(ERRORS), GatewayServer.main_loop
+
+    async def breaks(self: GatewayServer) -> None:
+        if errors:
+            raise errors.pop()()
+        await main_loop(self)
+
+    monkeypatch.setattr(GatewayServer, "main_loop", breaks)
+    async with serving(RawEngine(tmp_path / "engine.sock")) as running:
+        await soon(lambda: not errors)
+        assert (await running.get("/livez")).status == 200

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -135,7 +136,7 @@ def test_the_readme_names_every_route(path: str) -> None:
 
 
 def test_the_readme_names_every_route_of_the_admin_api() -> None:
-    document: FastAPI = admin_app(None, dict)  # type: ignore[arg-type]
+    document: FastAPI = admin_app(SimpleNamespace(boundary=None), dict)  # type: ignore[arg-type]
     for path in document.openapi()["paths"]:
         first, *rest = path.removeprefix(f"{PREFIX}/").split("/")
         assert re.search(rf"`(?:{PREFIX}/)?{first}\b", README), path

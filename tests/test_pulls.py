@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -22,10 +23,12 @@ from sparkd.config import load_config
 from sparkd.errors import BadRequest, CheckpointError, ClusterError, Conflict, RankError, UnknownModel
 from sparkd.fetch import wanted
 from sparkd.ledger import Ledger
+from sparkd.metrics import INTERNAL_ERRORS
 from sparkd.pulls import Pulls
 from sparkd.state import Operation, OperationState, Store
 from tests.fabric_tree import readings
 from tests.fakes import scene as supervised
+from tests.gateway.fakes import soon
 from tests.hub_server import COMMIT, Repository, serving
 from tests.shards import layered, write_folder
 from workers.hub_cache import snapshot_of
@@ -111,6 +114,23 @@ async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulls, "POLL_S", 0.0)
     monkeypatch.setattr(fetch, "PROGRESS_S", 0.01)
+
+
+async def test_a_store_that_refuses_the_end_of_a_pull_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene(tmp_path) as made:
+        say, refused = made.ledger.say, INTERNAL_ERRORS.labels("pull")._value.get()
+
+        def refuse(kind: str, model: str | None, message: str, **details: Any) -> None:
+            if model == "plain":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            say(kind, model, message, **details)
+
+        monkeypatch.setattr(made.ledger, "say", refuse)
+        await made.ended(made.pulls.start("plain"))
+        await soon(lambda: INTERNAL_ERRORS.labels("pull")._value.get() > refused)
+        again = await made.ended(made.pulls.start("plain"))
+
+    assert again.state is OperationState.SUCCEEDED
 
 
 async def test_a_folder_is_copied_over_the_rails_and_everything_started_is_ended(tmp_path: Path) -> None:

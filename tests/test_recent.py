@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 
+from sparkd.boundary import Boundary
+from sparkd.errors import AgentLost
 from sparkd.recent import Recent
 from tests.fakes import FakeClock
+from tests.gateway.fakes import soon
 
 
 class Asked:
@@ -34,7 +37,7 @@ class Asked:
 
 async def test_it_is_kept_for_a_while() -> None:
     asked, clock = Asked(), FakeClock()
-    recent = Recent(asked, 5.0, clock)
+    recent = Recent(asked, 5.0, Boundary(clock), clock)
     assert [await recent.get("a"), await recent.get("a")] == [1, 1]
     clock.now_s += 4.9
     assert await recent.get("a") == 1
@@ -45,7 +48,7 @@ async def test_it_is_kept_for_a_while() -> None:
 
 async def test_one_run_at_a_time_and_callers_who_leave_start_no_other() -> None:
     asked = Asked()
-    recent = Recent(asked, 5.0, FakeClock())
+    recent = Recent(asked, 5.0, Boundary(FakeClock()), FakeClock())
     asked.may.clear()
     leaving = [asyncio.create_task(recent.get("a")) for _ in range(10)]
     await asyncio.sleep(0)
@@ -62,8 +65,33 @@ async def test_one_run_at_a_time_and_callers_who_leave_start_no_other() -> None:
 
 async def test_a_failure_is_told_and_not_kept() -> None:
     asked = Asked()
-    recent = Recent(asked, 5.0, FakeClock())
+    recent = Recent(asked, 5.0, Boundary(FakeClock()), FakeClock())
     for _ in range(2):
         with pytest.raises(OSError, match="fails"):
             await recent.get("fails")
     assert asked.runs == ["fails", "fails"]
+
+
+async def test_a_failure_of_which_every_caller_has_left_is_noted() -> None:
+    asked, boundary = Asked(), Boundary(FakeClock())
+    recent = Recent(asked, 5.0, boundary)
+    asked.may.clear()
+    leaving = asyncio.create_task(recent.get("fails"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    asked.may.set()
+    await soon(lambda: "answer (OSError)" in str(boundary.condition))
+
+    with pytest.raises(OSError, match="fails"):
+        await recent.get("fails")
+
+
+async def test_a_node_that_does_not_answer_is_no_error_of_sparkd() -> None:
+    async def ask(_: str) -> int:
+        raise AgentLost("The agent of node n does not answer.")
+
+    boundary = Boundary(FakeClock())
+    with pytest.raises(AgentLost):
+        await Recent(ask, 5.0, boundary).get("a")
+    assert boundary.condition is None

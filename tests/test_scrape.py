@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from sparkd import metrics, scrape
+from sparkd.boundary import Boundary
 from sparkd.scrape import KEEP_S, MAX_BYTES, Scraper, merge
 from sparkd.upstream import Upstream
 from tests.fakes import FakeClock
@@ -177,6 +178,24 @@ async def test_pages_come_from_every_engine_with_its_key() -> None:
         assert running(scraper.text()) == {"a": 1.0, "b": 2.0}
         assert made["a"].heard[0].head.startswith(b"GET /metrics HTTP/1.1")
         assert made["a"].heard[0].headers["authorization"] == f"Bearer {'k' * 32}"
+
+
+async def test_an_error_over_one_page_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault_of(page: str) -> str | None:
+        if "1" in page:
+            raise KeyError(page)
+        return None
+
+    monkeypatch.setattr(scrape, "fault_of", fault_of)
+    boundary = Boundary(FakeClock())
+    async with engines("a", "b") as (made, targets):
+        made["a"].replies(http("vllm:num_requests_running 1"))
+        made["b"].replies(http("vllm:num_requests_running 2"))
+        scraper = Scraper(lambda: targets, FakeClock(), boundary)
+        await scraper.once()
+
+        assert running(scraper.text()) == {"b": 2.0}
+        assert "scraper of a (KeyError)" in str(boundary.condition)
 
 
 def ages(scraper: Scraper) -> dict[str, float]:

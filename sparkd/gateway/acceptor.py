@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from sparkd import metrics
+from sparkd.boundary import Boundary
 from sparkd.errors import Unavailable
 from sparkd.gateway.answers import date, error_bytes, new_request_id
 from sparkd.gateway.exchange import count_refused
@@ -78,11 +79,13 @@ class Acceptor:
         connections: Collection[object],
         idle: MutableMapping[Idle, None],
         configured: int,
+        boundary: Boundary,
     ) -> None:
         self._listening = tuple(listening)
         self._make = make
         self._connections = connections
         self._idle = idle
+        self._boundary = boundary
         self._loop = asyncio.get_running_loop()
         self._opening: dict[asyncio.Task[None], asyncio.Protocol] = {}
         self._resting: asyncio.TimerHandle | None = None
@@ -174,7 +177,7 @@ class Acceptor:
                 _turn_away(client)
                 return
         connection = self._make()
-        opening = self._loop.create_task(self._open(client, connection))
+        opening = self._boundary.spawn(self._loop, "accept", self._open(client, connection))
         self._opening[opening] = connection
         opening.add_done_callback(self._opening.pop)
 

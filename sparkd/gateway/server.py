@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import ctypes
 import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
 
+from sparkd.boundary import Boundary
 from sparkd.errors import ConfigError
 from sparkd.gateway.acceptor import BACKLOG, Acceptor
 from sparkd.gateway.answers import App
@@ -33,6 +35,19 @@ class GatewayServer(uvicorn.Server):
 
     acceptor: Acceptor | None = None
 
+    def __init__(self, config: uvicorn.Config, boundary: Boundary) -> None:
+        super().__init__(config)
+        self._boundary = boundary
+
+    async def run_until_told(self, sockets: list[socket.socket]) -> None:
+        """`serve`, begun again where it ends by an error before it is told to."""
+
+        async def serve() -> None:
+            if not self.should_exit:
+                await self.serve(sockets)
+
+        await self._boundary.keep("gateway", serve)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -40,9 +55,12 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's, but for the accepting: asyncio's and uvloop's own have no bound, and end badly where descriptors run out."""
         await super().startup(sockets=[])
+        if self.acceptor is not None:
+            self.acceptor.close()
         config, state = self.config, self.server_state
         make = partial(config.http_protocol_class, config=config, server_state=state, app_state=self.lifespan.state)
-        self.acceptor = Acceptor(sockets or (), make, state.connections, config.http.idle, config.http.limits.connections)
+        limit = config.http.limits.connections
+        self.acceptor = Acceptor(sockets or (), make, state.connections, config.http.idle, limit, self._boundary)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.acceptor is not None:
@@ -105,7 +123,7 @@ def map_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, _TRIMMED_FROM_BYTES)
 
 
-def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> GatewayServer:
+def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0, boundary: Boundary | None = None) -> GatewayServer:
     """A server for `app`, not yet listening. Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can.
 
     Sets how this process's malloc keeps large blocks (map_large_blocks).
@@ -126,7 +144,7 @@ def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0) -> Gatewa
         timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=drain_s,
     )
-    return GatewayServer(config)
+    return GatewayServer(config, boundary or Boundary(time.monotonic))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -340,7 +340,7 @@ async def serving(
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     port = listener.getsockname()[1]
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.serve(sockets=[listener]))
+        tasks.create_task(server.run_until_told([listener]))
         await soon(lambda: server.started)
         try:
             yield Running(port, edge, server, supervisor, engine, calls)

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkd import metrics
+from sparkd.boundary import Boundary
 from sparkd.gateway import Limits, acceptor
 from sparkd.gateway.acceptor import Acceptor, most_connections, reserve
 from tests.gateway.fakes import Client, RawEngine, Running, is_ours, post, request, serving, soon, until_gone
@@ -182,7 +184,7 @@ async def test_an_accept_that_fails_for_lack_of_descriptors_is_tried_again(monke
 
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
-        accepting = Acceptor([listener], Told, (), {}, 10)
+        accepting = Acceptor([listener], Told, (), {}, 10, Boundary(time.monotonic))
         _, writer = await asyncio.open_connection(*listener.getsockname())
         async with asyncio.timeout(10):
             await made.wait()
