@@ -99,8 +99,13 @@ def check_ipv4(value: str) -> str:
     return value
 
 
+def is_name(text: str) -> bool:
+    """Whether a model may be called so."""
+    return MODEL_NAME.fullmatch(text) is not None and ".." not in text and "//" not in text
+
+
 def check_name(name: str) -> str:
-    if not MODEL_NAME.fullmatch(name) or ".." in name or "//" in name:
+    if not is_name(name):
         raise ValueError("up to 128 letters, digits, '.', '_', ':', '/' and '-', a letter or digit first, without '..' and '//'")
     return name
 

@@ -13,7 +13,7 @@ from typing import Any
 from sparkd.boundary import Boundary
 from sparkd.errors import StateError, UnknownOperation
 from sparkd.record import Record
-from sparkd.rows import Damage
+from sparkd.rows import DAMAGES_SHOWN, Damage
 from sparkd.state import (
     EVENTS_KEPT,
     OPERATIONS_KEPT,
@@ -28,9 +28,6 @@ from sparkd.state import (
 )
 
 log = logging.getLogger("sparkd.events")
-
-DAMAGES_SHOWN = 10
-CURES = {"desired": "Load or unload that model", "specs": "Add that model"}
 
 # Rows of history that are read in one turn of the loop: below a millisecond.
 SLICE = 50
@@ -69,13 +66,6 @@ class Ledger:
                 log.warning("%s: %s; it is left out", file, damage)
             message = f"{file}: {len(damages)} of its rows cannot be used and are left out: {'; '.join(map(str, shown))}."
             self.say("store", None, message, file=file, table=table, rows=[damage.row for damage in shown], count=len(damages))
-
-    @property
-    def conditions(self) -> list[str]:
-        """The trouble with saving, and each wish and added model that was left out, until it is written again."""
-        lost = [damage for damage in self._store.damages if damage.table in CURES]
-        again = [f"{damage}. {CURES[damage.table]} again to replace the row." for damage in lost[:DAMAGES_SHOWN]]
-        return [*filter(None, (self.trouble,)), *(f"StateRowLeftOut: {self._store.path}, {one}" for one in again)]
 
     def wish(self, record: Record, want: Want, by: str) -> None:
         record.desired = Desired(record.name, want, record.desired.generation + 1, by, self._wall())

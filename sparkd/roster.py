@@ -7,13 +7,16 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sparkd.config import Config, config_hash, parse_model
+from sparkd.config_fields import is_name
 from sparkd.errors import Conflict, SparkdError, StateError, UnknownModel
 from sparkd.loud import remark
 from sparkd.model_config import ModelConfig
 from sparkd.record import Record
+from sparkd.rows import DAMAGES_SHOWN, Damage
 from sparkd.snapshot import ModelView
 from sparkd.state import Desired, ModelState, Progress, Store, Want
 
@@ -75,7 +78,11 @@ class Roster:
                 del self.records[name]
         # A model that comes back later, under the same name, is not loaded because of what was wished for the one that has gone.
         for name in stored.keys() - models.keys() - added.keys():
-            self._forget_wish(name)
+            self._forget_wish(name, partial(self._store.forget_desired, name))
+        for damage in self._damages("desired"):
+            if damage.key not in models and damage.key not in added:
+                log.warning("%s: %s; it is of no model and is removed", self._store.path, damage)
+                self._forget_wish(damage.handle, partial(self._store.forget_damage, damage))
         for name, spec in models.items():
             if name not in self.records:
                 desired = stored.get(name) or Desired(name, Want.STOPPED, 0, "config", self._wall())
@@ -151,12 +158,20 @@ class Roster:
         self.configure(self._base)
 
     def forget_left_out(self, name: str) -> bool:
-        """Forget an added model that cannot be used; False where `name` is none of those."""
-        if name not in self._left_out:
+        """Forget an added model that cannot be used, and damaged rows by their name or handle; False where `name` is none of those."""
+        damages = [damage for damage in self._damages("specs", "desired") if name in (self._name_of(damage), damage.handle)]
+        if name not in self._left_out and not damages:
             return False
-        self._store.forget_spec(name)
+        for damage in damages:
+            self._store.forget_damage(damage)
+        if name in self._left_out:
+            self._store.forget_spec(name)
         self.configure(self._base)
         return True
+
+    def has_lost_wish(self, record: Record) -> bool:
+        """Whether what was wished for it stands in a damaged row: then its default is no wish, and is to be written."""
+        return any(damage.key == record.name for damage in self._damages("desired"))
 
     def check_removable(self, record: Record) -> None:
         if record.name in self._base.models:
@@ -184,10 +199,13 @@ class Roster:
 
     @property
     def conditions(self) -> list[str]:
-        """Added models that are left out, and why; models whose engines write what is said to them into their logs."""
-        cure = "Add it again, or remove it with `sparkd rm`."
-        left_out = [f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} {cure}" for name, why in self._left_out.items()]
-        return [*left_out, *(f"LogsAnswers: {name}: {told}" for name, told in self._loud.items())]
+        """Added models and damaged rows that are left out, and why; models whose engines write what is said to them into their logs."""
+        rows = [f"StateRowLeftOut: {self._store.path}, {damage}. {self._cure(damage)}" for damage in self._damages("desired", "specs")]
+        left_out = [
+            f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} Add it again, or remove it with `sparkd rm {name}`."
+            for name, why in self._left_out.items()
+        ]
+        return [*rows[:DAMAGES_SHOWN], *left_out, *(f"LogsAnswers: {name}: {told}" for name, told in self._loud.items())]
 
     def _listen_for_loud(self, models: Mapping[str, ModelConfig]) -> None:
         before = self._loud
@@ -216,9 +234,24 @@ class Roster:
             log.warning("the model %s, added earlier, is left out: %s", name, why)
         return config
 
-    def _forget_wish(self, name: str) -> None:
+    def _damages(self, *tables: str) -> list[Damage]:
+        """Rows of these tables that were left out. Both are wishes, which no observation restores."""
+        return [damage for damage in self._store.damages if damage.table in tables]
+
+    def _name_of(self, damage: Damage) -> str:
+        """What `sparkd rm` takes for the row: its model's name, or its handle where that is no name or names a model that is there."""
+        standing = damage.table == "desired" and damage.key in self.records
+        return damage.key if isinstance(damage.key, str) and is_name(damage.key) and not standing else damage.handle
+
+    def _cure(self, damage: Damage) -> str:
+        if damage.table == "desired" and damage.key in self.records:
+            return f"`sparkd load {damage.key}` or `sparkd unload {damage.key}` replaces the row."
+        again = ", and the model can be added again" if damage.table == "specs" else ""
+        return f"`sparkd rm {self._name_of(damage)}` removes the row{again}."
+
+    def _forget_wish(self, name: str, forget: Callable[[], None]) -> None:
         try:
-            self._store.forget_desired(name)
+            forget()
         except StateError as error:
             log.warning("the wish for %s, which is no model any more, is not forgotten: %s", name, error.message)
 

@@ -13,21 +13,29 @@ from pydantic import TypeAdapter, ValidationError
 from sparkd.yamlfile import MAX_DEPTH
 
 SHOWN_CHARACTERS = 80
+# Rows that an event or the conditions name.
+DAMAGES_SHOWN = 10
 
 N = TypeVar("N")
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A row that was left out. row: SQLite's rowid, None where the rest of the table could not be read. key: its primary key, shortened."""
+    """A row that was left out. row: SQLite's rowid, None where the rest of the table could not be read. key: its primary key, as it stands
+    there: text, a number, bytes or None."""
 
     table: str
     row: int | None
-    key: str
+    key: object
     why: str
 
+    @property
+    def handle(self) -> str:
+        """What names the row where its key cannot: no model is called so, and a shell takes it as it is."""
+        return f"@{self.table}:{self.row}"
+
     def __str__(self) -> str:
-        place = "all that is behind a damaged page" if self.row is None else f"row {self.row} ({self.key})"
+        place = "all that is behind a damaged page" if self.row is None else f"row {self.row} ({repr(self.key)[:SHOWN_CHARACTERS]})"
         return f"table {self.table}, {place}: {self.why}"
 
 
@@ -67,10 +75,6 @@ def noun_of(noun: type[N], raw: Mapping[str, Any]) -> N:
     except TypeError:
         raise ValueError("it holds bytes where text is expected") from None
     return value
-
-
-def shown(key: object) -> str:
-    return repr(key)[:SHOWN_CHARACTERS]
 
 
 @cache

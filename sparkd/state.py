@@ -11,8 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sparkd.config_fields import check_name
 from sparkd.errors import StateError
-from sparkd.rows import Damage, noun_of, object_in, shown, text_or_bytes
+from sparkd.rows import Damage, noun_of, object_in, text_or_bytes
 from workers.private import private_file
 from workers.signatures import Diagnosis
 
@@ -381,6 +382,11 @@ class Store:
             row = self._db.execute("SELECT seq FROM events WHERE seq > 0 ORDER BY seq DESC LIMIT 1 OFFSET ?", (count,)).fetchone()
         return int(row[0]) if row else 0
 
+    def forget_damage(self, damage: Damage) -> None:
+        """Remove a row that was left out, whatever its key is."""
+        self._write(damage.table, f"DELETE FROM {damage.table} WHERE rowid=?", (damage.row,))
+        self.damages = [other for other in self.damages if other is not damage]
+
     def _migrate(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version // SCHEMA_MAJOR != SCHEMA_VERSION // SCHEMA_MAJOR:
@@ -425,7 +431,7 @@ class Store:
                         yield self._event(*row) if table == "events" else make(*row)
                     except ValueError as error:
                         if found is not None:
-                            found.append(Damage(table, rowid, shown(row[0]), str(error)))
+                            found.append(Damage(table, rowid, row[0], str(error)))
             except sqlite3.DatabaseError as error:
                 self._pass_over(error, table, found)
 
@@ -448,7 +454,7 @@ class Store:
         if table in _WISHES or _code(error) != sqlite3.SQLITE_CORRUPT:
             raise error
         if found is not None:
-            found.append(Damage(table, None, "", str(error)))
+            found.append(Damage(table, None, None, str(error)))
 
     def _write(self, table: str, sql: str, values: tuple[Any, ...]) -> None:
         with self._translated(table):
@@ -456,7 +462,7 @@ class Store:
 
     def _replaced(self, table: str, key: str) -> None:
         """Forget the damage of a row that was written again or removed."""
-        self.damages = [damage for damage in self.damages if (damage.table, damage.key) != (table, shown(key))]
+        self.damages = [damage for damage in self.damages if (damage.table, damage.key) != (table, key)]
 
     @contextmanager
     def _translated(self, table: str = "") -> Iterator[None]:
@@ -511,6 +517,7 @@ def _answered(rank_id: Any, at_s: Any, load_s: Any) -> _Answered:
 def _spec(model: Any, spec: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(model, str):
         raise ValueError("its name is not text")
+    check_name(model)
     return model, object_in(spec)
 
 

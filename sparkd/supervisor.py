@@ -126,10 +126,10 @@ class Supervisor:
             self._roster.check_startable(record)
         kind = "load" if want is Want.RUNNING else "unload"
         running = self.ledger.running(record, kind)
-        takes_over = record.is_taken_over(want, by)
-        if record.desired.want is want and running and not takes_over:
+        renews = record.desired.want is not want or record.is_taken_over(want, by) or self._roster.has_lost_wish(record)
+        if running and not renews:
             return running
-        if record.desired.want is not want or takes_over:
+        if renews:
             self.ledger.wish(record, want, by)
         if want is Want.RUNNING and by == "admin":
             record.backoff_until_s = float("-inf")
@@ -151,7 +151,7 @@ class Supervisor:
         now_s = self._clock()
         observation = self._observation
         seen = observation.trouble if observation else None
-        own = (self._refused, *self.ledger.conditions, *self._roster.conditions)
+        own = (self._refused, self.ledger.trouble, *self._roster.conditions)
         told = (*own, seen, *self._gate.conditions, self._pulse.condition, self.boundary.condition, self._outside())
         return Snapshot(
             at_s=self._wall(),

@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 
 from sparkd import admin_bodies
 from sparkd.admin import MAX_SEQ, PREFIX, admin_app
+from sparkd.client import model_path
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
 from sparkd.ledger import SLICE
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
+from sparkd.rows import Damage
 from sparkd.state import Event, OperationState, Want
 from tests.answers import check_answer
 from tests.fabric_tree import readings
@@ -464,6 +466,17 @@ async def test_a_model_is_judged_before_anybody_can_see_it(tmp_path: Path, monke
         await made.refused("POST", "/models", 422, json={"name": "new", "spec": {"model": "~/y"}})
         await made.refused("POST", "/models", 409, json={"name": "new", "spec": {"model": "/y", "aliases": ["gpt-4o"]}})
         assert len(seen) == 1
+
+
+async def test_a_damaged_row_without_a_name_is_removed_by_its_handle(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        damage = Damage("specs", 9, b"\xff/?#", "its name is not text")
+        made.scene.store.damages.append(damage)
+        assert damage.handle in (await made.ask("GET", "/status"))["conditions"][0]
+        removed = await made.ask("DELETE", model_path(damage.handle), 202)
+        assert (removed["kind"], removed["state"]) == ("unload", "SUCCEEDED")
+        assert (await made.ask("GET", "/status"))["conditions"] == []
+        await made.refused("DELETE", model_path(damage.handle), 404)
 
 
 async def test_a_model_is_loaded_with_a_recipe(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -14,13 +15,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkd.config import load_config
 from sparkd.errors import StateError
 from sparkd.ledger import Ledger
+from sparkd.roster import Roster
 from sparkd.rows import object_in
 from sparkd.state import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
 from tests.fakes import scene, stage
@@ -142,6 +146,92 @@ def test_a_wish_that_was_left_out_is_written_anew_and_the_condition_goes(tmp_pat
     assert started(tmp_path) == []
 
 
+WAY_OUT = re.compile(r"`sparkd (rm|load|unload) ([^`]+)`")
+
+
+def go_every_way_out(folder: Path) -> list[str]:
+    """The reasons of conditions that a start has, once what they name has been done, one at a time; then the next start has none."""
+    reasons = []
+    for last in (False, True):
+        made = scene(folder)
+        try:
+            while conditions := [one for one in made.supervisor.snapshot().conditions if "LeftOut" in one]:
+                assert not last, conditions
+                verb, name = WAY_OUT.findall(conditions[0])[-1]
+                quote(name).encode()
+                if verb == "rm":
+                    made.supervisor.remove(name)
+                else:
+                    made.supervisor.want(name, Want.RUNNING if verb == "load" else Want.STOPPED, "admin")
+                reasons.append(conditions[0].partition(":")[0])
+                assert len(reasons) < 20, conditions
+        finally:
+            made.store.close()
+    return reasons
+
+
+LOST: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "a wish for a model of the file": (("UPDATE desired SET want='PAUSED' WHERE model='m'",), ["StateRowLeftOut"]),
+    "a wish for an added model": (("UPDATE desired SET want='PAUSED' WHERE model='other'",), ["StateRowLeftOut"]),
+    "a wish for a model that has gone": (("UPDATE desired SET want='PAUSED', model='gone' WHERE model='m'",), []),
+    "a wish whose key is bytes": (("UPDATE desired SET model=x'fffe' WHERE model='m'",), []),
+    "a wish whose key is no text": (("UPDATE desired SET model=CAST(x'fffe' AS TEXT) WHERE model='m'",), []),
+    "wishes without a key": (("UPDATE desired SET model=NULL",), []),
+    "a wish and its model": (
+        ("UPDATE desired SET want='PAUSED' WHERE model='other'", "UPDATE specs SET spec='[]' WHERE model='other'"), ["StateRowLeftOut"],
+    ),
+    "a wish for an added model that is refused": (
+        ("UPDATE desired SET want='PAUSED' WHERE model='other'", "UPDATE specs SET spec='{}' WHERE model='other'"), ["StateRowLeftOut"],
+    ),
+    "an added model": (("UPDATE specs SET spec='[]' WHERE model='other'",), ["StateRowLeftOut"]),
+    "an added model of the file's name": (("UPDATE specs SET spec='[]' WHERE model='m'",), ["StateRowLeftOut"]),
+    "an added model whose key is bytes": (("UPDATE specs SET model=x'fffe' WHERE model='other'",), ["StateRowLeftOut"]),
+    "an added model whose key is no text": (("UPDATE specs SET model=CAST(x'fffe' AS TEXT) WHERE model='other'",), ["StateRowLeftOut"]),
+    "added models without a key": (("UPDATE specs SET model=NULL",), ["StateRowLeftOut"] * 2),
+    "an added model whose key is empty": (("UPDATE specs SET model='' WHERE model='other'",), ["StateRowLeftOut"]),
+    "an added model whose key leads elsewhere": (("UPDATE specs SET model='../status' WHERE model='other'",), ["StateRowLeftOut"]),
+    "an added model that is refused": (("UPDATE specs SET spec='{}' WHERE model='other'",), ["ModelLeftOut"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_condition_names_clears_it_in_every_case(tmp_path: Path, name: str) -> None:
+    changes, reasons = LOST[name]
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    for sql in changes:
+        change(path, sql)
+    assert go_every_way_out(tmp_path) == reasons
+
+
+def test_unloading_writes_a_lost_wish_anew(tmp_path: Path) -> None:
+    """Its default is STOPPED, which is no wish: another start would find the damaged row again."""
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    change(path, "UPDATE desired SET want='PAUSED' WHERE model='m'")
+    made = scene(tmp_path)
+    made.supervisor.want("m", Want.STOPPED, "admin")
+    assert made.supervisor.snapshot().conditions == () and made.store.desired()["m"].by == "admin"
+    made.store.close()
+
+
+def test_a_damaged_row_that_cannot_be_removed_now_is_at_the_next_try(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.db"
+    filled(path)
+    change(path, "UPDATE desired SET want='PAUSED', model='gone' WHERE model='m'")
+    store = Store(path)
+    store._db.execute("PRAGMA query_only=ON")
+    roster = Roster(load_config(None, flags={"state_dir": str(path.parent)}, environ={}), store, lambda: 0.0, lambda: 0.0)
+    (condition,) = roster.conditions
+    assert WAY_OUT.findall(condition) == [("rm", "gone")]
+    with pytest.raises(StateError):
+        roster.forget_left_out("gone")
+    assert roster.conditions == [condition]
+    store._db.execute("PRAGMA query_only=OFF")
+    assert roster.forget_left_out("gone") and roster.conditions == []
+    store.close()
+
+
 async def test_an_added_model_that_this_release_refuses_is_a_condition_until_it_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "state" / "state.db"
     filled(path)
@@ -193,6 +283,7 @@ def test_whatever_stands_in_any_column_a_daemon_starts_and_shows_the_rest(tmp_pa
             made.supervisor.snapshot()
         finally:
             made.store.close()
+        go_every_way_out(tmp_path)
 
     start()
 
