@@ -221,16 +221,21 @@ def _stretched(text: Mapping[str, Any], table: Mapping[str, Any], most: int, rel
 
 
 def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks. None where it would not, or
-    the headers are not on this machine."""
+    """Why the loader would refuse the entry's `quantize`: groups that are not whole on any number of ranks, or what Recipe.assign refuses.
+    None where it would not, or the headers are not on this machine."""
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None or spec.quantize in (None, AUTO):
         return None
     try:
-        known = _read(folder, checkpoint_of(folder))
-        why = None if _is_other(spec, known) else next(uneven_groups(known, recipe_of(spec, env)), None)
+        known, recipe = _read(folder, checkpoint_of(folder)), recipe_of(spec, env)
     except (CheckpointError, ConfigError, OSError):
         return None  # the engine says it, with the tensor's name
+    if _is_other(spec, known):
+        return None
+    try:
+        why = next(uneven_groups(known, recipe), None)
+    except CheckpointError as error:
+        return error.message
     return why and f"{why}."
 
 

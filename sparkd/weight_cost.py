@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import ceil, prod
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
+from sparkd.errors import CheckpointError
 from sparkd.kv_cost import stages_of
 from sparkd.model_shape import Attention, Shape, text_config
 from sparkd.tensors import alike
@@ -114,7 +115,9 @@ class Inventory:
     parts: tuple[Part, ...]
     stored_bytes: int
     unloaded_bytes: int
-    _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]] | CheckpointError] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
     # What torch reserves for steps that were reckoned before, by tokens, requests, rows of logits, ranks, and whether a compiler runs.
     steps: dict[tuple[int, int, int, int, bool, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -122,12 +125,19 @@ class Inventory:
     def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
         """What the recipe makes of the tensors, and what it could not do, one sentence each; made once.
 
-        Raises CheckpointError where a rule names a format that a weight cannot have.
+        Raises CheckpointError as Recipe.assign, and the same one again: a rule that takes too many steps takes them once.
         """
-        if recipe not in self._alike:
-            assignment = recipe.assign(self.checkpoint)
-            self._alike[recipe] = tuple(_grouped(self.parts, assignment)), assignment.adjustments
-        return self._alike[recipe]
+        made = self._alike.get(recipe)
+        if made is None:
+            try:
+                assignment = recipe.assign(self.checkpoint)
+                made = tuple(_grouped(self.parts, assignment)), assignment.adjustments
+            except CheckpointError as error:
+                made = error
+            self._alike[recipe] = made
+        if isinstance(made, CheckpointError):
+            raise made.with_traceback(None)
+        return made
 
     def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
         """Of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""

@@ -159,6 +159,7 @@ async def test_a_node_to_which_memory_returns_takes_what_is_free(model: str, tmp
             "quantize: 14272 columns of model.layers.0.mlp.down_proj.weight are no whole",
         ),
         ({"quantize": "int4-g128", "tensor_parallel": 2}, LoadRefused, "are no whole groups of 128: int4-g64 or int4-g32 would fit."),
+        ({"quantize": {"layers": {"gate_proj": "fp8-block", "up_proj": "fp8-block"}}}, LoadRefused, "which fp8-block cannot express"),
         ({"max_model_len": 4097}, ContextTooLong, "max_model_len: 4,097 tokens are more than the 4,096 that the model was made for"),
         ({"extra_args": ["--max-model-len", "5k"]}, ContextTooLong, "5,000 tokens are more than the 4,096"),
     ],

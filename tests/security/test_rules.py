@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sparkd
 import workers
 from sparkd.config import load_config, parse_model
-from sparkd.errors import ConfigError, SparkdError
+from sparkd.errors import CheckpointError, ConfigError, SparkdError
+from sparkd.model_shape import shape_of
 from sparkd.roster import Roster
 from sparkd.state import Store
-from workers.stream.recipe import MAX_RULES, Recipe
+from sparkd.weight_cost import Inventory
+from tests.shards import checkpoint_of
+from workers.stream import expression
+from workers.stream.expression import MAX_STEPS_OF_ONE
+from workers.stream.recipe import MAX_RULE_CHARACTERS, MAX_RULES, Format, Recipe, Rule
 
 CATASTROPHIC = [
     "re:(a+)+b",
@@ -42,6 +51,85 @@ def test_a_rule_that_has_no_linear_form_is_refused(quantize: dict[str, Any]) -> 
         parse_model("m", {"model": "o/m", "quantize": quantize}, over_admin=True)
 
     assert "quantize" in caught.value.message
+
+
+TENSOR = ("BF16", (128, 128))
+MANY_NAMES = {f"model.layers.{layer}.mlp.{leaf}_proj.weight": TENSOR for layer in range(2000) for leaf in ("gate", "up", "down")}
+# Every second letter of its names leads to another set of ways.
+COSTLY = r"re:[a-z_.]*[aeiou]([a-z_.]|\d){200}Z$"
+ODD_NAMES = {f"{hashlib.sha256(str(number).encode()).hexdigest()}.weight": TENSOR for number in range(3000)}
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_hundreds_of_optional_parts_cost_little_over_many_names(count: int) -> None:
+    rules = [f"re:(.?){{{number}}}Q$" for number in range(50, 50 + count)]
+    recipe = Recipe.parse({"format": "fp8", "keep": rules})
+
+    assert len(recipe.assign(checkpoint_of(MANY_NAMES))) == len(MANY_NAMES)
+    assert max(rule.expression.steps for rule in recipe.rules) < MAX_STEPS_OF_ONE / 20
+
+
+def test_a_rule_that_takes_too_many_steps_is_refused_by_name_and_only_once() -> None:
+    recipe = Recipe.parse({"layers": {"mlp": "fp8", COSTLY: "nvfp4"}})
+    costly = recipe.rules[1].expression
+    known = Inventory(
+        checkpoint_of(ODD_NAMES),
+        shape_of({"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "vocab_size": 8}),
+        (),
+        0,
+        0,
+    )
+
+    with pytest.raises(CheckpointError) as caught:
+        known.alike(recipe)
+    steps = costly.steps
+    with pytest.raises(CheckpointError) as again:
+        known.alike(recipe)
+
+    assert steps > MAX_STEPS_OF_ONE
+    assert costly.steps == steps
+    assert "quantize.layers[1].match" in caught.value.message
+    assert again.value.message == caught.value.message
+    assert caught.value.cure
+
+
+def test_many_rules_over_many_names_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expression, "MAX_STEPS", 200_000)
+    recipe = Recipe.parse({"format": "fp8", "keep": [f"{number}*" for number in range(100)]})
+
+    with pytest.raises(CheckpointError) as caught:
+        recipe.assign(checkpoint_of({f"model.layers.{name}": tensor for name, tensor in ODD_NAMES.items()}))
+
+    assert "100 rules" in caught.value.message
+
+
+def test_the_rules_of_an_entry_are_limited_by_their_size_too() -> None:
+    rule = "re:" + "(.?){300}"
+    with pytest.raises(ConfigError) as caught:
+        Recipe.parse({"format": "fp8", "keep": [rule] * 100})
+
+    assert f"{MAX_RULE_CHARACTERS:,}" in caught.value.message
+
+
+PARTS = st.sampled_from(["a", "b", "ab", "*", "?", "a*", "*b", "[ab]", "[!a]", "**"])
+COMPONENTS = st.text(alphabet="ab1", min_size=1, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=4), st.lists(COMPONENTS, min_size=1, max_size=5))
+def test_a_glob_names_whole_components_anywhere_in_the_path(parts: list[str], components: list[str]) -> None:
+    rule = Rule(".".join(parts), Format("fp8"))
+
+    assert rule.expression.search(".".join(components)) == any(_begins(parts, components[at:]) for at in range(len(components) + 1))
+
+
+def _begins(parts: list[str], components: list[str]) -> bool:
+    """Whether the parts match components from the first on; `**` matches any number of them."""
+    if not parts:
+        return True
+    if parts[0] == "**":
+        return any(_begins(parts[1:], components[at:]) for at in range(len(components) + 1))
+    return bool(components) and fnmatchcase(components[0], parts[0]) and _begins(parts[1:], components[1:])
 
 
 def test_there_are_so_many_rules_at_most() -> None:

@@ -2,21 +2,28 @@
 
 Python's `re` tries every way to divide a text among nested repetitions, holds the interpreter's lock meanwhile, and so stops a whole
 process over `(a+)+b`. This walks all ways at once, as Thompson's construction does (Russ Cox, "Regular Expression Matching Can Be Simple
-And Fast", 2007), and remembers where each component of a dotted path led. It knows literals, sets, classes, groups, alternatives,
-repetitions and both anchors. A repetition that would rather be short finds the same, because only whether there is a match is asked.
+And Fast", 2007), and keeps where each set of ways led, as RE2 does: a character that comes again costs one look-up. Many expressions are
+searched together, component by component of a dotted path. Each step is charged, so that an expression with many sets of ways, or many
+expressions and many names, end with an error and not in minutes.
+
+It knows literals, sets, classes, groups, alternatives, repetitions and both anchors. A repetition that would rather be short finds the
+same, because only whether there is a match is asked.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_CHARACTERS = 512
 MAX_STATES = 1000
 MAX_DEPTH = 40
-_REMEMBERED = 16384
-_CHARACTERS = 256
+# Steps of about 0.1 us, for one expression's new fronts and for all that a Search does: 0.5 s, and 5 s.
+MAX_STEPS_OF_ONE = 5_000_000
+MAX_STEPS = 50_000_000
+# A look-up is one step. These take as long, or as much memory, as so many.
+_STEP_STEPS, _STATE_STEPS, _FRONT_STEPS = 50, 4, 500
 _REPEAT = re.compile(r"\{(?!\})([0-9]*)(,?)([0-9]*)\}")
 _OPENING = re.compile(r"\((?:\?:|\?P<\w+>)?")
 # Looking ahead and back, flags (one of them has Python's compiler walk whole ranges of Unicode), groups of all other kinds.
@@ -30,6 +37,14 @@ class Unreadable(ValueError):
     """The expression is none, or has what cannot be matched in linear time. The message continues a sentence about it."""
 
 
+class TooCostly(Exception):
+    """The steps are used up. number: the expression of a Search that took too many by itself; None where all together did."""
+
+    def __init__(self, number: int | None = None) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @dataclass(slots=True)
 class _State:
     """character: what it takes, None where it takes nothing; anchor: ^ or $, where that is what it waits for."""
@@ -41,15 +56,15 @@ class _State:
 
 @dataclass(slots=True)
 class _Front:
-    """states: all that the path so far may have led to. led: by the next component, where it leads on; ended: by the last, the answer."""
+    """All that the text so far may have led to. states: a bit for each; ended: whether it matches if the text ends here."""
 
-    states: frozenset[int]
+    states: int
+    ended: bool
     led: dict[str, _Front] = field(default_factory=dict)
-    ended: dict[str, bool] = field(default_factory=dict)
 
 
 class Expression:
-    """`text` as an expression that is searched anywhere in a dotted path. Raises Unreadable."""
+    """`text` as an expression that is searched anywhere in a path. steps: what its fronts have cost so far. Raises Unreadable."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_CHARACTERS:
@@ -60,77 +75,84 @@ class Expression:
             re.compile(text)
         except (re.error, OverflowError, RecursionError) as error:
             raise Unreadable(str(error)) from None
-        self._states: list[_State] = [_State([])]  # the first is where a match is complete
+        self.steps = 0
+        # The first is where a match is complete.
+        self._states: list[_State] = [_State([])]
         first = self._built(_Parser(text).whole(), 0)
-        self._after: list[frozenset[int] | None] = [None] * len(self._states)
+        self._alike: dict[re.Pattern[str], int] = {}
+        self._waiting = 0
+        for at, state in enumerate(self._states):
+            if state.character is not None:
+                self._alike[state.character] = self._alike.get(state.character, 0) | 1 << at
+            self._waiting |= (state.anchor == "$") << at
+        self._behind: dict[int, _Front] = {}
+        self._fronts: dict[int, _Front] = {}
         self._again = self._reached([first])
-        self._begin = _Front(self._reached([first], start=True))
-        self._fronts: dict[frozenset[int], _Front] = {}
-        self._remembered = 0
-        self._ends = frozenset(at for at, state in enumerate(self._states) if state.anchor == "$" and 0 in self._reached([at], end=True))
-        self._taking: dict[str, frozenset[int]] = {}
+        begin = self._reached([first], start=True)
+        self.begin = _Front(begin, bool(self._reached(_bits(begin & (self._waiting | 1)), start=True, end=True) & 1))
+
+    @property
+    def size(self) -> int:
+        """Characters, once its repetitions are written out."""
+        return len(self._states)
 
     def search(self, path: str) -> bool:
-        """Whether it matches anywhere in the path."""
-        front = self._begin
-        *components, last = path.split(".")
-        for component in components:
-            front = front.led.get(component) or self._through(front, component)
-        ended = front.ended.get(last)
-        if ended is None:
-            states = self._walked(front.states, last)
-            ended = front.ended[last] = 0 in states or not self._ends.isdisjoint(states)
-            self._remember(1)
-        return ended
+        """Whether it matches anywhere in the path. Raises TooCostly."""
+        return self.walk(self.begin, path).ended
 
-    def _through(self, front: _Front, component: str) -> _Front:
-        states = self._walked(front.states, component + ".")
-        found = front.led[component] = self._fronts.setdefault(states, _Front(states))
-        self._remember(1 + len(states))
-        return found
-
-    def _remember(self, size: int) -> None:
-        """All is forgotten once it takes about a mebibyte."""
-        self._remembered += size
-        if self._remembered >= _REMEMBERED:
-            self._begin = _Front(self._begin.states)
-            self._fronts = {}
-            self._remembered = 0
-
-    def _walked(self, at: frozenset[int], text: str) -> frozenset[int]:
+    def walk(self, front: _Front, text: str) -> _Front:
+        """Where `text` leads from `front`. Raises TooCostly."""
         for character in text:
-            if 0 in at:
-                return at
-            at = self._again.union(*map(self._behind, at & self._takers(character)))
-        return at
+            front = front.led.get(character) or self._step(front, character)
+        return front
 
-    def _behind(self, state: int) -> frozenset[int]:
-        found = self._after[state]
-        if found is None:
-            found = self._after[state] = self._reached(self._states[state].following)
-        return found
+    def _step(self, front: _Front, character: str) -> _Front:
+        if front.states & 1:
+            following = front
+        else:
+            taken = 0
+            for pattern, states in self._alike.items():
+                if states & front.states and pattern.match(character):
+                    taken |= states
+            taken &= front.states
+            following = self._behind.get(taken) or self._stepped(taken)
+        self._charge(_STEP_STEPS + 2 * len(self._alike))
+        front.led[character] = following
+        return following
 
-    def _takers(self, character: str) -> frozenset[int]:
-        found = self._taking.get(character)
-        if found is None:
-            found = frozenset(at for at, one in enumerate(self._states) if one.character is not None and one.character.match(character))
-            if len(self._taking) < _CHARACTERS:
-                self._taking[character] = found
-        return found
+    def _stepped(self, taken: int) -> _Front:
+        """The front behind the states in `taken`."""
+        states = self._again | self._reached({following for at in _bits(taken) for following in self._states[at].following})
+        if states & 1:
+            states = 1
+        front = self._fronts.get(states)
+        if front is None:
+            self._charge(_FRONT_STEPS)
+            ended = bool(self._reached(_bits(states & (self._waiting | 1)), end=True) & 1)
+            front = self._fronts[states] = _Front(states, ended)
+        self._behind[taken] = front
+        return front
 
-    def _reached(self, states: Sequence[int], start: bool = False, end: bool = False) -> frozenset[int]:
+    def _charge(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > MAX_STEPS_OF_ONE:
+            raise TooCostly
+
+    def _reached(self, states: Iterable[int], start: bool = False, end: bool = False) -> int:
         """States that take a character, wait for the end or complete a match, without taking anything."""
-        found: set[int] = set()
-        seen, waiting = set(states), list(states)
+        found = 0
+        waiting = list(states)
+        seen = set(waiting)
         while waiting:
             at = waiting.pop()
             state = self._states[at]
             if at == 0 or state.character is not None or (state.anchor == "$" and not end):
-                found.add(at)
+                found |= 1 << at
             elif state.anchor != "^" or start:
                 waiting += [one for one in state.following if one not in seen]
                 seen.update(state.following)
-        return frozenset(found)
+        self._charge(_STATE_STEPS * len(seen))
+        return found
 
     def _state(self, following: list[int], character: re.Pattern[str] | None = None, anchor: str = "") -> int:
         if len(self._states) >= MAX_STATES:
@@ -161,6 +183,68 @@ class Expression:
                 for _ in range(least):
                     following = self._state([self._built(part, following)])
                 return following
+
+
+class Search:
+    """Several expressions, searched together in many dotted paths that begin alike."""
+
+    def __init__(self, expressions: Sequence[Expression]) -> None:
+        self._expressions = tuple(expressions)
+        self._begin = _Together(tuple(expression.begin for expression in expressions))
+        self._known: dict[tuple[int, ...], _Together] = {}
+        self._steps = 0
+
+    def matches(self, path: str) -> frozenset[int]:
+        """Which of the expressions match anywhere in the path, by their numbers; equal answers are mostly one object. Raises TooCostly."""
+        together = self._begin
+        *components, last = path.split(".")
+        for component in components:
+            together = together.led.get(component) or self._through(together, component)
+        matching = together.ended.get(last)
+        if matching is None:
+            fronts = self._walked(together, last)
+            matching = together.ended[last] = frozenset(number for number, front in enumerate(fronts) if front.ended)
+        return matching
+
+    def charge(self, steps: int) -> None:
+        """Count steps that something else takes over these paths, too. Raises TooCostly."""
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise TooCostly
+
+    def _through(self, together: _Together, component: str) -> _Together:
+        fronts = self._walked(together, component + ".")
+        following = together.led[component] = self._known.setdefault(tuple(map(id, fronts)), _Together(fronts))
+        return following
+
+    def _walked(self, together: _Together, text: str) -> tuple[_Front, ...]:
+        self.charge(_STEP_STEPS + (len(text) + 2) * len(self._expressions))
+        fronts = []
+        for number, (expression, front) in enumerate(zip(self._expressions, together.fronts, strict=True)):
+            before = expression.steps
+            try:
+                fronts.append(expression.walk(front, text))
+            except TooCostly:
+                raise TooCostly(number) from None
+            if expression.steps != before:
+                self.charge(expression.steps - before)
+        return tuple(fronts)
+
+
+@dataclass(slots=True)
+class _Together:
+    """fronts: of each expression; led: by the next component, where it leads on; ended: by the last, the answer."""
+
+    fronts: tuple[_Front, ...]
+    led: dict[str, _Together] = field(default_factory=dict)
+    ended: dict[str, frozenset[int]] = field(default_factory=dict)
+
+
+def _bits(states: int) -> Iterator[int]:
+    while states:
+        lowest = states & -states
+        yield lowest.bit_length() - 1
+        states ^= lowest
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,16 @@ not made of whole blocks of 128 rows, fp8-block becomes fp8, which adjustments s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from sparkd.checkpoint import Checkpoint
+from sparkd.errors import CheckpointError
 from workers.stream import variables
 from workers.stream.assignment import BARRED, BF16, MIN_DIMENSION, Assignment, Choice, assign, order
+from workers.stream.expression import MAX_STEPS, MAX_STEPS_OF_ONE, Search, TooCostly
 from workers.stream.format import Format, refused
 from workers.stream.fusion import members_of
 from workers.stream.plain import PLAIN, UNCHANGED
@@ -37,6 +40,10 @@ __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 
 # Each is held against each weight.
 MAX_RULES = 256
+# Of all of them together, once repetitions are written out: they are read within 0.1 s.
+MAX_RULE_CHARACTERS = 20_000
+# What a rule that matches costs, where a weight's choice is made, in steps of a Search.
+_RULE_STEPS = 50
 _KEYS = ("format", "group_size", "layers", "keep")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
 
@@ -79,8 +86,8 @@ class Recipe:
         """The format of every weight that is quantized, by module path, in the order of the checkpoint. See Assignment.
 
         A checkpoint that is quantized in a way that cannot be undone here (four bits, or an unknown method) passes through unchanged.
-        Raises CheckpointError for packed experts in FP8 that are in no layout known here or have no scales, and for a weight that a rule
-        spells out for fp8-block and vLLM cannot load so.
+        Raises CheckpointError for packed experts in FP8 that are in no layout known here or have no scales, for a weight that a rule
+        spells out for fp8-block and vLLM cannot load so, and for rules that take too many steps (expression.py).
         """
         if not self.quantizes:
             return Assignment((), self.notes)
@@ -90,23 +97,18 @@ class Recipe:
         model_type = str(checkpoint.config.get("model_type"))
         if model_type in UNCHANGED:
             return Assignment((), (*self.notes, UNCHANGED[model_type]))
-        idle, barred = set(self.rules), dict[Rule, str]()
         plain, told = PLAIN.get(model_type), dict[str, None]()
+        deciding = _Deciding(self)
 
         def choose(module: str, kind: str) -> Choice:
-            touching = [rule for rule in self.rules if rule.matches(module, kind)]
-            idle.difference_update(touching)
-            leaf = module.rpartition(".")[2]
-            if kind in NEVER:
-                barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names((leaf,), kind))
-            choice = self._choice(module, kind, touching)
-            if plain is None or leaf not in plain.leaves or choice.format.keeps:
+            choice = deciding.choice(module, kind)
+            if plain is None or module.rpartition(".")[2] not in plain.leaves or choice.format.keeps:
                 return choice
             told[plain.told] = None
             return BARRED
 
         made = assign(checkpoint, choose)
-        made.adjustments = (*self.notes, *told, *made.adjustments, *_unmet(self.rules, idle, barred))
+        made.adjustments = (*self.notes, *told, *made.adjustments, *_unmet(self.rules, deciding.idle, deciding.barred))
         return made
 
     def format_of(self, module: str, shape: tuple[int, ...]) -> Format | None:
@@ -120,25 +122,55 @@ class Recipe:
         kind = class_of(module, len(shape))
         if len(shape) == 3 and kind != "expert" and not module.endswith("experts"):
             return None
-        chosen = max((self._choice_of(member) for member in members_of(module, kind)), key=order)
+        deciding = _Deciding(self)
+        chosen = max((deciding.choice(member, class_of(member)) for member in members_of(module, kind)), key=order)
         return None if chosen.format.keeps else chosen.format
 
-    def _choice_of(self, module: str) -> Choice:
-        kind = class_of(module)
-        return self._choice(module, kind, [rule for rule in self.rules if rule.matches(module, kind)])
 
-    def _choice(self, module: str, kind: str, touching: list[Rule]) -> Choice:
-        """touching: the rules that match, in their order."""
+class _Deciding:
+    """What a recipe chooses for the weights of one checkpoint. idle: the rules that match none of them so far; barred: those that name one
+    that is never quantized, with its class."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._default = recipe.default
+        self._rules = recipe.rules
+        self._search = Search([rule.expression for rule in recipe.rules])
+        self._choices: dict[tuple[frozenset[int], str, frozenset[str], str], Choice] = {}
+        self.idle = set(recipe.rules)
+        self.barred: dict[Rule, str] = {}
+
+    def choice(self, module: str, kind: str) -> Choice:
+        """module: dotted path without `.weight`; kind: its tensor_class. Raises CheckpointError where the rules take too many steps."""
+        try:
+            key = self._search.matches(module), kind, kept_unless_named(module, kind), module.rpartition(".")[2]
+            if key not in self._choices:
+                self._choices[key] = self._made(*key)
+        except TooCostly as error:
+            raise self._too_costly(error.number) from None
+        return self._choices[key]
+
+    def _made(self, matching: frozenset[int], kind: str, kept: frozenset[str], leaf: str) -> Choice:
+        self._search.charge(_RULE_STEPS * len(matching))
+        touching = [self._rules[number] for number in sorted(matching) if self._rules[number].kind in (None, kind)]
+        self.idle.difference_update(touching)
         if kind in NEVER:
+            self.barred.update((rule, kind) for rule in touching if not rule.format.keeps and rule.names((leaf,), kind))
             return BARRED
-        kept = kept_unless_named(module, kind)
         if kept:
             touching = [rule for rule in touching if rule.format.keeps or rule.names(kept, kind)]
         if not touching:
-            return Choice(BF16 if kept else self.default, (0, 0))
+            return Choice(BF16 if kept else self._default, (0, 0))
         holds = max(reversed(touching), key=lambda rule: rule.rank)
-        parts = (module.rpartition(".")[2], *(("experts",) if kind == "expert" else ()))
+        parts = (leaf, *(("experts",) if kind == "expert" else ()))
         return Choice(holds.format, (1, holds.priority), holds.names(parts, kind))
+
+    def _too_costly(self, number: int | None) -> CheckpointError:
+        if number is None:
+            why = f"quantize: its {len(self._rules)} rules take more than {MAX_STEPS:,} steps over this checkpoint's names"
+            return CheckpointError(why, cure="Let fewer rules stand for several names each")
+        rule = self._rules[number]
+        why = f"{rule.source}: {rule.shown} takes more than {MAX_STEPS_OF_ONE:,} steps over this checkpoint's names"
+        return CheckpointError(why, cure="Write it with fewer repetitions and alternatives")
 
 
 def _unmet(rules: tuple[Rule, ...], idle: set[Rule], barred: Mapping[Rule, str]) -> Iterator[str]:
@@ -156,12 +188,24 @@ def _from_mapping(value: Mapping[str, Any], notes: tuple[str, ...]) -> Recipe:
         Format.parse({"format": "int4", "group_size": size})
     stated = value.get("format")
     default = BF16 if stated is None else Format.parse(stated, where="quantize.format", group_size=size)
-    rules = (*_layers(value.get("layers"), size), *_keep(value.get("keep")))
-    if len(rules) > MAX_RULES:
-        raise refused(f"quantize: {len(rules)} rules, and at most {MAX_RULES} are read; let patterns stand for several names")
+    rules = tuple(_limited(chain(_layers(value.get("layers"), size), _keep(value.get("keep")))))
     if size is not None and not any(each.name == "int4" for each in (default, *(rule.format for rule in rules))):
         raise refused("quantize.group_size: only int4 has a group size to choose, and nothing here is int4; leave it out")
     return Recipe(default, rules, notes)
+
+
+def _limited(rules: Iterable[Rule]) -> Iterator[Rule]:
+    size = 0
+    for count, rule in enumerate(rules, 1):
+        size += rule.expression.size
+        if count > MAX_RULES:
+            raise refused(f"quantize: there are more than {MAX_RULES} rules; let patterns stand for several names")
+        if size > MAX_RULE_CHARACTERS:
+            raise refused(
+                f"{rule.source}: with {rule.shown} the rules have more than {MAX_RULE_CHARACTERS:,} characters once their repetitions are "
+                "written out; write them with fewer repetitions"
+            )
+        yield rule
 
 
 def _layers(value: Any, group_size: int | None) -> Iterator[Rule]:

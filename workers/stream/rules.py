@@ -21,6 +21,8 @@ _KEPT_LEAVES = frozenset({"kv_b_proj", "eh_proj", "mtp_linear_proj"})
 _KEPT_PARTS = frozenset({"indexer"})
 _REGEX = "re:"
 _CLASS = "class:"
+# A path's components, as expressions: its begin, what parts them, its end, and any number of them.
+_BEGIN, _DOT, _END, _ANY_COMPONENTS = r"(?:^|\.)", r"\.", r"(?:\.|$)", r"(?:[^.]+\.)*"
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -37,47 +39,39 @@ class Rule:
     format: Format
     priority: int = 0
     source: str = field(default="quantize.layers", compare=False)
-    _kind: str | None = field(init=False, compare=False, repr=False)
-    _pattern: Expression = field(init=False, compare=False, repr=False)
-    _literals: frozenset[str] = field(init=False, compare=False, repr=False)
+    # The class that it says, None where it is an expression over the module path.
+    kind: str | None = field(init=False, compare=False, repr=False)
+    expression: Expression = field(init=False, compare=False, repr=False)
+    # Which of two rules for the same weight holds: the larger. Priority, then literal components, then literal characters.
+    rank: tuple[int, int, int] = field(init=False, compare=False, repr=False)
+    _words: frozenset[str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         kind = "expert" if self.match == "moe" else self.match.removeprefix(_CLASS) if self.match.startswith(_CLASS) else None
         if kind is not None and kind not in CLASSES:
             raise refused(f"{self.source}: {self.match!r} names no class; the classes are {', '.join(CLASSES)}")
-        plain = self.match != "all" and kind is None and not self.match.startswith(_REGEX)
-        literals = (part for part in self.match.split(".") if plain and not _WILD.search(part))
-        object.__setattr__(self, "_kind", kind)
-        written = _written(self.match, self.source) if plain else self.match.removeprefix(_REGEX) if self.match.startswith(_REGEX) else ""
+        is_regex = self.match.startswith(_REGEX)
+        is_glob = self.match != "all" and kind is None and not is_regex
+        written = _written(self.match, self.source) if is_glob else self.match.removeprefix(_REGEX) if is_regex else ""
         try:
-            object.__setattr__(self, "_pattern", Expression(written))
+            expression = Expression(written)
         except Unreadable as error:
-            shown = self.match if len(self.match) <= 64 else self.match[:61] + "..."
-            term = "pattern" if plain else "regular expression"
-            raise refused(f"{self.source}: {shown!r} is no {term} that can be used: {error}") from None
-        object.__setattr__(self, "_literals", frozenset(literals))
+            term = "pattern" if is_glob else "regular expression"
+            raise refused(f"{self.source}: {self.shown} is no {term} that can be used: {error}") from None
+        literals = frozenset(part for part in self.match.split(".") if is_glob and not _WILD.search(part))
+        words = frozenset(re.findall(r"\w+", self.match.replace("\\", " "))) if is_regex else literals
+        rank = (self.priority, 1, 0) if is_regex else (self.priority, len(literals), sum(map(len, literals)))
+        for name, value in (("kind", kind), ("expression", expression), ("rank", rank), ("_words", words)):
+            object.__setattr__(self, name, value)
 
-    def matches(self, module: str, kind: str) -> bool:
-        """module: dotted path without `.weight`; kind: its tensor_class."""
-        if self._kind is not None:
-            return kind == self._kind
-        return self._pattern.search(module if self.match.startswith(_REGEX) else f".{module}.")
+    @property
+    def shown(self) -> str:
+        """The pattern for a message: a client's may be long."""
+        return repr(self.match if len(self.match) <= 64 else self.match[:61] + "...")
 
     def names(self, parts: Iterable[str], kind: str) -> bool:
         """Whether the rule spells out one of `parts`, or says the class: only then it touches what keeps its precision otherwise."""
-        if self._kind is not None:
-            return kind == self._kind
-        if self.match.startswith(_REGEX):
-            words = set(re.findall(r"\w+", self.match.replace("\\", " ")))
-            return not words.isdisjoint(parts)
-        return not self._literals.isdisjoint(parts)
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """Which of two rules for the same weight holds: the larger. Priority, then literal components, then literal characters."""
-        if self.match.startswith(_REGEX):
-            return self.priority, 1, 0
-        return self.priority, len(self._literals), sum(map(len, self._literals))
+        return kind == self.kind if self.kind is not None else not self._words.isdisjoint(parts)
 
 
 def kept_unless_named(module: str, kind: str) -> frozenset[str]:
@@ -106,7 +100,7 @@ def class_of(module: str, dimensions: int = 2) -> str:
 
 
 def _written(match: str, source: str) -> str:
-    """A glob as an expression over the path between two dots, so that every component ends in one."""
+    """A glob as an expression over the path, whose components end in a dot or with it."""
     parts = match.split(".")
     if not match.isprintable() or "" in parts:
         raise refused(
@@ -115,8 +109,12 @@ def _written(match: str, source: str) -> str:
     for before, part in pairwise(parts):
         if before == "experts" and part != "*" and part != "**" and not part.isidentifier():
             raise refused(f"{source}: {match!r} picks among experts, and all experts of a layer have one format; write experts.*")
-    pieces = (r"(?:[^.]+\.)*" if part == "**" else f"{_component(part, match, source)}\\." for part in parts)
-    return rf"\.{''.join(pieces)}"
+    while len(parts) > 1 and parts[-1] == "**":
+        parts.pop()
+    pieces = [_ANY_COMPONENTS if part == "**" else _component(part, match, source) + _DOT for part in parts]
+    if parts[-1] != "**":
+        pieces[-1] = pieces[-1].removesuffix(_DOT) + _END
+    return _BEGIN + "".join(pieces)
 
 
 def _component(part: str, match: str, source: str) -> str:
