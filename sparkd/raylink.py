@@ -128,12 +128,7 @@ class RayLink:
                 return await method(agent)
         except _errors() as error:
             # First: what an agent raised is an instance of its own class, too, and may be a TimeoutError.
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, ClusterError):
-                raise cause from None
-            if isinstance(cause, OSError):
-                raise refused_by(cause, f"Node {node_ip}") from error
-            raise AgentLost(f"The agent of node {node_ip} could not do it: {type(error).__name__}.") from error
+            raise _raised(error, node_ip, "could not do it") from error
         except TimeoutError:
             raise AgentLost(f"The agent of node {node_ip} did not answer within {timeout_s:.0f} s.") from None
         except OSError as error:
@@ -189,8 +184,9 @@ class RayLink:
                 if await agent.version.remote() != VERSION:
                     agent = await _in_thread(self._replace_agent, agent, node_ip, node_id)
                     await agent.version.remote()
+                await agent.open.remote()
         except _errors(TimeoutError) as error:
-            raise AgentLost(f"The agent of node {node_ip} did not start: {type(error).__name__}.") from error
+            raise _raised(error, node_ip, "did not start") from error
         self._agents[node_ip] = node_id, agent
 
     def _init(self, address: str, node_ip: str) -> None:
@@ -252,7 +248,7 @@ class RayLink:
             max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        return actor.remote(node_ip, *self._arguments(node_ip), lock=True)
+        return actor.remote(node_ip, *self._arguments(node_ip), actor=True)
 
     def _replace_agent(self, agent: Any, node_ip: str, node_id: str) -> Any:
         self._ray().kill(agent, no_restart=True)
@@ -337,6 +333,16 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, name="ray call", daemon=True).start()
     return await done
+
+
+def _raised(error: Exception, node_ip: str, what: str) -> ClusterError:
+    """The error for the daemon, of one that an agent raised or that Ray raised instead. what: the end of a sentence about the agent."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ClusterError):
+        return cause
+    if isinstance(cause, OSError):
+        return refused_by(cause, f"Node {node_ip}")
+    return AgentLost(f"The agent of node {node_ip} {what}: {type(error).__name__}.")
 
 
 def _job() -> Any:

@@ -72,6 +72,29 @@ def test_another_node_keeps_its_own_folders(
     assert (made.run_dir, made.log_dir) == (str(folder / folders / "run"), str(folder / folders / "log"))
 
 
+@pytest.mark.parametrize("folder_of", ["run", "log"])
+def test_a_folder_of_another_user_is_told_until_it_is_given_back(folder: Path, monkeypatch: pytest.MonkeyPatch, folder_of: str) -> None:
+    (folder / folder_of).mkdir()
+
+    def check(path: Path, **_: bool) -> None:
+        path.mkdir(exist_ok=True)
+        if path == folder / folder_of:
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+
+    places = ("n", str(folder / "run"), str(folder / "log"), NEVER_S, str(folder / "proc"))
+    with monkeypatch.context() as patched:
+        patched.setattr("workers.agent.private_folder", check)
+        with pytest.raises(NodeRefused, match=str(folder / folder_of)):
+            Agent(*places)
+        made = Agent(*places, actor=True)
+        for call in (made.open, made.observe, lambda: made.spawn(spec(folder), False)):
+            with pytest.raises(NodeRefused, match=f"chown -R {os.geteuid()} "):
+                call()
+
+    made.open()
+    assert made.observe()["reading"]["mem_total_bytes"] > 0
+
+
 def test_it_observes_reading_ranks_and_its_own_clock(made: Agent) -> None:
     facts = made.observe()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -12,6 +13,7 @@ from ray.exceptions import RayTaskError
 from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError
 from sparkd.raylink import RayLink
 from tests.daemon_process import ROOT
+from workers.agent import VERSION
 
 LEAVES_WHILE_CONNECTING = """
 import threading
@@ -62,6 +64,31 @@ async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: typ
     with pytest.raises(kind, match=words) as error:
         await link.call("n", fail, 5.0)
     assert type(error.value) is kind
+
+
+class Actor:
+    """An agent as Ray has it, whose folders belong to another user at first."""
+
+    def __init__(self) -> None:
+        self.refusals = [NodeRefused("Node n cannot use /run/x.")]
+        self.version, self.open = SimpleNamespace(remote=self._version), SimpleNamespace(remote=self._open)
+
+    async def _version(self) -> str:
+        return VERSION
+
+    async def _open(self) -> None:
+        if self.refusals:
+            raise RayTaskError("open", "traceback", self.refusals.pop()).as_instanceof_cause()
+
+
+async def test_a_node_whose_folders_are_refused_is_not_met_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, actor = RayLink({}, lambda node_ip: ()), Actor()
+    monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
+    monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: actor)
+    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+
+    assert (await link.refresh(), link.unmet, link.nodes()) == (set(), {"n": "Node n cannot use /run/x."}, [])
+    assert (await link.refresh(), link.unmet, link.nodes()) == ({"n"}, {}, ["n"])
 
 
 async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:

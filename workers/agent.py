@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparkd import errors
-from sparkd.errors import RankError, refused_by
+from sparkd.errors import NodeRefused, RankError, refused_by
 from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
 from workers.fabric_knock import knock
 from workers.foreign import foreign
@@ -31,7 +33,7 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 log = logging.getLogger("sparkd.agent")
 
 # Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "16"
+VERSION = "17"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
 # What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
@@ -50,12 +52,14 @@ class Agent:
 
     run_dir holds the ranks' status files and sockets, log_dir their logs; both are made if missing, for this user only. elsewhere: they
     are those of another node, the daemon's, and count only where this one has not said its own; so do the folders of quantized weights
-    and of what the KV cache's workers learned. guard: see workers.sentry.Sentry, None looks only. lock: keep this process in memory.
+    and of what the KV cache's workers learned. guard: see workers.sentry.Sentry, None looks only. actor: Ray runs it in a process of its
+    own, which stays in memory. Nobody hears what an actor's constructor raises, so this one raises nothing: see `open`. Otherwise raises
+    NodeRefused.
     """
 
     def __init__(
         self, node_id: str, run_dir: str, log_dir: str, sample_s: float = 0.5, proc: str = "/proc", elsewhere: bool = False,
-        guard: Mapping[str, Any] | None = None, lock: bool = False,
+        guard: Mapping[str, Any] | None = None, actor: bool = False,
     ) -> None:  # fmt: skip
         # A rank's are computed when it starts, and what stood here would look like the operator's own.
         for name in os.environ.pop(NODE_LINKS, "").split(","):
@@ -67,14 +71,38 @@ class Agent:
         self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
         self._copies, self._rating = Jobs(), Rating()
         self._proc = Path(proc)
-        for folder in (run_dir, log_dir):
-            private_folder(Path(folder))
-        self._plugin_dir = self._expose_plugin()
-        self.unlocked = memlock.lock() if lock else None
+        self.unlocked = memlock.lock() if actor else None
         if self.unlocked:
             log.warning("this agent's memory may be paged out: %s", self.unlocked)
         self.sentry = Sentry(node_id, run_dir, log_dir, self._proc, sample_s, guard or {}, self.drop_page_cache)
-        self.sentry.start()
+        self._opening, self._plugin_dir = threading.Lock(), ""
+        try:
+            self.open()
+        except NodeRefused as error:
+            if not actor:
+                raise
+            log.error("%s", error.message)
+
+    def open(self) -> None:
+        """Make this node's folders and begin to watch its memory, unless that was done. Raises NodeRefused, and may be called again."""
+        with self._opening:
+            if self._plugin_dir:
+                return
+            try:
+                private_folder(Path(self.run_dir))
+                private_folder(Path(self.log_dir), keep_group=True)
+                plugin_dir = self._expose_plugin()
+                self.sentry.start()
+            except OSError as error:
+                raise self._refused(error) from error
+            self._plugin_dir = plugin_dir
+
+    def _refused(self, error: OSError) -> NodeRefused:
+        if error.errno not in (errno.EPERM, errno.EACCES):
+            return refused_by(error, f"Node {self.node_id}")
+        why = f"Node {self.node_id} cannot use {error.filename}: {error.strerror}"
+        cure = f"`chown -R {os.geteuid()} {self.run_dir} {self.log_dir}`"
+        return NodeRefused(f"{why}. sparkd runs there as user {os.geteuid()}: run {cure} there, or start sparkd as their owner.")
 
     def version(self) -> str:
         return VERSION
@@ -88,6 +116,7 @@ class Agent:
         told: by model, what the daemon knows that the guard's choice depends on (workers.sentry.Sentry). guard: the
         daemon's settings, which an agent that an earlier one started has not heard.
         """
+        self.open()
         if told is not None:
             self.sentry.hear(told)
         if guard is not None:
@@ -136,6 +165,7 @@ class Agent:
         Rank 0 alone serves. private: the gateway is on another node, so it listens on this node's address instead of on a Unix socket,
         and answers nothing without a key of its own (workers.door).
         """
+        self.open()
         try:
             return self._spawn(spec, private)
         except OSError as error:

@@ -6,21 +6,34 @@ A folder that was there before, made by hand or by an earlier release, may be op
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from pathlib import Path
 
+log = logging.getLogger("sparkd.private")
+
 _OTHERS = 0o077
+_EVERYBODY = 0o007
+_GROUP_READS = 0o050
 
 
-def private_folder(path: Path) -> None:
-    """Make it, or close it to others. Raises OSError, also where it belongs to another user: what root did there that user could change."""
+def private_folder(path: Path, *, keep_group: bool = False) -> None:
+    """Make it, or close it to others. Raises OSError, also where it belongs to another user: what root did there that user could change.
+
+    keep_group: where an operator opened it to its group and not to everybody, the group may go on reading it. An earlier release left its
+    folders open to everybody, as the umask had it.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.stat()
     if facts.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
-    if facts.st_mode & _OTHERS:
-        path.chmod(0o700)
+    kept = _GROUP_READS if keep_group and not facts.st_mode & _EVERYBODY else 0
+    if facts.st_mode & _OTHERS & ~kept:
+        before = stat.S_IMODE(facts.st_mode)
+        after = before & ~_OTHERS | before & kept
+        path.chmod(after)
+        log.warning("the folder %s was open to other users: its mode was %04o and is now %04o", path, before, after)
 
 
 def private_file(path: Path) -> None:

@@ -78,6 +78,33 @@ def test_rays_folder_is_closed_again(tmp_path: Path) -> None:
     assert mode(head.folder) == 0o700
 
 
+@pytest.mark.parametrize(
+    ("before", "keep_group", "after"),
+    [
+        (0o700, False, 0o700), (0o750, False, 0o700), (0o755, False, 0o700), (0o777, False, 0o700),
+        (0o700, True, 0o700), (0o750, True, 0o750), (0o2750, True, 0o2750), (0o770, True, 0o750), (0o710, True, 0o710),
+        (0o755, True, 0o700), (0o777, True, 0o700), (0o701, True, 0o700),
+    ],
+)  # fmt: skip
+def test_a_folder_that_was_there_is_closed_but_for_a_group_that_an_operator_let_in(
+    before: int, keep_group: bool, after: int, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder").chmod(before)
+    private_folder(tmp_path / "folder", keep_group=keep_group)
+    assert mode(tmp_path / "folder") == after
+
+
+def test_a_group_may_read_the_logs_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("state/logs", "run/ranks"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).chmod(0o750)
+    make_all(tmp_path)
+
+    assert (mode(tmp_path / "state" / "logs"), mode(tmp_path / "run" / "ranks")) == (0o750, 0o700)
+    assert mode(tmp_path / "state" / "logs" / "incidents") == 0o700
+
+
 @pytest.mark.parametrize("take", [private_file, private_folder])
 def test_a_link_in_the_place_of_a_file_is_refused_and_what_it_leads_to_is_left(take: Callable[[Path], None], tmp_path: Path) -> None:
     target = tmp_path / "target"
