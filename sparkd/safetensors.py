@@ -149,12 +149,12 @@ class _NoJson(ValueError):
 
 
 def loads(raw: bytes, path: str, cure: str = AGAIN) -> Any:
-    """JSON as a foreign file has it. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key twice."""
-    return apart(_counted, raw, path, cure) if is_apart(len(raw)) else _loads(raw, path, cure)
+    """JSON as a foreign file has it, of at most MAX_VALUES values. Raises CheckpointError as parsed_json, and where it has more."""
+    return apart(_counted, raw, path, cure) if is_apart(len(raw)) else _counted(raw, path, cure)
 
 
 def _counted(raw: bytes, path: str, cure: str) -> Any:
-    value = _loads(raw, path, cure)
+    value = parsed_json(raw, path, cure)
     level, count = [value], 0
     while level:
         count += len(level)
@@ -164,7 +164,9 @@ def _counted(raw: bytes, path: str, cure: str) -> Any:
     return value
 
 
-def _loads(raw: bytes, path: str, cure: str) -> Any:
+def parsed_json(raw: bytes, path: str, cure: str) -> Any:
+    """Of any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key
+    twice."""
     try:
         return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_constant)
     except UnicodeDecodeError as error:
@@ -258,7 +260,7 @@ def _kind_of(spelling: bytes) -> Kind:
 
 
 def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
-    table = loads(header, path)
+    table = parsed_json(header, path, AGAIN)
     if not isinstance(table, dict):
         raise CheckpointError(f"the header is a JSON {_json_kind(table)} where an object is expected", file=path, cure=AGAIN)
     metadata = table.pop(_METADATA, None)

@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkd.apart import apart, is_apart
 from sparkd.errors import CheckpointError
-from sparkd.safetensors import loads, shown
+from sparkd.safetensors import loads, parsed_json, shown
 from sparkd.tensors import any_twice
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ def _recognised(raw: bytes) -> dict[str, bytes] | None:
     if end < 0 or around.count(_KEY) != 1:
         return None
     try:
-        value = loads(around, INDEX)
+        value = parsed_json(around, INDEX, AGAIN)
     except CheckpointError:
         return None
     if not isinstance(value, dict) or value.get("weight_map") != {}:
@@ -101,7 +101,7 @@ def _members(chunk: bytes) -> tuple[list[bytes], list[bytes]] | None:
 
 
 def _parsed(raw: bytes, path: str) -> dict[str, bytes]:
-    weight_map = object_of(raw, path, AGAIN).get("weight_map")
+    weight_map = _object(parsed_json(raw, path, AGAIN), path, AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("it has no weight_map that names a tensor", file=path, cure=AGAIN)
     found: dict[str, list[str]] = {}
@@ -122,7 +122,10 @@ def _is_file_name(name: str) -> bool:
 
 def object_of(raw: bytes, path: str, cure: str) -> dict[str, Any]:
     """A JSON object as a foreign file has it. Raises CheckpointError."""
-    value = loads(raw, path, cure)
+    return _object(loads(raw, path, cure), path, cure)
+
+
+def _object(value: Any, path: str, cure: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError("it holds no JSON object", file=path, cure=cure)
     return value

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -95,16 +102,17 @@ def test_an_index_reads_the_same_in_both_places(processes: list[str]) -> None:
 def test_json_of_too_many_values_is_refused() -> None:
     raw = b'{"a": [' + b"{}," * MAX_VALUES + b"{}]}"
 
-    with pytest.raises(CheckpointError, match=str(MAX_VALUES)):
-        in_thread(lambda: loads(raw, PATH))
+    for read in (in_thread, lambda call: call()):
+        with pytest.raises(CheckpointError, match=str(MAX_VALUES)):
+            read(lambda: loads(raw, PATH))
     with pytest.raises(CheckpointError, match="nested too deeply"):
         in_thread(lambda: loads(b"[" * SMALL_BYTES * 2, PATH))
 
 
 def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIME_S", 0)
+    monkeypatch.setattr(module, "TIME_S", 0.001)
 
-    with pytest.raises(CheckpointError, match="to read"):
+    with pytest.raises(CheckpointError, match=r"0\.001 s to read"):
         in_thread(lambda: loads(b"[" + b"{}," * SMALL_BYTES + b"{}]", PATH))
 
 
@@ -113,6 +121,53 @@ def test_a_process_that_takes_too_much_memory_is_ended(monkeypatch: pytest.Monke
 
     with pytest.raises(CheckpointError, match="100 MiB of memory"):
         in_thread(lambda: loads(b"[" + b"{}," * 1_500_000 + b"{}]", PATH))
+
+
+ENDS = {"raise KeyError('it')": (1, "KeyError: 'it'"), "import os; os.kill(os.getpid(), 15)": (-signal.SIGTERM, ""), "": (0, "")}
+
+
+@pytest.mark.parametrize("program", ENDS)
+def test_any_other_end_of_the_process_is_no_limit(
+    program: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, words = ENDS[program]
+    monkeypatch.setattr(module, "module_command", lambda *_: [sys.executable, "-c", program])
+    with pytest.raises(CheckpointError) as caught:
+        module.apart(len, b"", PATH)
+    assert caught.value.file == PATH and caught.value.reason.endswith(f" {code}")
+    (record,) = [record for record in caplog.records if record.name == "sparkd.apart"]
+    assert words in record.getMessage()
+    caplog.clear()
+
+
+def test_a_machine_that_can_start_no_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(CheckpointError, match=os.strerror(errno.EMFILE)):
+        in_thread(lambda: loads(b"[" + b"1," * SMALL_BYTES + b"1]", PATH))
+
+
+def test_a_process_that_does_not_begin_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_S", -module.TIME_S)
+    with pytest.raises(CheckpointError, match="no answer within 0 s"):
+        module.apart(len, b"", PATH)
+
+
+def test_the_time_of_a_process_is_that_of_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input and the start do not count: a busy machine made a limit of them."""
+    order: list[str] = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: order.append(f"timer of {seconds}"))
+    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
+    request = pickle.dumps((1 << 40, 5, os.path.join, PATH, ())) + b"rest"
+    stdin = io.TextIOWrapper(io.BytesIO(request))
+    stdout = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("sys.stdout", stdout)
+    monkeypatch.setattr("os.path.join", lambda raw, path: order.append("read"))
+    module.main()
+    assert order == ["timer of 5", "read"] and stdin.buffer.read() == b""
 
 
 def test_brackets_that_never_close_cost_their_length() -> None:
