@@ -313,6 +313,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False  # uvicorn would say it behind this answer's end
             cycle.message_event.set()
             callback, self._when_gone = self._when_gone, None
             if callback is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 import uvicorn
@@ -204,6 +205,16 @@ async def test_expect_continue_is_not_granted_to_a_body_that_is_too_large(gatewa
     assert is_ours(answer, 413)
     assert await client.ended() == b""
     await client.close()
+
+
+async def test_expect_continue_is_not_granted_behind_a_refusal(gateway: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """The request is refused in the turn of the loop in which it came, before the gateway asks for its body."""
+    client = await gateway.open()
+    client.send(HEAD + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n")
+    assert is_ours(await client.answer(), 400)
+    assert await client.ended() == b""
+    await client.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_http_1_0(gateway: Running) -> None:
