@@ -74,6 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] not in (["serve"], ["ray-node"], ["join"]):
         # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
         gc.set_threshold(50_000)
+    # pydantic would look through every installed package for plugins, and sparkd wants none.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     code = exit_code(argv)
     if "ray" in sys.modules:
         # Threads of Ray's core outlive its shutdown, and once in some hundred ends they crash the interpreter's own (SIGSEGV, Ray 2.60).
@@ -120,7 +122,7 @@ def command_line(verb: str = "") -> typer.Typer:
     """All verbs; or, where the command line begins with one, that one alone: to import and describe the others takes as long again."""
     import typer
 
-    from sparkd.verbs import options
+    from sparkd.verb_options import options
 
     app = typer.Typer(
         name="sparkd",

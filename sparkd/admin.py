@@ -42,6 +42,7 @@ from sparkd.admin_answers import (
 from sparkd.admin_bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
 from sparkd.admin_streams import event_page, event_stream, followed_log
 from sparkd.admin_upkeep import Reload, register_upkeep
+from sparkd.config_fields import Method, ProfileName
 from sparkd.errors import (
     REQUEST_ID,
     BadRequest,
@@ -60,7 +61,6 @@ from sparkd.plan_here import QuestionHere, hardware_here, planned_here
 from sparkd.pulls import Pulls
 from sparkd.recipe_book import AsWritten, Book, split
 from sparkd.recipe_check import Choice, described, resolve, summary
-from sparkd.recipe_file import Method, ProfileName
 from sparkd.snapshot import Snapshot
 from sparkd.state import Operation, OperationState, Want
 from sparkd.supervisor import Supervisor

@@ -57,7 +57,6 @@ from sparkd.model_folder import places_of, unusable
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
 from sparkd.uncounted import reserved_whole
-from sparkd.vllm_table import refused, unknown_parsers
 from sparkd.yamlfile import Place, Problem
 from workers.hub_cache import cache_places
 
@@ -401,6 +400,8 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tu
 
 
 def _warnings(config: Config, path: Path) -> Iterator[Problem]:
+    from sparkd.vllm_table import refused, unknown_parsers
+
     if (config.keys.inference or config.keys.admin) and path.stat().st_mode & 0o004:
         yield Problem(
             str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,10 @@ from pydantic import (
 
 from sparkd import vllm_args
 from sparkd.refusal import plain, refuse
+
+# For whom a model is served, and how it drafts tokens (sparkd/recipes.py, sparkd/speculation.py).
+ProfileName = Literal["single-user", "balanced", "throughput"]
+Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

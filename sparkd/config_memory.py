@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from sparkd.config_fields import Gib, PositiveSeconds, Section
-from workers.guard import Limits
+
+if TYPE_CHECKING:
+    from workers.guard import Limits
 
 GIB = 1 << 30
 
@@ -41,6 +43,8 @@ class Memory(Section):
 
     def limits(self, mem_total_bytes: int) -> Limits:
         """The guard's, on a node with so much memory."""
+        from workers.guard import Limits
+
         given = {"soft_gib": self.soft_gib, "hard_gib": self.hard_gib, "floor_gib": self.floor_gib}
         return Limits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})
 

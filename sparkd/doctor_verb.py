@@ -11,7 +11,8 @@ import typer
 
 from sparkd import show
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.verbs import Session, option, verb
+from sparkd.verb_options import option
+from sparkd.verbs import Session, verb
 
 HERE = Path("/")
 

@@ -18,7 +18,8 @@ from sparkd.vllm_known import misdrafts
 from sparkd.weight_cost import Inventory, Part, has_layers_ahead, inventory
 
 if TYPE_CHECKING:
-    from sparkd.recipe_file import Method, RecipeFile
+    from sparkd.config_fields import Method
+    from sparkd.recipe_file import RecipeFile
 
 METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
 FLAG = "--speculative-config"

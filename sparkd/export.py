@@ -16,7 +16,8 @@ import typer
 
 from sparkd import show
 from sparkd.errors import CheckpointError, ConfigError, SparkdError
-from sparkd.verbs import Session, argument, option, verb
+from sparkd.verb_options import argument, option
+from sparkd.verbs import Session, verb
 from workers.interpreter import module_command, program_environment
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import typer
 
 from sparkd import show
 from sparkd.errors import ConfigError, Conflict, RankError, SparkdError, Unavailable
-from sparkd.verbs import POLL_S, Session, Timeout, option, verb
+from sparkd.verb_options import option
+from sparkd.verbs import POLL_S, Session, Timeout, verb
 
 
 def register(app: typer.Typer) -> None:

@@ -14,7 +14,7 @@ from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvLayout, Serving, kv_layout, largest, sized
 from sparkd.legal import refusal
 from sparkd.weight_cost import Inventory
-from workers.kv.arithmetic import BLOCKS_FLAG
+from workers.kv.settings import BLOCKS_FLAG
 from workers.stream.recipe import Recipe
 
 AS_STORED = "as stored"

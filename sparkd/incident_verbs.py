@@ -15,7 +15,8 @@ from rich.console import Console
 from sparkd import show
 from sparkd.errors import Unavailable, UnknownIncident
 from sparkd.ragged import Ragged
-from sparkd.verbs import Session, argument, verb
+from sparkd.verb_options import argument
+from sparkd.verbs import Session, verb
 
 GIB = 1 << 30
 STATE_DIR = "/var/lib/sparkd"

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd import show
 from sparkd.errors import ConfigError, Conflict, RayUnavailable, StateError
 from sparkd.launch import ConfigFile, config_path
 from sparkd.owner import as_owner, refuse_another_users
-from sparkd.verbs import Asked, Json, argument, option
+from sparkd.page import say_json
+from sparkd.verb_options import Asked, Json, argument, option
 from workers import processes
 from workers.interpreter import inherited_environment
 from workers.processes import Identity
@@ -67,7 +67,7 @@ def join(
     until Ctrl-C. `sparkd token` on the head prints the command; `sparkd leave` undoes it. Without --token it asks for it, unless this
     node had joined that head before.
     """
-    from sparkd import joined
+    from sparkd import joined, show
     from sparkd.join_head import ask_head, clock_doubt, find_head
     from sparkd.join_way import way_to
 
@@ -110,7 +110,7 @@ def join(
             raise RayUnavailable(f"The unit {UNIT} did not start and is tried again: `journalctl -u {UNIT}` says why.")
         err.print(f"This node has joined {found.address} as {way.node_ip}; {UNIT} keeps it so. `sparkd leave` undoes it.", markup=False)
         if as_json:
-            show.say_json({**told, "unit": UNIT})
+            say_json({**told, "unit": UNIT})
         return
     record = joined.Joined(found.address, way.node_ip)
     if me := processes.identity(os.getpid()):
@@ -118,7 +118,7 @@ def join(
     joined.keep(loaded, record)
     err.print(f"This node joins {found.address} as {way.node_ip}, until Ctrl-C.", markup=False)
     if as_json:
-        show.say_json({**told, "unit": None})
+        say_json({**told, "unit": None})
     _stay(loaded, way.node_ip)
 
 
@@ -128,7 +128,7 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
     Its Ray ends, and what runs of models here; the head loads them elsewhere where they fit. The unit is as it was before `sparkd join`.
     """
     # Imported before the work is another user's.
-    from sparkd import joined, raynode  # noqa: F401
+    from sparkd import joined, raynode, show  # noqa: F401
 
     loaded, out = _loaded(config, state_dir), show.terminal()
     found = _joined(loaded)
@@ -146,7 +146,7 @@ def leave(ctx: typer.Context, config: ConfigFile = None, state_dir: StateDir = N
         if found.active:
             _systemctl("start", UNIT)
     if json or (ctx.find_root().obj or Asked()).json:
-        show.say_json({"address": found.address, "node": found.node_ip})
+        say_json({"address": found.address, "node": found.node_ip})
     else:
         out.print(f"This node has left {found.address}.", markup=False)
 
@@ -174,7 +174,7 @@ def token(
         raise ConfigError(f"The token {path} cannot be read: {reason}. Run it as root, after sparkd was started once.") from None
     command = f"sparkd join {address} --token -"
     if json or (ctx.find_root().obj or Asked()).json:
-        show.say_json({"address": address, "command": command, "token": secret})
+        say_json({"address": address, "command": command, "token": secret})
     elif quiet:
         sys.stdout.write(f"{secret}\n")
     else:
@@ -198,6 +198,8 @@ def _token(given: str | None, kept: Path | None) -> str:
     elif given is not None:
         if "/" in given:
             raise ConfigError("--token names a file that is not there.")
+        from sparkd import show
+
         show.terminal(stderr=True).print(
             "warn: every user of this node can read a command line: prefer --token - or a file.", style="yellow"
         )
@@ -297,13 +299,10 @@ def _offered_address(config: Config, path: Path | None) -> str:
 def _running_address(config: Config) -> str | None:
     """Where the Ray that runs here listens for others: its daemon may have another configuration file than was named here."""
     from sparkd.config import is_loopback
-    from sparkd.raynode import node_of
+    from sparkd.rayhead import living_head
 
-    with suppress(ConfigError):
-        address = node_of(config, os.environ).living_address()
-        if address is not None and not is_loopback(address.rpartition(":")[0].strip("[]")):
-            return address
-    return None
+    address = living_head(config.runtime_path())
+    return None if address is None or is_loopback(address.rpartition(":")[0].strip("[]")) else address
 
 
 def _own_rail() -> tuple[str, str] | None:

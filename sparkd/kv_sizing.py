@@ -10,9 +10,7 @@ from sparkd import vllm_args
 from sparkd.errors import ConfigError
 from sparkd.refusal import plain, refuse
 from sparkd.uncounted import blocks_of
-from workers.command import CPU_KV_CACHE_GIB, CPU_KV_SPACE
-from workers.kv.arithmetic import BLOCKS_FLAG
-from workers.kv.settings import MARGIN_VARIABLE
+from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd import __version__, show
+from sparkd import __version__
 from sparkd.amounts import whole
 from sparkd.errors import ConfigError
+from sparkd.page import say_json
 from sparkd.source import CONFIG_PATH, check_there, name_of, source_of
-from sparkd.verbs import Asked, Json, argument, option
+from sparkd.verb_options import Asked, Json, argument, option
 
 if TYPE_CHECKING:
     from sparkd.yamlfile import Problem
@@ -84,6 +85,8 @@ def serve(
     quiet = log_level is None and sys.stdout.isatty() and sys.stderr.isatty()
     log_file = logs.set_up(loaded.log_level, loaded.state_dir if quiet else None)
     if log_file:
+        from sparkd import show
+
         show.terminal().print(f"[dim]The log is in {log_file}[/]", soft_wrap=True)
     serve_forever(loaded, Options(path, flags, ask, leave_engines, models=tuple(flags.get("models") or ())))
 
@@ -116,7 +119,7 @@ def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings =
     logs.set_up(loaded.log_level, None)
     run_node(loaded, os.environ)
     if json or (ctx.find_root().obj or Asked()).json:
-        show.say_json({"ended": True})
+        say_json({"ended": True})
 
 
 def check(
@@ -135,7 +138,7 @@ def check(
     problems += _unloadable(config) if not wrong else []
     if json or (ctx.find_root().obj or Asked()).json:
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
-        show.say_json({"ok": not wrong, "problems": found})
+        say_json({"ok": not wrong, "problems": found})
     else:
         for problem in problems:
             sys.stdout.write(f"{problem}\n")
@@ -168,7 +171,7 @@ def version(ctx: typer.Context, json: Json = False) -> None:
     """
     python = ".".join(map(str, sys.version_info[:3]))
     if json or (ctx.find_root().obj or Asked()).json:
-        show.say_json({"sparkd": __version__, "python": python})
+        say_json({"sparkd": __version__, "python": python})
     else:
         sys.stdout.write(f"sparkd {__version__} (Python {python})\n")
 

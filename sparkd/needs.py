@@ -26,8 +26,7 @@ from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
 from sparkd.vllm_table import refused, unknown_parsers
-from workers.kv.arithmetic import BLOCKS_FLAG
-from workers.kv.settings import MARGIN_VARIABLE
+from workers.kv.settings import BLOCKS_FLAG, MARGIN_VARIABLE
 from workers.meminfo import sample
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).

@@ -18,7 +18,7 @@ from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
 from sparkd.parsers import Parsers
 from sparkd.uncounted import BYTES, SHARE, blocks_of, unsized
 from sparkd.vllm_flags import Translation, flag_name
-from workers.command import CPU_KV_CACHE_GIB
+from workers.kv.settings import CPU_KV_CACHE_GIB
 from workers.meminfo import sample
 
 GIB = 1 << 30

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from sparkd.amounts import MOST, real, whole
-from sparkd.verbs import Session, argument, option, verb
+from sparkd.verb_options import argument, option
+from sparkd.verbs import Session, verb
 
 NODES, SEQS = whole("--nodes", 1, MOST["nodes"]), whole("--seqs", 1, MOST["requests"])
 CONTEXT = whole("--ctx", 1, MOST["max_model_len"], tokens=True)

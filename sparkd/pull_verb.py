@@ -10,7 +10,8 @@ import typer
 from sparkd import show
 from sparkd.client import model_path
 from sparkd.errors import ConfigError, Conflict, RankError, Unavailable
-from sparkd.verbs import POLL_S, NoWait, Session, Timeout, argument, option, verb
+from sparkd.verb_options import argument, option
+from sparkd.verbs import POLL_S, NoWait, Session, Timeout, verb
 
 
 def register(app: typer.Typer) -> None:

@@ -277,6 +277,11 @@ class RayHead:
                 yield stat[stat.index(b"(") + 1 : stat.rindex(b")")].decode("ascii", "replace"), int(entry)
 
 
+def living_head(runtime_dir: Path) -> str | None:
+    """The address of the head of this runtime directory, whoever started it; None where none lives."""
+    return RayHead(runtime_dir, runtime_dir, node_ip=LOOPBACK, port=0, memory_gib=0, object_store_mib=0).living_address()
+
+
 def node_environment(token_path: Path, node_ip: str) -> dict[str, str]:
     """Environment that every process which starts or joins our Ray needs.
 

@@ -6,16 +6,20 @@ import difflib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparkd.errors import ConfigError
-from sparkd.recipe_file import SUFFIX, RecipeFile, read_recipe
 from sparkd.yamlfile import Problem
+
+if TYPE_CHECKING:
+    from sparkd.recipe_file import RecipeFile
 
 # In a checkout beside the package; where it was installed from one, below the environment's prefix (pyproject.toml, data-files).
 _CHECKOUT = Path(__file__).resolve().parent.parent / "configs" / "recipes"
 _INSTALLED = Path(sys.prefix) / "share" / "sparkd" / "recipes"
 OPERATORS = Path("/etc/sparkd/recipes")
 VARIANT = "@"
+_SUFFIX = ".yaml"
 
 
 class AsWritten(Mapping[str, str]):
@@ -53,7 +57,7 @@ class Book:
         found: dict[str, Path] = {}
         for folder in self._folders:
             try:
-                files = [path for path in folder.iterdir() if path.suffix == SUFFIX and path.is_file()]
+                files = [path for path in folder.iterdir() if path.suffix == _SUFFIX and path.is_file()]
             except OSError:
                 continue
             for path in files:
@@ -70,6 +74,8 @@ class Book:
             hint = f"did you mean {near[0]}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
             return None, [Problem(None, None, f"{name[:64]!r} is no recipe: {hint}.")]
         if path not in self._read:
+            from sparkd.recipe_file import read_recipe
+
             self._read[path] = read_recipe(path, self._environ)
         return self._read[path]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.config import ModelConfig, parse_model
+from sparkd.config_fields import Method, ProfileName
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.recipe_book import VARIANT, Book
-from sparkd.recipe_file import Method, ProfileName, RecipeFile, parse_recipe, read_recipe
+from sparkd.recipe_file import RecipeFile, parse_recipe, read_recipe
 from sparkd.recipe_import import imported, is_foreign
 from sparkd.recipes import PROFILES, offered
 from sparkd.speculation import NOTES

@@ -10,15 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
 from sparkd import yamlfile
-from sparkd.config_fields import Arguments, Metadata, PositiveCount, Section, Word, no_bool
+from sparkd.config_fields import Arguments, Metadata, Method, PositiveCount, ProfileName, Section, Word, no_bool
 from sparkd.config_source import canonical, in_order, problems_of
 from sparkd.model_config import ModelConfig
 from sparkd.yamlfile import Place, Problem, Table
 
-SUFFIX = ".yaml"
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
-ProfileName = Literal["single-user", "balanced", "throughput"]
-Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
 
 # What the operator says of a model of his, not what a recipe knows about it.
 _THE_OPERATORS = ("recipe", "profile", "speculative", "model", "aliases", "unlisted", "preload", "ttl", "runtime", "entrypoint")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparkd import show, show_recipes
 from sparkd.errors import ConfigError
-from sparkd.verbs import Asked, Json, argument, option
+from sparkd.page import say_json
+from sparkd.verb_options import Asked, Json, argument, option
 
 if TYPE_CHECKING:
     from sparkd.recipe_book import Book
@@ -50,8 +50,10 @@ def ls(ctx: typer.Context, folder: Folder = None, json: Json = False) -> None:
         if file is not None:
             rows.append(summary(file))
     if _json(ctx, json):
-        show.say_json({"recipes": rows, "problems": [_problem(problem) for problem in wrong]})
+        say_json({"recipes": rows, "problems": [_problem(problem) for problem in wrong]})
         return
+    from sparkd import show, show_recipes
+
     show_recipes.listed(rows, show.terminal())
     for problem in wrong:
         sys.stderr.write(f"{problem}\n")
@@ -77,8 +79,10 @@ def show_(
     found = resolve(Choice(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
     told = described(file, found)
     if _json(ctx, json):
-        show.say_json(told)
+        say_json(told)
     else:
+        from sparkd import show, show_recipes
+
         show_recipes.described(told, show.terminal())
 
 
@@ -115,7 +119,7 @@ def check(
     wrong = [problem for problem in problems if problem.severity == "error"]
     if _json(ctx, json):
         told = [_problem(problem) for problem in problems]
-        show.say_json({"ok": not wrong, "recipes": count, "choices": len(found), "problems": told})
+        say_json({"ok": not wrong, "recipes": count, "choices": len(found), "problems": told})
     else:
         sys.stdout.writelines(f"{problem}\n" for problem in problems)
         told_count = f"{len(wrong)} to mend" if wrong else "can be used"
@@ -155,7 +159,7 @@ def import_(
             raise ConfigError(f"{to}: it cannot be written: {error.strerror}. Give a new file in an existing folder.") from None
     if _json(ctx, json):
         told = [_problem(problem) for problem in problems]
-        show.say_json({"recipe": found.recipe, "text": found.text, "notes": list(found.notes), "problems": told})
+        say_json({"recipe": found.recipe, "text": found.text, "notes": list(found.notes), "problems": told})
         return
     if to is None:
         sys.stdout.write(found.text)

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from sparkd.config_fields import absolute_from
+from sparkd.config_fields import Method, ProfileName, absolute_from
 from sparkd.config_source import table_of
 from sparkd.recipe_book import Book, split
-from sparkd.recipe_file import Method, ProfileName, RecipeFile
-from sparkd.speculation import speculating
 from sparkd.vllm_flags import SPECULATIVE, flag_name, without
 from sparkd.yamlfile import Items, Place, Problem, Table
+
+if TYPE_CHECKING:
+    from sparkd.recipe_file import RecipeFile
 
 KEYS = ("recipe", "profile", "speculative")
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -156,6 +157,8 @@ def _speculation(
             method = file.speculation(variant).default
     if method not in METHODS:
         return Table()
+    from sparkd.speculation import speculating
+
     model = entry.get("model", merged.get("model"))
     offers = file.speculation(variant) if file is not None else None
     try:

@@ -22,8 +22,8 @@ from sparkd.model_shape import shape_of
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.weight_cost import Inventory, inventory
-from workers.command import CPU_KV_CACHE_GIB
 from workers.kv.arithmetic import margin_of
+from workers.kv.settings import CPU_KV_CACHE_GIB
 from workers.stream.recipe import Recipe
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkd.recipe_file import Draft, Method, Speculation
+from sparkd.config_fields import Method
+from sparkd.recipe_file import Draft, Speculation
 from sparkd.vllm_flags import PER_BATCH, SPECULATIVE, schedule
 
 # From this many requests at a time on, drafting costs more than it brings (14.1, 14.7).

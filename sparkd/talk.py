@@ -13,7 +13,8 @@ from sparkd import show
 from sparkd.client import Client, model_path
 from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
 from sparkd.source import check_there, name_of, source_of
-from sparkd.verbs import Session, argument, option, verb
+from sparkd.verb_options import argument, option
+from sparkd.verbs import Session, verb
 from sparkd.vllm_args import check_args
 
 PROMPT = ">>> "

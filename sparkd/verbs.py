@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from sparkd import __version__, show
+from sparkd import show
 from sparkd.amounts import MOST, real, whole
 from sparkd.client import DEFAULT_URL, Client, admin_key, base_url, model_path
 from sparkd.errors import UNSTARTED, ConfigError, Conflict, ModelFailed, Unauthorized, Unavailable, UnknownModel, UnknownRoute
+from sparkd.verb_options import Asked, Json, KeyFile, Url, argument, option
 
 POLL_S = 1.0
 LOG_LINES = 200
 # States that say nothing about how far an operation is.
 _STILL = {"load": ("READY",), "unload": ("READY", "STOPPED")}
 
-# A default of None is nothing to show.
-option = partial(typer.Option, show_default=False)
-argument = partial(typer.Argument, show_default=False)
-
-Url = Annotated[str | None, option("--url", metavar="URL", help="Where sparkd is; host:port will do.")]
-KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File with the admin key.")]
-Json = Annotated[bool, option("--json", help="Print JSON.")]
 Model = Annotated[str, argument(metavar="MODEL", help="Name or alias of a known model.")]
 NoWait = Annotated[bool, option("--no-wait", help="Return at once.")]
 Timeout = Annotated[
     float | None, option("--timeout", metavar="S", parser=real("--timeout", 0, None, "seconds"), help="Stop waiting after S seconds.")
 ]
 Follow = Annotated[bool, option("-f", "--follow", help="Go on as it happens, until Ctrl-C.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The options that every verb has; those before the verb hold unless repeated after it."""
-
-    url: str | None = None
-    key_file: Path | None = None
-    json: bool = False
 
 
 class Session:
@@ -142,22 +125,6 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     return command
-
-
-def options(
-    ctx: typer.Context,
-    url: Url = None,
-    key_file: KeyFile = None,
-    json: Json = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    """What stands before a verb, or in place of one."""
-    ctx.obj = Asked(url, key_file, json)
-    if version:
-        sys.stdout.write(f"sparkd {__version__}\n")
-        raise typer.Exit
-    if ctx.invoked_subcommand is None:
-        sys.stdout.write(ctx.get_help() + "\n")
 
 
 def register(app: typer.Typer) -> None:

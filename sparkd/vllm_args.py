@@ -7,6 +7,7 @@ calls of importlib, resolve_obj_by_qualname, bind and torch.load.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from sparkd.errors import ConfigError
 from sparkd.uncounted import is_own_worker
@@ -152,6 +153,7 @@ def _long_name(arg: str) -> str | None:
     return arg[2:].split("=", 1)[0].split(".", 1)[0].rstrip("+").replace("_", "-")
 
 
+@lru_cache(maxsize=1024)
 def _owned_name(arg: str) -> str | None:
     name = _long_name(arg)
     if name is None:

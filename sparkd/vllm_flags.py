@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from sparkd.vllm_history import (
@@ -62,6 +63,7 @@ def translated(args: Sequence[str], env: Mapping[str, str], release: Release | N
     return Translation(tuple(work.args), work.env, tuple(work.notes), tuple(work.refused))
 
 
+@lru_cache(maxsize=1024)
 def flag_name(arg: str) -> str | None:
     """`--moe_backend=x` -> moe-backend; None for what is no long flag. The inner key of `--config.key` is left out."""
     return arg[2:].partition("=")[0].partition(".")[0].replace("_", "-") if arg.startswith("--") and len(arg) > 2 else None

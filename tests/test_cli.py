@@ -544,6 +544,43 @@ def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:
     assert not loaded & heavy
 
 
+# What makes a short verb slow to start: Ray's and the daemon's parts, plans, quantization, and tables with colours.
+_RAY = {"ray", "sparkd.raynode", "sparkd.raylink", "sparkd.fabric", "sparkd.placement", "sparkd.join_head", "sparkd.cluster"}
+_DAEMON = {"fastapi", "uvicorn", "aiohttp", "sqlite3", "asyncio", "sparkd.daemon", "sparkd.state", "sparkd.admission", "sparkd.fit"}
+_ENGINE = {"workers.command", "workers.guard", "workers.kv.arithmetic", "sparkd.vllm_table"}
+_WEIGHTS = {"sparkd.checkpoint", "sparkd.safetensors", "workers.stream.recipe"}
+_RECIPES = {"sparkd.recipe_file", "sparkd.speculation"}
+_TABLES = {"rich", "sparkd.show", "sparkd.client"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept_out"),
+    [
+        (["version"], {"yaml", "sparkd.config", *_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
+        (["token"], {*_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
+        (["recipes", "check"], {*_RAY, *_DAEMON, *_ENGINE, *_TABLES}),
+        (["ls", "--cached"], {*_RAY, *_DAEMON, *_ENGINE, *_RECIPES}),
+    ],
+)
+def test_a_short_verb_imports_what_it_needs_and_no_more(words: list[str], kept_out: set[str], tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {tmp_path}\nmodels: {{a: {{model: /a}}}}\n")
+    (tmp_path / "ray.token").write_text(KEY)
+    (tmp_path / "quantized").mkdir()
+    code = f"""
+import os, sys
+import sparkd.__main__, sparkd.rayhead
+os.environ["SPARKD_CONFIG"] = {str(file)!r}
+sparkd.rayhead.living_head = lambda runtime_dir: "192.0.2.7:6379"
+code = sparkd.__main__.exit_code({words!r})
+sys.stderr.write(" ".join(sys.modules))
+sys.exit(code)
+"""
+    done = _python(code)
+
+    assert not kept_out & set(done.stderr.split())
+
+
 def test_the_log_of_a_terminal_goes_to_a_private_file_and_warnings_stay(tmp_path: Path) -> None:
     code = f"""
 import logging, os, pathlib

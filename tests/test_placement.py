@@ -13,7 +13,7 @@ from sparkd.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError
 from sparkd.needs import Need
 from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, nodes_with_room, weights_gib
-from workers.command import CPU_KV_CACHE_GIB
+from workers.kv.settings import CPU_KV_CACHE_GIB
 
 SPARK_GIB = 121.6
 UTILIZATION = "--gpu-memory-utilization"

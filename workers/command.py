@@ -15,6 +15,7 @@ from pathlib import Path
 
 from workers import door, media_rules, ray_place
 from workers.interpreter import inherited_environment, module_command
+from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 from workers.processes import RANK_ID_VARIABLE, RUN_DIR_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
@@ -23,8 +24,6 @@ from workers.spec import SOCKET_PATH_BYTES, RankSpec
 KEEP_ALIVE_S = 75
 # vLLM's API server takes --headless and serves HTTP all the same; only its command line, or this module of ours, heeds it.
 HEADLESS = "workers.headless"
-CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-CPU_KV_CACHE_GIB = 2
 _PARALLEL_FLAGS = ("--tensor-parallel", "-tp", "--pipeline-parallel", "-pp", "--data-parallel", "-dp", "--nnodes")
 UUID_CHARS = 36
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kv.arithmetic import BLOCKS_FLAG, FOUR_BITS, GIB, Demand, DoesNotFit, Need, Reserved, pool
-from workers.kv.settings import Settings
+from workers.kv.arithmetic import FOUR_BITS, GIB, Demand, DoesNotFit, Need, Reserved, pool
+from workers.kv.settings import BLOCKS_FLAG, Settings
 from workers.kv.wish import Wish
 
 _NUMBER = r"([\d,]+\d|\d)"

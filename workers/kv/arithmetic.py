@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from workers.kv.settings import BLOCKS_FLAG
+
 GIB = 2**30
 # A margin of 1 GiB, or of 3 % on a large machine: what the driver, other processes and the first minutes of serving take that no
 # rehearsal shows.
@@ -18,8 +20,6 @@ MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
 PEAK_FACTOR = 1.25
 # Bits of a weight in 4 bits with its part of a scale for every 16 or 32.
 FOUR_BITS = 4.5
-# vLLM's own way to give the cache a size.
-BLOCKS_FLAG = "--num-gpu-blocks-override"
 # Lengths and batches that are advised are whole ones of these.
 STEP_TOKENS = 256
 

@@ -15,6 +15,11 @@ VARIABLE = "SPARKD_KV"
 # What the forerunner of this project understood (MiB); kept for those who have it in their scripts.
 MARGIN_VARIABLE = "VLLM_KV_CACHE_MEM_MARGIN"
 SIZES = ("bytes", "tokens", "sequences")
+# vLLM's own ways to give the cache a size.
+BLOCKS_FLAG = "--num-gpu-blocks-override"
+CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+# What a CPU's engine gets where nobody says a size.
+CPU_KV_CACHE_GIB = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,46 @@
+"""Owns the options that every verb understands. Imported by each verb, so it imports neither the client nor what draws tables."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparkd import __version__
+
+# A default of None is nothing to show.
+option = partial(typer.Option, show_default=False)
+argument = partial(typer.Argument, show_default=False)
+
+Url = Annotated[str | None, option("--url", metavar="URL", help="Where sparkd is; host:port will do.")]
+KeyFile = Annotated[Path | None, option("--key-file", metavar="FILE", help="File with the admin key.")]
+Json = Annotated[bool, option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options that every verb has; those before the verb hold unless repeated after it."""
+
+    url: str | None = None
+    key_file: Path | None = None
+    json: bool = False
+
+
+def options(
+    ctx: typer.Context,
+    url: Url = None,
+    key_file: KeyFile = None,
+    json: Json = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """What stands before a verb, or in place of one."""
+    ctx.obj = Asked(url, key_file, json)
+    if version:
+        sys.stdout.write(f"sparkd {__version__}\n")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        sys.stdout.write(ctx.get_help() + "\n")
