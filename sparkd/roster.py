@@ -199,13 +199,26 @@ class Roster:
 
     @property
     def conditions(self) -> list[str]:
-        """Added models and damaged rows that are left out, and why; models whose engines write what is said to them into their logs."""
+        """Added models and damaged rows that are left out, and why; models whose engines write what is said to them into their logs, or
+        fetch whatever a request names."""
         rows = [f"StateRowLeftOut: {self._store.path}, {damage}. {self._cure(damage)}" for damage in self._damages("desired", "specs")]
         left_out = [
             f"ModelLeftOut: {name}, which was added earlier, cannot be used: {why} Add it again, or remove it with `sparkd rm {name}`."
             for name, why in self._left_out.items()
         ]
-        return [*rows[:DAMAGES_SHOWN], *left_out, *(f"LogsAnswers: {name}: {told}" for name, told in self._loud.items())]
+        unguarded = [
+            f"MediaUnguarded: {name}: an earlier release of sparkd started its engine, which fetches media from any address that a request "
+            f"names. Run `sparkd unload {name}` and `sparkd load {name}`."
+            for name, record in self.records.items()
+            if self._fetches_anything(record)
+        ]
+        return [*rows[:DAMAGES_SHOWN], *left_out, *(f"LogsAnswers: {name}: {told}" for name, told in self._loud.items()), *unguarded]
+
+    def _fetches_anything(self, record: Record) -> bool:
+        """A release that wrote no parsers into its handles gave its engines no rule for media either."""
+        if record.spec is None or record.handle is None or not record.adopted:
+            return False
+        return record.spec.runs_vllm(self.config.engine) and record.handle.parsers is None
 
     def _listen_for_loud(self, models: Mapping[str, ModelConfig]) -> None:
         before = self._loud

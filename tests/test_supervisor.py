@@ -209,6 +209,32 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
                 assert lease.parsers == known
 
 
+@pytest.mark.parametrize(
+    ("entrypoint", "parsers", "told"),
+    [("auto", None, True), ("auto", {"tool": None, "reasoning": None, "nearest": None}, False), ("my.engine", None, False)],
+    ids=["an earlier release", "this release", "another engine"],
+)
+async def test_an_adopted_engine_that_fetches_any_media_is_told_until_it_has_gone(
+    entrypoint: str, parsers: dict[str, str | None] | None, told: bool, tmp_path: Path
+) -> None:
+    models = {"m": {"model": str(tmp_path / "model"), "entrypoint": entrypoint}}
+
+    def reasons(made: Scene) -> list[str]:
+        return [condition.partition(":")[0] for condition in made.supervisor.snapshot().conditions]
+
+    async with stage(tmp_path, models=models) as first:
+        await make_ready(first)
+        cluster = first.cluster
+        assert "MediaUnguarded" not in reasons(first)
+    cluster.show(progress=UP, handle=replace(cluster.only().handle, parsers=parsers))
+    async with stage(tmp_path, cluster=cluster, models=models) as second:
+        await second.tick(3)
+        assert second.state() == "READY" and ("MediaUnguarded" in reasons(second)) is told
+        second.supervisor.want("m", Want.STOPPED, "admin")
+        await second.tick(3)
+        assert second.state() == "STOPPED" and "MediaUnguarded" not in reasons(second)
+
+
 async def test_a_rank_whose_configuration_changed_meanwhile_is_replaced(tmp_path: Path) -> None:
     async with stage(tmp_path) as first:
         await make_ready(first)
