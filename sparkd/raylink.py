@@ -117,6 +117,8 @@ class RayLink:
                     await _in_thread(self._ray().shutdown)
             except TimeoutError:
                 log.warning("Ray did not let go within %.0f s", DISCONNECT_TIMEOUT_S)
+            except Exception as error:  # noqa: BLE001 - whatever Ray says: it is joined anew
+                log.warning("Ray could not be left: %s", type(error).__name__)
 
     async def call(self, node_ip: str, method: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
         """One method of a node's agent. A ClusterError raised there is raised here, an OSError is NodeRefused, anything else AgentLost."""
@@ -174,7 +176,9 @@ class RayLink:
                 # It says nothing of Ray: a connection that stands is not given up for it.
                 raise refused_by(error, "This node") from error
             raise RayUnavailable(f"Ray's head at {self.address} cannot be reached: {error.strerror or error}.") from None
-        except _errors(RuntimeError, ValueError) as error:
+        except Exception as error:
+            # Ray's own errors, and those of our calls where this Ray is of another release than they were written for.
+            log.debug("Ray could not answer", exc_info=error)
             raise RayUnavailable(f"Ray at {self.address} could not answer: {type(error).__name__}.") from error
 
     async def _meet(self, node_ip: str, node_id: str) -> None:
@@ -185,14 +189,14 @@ class RayLink:
                     agent = await _in_thread(self._replace_agent, agent, node_ip, node_id)
                     await agent.version.remote()
                 await agent.open.remote()
-        except _errors(TimeoutError) as error:
+        except Exception as error:
             raise _raised(error, node_ip, "did not start") from error
         self._agents[node_ip] = node_id, agent
 
     def _init(self, address: str, node_ip: str) -> None:
-        ray = self._ray()
-        self._joined = True
         try:
+            ray = self._ray()
+            self._joined = True
             ray.init(
                 address=address,
                 job_config=_job(),
@@ -202,10 +206,12 @@ class RayLink:
                 configure_logging=False,
                 logging_level=logging.ERROR,
             )
-        except _errors(ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise RayUnavailable(
-                f"Ray at {address} cannot be joined: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
-            ) from error
+        except AttributeError as error:
+            lacks = f"Ray at {address} cannot be joined: this node's Ray has no {error.name or error}"
+            raise RayUnavailable(f"{lacks}. Install the release that sparkd asks for: `pip install --force-reinstall sparkd`.") from error
+        except Exception as error:
+            said = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+            raise RayUnavailable(f"Ray at {address} cannot be joined: {said}") from error
 
     def _ray(self) -> Any:
         """The module. Ray reads some of its variables while it is imported, so they are set before; ours never reach a child of ours."""
@@ -346,8 +352,14 @@ def _raised(error: Exception, node_ip: str, what: str) -> ClusterError:
 
 
 def _job() -> Any:
-    """A driver that lends no folder: Ray would have its workers import from the driver's working folder first (worker.py, connect)."""
+    """A driver that lends no folder: Ray would have its workers import from the driver's working folder first (worker.py, connect).
+
+    Raises AttributeError where this Ray has other private members: the override below would do nothing.
+    """
     from ray.job_config import JobConfig
+
+    for member in ("_serialize", "_py_driver_sys_path"):
+        getattr(JobConfig(), member)
 
     class Job(JobConfig):
         def _serialize(self) -> bytes:

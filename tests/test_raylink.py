@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayTaskError
 
-from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError
+from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError, RayUnavailable
 from sparkd.raylink import RayLink
 from tests.daemon_process import ROOT
 from workers.agent import VERSION
@@ -64,6 +64,50 @@ async def test_what_an_agent_raises_keeps_its_cause(raised: Exception, kind: typ
     with pytest.raises(kind, match=words) as error:
         await link.call("n", fail, 5.0)
     assert type(error.value) is kind
+
+
+ANY = (AttributeError("x", name="_serialize"), KeyError("Alive"), TypeError("x"), RuntimeError("x"), ImportError("x"), AssertionError("x"))
+
+
+@pytest.mark.parametrize("raised", ANY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["_ray", "_alive_nodes", "_start_agent"])
+async def test_whatever_ray_raises_while_it_is_joined_is_a_named_error(
+    where: str, raised: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> object:
+        raise raised
+
+    link = RayLink({}, lambda node_ip: ())
+    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+    monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **_: None, shutdown=fail))
+    monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
+    monkeypatch.setattr(link, where, fail)
+    with pytest.raises(RayUnavailable):
+        await link.connect("n:1", "n")
+    await link.disconnect()
+
+    assert not link.connected
+
+
+@pytest.mark.parametrize("member", ["_serialize", "_py_driver_sys_path"])
+async def test_a_ray_without_the_private_members_is_named(member: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class JobConfig:
+        """As Ray's, but for one member."""
+
+        def __init__(self) -> None:
+            if member != "_py_driver_sys_path":
+                self._py_driver_sys_path: list[str] = []
+            if member != "_serialize":
+                self._serialize = bytes
+
+    joined: list[object] = []
+    link = RayLink({}, lambda node_ip: ())
+    monkeypatch.setattr("ray.job_config.JobConfig", JobConfig)
+    monkeypatch.setattr(link, "_ray", lambda: SimpleNamespace(init=lambda **given: joined.append(given)))
+    with pytest.raises(RayUnavailable, match=member):
+        await link.connect("n:1", "n")
+
+    assert joined == []
 
 
 class Actor:
