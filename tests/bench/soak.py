@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tests.bench import soak_parsers, soak_schema, soak_tmpfs
 from tests.bench.arguments import Parser, amount, count, pattern
-from tests.bench.slope import _daemon, _kib
+from tests.bench.slope import anonymous_kib, stub_daemon
 from tests.bench.soak_watch import Watch
 from tests.daemon_process import DaemonProcess
 from tests.gateway.fakes import post, request
@@ -84,7 +84,7 @@ def main() -> int:
 
 def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sk") as folder:
-        made = _daemon(Path(folder), environ=soak_schema.OFFLINE)
+        made = stub_daemon(Path(folder), environ=soak_schema.OFFLINE)
         try:
             rounds = [one for one in _rounds(made, asked) if one.name in chosen]
             return sum(_missed(made, one, judged=not asked.smallest) for one in rounds)
@@ -120,7 +120,7 @@ def _small_state(asked: argparse.Namespace) -> int:
         return 0
     soak_tmpfs.SmallState.mib = asked.tmpfs_mib
     with tempfile.TemporaryDirectory(prefix="sk") as folder:
-        made = _daemon(Path(folder), soak_tmpfs.SmallState)
+        made = stub_daemon(Path(folder), soak_tmpfs.SmallState)
         if not isinstance(made, soak_tmpfs.SmallState):
             raise TypeError
         try:
@@ -137,7 +137,7 @@ def _missed(made: DaemonProcess, one: Round, *, judged: bool) -> bool:
     if judged:
         one.warm()  # pools and caches grow to what the round that counts needs
         time.sleep(1.0)
-    before_kib, begun_s = _kib(made.process.pid), time.monotonic()
+    before_kib, begun_s = anonymous_kib(made.process.pid), time.monotonic()
     with Watch(made.port) as watch:
         times, faults = one.act()
         time.sleep(0.5)
@@ -147,7 +147,7 @@ def _missed(made: DaemonProcess, one: Round, *, judged: bool) -> bool:
     if made.process.poll() is not None:
         print(f"{one.name:18} {times:>9,} MISSED the daemon ended with {made.process.returncode}: {made.tail()}", flush=True)
         return True
-    more_kib = _kib(made.process.pid) - before_kib
+    more_kib = anonymous_kib(made.process.pid) - before_kib
     faults += ["/livez did not answer 200"] * watch.failed
     faults += ["a traceback in the daemon's log"] * ("Traceback (most recent call last)" in made.output.read_text(errors="replace"))
     missed = bool(faults) or (judged and (watch.longest_s > SILENCE_BAR_S or more_kib > MEMORY_BAR_KIB))
