@@ -3,7 +3,8 @@
 Two network namespaces, a real daemon, two raylets, vLLM's CPU build: tensor parallelism by native ranks and by vLLM's Ray executor, and a
 pipeline of two stages. For each: seconds until READY; the largest difference of a log-probability from the same model on one node; then
 rank 1 is killed: as what and when that was noticed, READY again after how long, the difference then, and processes left behind. Exit code
-1 where a difference is 0.05 or more, nothing was noticed within 10 s, or anything was left.
+1 where a difference is 0.05 or more, nothing was noticed within 10 s, or anything was left. --stub: the first way alone with the stub
+engine, which differs by 1 where its answer does.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.bench.arguments import Parser
 from tests.pair import Pair, command_of, two_sparks
-from tests.pair_vllm import AGREED, Said, furthest, log_probabilities, vllm_models
+from tests.pair_vllm import AGREED, API_SERVER, furthest, log_probabilities, vllm_models
 from workers.status import worker_of
 
 START_S, DETECTED_S = 600.0, 10.0
@@ -44,17 +47,40 @@ class Outcome:
         return max(self.before, self.after) < AGREED and self.noticed_s < DETECTED_S and not self.left
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """says: what a model answers; apart: how far two of these differ; parts: of the command lines of its processes."""
+
+    entrypoint: str
+    says: Callable[[Pair, str], Any]
+    apart: Callable[[Any, Any], float]
+    parts: tuple[bytes, ...]
+
+
+def _text(pair: Pair, model: str) -> str:
+    answer = pair.daemon.chat(model, "hello", max_tokens=8)
+    answer.raise_for_status()
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+VLLM = Engine(API_SERVER, log_probabilities, furthest, (b"vllm.entrypoints", b"RayWorkerProc"))
+STUB = Engine("workers.stub", _text, lambda one, other: float(one != other), (b"workers.stub",))
+
+
 def main() -> int:
-    asked = Parser("tests.bench.team", __doc__).parse_args()
-    ways = WAYS[:1] if asked.smallest else WAYS
+    parser = Parser("tests.bench.team", __doc__, stub=True)
+    parser.add_argument("--stub", action="store_true")
+    asked = parser.parse_args()
+    engine, ways = (STUB, WAYS[:1]) if asked.stub else (VLLM, WAYS)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="st") as name:
         folder = Path(name)
-        with two_sparks(folder, vllm_models(folder)) as pair:
-            alone = {} if asked.smallest else {model: _said_by(pair, model) for model in ("whole", "alone")}
+        models = {model: entry | {"entrypoint": engine.entrypoint} for model, entry in vllm_models(folder).items()}
+        with two_sparks(folder, models) as pair:
+            alone = {model: _said_by(pair, engine, model) for model in dict.fromkeys(single for _, single, _ in ways)}
             print(HEAD, flush=True)
             for model, single, way in ways:
-                one = _broken(pair, model, alone.get(single), way)
+                one = _broken(pair, engine, model, alone[single], way)
                 outcomes.append(one)
                 told = f"{one.ready_s:>8.1f} {one.before:>8.4f} {one.reason:14} {one.noticed_s:>8.1f} {one.again_s:>8.1f} {one.after:>8.4f}"
                 print(f"{way:22} {told} {one.left:>5}", flush=True)
@@ -65,16 +91,16 @@ def main() -> int:
     return 0 if well else 1
 
 
-def _said_by(pair: Pair, model: str) -> Said:
+def _said_by(pair: Pair, engine: Engine, model: str) -> Any:
     pair.daemon.load(model)
     pair.daemon.wait_for(model, "READY", START_S)
-    said = log_probabilities(pair, model)
+    said = engine.says(pair, model)
     _unloaded(pair, model)
     return said
 
 
-def _broken(pair: Pair, model: str, alone: Said | None, way: str) -> Outcome:
-    """alone: what one node says; without it the answers after the kill are compared with those before."""
+def _broken(pair: Pair, engine: Engine, model: str, alone: Any, way: str) -> Outcome:
+    """alone: what one node says."""
     pair.both()
     began_s = time.time()
     pair.daemon.load(model)
@@ -82,21 +108,19 @@ def _broken(pair: Pair, model: str, alone: Said | None, way: str) -> Outcome:
     ready_s = time.time() - began_s
     if len(ranks) != 2:
         raise RuntimeError(f"{model} has {len(ranks)} ranks where two are asked for")
-    said = log_probabilities(pair, model)
-    alone = alone or said
-    before = furthest(said, alone)
+    before = engine.apart(engine.says(pair, model), alone)
 
     victim, at_s = _process_of(pair, ranks[1], of_ray=model == "rayed"), time.time()
     os.kill(victim, signal.SIGKILL)
     reason, noticed_s = pair.failure(at_s, model)
     after_ranks = pair.daemon.wait_for(model, "READY", START_S)["ranks"]
     again_s = time.time() - at_s
-    after = furthest(log_probabilities(pair, model), alone)
+    after = engine.apart(engine.says(pair, model), alone)
     kept = {rank["pid"] for rank in after_ranks}
     left = sum(len(pair.members(rank)) for rank in ranks if rank["pid"] not in kept)
     _unloaded(pair, model)
     everywhere = (*pair.here.pids(), *pair.there.pids())
-    left += sum(b"vllm.entrypoints" in command_of(pid) or b"RayWorkerProc" in command_of(pid) for pid in everywhere)
+    left += sum(any(part in command_of(pid) for part in engine.parts) for pid in everywhere)
     return Outcome(way, ready_s, before, reason, noticed_s, again_s, after, left)
 
 
