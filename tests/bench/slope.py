@@ -5,9 +5,8 @@ whole request and close at once. All are spread evenly over --steps steps; behin
 (anonymous pages of /proc/PID/smaps_rollup). Before the first reading that counts, --warm steps come over twice as many connections:
 caches and what is kept of the last minutes fill, and pools grow beyond what the rest can need at once, so that what is left is growth.
 
-The slope is a least-squares line through all readings after it, beside it twice its standard error. The bar is 1 KiB for each 1000 of
-what was done: MISSED where the slope is above it by two errors, ok where it is below by two, and `unsure` between and with fewer than
-10 readings.
+The slope is a least-squares line through all readings after it, with what it may be off by in 95 of 100 runs (trend.py). The bar is 1 KiB
+for each 1000 of what was done: MISSED where the slope is surely above it, ok where it surely is not, else `unsure`: run it for longer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import NamedTuple
 
 from tests.bench.arguments import Parser, amount, count, new
 from tests.bench.load import Job
-from tests.bench.trend import ERRORS, Verdict, trend
+from tests.bench.trend import Verdict, trend
 from tests.daemon_process import ROOT, DaemonProcess, until
 
 BAR_KIB = 1.0
@@ -163,9 +162,8 @@ def _judge(readings: Sequence[Reading]) -> Verdict:
     line = trend([(reading.done, reading.kib) for reading in readings])
     verdict = line.verdict(BAR_KIB)
     first, last = readings[0].kib / 1024, readings[-1].kib / 1024
-    slope = f"{line.slope:+.2f} +- {ERRORS * line.error:.2f} KiB for each 1000 of them (bar {BAR_KIB:g})"
-    worth = f"{line.readings} readings, worth {line.effective:.1f} independent ones"
-    print(f"{verdict:6} {slope}, from {first:.1f} to {last:.1f} MiB over {worth}")
+    slope = f"{line.slope:+.2f} +- {line.around:.2f} KiB for each 1000 of them (bar {BAR_KIB:g})"
+    print(f"{verdict:6} {slope}, from {first:.1f} to {last:.1f} MiB over {line.readings} readings")
     return verdict
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-# Below this many readings nothing is said: an allocator takes and gives back 0.1 MiB at a time.
-FEWEST, ERRORS = 10, 2.0
+# Growth is compared from one eighth of the readings to the next. Two readings in each are the fewest: an allocator takes 0.1 MiB at a time.
+GROUPS, FEWEST = 8, 16
+# Student's t for 95 % with the 6 degrees of freedom of 7 differences.
+ERRORS = 2.45
 
 
 class Verdict(StrEnum):
@@ -20,38 +23,41 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A least-squares line: its slope per 1,000 and the slope's standard error. effective: how many independent readings they are worth."""
+    """The slope of a least-squares line per 1,000, its standard error, and the number of readings."""
 
     slope: float
     error: float
     readings: int
-    effective: float
+
+    @property
+    def around(self) -> float:
+        """In 95 of 100 cases the slope is within so much."""
+        return ERRORS * self.error
 
     def verdict(self, bar: float) -> Verdict:
-        """MISSED where the slope is above the bar by more than two errors, ok where it is below by as much."""
-        if self.readings < FEWEST:
-            return Verdict.UNSURE
-        if self.slope - ERRORS * self.error > bar:
+        """MISSED where the slope is surely above the bar, ok where it is surely not."""
+        if self.slope - self.around > bar:
             return Verdict.MISSED
-        return Verdict.OK if self.slope + ERRORS * self.error <= bar else Verdict.UNSURE
+        return Verdict.OK if self.slope + self.around <= bar else Verdict.UNSURE
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend:
-    """points: (how many were done so far, KiB).
+    """points: (how many were done so far, KiB), at equal steps. With fewer than FEWEST the error is infinite.
 
-    A heap that has grown stays so for many readings, which makes them fewer than they look. With r, the correlation of what the line leaves
-    of one reading and of the next, n of them are worth n (1 - r) / (1 + r) (Santer et al. 2000, doi:10.1029/1999JD901105, equation 6).
-    At least three, so that growth along a curve has an error, too.
+    A heap grows by steps that stay, so that a reading is hardly better known for the one before it, and the line's textbook error is much
+    too small. What is independent is the growth: the error is that of the mean growth from one group of readings to the next.
     """
     count = len(points)
-    mean_x, mean_y = (sum(column) / count for column in zip(*points, strict=True))
-    across = sum((x - mean_x) ** 2 for x, _ in points)
-    if not across or count < 3:
-        return Trend(0.0, math.inf, count, 0.0)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / across
-    rests = [y - mean_y - slope * (x - mean_x) for x, y in points]
-    squares = sum(rest * rest for rest in rests)
-    again = sum(first * second for first, second in pairwise(rests))
-    alike = max(0.0, again / squares) if squares else 0.0
-    effective = max(3.0, count * (1 - alike) / (1 + alike))
-    return Trend(1000 * slope, 1000 * math.sqrt(squares / (effective - 2) / across), count, effective)
+    if count < FEWEST:
+        return Trend(_slope(points), math.inf, count)
+    starts = [number * count // GROUPS for number in range(GROUPS + 1)]
+    groups = [points[first:end] for first, end in pairwise(starts)]
+    means = [(statistics.fmean(x for x, _ in group), statistics.fmean(kib for _, kib in group)) for group in groups]
+    growths = [1000 * (kib - kib_before) / (x - x_before) for (x_before, kib_before), (x, kib) in pairwise(means)]
+    return Trend(_slope(points), statistics.stdev(growths) / math.sqrt(len(growths)), count)
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Per 1,000."""
+    xs, kib = zip(*points, strict=True)
+    return 1000 * statistics.linear_regression(xs, kib).slope if len(set(xs)) > 1 else 0.0
