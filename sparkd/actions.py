@@ -83,6 +83,9 @@ class Actions:
         self._unended: dict[str, int] = {}
         self._retry_at_s: dict[str, float] = {}
         self._looking: set[str] = set()
+        # By start whose memory is not in the book: why, as the log has it. One task tries again for each.
+        self._unheld: dict[str, str] = {}
+        self._holding: set[str] = set()
 
     def recall(self) -> None:
         """At the start: engines that hung under an earlier daemon count, and a model that rests for it goes on resting."""
@@ -155,25 +158,34 @@ class Actions:
         self.start(record, "hold", self._hold(record))
 
     async def _hold(self, record: Record) -> None:
-        if not await self._held(record):
-            self.spawn(self._hold_again(record), f"hold {record.name}")
+        start = record.rank_id
+        if start is None or await self._held(record) or start in self._holding:
+            return
+        task = self.spawn(self._hold_again(record), f"hold {record.name}")
+        self._holding.add(start)
+        task.add_done_callback(lambda _: self._holding.discard(start))
 
     async def _hold_again(self, record: Record) -> None:
         """Try to hold the model's memory until it is in the book. The memory of a running model must not be given away twice."""
-        rank_id, failures, held = record.rank_id, 0, False
-        while not held and record.rank_id == rank_id:
+        start, failures, held = record.rank_id, 0, False
+        while not held and record.rank_id == start:
             failures += 1
             await asyncio.sleep(ENDING.delay_s(failures, self._rng))
-            held = await self._held(record)
+            held = record.rank_id == start and await self._held(record)
+        self._unheld.pop(start or "", None)
 
     async def _held(self, record: Record) -> bool:
+        start = record.rank_id or ""
         with self._boundary.around("hold", record.name):
             try:
                 if record.spec:
                     await self._cluster.hold(record.spec, record.nodes, max(handle.memory_gib for handle in record.handles))
             except ClusterError as error:
-                log.error("what %s holds is not in the book: %s", record.name, error.message)
+                if self._unheld.get(start) != error.message:
+                    log.error("what %s holds is not in the book: %s It is tried again.", record.name, error.message)
+                self._unheld[start] = error.message
             else:
+                self._unheld.pop(start, None)
                 return True
         return False
 

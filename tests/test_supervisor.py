@@ -15,6 +15,7 @@ import pytest
 
 from sparkd.abilities import GENERATE, POOL, Abilities, Need
 from sparkd.errors import (
+    AgentLost,
     ConfigError,
     Conflict,
     ContextTooLong,
@@ -27,7 +28,9 @@ from sparkd.errors import (
     ModelLoading,
     ModelUnusable,
     RankError,
+    RayUnavailable,
     RouteNotServed,
+    SparkdError,
     TooManyRequests,
     Unavailable,
     UnknownModel,
@@ -207,6 +210,40 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
             assert second.supervisor.snapshot().models["m"].parsers == known
             async with second.supervisor.lease("m") as lease:
                 assert lease.parsers == known
+
+
+async def test_memory_that_cannot_be_held_is_tried_by_one_task_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray is away and comes back: the same rank is adopted again and again."""
+    monkeypatch.setattr("sparkd.actions.ENDING", Backoff(initial_s=0.0, max_s=0.0))
+    async with stage(tmp_path) as made:
+        await make_ready(made)
+        record, tries = made.supervisor.record("m"), list[str]()
+        errors: list[SparkdError] = [AgentLost("The agent of node n does not answer.")]
+
+        async def hold(*_: object) -> None:
+            tries.append(record.name)
+            if errors:
+                raise errors[0]
+
+        def holding() -> int:
+            return sum(task.get_name() == "hold m" for task in asyncio.all_tasks())
+
+        monkeypatch.setattr(made.cluster, "hold", hold)
+        for _ in range(3):
+            await made.supervisor._actions._hold(record)
+            await made.settle()
+            assert holding() == 1
+        told = [one for one in caplog.records if one.levelname == "ERROR"]
+        assert (len(tries) > 10, len(told)) == (True, 1)
+
+        errors[0] = RayUnavailable("Ray does not answer.")
+        await made.settle()
+        assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 2
+        errors.clear()
+        await made.settle()
+        assert holding() == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -192,6 +193,29 @@ async def test_an_accept_that_fails_for_lack_of_descriptors_is_tried_again(monke
         assert "DescriptorsShort" in str(accepting.condition)
         accepting.close()
         writer.close()
+
+
+async def test_a_connection_that_is_being_opened_when_the_server_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    class Loop:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loop, name)
+
+        async def connect_accepted_socket(self, *_: object) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = Acceptor([listener], asyncio.Protocol, (), {}, 10, Boundary(time.monotonic))
+        accepting._loop = Loop()  # type: ignore[assignment]
+        async with asyncio.timeout(10):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            await begun.wait()
+            accepting.close()
+            assert await reader.read() == b""
+        writer.close()
+    assert not accepting._opening
 
 
 async def test_a_closed_gateway_accepts_nobody_while_it_rests(engine: RawEngine, monkeypatch: pytest.MonkeyPatch) -> None:
