@@ -7,9 +7,11 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from sparkd.abilities import Need
+from sparkd.boundary import Boundary
 from sparkd.errors import (
     DoesNotFit,
     Draining,
@@ -22,6 +24,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.model_config import ModelConfig
+from sparkd.recent import Shared
 from sparkd.record import Record
 from sparkd.residency import PROMISE_S
 from sparkd.roster import Roster
@@ -105,9 +108,13 @@ class Door:
         clock: Callable[[], float],
         unusable: Callable[[ModelConfig], Awaitable[str | None]],
         look: Callable[[Record], Awaitable[None]],
+        boundary: Boundary,
     ) -> None:
         self._look = look
         self._unusable = unusable
+        # Clients that ask for one model share a look at its files and its hub.
+        self._looks: Shared[str | None] = Shared(boundary)
+        self._reads: Shared[None] = Shared(boundary)
         self._roster = roster
         self._want = want
         self._wake = wake
@@ -126,7 +133,7 @@ class Door:
         self._refuse_closed(record)
         if need is not None:
             if record.abilities is None and record.state is not ModelState.READY:
-                await self._look(record)
+                await self._reads.get((record.name, record.hash), partial(self._look, record))
             _refuse_unable(record, need)
         if record.state is not ModelState.READY:
             await self._wait(record, wait_s, waits)
@@ -178,14 +185,19 @@ class Door:
                     waiter.set_exception(_draining())
 
     async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
-        await self._refuse_unusable(record)
-        if record.state is ModelState.READY:
-            return
-        self._refuse_closed(record)
-        if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
-            raise self._failed(record)
+        self._refuse_away(record)
         if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
+        self._waiting += 1
+        try:
+            await self._refuse_unusable(record)
+            if record.state is not ModelState.READY:
+                self._refuse_away(record)
+                await self._wait_in_line(record, wait_s, waits)
+        finally:
+            self._waiting -= 1
+
+    async def _wait_in_line(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
         if wait_s is None:
             wait_s = self._roster.config.wait_s(record.spec) if record.spec else 0.0
         wished = record.desired.want is not Want.RUNNING
@@ -201,7 +213,6 @@ class Door:
         record.waiters[waiter] = None
         if record.asked_since_s is None:
             record.asked_since_s = self._clock()
-        self._waiting += 1
         try:
             await self._until_ready(record, waiter, wait_s)
         except TimeoutError:
@@ -213,7 +224,6 @@ class Door:
             self._withdraw(record)
             raise
         finally:
-            self._waiting -= 1
             record.waiters.pop(waiter, None)
         self._refuse_closed(record)
 
@@ -232,7 +242,7 @@ class Door:
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
-        if why := await self._unusable(record.spec):
+        if why := await self._looks.get((record.name, record.hash), partial(self._unusable, record.spec)):
             log.warning("a request for %s is refused: %s", record.name, why)
             raise ModelFailed(f"The model {record.name} cannot be started. {_pathless(why, record)}", retry_after_s=60)
 
@@ -258,6 +268,11 @@ class Door:
             at_s = record.promised_at_s
             if at_s is not None and record.state not in STARTING and self._clock() - at_s >= PROMISE_S:
                 record.promised_at_s = None
+
+    def _refuse_away(self, record: Record) -> None:
+        self._refuse_closed(record)
+        if record.state is ModelState.FAILED and record.backoff_until_s > self._clock():
+            raise self._failed(record)
 
     def _refuse_closed(self, record: Record) -> None:
         if self._closed and (self._closed_wholly or record.state is not ModelState.READY):

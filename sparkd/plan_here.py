@@ -25,11 +25,14 @@ from sparkd.plan_entry import Entry, entry_of
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
+from sparkd.threads import Threads
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
 
 # For all headers of a model, from the hub too: who asks by HTTP does not wait for ever.
 LIMIT_S = 60.0
+# A plan computes for seconds, may wait for a hub, and its thread goes on when its caller has left: two at once, and two that wait.
+_PLANS = Threads("plan", 2, 4)
 
 
 class Unlinked(Protocol):
@@ -76,17 +79,17 @@ async def planned_here(
 ) -> dict[str, Any]:
     """The plan as plain JSON. find: a model that the daemon knows, by `config`. unlinked: by a number of the daemon's nodes, why no so many
     may share a model. in_sight: the nodes that answer, over which the daemon would spread an entry that leaves it open. places: see
-    model_folder.unusable. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S."""
+    model_folder.unusable. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S or where as many plans are made already."""
     try:
         async with asyncio.timeout(LIMIT_S):
-            hardware = await asyncio.to_thread(hardware_here, question.hardware, config)
+            hardware = await _PLANS.run(hardware_here, question.hardware, config)
             # Another machine's nodes are nobody's yet, and so are their cables.
             spec = find(question.model)
             if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
                 question = question.model_copy(update={"nodes": max(1, in_sight)})
             ours = question.hardware == "node" and _nodes(question, spec) > 1
             told = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
-            return await asyncio.to_thread(_answer, question, hardware, find, told, config, places)
+            return await _PLANS.run(_answer, question, hardware, find, told, config, places)
     except TimeoutError:
         raise _too_slow(question.model) from None
 

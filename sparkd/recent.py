@@ -1,10 +1,10 @@
-"""An answer that is costly to make: made by one run at a time, and given again for a few seconds."""
+"""Answers that are costly to make: each is made by one run, which all callers share. Never answers by itself."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from sparkd.boundary import Boundary
@@ -39,6 +39,23 @@ class Recent(Generic[T]):
         if not run.task.done():
             return False
         return run.answered_at_s is None or run.argument != argument or self._clock() - run.answered_at_s >= self._kept_s
+
+
+class Shared(Generic[T]):
+    """Callers with the same key wait for one run. Nothing is kept: a caller who comes when it has ended starts the next."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary = boundary
+        self._runs: dict[Hashable, _Run[T]] = {}
+
+    async def get(self, key: Hashable, ask: Callable[[], Awaitable[T]]) -> T:
+        """Raises what the run raises, to all who wait for it."""
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = _Run("", lambda _: ask(), time.monotonic, self._boundary)
+            run.task.add_done_callback(lambda _: self._runs.pop(key, None))
+        await asyncio.shield(run.task)
+        return run.result()
 
 
 class _Run(Generic[T]):

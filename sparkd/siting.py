@@ -22,6 +22,7 @@ from sparkd.quantizing import AUTO
 from sparkd.rank_folders import slug_of
 from sparkd.raylink import RayLink
 from sparkd.team import team_of
+from sparkd.threads import Threads
 from workers.hub_cache import cache_places
 from workers.runtime import GUARDED
 
@@ -30,6 +31,8 @@ log = logging.getLogger("sparkd.cluster")
 IDENTITY_TIMEOUT_S = 60.0
 STAGED_TIMEOUT_S = 15.0
 ALONE: Ways = (1, 1)
+# A hub may be silent for HF_HUB_DOWNLOAD_TIMEOUT, 10 s, and clients' requests lead to it.
+_HUB = Threads("hub", 4)
 
 
 class Siting:
@@ -75,7 +78,7 @@ class Siting:
                   for node in others)  # fmt: skip
         if any(isinstance(found, Mapping) and found["files"] for found in await asyncio.gather(*asking, return_exceptions=True)):
             return
-        await asyncio.to_thread(lambda: look(spec, env, _published(config)))
+        await _HUB.run(lambda: look(spec, env, _published(config)))
 
     def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
         """What a model takes on each of so many nodes. Blocks."""

@@ -92,6 +92,7 @@ class Supervisor:
             clock=clock,
             unusable=cluster.unusable,
             look=lambda record: self._actions.look(record),
+            boundary=self.boundary,
         )
         self._gate = Gate(self.ledger, self._door, self.want, clock, self._roster.holders, lambda total: self.config.memory.limits(total))
         self._swap = Swap(self.ledger, cluster.book, lambda: self._roster.ties, self.want, clock)

@@ -34,7 +34,8 @@ class Repository:
     """What the hub has, and how it behaves. ranges: the store knows them; listed: sizes in the listing that are not the files' own.
 
     refusals: status and X-Error-Code of an answer, by what the path ends with, as often as it stands there; cut: bytes after which an
-    answer of the store ends; total: what the store says that a file's size is; held: what it waits for before it answers.
+    answer of the store ends; total: what the store says that a file's size is; held: what the store waits for before it answers for a file,
+    or the hub for a path that ends so, if it begins with a slash.
     """
 
     folder: Path
@@ -108,6 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         repository, path = self.server.repository, unquote(urlsplit(self.path).path)
         self._asked = Asked(self.server.name, path, self.headers.get("Range"), self.headers.get("Authorization"))
         repository.asked.append(self._asked)
+        for end, answers in repository.held.items():
+            if end.startswith("/") and path.endswith(end):
+                answers.wait(60)
         for end, refusals in repository.refusals.items():
             if path.endswith(end) and refusals:
                 status, headers = refusals.pop(0)

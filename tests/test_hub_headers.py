@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from sparkd.checkpoint import Checkpoint, read_checkpoint
 from sparkd.errors import CheckpointError, ConfigError, Unavailable
 from sparkd.hub_headers import FIRST_BYTES, checkpoint_of, read_remote_checkpoint
 from sparkd.plan_here import checkpoint_here
+from sparkd.threads import Threads
 from tests import checkpoints
 from tests.fakes import FakeCluster
+from tests.gateway.fakes import soon
 from tests.hub_server import COMMIT, SIGNATURE, Repository, serving
 from tests.shards import header_of, layered, pack, write_folder, write_shard
 
@@ -466,6 +470,35 @@ def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: 
     source, found, configured = checkpoint_here(ID, lambda _: None)
 
     assert (source, configured) == (ID, None) and content(found) == content(read(repository))
+
+
+async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_many_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    may_end, running = threading.Event(), list[str]()
+
+    def answered(question: plan_here.QuestionHere, *_: object) -> dict[str, Any]:
+        running.append(question.model)
+        may_end.wait()
+        return {"model": question.model}
+
+    monkeypatch.setattr(plan_here, "_answer", answered)
+    monkeypatch.setattr(plan_here, "_PLANS", Threads("plan", 2, 4))
+    asking = []
+    try:
+        for number in range(20):
+            question = plan_here.QuestionHere(model=f"owner/{number}", hardware="spark")
+            asking.append(asyncio.create_task(plan_here.planned_here(question, lambda _: None, FakeCluster().unlinked)))
+            await soon(lambda number=number: len(running) == min(number + 1, 2))
+        await soon(lambda: sum(task.done() for task in asking) == 16)
+
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(lambda: "free") == "free"
+    finally:
+        may_end.set()
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, Unavailable)]
+    assert len(refused) == 16
+    assert {"retry-after"} == {name for answer in refused for name in answer.headers()}
 
 
 async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

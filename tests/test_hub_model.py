@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from sparkd.errors import AgentLost, HubUnreachable, ModelUnusable
 from sparkd.hub_model import KEPT_S, is_absent, look, looked_at
 from sparkd.parser_choice import with_parsers
 from sparkd.parsers import Parsers
+from tests.gateway.fakes import soon
 from tests.hub_server import COMMIT, Repository, serving
 from tests.test_siting import A, B, Scene
 
@@ -153,6 +157,23 @@ def test_the_hub_is_asked_once_for_a_while(tmp_path: Path, repository: Repositor
     assert len(repository.asked) == 2
     look(spec, env_of(spec) | {"HF_TOKEN": "another"})
     assert len(repository.asked) == 3
+
+
+async def test_a_hub_that_hangs_takes_no_thread_of_the_event_loop(tmp_path: Path, repository: Repository) -> None:
+    scene = Scene(tmp_path, {A: 20.0})
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    answers = repository.held["/revision/main"] = threading.Event()
+    specs = [spec_of(tmp_path, repository.hub, f"owner/name{number}") for number in range(10)]
+    asking = [asyncio.create_task(absent(scene, spec)) for spec in specs]
+    try:
+        await soon(lambda: repository.asked)
+
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(lambda: "free") == "free"
+    finally:
+        answers.set()
+    for error in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(error, ModelUnusable)
 
 
 def test_the_parsers_of_a_model_that_is_still_on_the_hub(tmp_path: Path, repository: Repository) -> None:

@@ -42,6 +42,7 @@ from sparkd.plan import Backoff
 from sparkd.record import Record
 from sparkd.state import STARTING, Desired, ModelState, OperationState, Progress, Want
 from tests.fakes import Loop, Scene, scene, stage
+from tests.gateway.fakes import soon
 from workers.signatures import diagnose
 
 UP = Progress(phase="serving", server_up=True)
@@ -608,8 +609,7 @@ async def test_a_client_that_leaves_before_anything_acted_does_not_load_the_mode
     async with stage(tmp_path) as made:
         await made.tick()
         waiting = asyncio.create_task(enter(made, "m"))
-        await asyncio.sleep(0)
-        assert made.supervisor.snapshot().models["m"].want is Want.RUNNING
+        await soon(lambda: made.supervisor.snapshot().models["m"].want is Want.RUNNING)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await made.tick(2)
@@ -773,7 +773,7 @@ async def test_a_model_without_room_says_who_holds_the_memory(tmp_path: Path) ->
 async def test_a_client_that_leaves_does_not_take_the_load_from_others(tmp_path: Path) -> None:
     async with stage(tmp_path) as made:
         first, second = (asyncio.create_task(enter(made, "m")) for _ in range(2))
-        await asyncio.sleep(0)
+        await soon(lambda: len(made.supervisor.record("m").waiters) == 2)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await made.tick()
@@ -846,6 +846,61 @@ async def test_who_asks_for_a_model_whose_folder_holds_none_is_refused_at_once_w
             await enter(made, name)
         assert told in failed.value.message and str(tmp_path) not in failed.value.message
         assert made.supervisor.snapshot().models[name].message == why, "its owner reads the path"
+
+
+class Looks:
+    """A look at a model's hub, which answers once it may."""
+
+    def __init__(self, answer: str | None = None) -> None:
+        self.count = 0
+        self.may_end = asyncio.Event()
+        self._answer = answer
+
+    async def __call__(self, _spec: object) -> str | None:
+        self.count += 1
+        await self.may_end.wait()
+        return self._answer
+
+
+async def test_requests_share_one_look_at_an_absent_model_and_wait_in_the_queue_meanwhile(tmp_path: Path) -> None:
+    models = {name: {"model": f"owner/{name}", "preload": False} for name in ("m", "n")}
+    async with stage(tmp_path, models=models, max_queued_requests=20) as made:
+        looks = made.supervisor._door._unusable = Looks("There is no such model.")
+        asking = [asyncio.create_task(enter(made, "m" if number % 2 else "n")) for number in range(20)]
+        await soon(lambda: looks.count == 2)
+
+        with pytest.raises(Unavailable, match="max_queued_requests"):
+            await asyncio.wait_for(enter(made, "m"), 5)
+        asking[0].cancel()
+        await asyncio.wait(asking[:1])
+        another = asyncio.create_task(enter(made, "m"))
+        await asyncio.sleep(0)
+        looks.may_end.set()
+
+        refused = await asyncio.gather(*asking[1:], another, return_exceptions=True)
+        assert all(isinstance(error, ModelFailed) for error in refused)
+        assert looks.count == 2
+        with pytest.raises(ModelFailed):
+            await asyncio.wait_for(enter(made, "m"), 5)
+        assert looks.count == 3
+
+
+async def test_requests_share_one_look_at_the_abilities_of_a_model(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/m", "preload": False}}) as made:
+        looks = made.supervisor._door._look = Looks()
+        made.supervisor.record("m").abilities = None
+
+        async def ask() -> None:
+            async with made.supervisor.lease("m", need=Need("/v1/embeddings", POOL)):
+                pass
+
+        asking = [asyncio.create_task(ask()) for _ in range(10)]
+        await soon(lambda: looks.count)
+        for task in asking:
+            task.cancel()
+        looks.may_end.set()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert looks.count == 1
 
 
 async def test_what_cannot_be_said_without_a_path_is_left_to_the_owner(tmp_path: Path) -> None:
