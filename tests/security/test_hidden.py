@@ -119,6 +119,26 @@ def test_a_process_that_hides_is_not_looked_into_and_one_that_does_not_is() -> N
         assert seen(pid) == set()
 
 
+def test_nobody_looks_into_a_daemon_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of `serve` but for what it serves, in a process of its own, as another process of the same user sees it."""
+    config = load_config(None, flags={"state_dir": str(tmp_path)}, environ={})
+
+    async def serve(*_: object) -> None:
+        return
+
+    monkeypatch.setattr(daemon, "_serve", serve)
+    monkeypatch.setattr(daemon.memlock, "lock", lambda: None)
+    # Imported here: the child's user may not be able to read the folders of this Python.
+    daemon._fast_loop()
+
+    def begin() -> None:
+        become_seen()
+        daemon.serve(config, daemon.Options())
+
+    with process(begin) as pid:
+        assert seen(pid) == set()
+
+
 def test_who_lacks_a_capability_of_a_process_cannot_look_into_it_and_the_other_way_round_it_can() -> None:
     """This keeps an engine from the daemon's credentials, also through the daemon's children, and lets the daemon adopt engines."""
     if not ROOT:
