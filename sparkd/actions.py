@@ -32,6 +32,8 @@ log = logging.getLogger("sparkd.supervisor")
 # Between two tries to end what would not end, or to book what runs.
 ENDING = Backoff(initial_s=1.0, max_s=60.0)
 COUNT_TIMEOUT_S = 5.0
+# After a look at a model's files that ended by an error.
+LOOK_AGAIN_S = 60.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
 # What only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
@@ -83,6 +85,8 @@ class Actions:
         self._unended: dict[str, int] = {}
         self._retry_at_s: dict[str, float] = {}
         self._looking: set[str] = set()
+        # By model: the hash of what was looked at last, and when that began.
+        self._looks: dict[str, tuple[str | None, float]] = {}
         # By start whose memory is not in the book: why, as the log has it. One task tries again for each.
         self._unheld: dict[str, str] = {}
         self._holding: set[str] = set()
@@ -216,12 +220,17 @@ class Actions:
             self._ready(record, before)
 
     def look_at_new(self) -> None:
-        """At the files of every model that has not been looked at as it is now."""
+        """At the files of every model that has not been looked at as it is now; again LOOK_AGAIN_S after an error."""
         for record in self._roster.records.values():
-            if record.spec is not None and record.abilities is None and record.name not in self._looking:
-                self._looking.add(record.name)
-                task = self.spawn(self.look(record), f"look {record.name}")
-                task.add_done_callback(partial(self._looked_at, record.name))
+            if record.spec is None or record.abilities is not None or record.name in self._looking:
+                continue
+            seen_hash, begun_s = self._looks.get(record.name, (None, 0.0))
+            if seen_hash == record.hash and self._clock() - begun_s < LOOK_AGAIN_S:
+                continue
+            task = self.spawn(self.look(record), f"look {record.name}")
+            self._looks[record.name] = record.hash, self._clock()
+            self._looking.add(record.name)
+            task.add_done_callback(partial(self._looked_at, record.name))
 
     def _looked_at(self, name: str, _: asyncio.Task[None]) -> None:
         self._looking.discard(name)

@@ -253,7 +253,7 @@ def _router(
         choice = Choice(recipe_name, variant, profile, speculative)
         return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
 
-    @api.get("/plan", **answers(NextActions), summary="What the next tick would do")
+    @api.get("/plan", **answers(NextActions), summary="What the next tick would do, as of the last look at the cluster")
     async def plan() -> dict[str, Any]:
         return {"actions": [{"action": type(action).__name__} | asdict(action) for action in supervisor.next_actions()]}
 

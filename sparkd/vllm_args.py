@@ -67,7 +67,7 @@ _FREE_SHORT = frozenset({"-q", "-asc", "-sc", "-dc", "-cc", "-ac", "-dcp", "-ep"
 _CACHE = ("gpu-memory-utilization", "device-memory-utilization", "kv-cache-memory-bytes", "worker-cls")
 _LOADER = ("load-format", "model-loader-extra-config", "quantization", "quantization-config")
 _OWNED_ENV: Mapping[str, str] = {
-    "VLLM_API_KEY": "sparkd makes a random key for each engine that needs one",
+    "VLLM_API_KEY": "the engine would ask sparkd itself for this key; sparkd's own door asks for another on every path",
     "VLLM_HOST_IP": "sparkd sets it to the node's address in the cluster",
     "VLLM_PORT": "sparkd chooses where an engine listens",
     "VLLM_LOOPBACK_IP": "sparkd chooses where an engine listens",

@@ -324,10 +324,6 @@ class Pool:
         self._sweeper: asyncio.TimerHandle | None = None
         self._shut = False
 
-    @property
-    def open_connections(self) -> int:
-        return len(self._open)
-
     async def connection(self) -> Connection:
         """An idle connection that is open, else a new one. Raises EngineGone where none can be made, after a second try."""
         if self._shut:

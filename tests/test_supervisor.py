@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sparkd.abilities import GENERATE, POOL, Abilities, Need
+from sparkd.actions import LOOK_AGAIN_S
 from sparkd.errors import (
     AgentLost,
     ConfigError,
@@ -37,6 +38,7 @@ from sparkd.errors import (
     UnknownOperation,
 )
 from sparkd.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
+from sparkd.model_config import ModelConfig
 from sparkd.model_folder import unusable
 from sparkd.plan import Backoff
 from sparkd.record import Record
@@ -883,6 +885,37 @@ async def test_requests_share_one_look_at_an_absent_model_and_wait_in_the_queue_
         with pytest.raises(ModelFailed):
             await asyncio.wait_for(enter(made, "m"), 5)
         assert looks.count == 3
+
+
+async def test_a_look_that_ends_by_an_error_is_tried_again_after_a_minute(tmp_path: Path) -> None:
+    looks = 0
+
+    async def abilities(spec: ModelConfig) -> Abilities:
+        nonlocal looks
+        looks += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with stage(tmp_path) as made:
+        made.cluster.abilities = abilities  # type: ignore[method-assign]
+        await made.tick(5, seconds=1.0)
+        assert looks == 1
+        await made.tick(1, seconds=LOOK_AGAIN_S)
+        await made.tick(2, seconds=1.0)
+        assert looks == 2
+        # Another entry is looked at at once.
+        made.supervisor.record("m").hash = "other"
+        await made.tick(2, seconds=1.0)
+        assert looks == 3
+
+
+def test_a_look_that_could_not_begin_is_not_taken_for_one_that_goes_on(tmp_path: Path) -> None:
+    made = scene(tmp_path)
+    actions = made.supervisor._actions
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not run"):
+            actions.look_at_new()
+    assert actions._looking == set()
+    made.store.close()
 
 
 async def test_requests_share_one_look_at_the_abilities_of_a_model(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`python -m tests.bench.soak`: whole daemons under clients that abort, event subscribers, made-up requests, random files and a full disk.
 
     aborts        --aborts clients in turn, which close or reset before, within and behind the request
-    subscribers   --subscribers of events at one time
+    subscribers   --subscribers of events at one time, each of which reads up to 1,000 rows of a history of --events
     v1, admin     schemathesis over v1-openapi.yaml and over the admin API's own document, --schema-s each: no status of 500 and more but
                   502 and 503, no traceback, every error in OpenAI's shape with its request_id
     tmpfs         a state folder of --tmpfs-mib that is filled while requests run: the daemon stays, says so, and recovers
@@ -27,6 +27,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
+
+from sparkd.state import Store
 from tests.bench import soak_parsers, soak_schema, soak_tmpfs
 from tests.bench.arguments import Parser, amount, count, pattern
 from tests.bench.slope import anonymous_kib, stub_daemon
@@ -40,7 +43,8 @@ PARTS = ("aborts", "subscribers", "v1", "admin", "tmpfs", "parsers")
 WARM, MOST_WARM_S = 0.5, 60.0
 BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)
-EVENTS = request("GET", "/admin/v1/events?limit=1", "Accept: text/event-stream")
+MOST_ROWS = 1000
+EVENTS = request("GET", f"/admin/v1/events?limit={MOST_ROWS}", "Accept: text/event-stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,10 @@ class Round:
 
 
 def main() -> int:
-    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, schema_s=1.0, parsers_s=0.05, full_s=0.5)
+    parser = Parser("tests.bench.soak", __doc__, aborts=60, subscribers=20, events=200, schema_s=1.0, parsers_s=0.05, full_s=0.5)
     parser.add_argument("--aborts", type=count, default=20_000)
     parser.add_argument("--subscribers", type=count, default=2_000)
+    parser.add_argument("--events", type=count, default=10_000, help="before the daemon starts; it keeps the last 5,000 and some")
     parser.add_argument("--schema-s", type=amount, default=600.0)
     parser.add_argument("--schemathesis", default=soak_schema.program(), metavar="ST", help="its program; else that on PATH")
     parser.add_argument("--parsers-s", type=amount, default=600.0)
@@ -84,6 +89,7 @@ def main() -> int:
 
 def _one_daemon(asked: argparse.Namespace, chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sk") as folder:
+        _fill(Path(folder) / "state" / "state.db", asked.events)
         made = stub_daemon(Path(folder), environ=soak_schema.OFFLINE)
         try:
             rounds = [one for one in _rounds(made, asked) if one.name in chosen]
@@ -169,8 +175,18 @@ def _abort(port: int, count: int) -> int:
     return count
 
 
+def _fill(path: Path, count: int) -> None:
+    """A history as long as that of a daemon that has run for weeks."""
+    store = Store(path)
+    for number in range(count):
+        store.add_event(float(number), "state", "m", "LOADING -> READY", {"old": "LOADING", "new": "READY", "reason": None})
+    store.close()
+
+
 def _subscribe(port: int, count: int) -> int:
-    """All are there at one time."""
+    """All are there at one time, and each reads to the event that was the last when they came."""
+    newest = httpx.get(f"http://127.0.0.1:{port}/admin/v1/events?limit=1").json()["events"][-1]["seq"]
+    last = f"id: {newest}\n".encode()
     held: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -178,8 +194,15 @@ def _subscribe(port: int, count: int) -> int:
             held[-1].sendall(EVENTS)
         for client in held:
             client.settimeout(30)
-            if b" 200 " not in client.recv(64):
+            head = client.recv(64)
+            if b" 200 " not in head:
                 raise RuntimeError("a subscriber was refused")
+            tail = head
+            while last not in tail:
+                piece = client.recv(1 << 18)
+                if not piece:
+                    raise RuntimeError("the stream of a subscriber ended")
+                tail = tail[-len(last) :] + piece
     finally:
         for client in held:
             client.close()

@@ -32,7 +32,7 @@ async def test_a_client_that_leaves_while_the_engine_is_called_leaves_no_connect
         await pool.leaving
     await soon(lambda: engine.connections == engine.lost == 1)
 
-    assert pool.open_connections == 0
+    assert not pool._open
     pool.close()
 
 
@@ -46,4 +46,4 @@ async def test_clients_that_send_a_whole_request_and_close_at_once_leave_nothing
         await asyncio.sleep(0)
     await soon(lambda: not gateway.server.server_state.connections and gateway.supervisor.held == 0)
     pool.close()
-    await soon(lambda: pool.open_connections == 0)
+    await soon(lambda: not pool._open)
