@@ -9,10 +9,12 @@ GENERATE, POOL, TRANSCRIBE = "generate", "pool", "transcribe"
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A request's need: the path at the engine and the task behind it. The task is None if every model has the path."""
+    """A request's need: the path at the engine and the task behind it. The task is None if every model has the path. tools: the model is
+    given functions that it may call."""
 
     path: str
     task: str | None
+    tools: bool = False
 
 
 @dataclass(frozen=True, slots=True)

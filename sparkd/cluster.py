@@ -22,6 +22,8 @@ from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
 from sparkd.model_folder import unusable
+from sparkd.parser_choice import expected
+from sparkd.parsers import Parsers
 from sparkd.placement import Placement, offered_gib
 from sparkd.places import Places
 from sparkd.rank_folders import agent_arguments, rank_folders
@@ -225,6 +227,13 @@ class Cluster:
         if not spec.runs_vllm(self._config.engine):
             return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
         return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config.engine))
+
+    async def parsers(self, spec: ModelConfig) -> Parsers | None:
+        """The parsers that its engine will have; None where that is unknown, or it is no vLLM."""
+        engine = self._config.engine
+        if not spec.runs_vllm(engine):
+            return None
+        return await asyncio.to_thread(expected, spec, spec.environment(engine), spec.runtime_of(engine))
 
     async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
         """`known` with what the engine itself tells."""

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,13 @@ from sparkd.errors import (
     ModelFailed,
     ModelLoading,
     ModelUnusable,
+    NoToolParser,
     RouteNotServed,
     TooManyRequests,
     Unavailable,
 )
 from sparkd.model_config import ModelConfig
+from sparkd.parsers import Parsers
 from sparkd.recent import Shared
 from sparkd.record import Record
 from sparkd.residency import PROMISE_S
@@ -96,7 +99,7 @@ class Lease:
 class Door:
     """Lets requests to the models, holds those whose model is on its way, and turns away the rest.
 
-    `want(name, Want, by)` and `wake()` are the supervisor's. unusable: see Cluster; look: see Actions.
+    `want(name, Want, by)` and `wake()` are the supervisor's. unusable, parsers: see Cluster; look: see Actions.
     """
 
     def __init__(
@@ -107,14 +110,17 @@ class Door:
         wake: Callable[[], None],
         clock: Callable[[], float],
         unusable: Callable[[ModelConfig], Awaitable[str | None]],
+        parsers: Callable[[ModelConfig], Awaitable[Parsers | None]],
         look: Callable[[Record], Awaitable[None]],
         boundary: Boundary,
     ) -> None:
         self._look = look
         self._unusable = unusable
+        self._parsers = parsers
         # Clients that ask for one model share a look at its files and its hub.
         self._looks: Shared[str | None] = Shared(boundary)
         self._reads: Shared[None] = Shared(boundary)
+        self._choices: Shared[Parsers | None] = Shared(boundary)
         self._roster = roster
         self._want = want
         self._wake = wake
@@ -136,7 +142,7 @@ class Door:
                 await self._reads.get((record.name, record.hash), partial(self._look, record))
             _refuse_unable(record, need)
         if record.state is not ModelState.READY:
-            await self._wait(record, wait_s, waits)
+            await self._wait(record, wait_s, waits, need)
         limit = record.spec.concurrency_limit if record.spec else None
         if limit is not None and record.in_flight >= limit:
             raise TooManyRequests(f"The model {record.name} serves {limit} requests at once, its concurrency_limit; try again shortly.")
@@ -184,13 +190,15 @@ class Door:
                 if not waiter.done():
                     waiter.set_exception(_draining())
 
-    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None) -> None:
+    async def _wait(self, record: Record, wait_s: float | None, waits: Waits | None, need: Need | None) -> None:
         self._refuse_away(record)
         if self._waiting >= self._roster.config.max_queued_requests:
             raise Unavailable(f"{self._waiting} requests wait for a model already, max_queued_requests; try again later.", retry_after_s=10)
         self._waiting += 1
         try:
             await self._refuse_unusable(record)
+            if need is not None and need.tools:
+                await self._refuse_toolless(record)
             if record.state is not ModelState.READY:
                 self._refuse_away(record)
                 await self._wait_in_line(record, wait_s, waits)
@@ -245,6 +253,18 @@ class Door:
         if why := await self._looks.get((record.name, record.hash), partial(self._unusable, record.spec)):
             log.warning("a request for %s is refused: %s", record.name, why)
             raise ModelFailed(f"The model {record.name} cannot be started. {_pathless(why, record)}", retry_after_s=60)
+
+    async def _refuse_toolless(self, record: Record) -> None:
+        """Before a model is loaded whose engine would have no parser for the calls: by its engine where one starts, else by its files."""
+        if record.handle is not None:
+            known = record.handle.parsers
+        elif record.spec is not None:
+            choice = await self._choices.get((record.name, record.hash), partial(self._parsers, record.spec))
+            known = asdict(choice) if choice is not None else None
+        else:
+            known = None
+        if known is not None and known.get("tool", "") is None:
+            raise NoToolParser(record.name, known.get("nearest"))
 
     def _withdraw(self, record: Record) -> None:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with

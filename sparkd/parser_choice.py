@@ -36,6 +36,12 @@ class Files(Protocol):
     def content(self, name: str) -> bytes: ...
 
 
+def expected(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> Parsers | None:
+    """The parsers that the model's engine will have; None where nothing tells its tool parser before it starts. Blocks."""
+    parsers = with_parsers(spec, env, runtime)[1]
+    return parsers if parsers.tool or parsers.nearest or spec.tool_call_parser == OFF else None
+
+
 def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
     neither here nor were looked at on its hub (sparkd.hub_model). An entry's keys and flags win. Blocks."""

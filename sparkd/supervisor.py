@@ -91,6 +91,7 @@ class Supervisor:
             wake=self.wake,
             clock=clock,
             unusable=cluster.unusable,
+            parsers=cluster.parsers,
             look=lambda record: self._actions.look(record),
             boundary=self.boundary,
         )

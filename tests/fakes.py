@@ -14,6 +14,7 @@ from sparkd.abilities import Abilities
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
 from sparkd.fabric_findings import Finding
+from sparkd.parsers import Parsers
 from sparkd.placement import Placement
 from sparkd.room import Book, Held, Lack
 from sparkd.sight import Observation
@@ -73,6 +74,7 @@ class FakeCluster:
         self.shut_nodes: frozenset[str] = frozenset()
         self.room_gib: Mapping[str, float] = {}
         self.known_abilities = self.told_abilities = Abilities()
+        self.expected_parsers: Parsers | None = None
         self.proof: Callable[[], tuple[Finding, ...]] = tuple
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -136,6 +138,9 @@ class FakeCluster:
 
     async def abilities(self, spec: ModelConfig) -> Abilities:
         return self.known_abilities
+
+    async def parsers(self, spec: ModelConfig) -> Parsers | None:
+        return self.expected_parsers
 
     async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
         return self.told_abilities

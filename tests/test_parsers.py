@@ -12,7 +12,7 @@ from sparkd.config import check, load_config, parse_model
 from sparkd.embedded import CHAT_TEMPLATE
 from sparkd.installed import full_version_in, parsers_of
 from sparkd.needs import said_to
-from sparkd.parser_choice import with_parsers
+from sparkd.parser_choice import expected, with_parsers
 from sparkd.parsers import _ALWAYS, OFF, REASONING_RULES, TOOL_RULES, Parsers, chosen, nearest
 from sparkd.vllm_table import unknown_parsers
 
@@ -145,6 +145,20 @@ def test_a_thinking_model_gets_both(tmp_path: Path) -> None:
 
     assert decided(folder)[2] == Parsers("hermes", "qwen3")
     assert {"--reasoning-parser", "qwen3"} <= set(decided(folder)[3])
+
+
+def test_the_parsers_are_expected_before_a_start_where_files_or_the_entry_tell_them(tmp_path: Path) -> None:
+    def told(model: str, **keys: Any) -> Parsers | None:
+        return expected(parse_model("m", {"model": model, **keys}, over_admin=False), {"HF_HUB_CACHE": str(tmp_path)}, None)
+
+    folder, without = made(tmp_path / "m", template=QWEN3), made(tmp_path / "n", template="{{ messages }}")
+    assert told(str(folder)) == Parsers("hermes", "qwen3")
+    assert told(str(without)) == Parsers(nearest="qwen3_xml")
+    assert told(str(without), tool_call_parser="xlam") == Parsers("xlam")
+    assert told("owner/absent") is None
+    assert told("owner/absent", reasoning_parser="qwen3") is None
+    assert told("owner/absent", tool_call_parser="xlam") == Parsers("xlam")
+    assert told("owner/absent", tool_call_parser="none") == Parsers()
 
 
 @pytest.mark.parametrize("off", ["none", "off", False])

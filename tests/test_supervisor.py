@@ -28,6 +28,7 @@ from sparkd.errors import (
     ModelFailed,
     ModelLoading,
     ModelUnusable,
+    NoToolParser,
     RankError,
     RayUnavailable,
     RouteNotServed,
@@ -40,6 +41,7 @@ from sparkd.errors import (
 from sparkd.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.model_config import ModelConfig
 from sparkd.model_folder import unusable
+from sparkd.parsers import Parsers
 from sparkd.plan import Backoff
 from sparkd.record import Record
 from sparkd.state import STARTING, Desired, ModelState, OperationState, Progress, Want
@@ -213,6 +215,49 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
             assert second.supervisor.snapshot().models["m"].parsers == known
             async with second.supervisor.lease("m") as lease:
                 assert lease.parsers == known
+
+
+async def ask_with_tools(made: Scene, *, tools: bool = True) -> None:
+    async with made.supervisor.lease("m", wait_s=0.0, need=Need("/v1/chat/completions", GENERATE, tools)):
+        pass
+
+
+async def test_tools_for_a_model_without_a_parser_load_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.expected_parsers = Parsers(nearest="llama3_json")
+        with pytest.raises(NoToolParser) as caught:
+            await ask_with_tools(made)
+        await made.tick(2)
+
+        assert "tool_call_parser: llama3_json" in caught.value.message
+        assert (made.state(), made.cluster.log) == ("STOPPED", [])
+        assert made.supervisor.record("m").desired.want is Want.STOPPED
+
+        with pytest.raises(ModelLoading):
+            await ask_with_tools(made, tools=False)
+        assert made.supervisor.record("m").desired.want is Want.RUNNING
+
+
+@pytest.mark.parametrize("known", [Parsers("hermes"), None], ids=["chosen", "unknown"])
+async def test_tools_for_a_model_that_may_have_a_parser_load_it(known: Parsers | None, tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.expected_parsers = known
+        with pytest.raises(ModelLoading):
+            await ask_with_tools(made)
+        assert made.supervisor.record("m").desired.want is Want.RUNNING
+
+
+async def test_tools_are_refused_by_the_parsers_of_the_engine_that_starts(tmp_path: Path) -> None:
+    async with stage(tmp_path) as made:
+        made.cluster.expected_parsers = Parsers("hermes")
+        made.supervisor.want("m", Want.RUNNING, "admin")
+        await made.tick(2)
+        for parsers, error in (({"tool": None, "nearest": "hermes"}, NoToolParser), (None, ModelLoading)):
+            record = made.supervisor.record("m")
+            record.handles = tuple(replace(handle, parsers=parsers) for handle in record.handles)
+            assert record.handles and record.state in STARTING
+            with pytest.raises(error):
+                await ask_with_tools(made)
 
 
 async def test_memory_that_cannot_be_held_is_tried_by_one_task_and_told_once(

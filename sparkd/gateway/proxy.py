@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import lru_cache, partial
 from hmac import compare_digest
 from time import perf_counter
@@ -142,7 +143,8 @@ class Proxy:
         asked_s = perf_counter()
         try:
             waits = partial(self._wait, connection, exchange, route) if route.kind is Kind.JSON else None
-            async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=route.need) as lease:
+            need = _need(route, exchange)
+            async with self._supervisor.lease(model, probe=self._is_probe(headers), waits=waits, need=need) as lease:
                 if exchange.heartbeat is not None:
                     exchange.heartbeat.stop()
                 exchange.model = lease.model
@@ -286,6 +288,13 @@ def _refuse_begun(exchange: Exchange, error: SparkdError) -> bool:
         return False
     heartbeat.refuse(error)
     return True
+
+
+def _need(route: Route, exchange: Exchange) -> Need | None:
+    """The route's need, and the body's: a model that is not loaded is refused by it at once."""
+    if route.need is None or route.label not in _WITH_TOOLS or b'"tools"' not in exchange.outline:
+        return route.need
+    return replace(route.need, tools=wants_functions(exchange.outline))
 
 
 def _check_tools(lease: Lease, route: Route, exchange: Exchange) -> None:

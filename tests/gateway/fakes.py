@@ -86,6 +86,7 @@ class FakeSupervisor:
         self.held = 0
         self.abilities: dict[str, Abilities] = {}
         self.leased: list[tuple[str, bool]] = []
+        self.needs: list[Need | None] = []
         self.answered: list[bool | None] = []
 
     @contextlib.asynccontextmanager
@@ -97,6 +98,7 @@ class FakeSupervisor:
             raise UnknownModel(name, list(self.models))
         if need is not None and not self.abilities.get(found.name, Abilities()).has(need):
             raise RouteNotServed(found.name, need.path, None)
+        self.needs.append(need)
         self.waiting += 1
         if waits is not None and not self.gate.is_set():
             waits(lambda: self.models[found.name].loading(), self.in_words)

@@ -371,7 +371,9 @@ async def test_what_needs_no_parser_reaches_the_engine(gateway: Running) -> None
     )
     for path, body in bodies:
         assert (await gateway.post(path, body)).status == 200
+    assert not any(need and need.tools for need in gateway.supervisor.needs)
     for parsers in ({"tool": "hermes", "reasoning": None, "nearest": None}, None):
         gateway.supervisor.parsers = parsers
         assert (await gateway.post(CHAT, with_tools(TOOLS))).status == 200
     assert len(gateway.engine.heard) == len(bodies) + 2
+    assert [need and need.tools for need in gateway.supervisor.needs[-2:]] == [True, True]
