@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparkd.residency import Evicted, Stay
+from sparkd.residency import Stay
 from sparkd.room import Lack
 from sparkd.state import STARTING, ModelState, RankFact, Want
 
@@ -26,8 +26,7 @@ class ModelFacts:
     silent_s: read or written.
 
     claims: somebody waits for it or has asked for it by hand, so that others make room; asked_since_s: since when. lack: what it asked
-    for when there was no room. stay: for how long it does not go for another one's sake; evicted: how its own last stay ended, where that
-    was for another one's sake. yields: it goes for another one's sake.
+    for when there was no room. stay: for how long it does not go for another one's sake. yields: it goes for another one's sake.
     """
 
     name: str
@@ -62,7 +61,6 @@ class ModelFacts:
     pinned: bool = False
     priority: int = 50
     stay: Stay = field(default_factory=Stay)
-    evicted: Evicted | None = None
     yields: bool = False
 
     @property

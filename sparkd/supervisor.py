@@ -396,6 +396,7 @@ class Supervisor:
                     record.observe(self._found.ranks_of(record), self._clock())
             with around("wishes"):
                 self._door.forget_promises()
+                self._swap.count(records)
                 self._swap.settle(records)
             with around("plan"):
                 actions, whose = self._plan(self._found, is_open=is_open)
@@ -435,7 +436,7 @@ class Supervisor:
         facts: dict[str, ModelFacts] = {}
         for name, record in self._roster.records.items():
             with around("facts", name):
-                facts[name] = found.facts_of(record, self.config, now_s, self._pulse.frozen)
+                facts[name] = found.facts_of(record, self.config, now_s, self._pulse.frozen, self._swap.budget)
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
         can_place, whose = False, Turn()
         with around("turn"):

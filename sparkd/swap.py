@@ -15,11 +15,13 @@ from sparkd.facts import ModelFacts
 from sparkd.gate import Gate
 from sparkd.ledger import Ledger
 from sparkd.record import Record
-from sparkd.residency import Evicted
+from sparkd.residency import Budget, Evicted
 from sparkd.room import Book
 from sparkd.sight import Observation
-from sparkd.state import ModelState, RankFact, Want
+from sparkd.state import STARTING, ModelState, RankFact, Want
 from sparkd.turns import Turn, turn
+
+_THERE = (ModelState.READY, ModelState.DRAINING)
 
 
 def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> str | None:
@@ -52,6 +54,7 @@ class Swap:
         self._want = want
         self._clock = clock
         self._told: dict[str, str] = {}
+        self.budget = Budget(at_s=clock())
 
     def turn(self, models: Mapping[str, ModelFacts], bar: str | None = None) -> Turn:
         """bar: as bar_of says it."""
@@ -78,27 +81,35 @@ class Swap:
         """It goes for the sake of `to`. Who asks for it meanwhile waits behind that one."""
         record.yields_to = to
         requests = f"; its {record.in_flight} requests may finish first" if record.in_flight else ""
-        now_s = self._clock()
-        stayed_s = now_s - (now_s if record.ready_since_s is None else record.ready_since_s)
-        record.evicted = Evicted(to, record.desired.by, stayed_s, record.load_s or 0.0)
+        record.evicted = Evicted(to, record.desired.by)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._want(record.name, Want.STOPPED, "swap")
+
+    def count(self, records: Mapping[str, Record]) -> None:
+        """Charge the budget for a load for which a model was evicted; it grows while none runs."""
+        evictors = {record.evicted.to for record in records.values() if record.evicted is not None}
+        loading = any(record.name in evictors and record.state in STARTING for record in records.values())
+        longest_s = max((record.load_s or 0.0 for record in records.values() if record.state in _THERE), default=0.0)
+        self.budget = self.budget.passed(self._clock(), loading=loading, longest_s=longest_s)
 
     def settle(self, records: Mapping[str, Record]) -> None:
         """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""
         for record in records.values():
             evicted = record.evicted
-            if evicted is None or not evicted.owed:
+            if evicted is None:
                 continue
             other = records.get(evicted.to)
-            gone = record.desired.want is Want.STOPPED and record.desired.by == "swap"
-            if not gone or (other is not None and other.state is ModelState.READY):
-                record.evicted = replace(evicted, owed=False)
-            elif other is None or other.desired.want is Want.STOPPED or (other.state is ModelState.FAILED and not other.claims):
-                record.evicted = None if record.state is ModelState.READY else replace(evicted, owed=False)
+            ended = other is None or other.desired.want is Want.STOPPED or (other.state is ModelState.FAILED and not other.claims)
+            owed = evicted.owed and record.desired.want is Want.STOPPED and record.desired.by == "swap"
+            if ended and owed:
+                record.evicted = None
                 self._ledger.say("swap", record.name, f"It is loaded again: {evicted.to}, for which it was evicted, is not.", to=evicted.to)
                 self._want(record.name, Want.RUNNING, evicted.by)
+            elif ended or (other is not None and other.state is ModelState.READY):
+                record.evicted = None
+            else:
+                record.evicted = replace(evicted, owed=owed)
 
     def follow(self, name: str, want: Want, by: str, records: Mapping[str, Record]) -> None:
         """The wish for one model is one for those that accompany it, too. An operator's unload ends them all; every other end only those

@@ -55,7 +55,7 @@ def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float,
         if isinstance(found, str):
             refused[one.name] = found
             continue
-        leave, how = _leaving(one, found, now_s)
+        leave, how = _leaving(found, now_s)
         told[one.name] = _waits_for(one, rivals, how)
         told |= dict.fromkeys(others, f"It waits for its turn: {one.name} asked first and waits for room.")
         return Turn(None, dict.fromkeys(leave, one.name), told, refused, _line(waiting, refused))
@@ -110,7 +110,7 @@ def _victims(
             f"{lacks}: {kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest. Unload that, take its pin away, or ask for less "
             "(memory_gib, kv_cache)."
         )
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, one, now_s))
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s))
     while not book.has_room(one.name, one.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
@@ -120,9 +120,9 @@ def _victims(
     return _whole(chosen, models, ties)
 
 
-def _missed(facts: ModelFacts, one: ModelFacts, now_s: float) -> tuple[object, ...]:
-    """How much it would be missed if it went for `one`, the least first."""
-    stays, busy = facts.stay.until_s(one.evicted) > now_s, facts.in_flight > 0
+def _missed(facts: ModelFacts, now_s: float) -> tuple[object, ...]:
+    """How much it would be missed if it went, the least first."""
+    stays, busy = facts.stay.until_s > now_s, facts.in_flight > 0
     return not _leaves(facts), stays, busy, facts.priority, facts.last_used_s, facts.name
 
 
@@ -140,10 +140,10 @@ def _leaves(facts: ModelFacts) -> bool:
     return facts.yields or facts.want is Want.STOPPED
 
 
-def _leaving(one: ModelFacts, victims: list[ModelFacts], now_s: float) -> tuple[list[str], str]:
+def _leaving(victims: list[ModelFacts], now_s: float) -> tuple[list[str], str]:
     """Who goes now, and the end of a sentence. All go together, or nobody yet."""
     names = " and ".join(facts.name for facts in victims)
-    stays_s = max((facts.stay.until_s(one.evicted) - now_s for facts in victims if not _leaves(facts)), default=0.0)
+    stays_s = max((facts.stay.until_s - now_s for facts in victims if not _leaves(facts)), default=0.0)
     if not victims:
         return [], "what is being started or ended comes first"
     if stays_s > 0:

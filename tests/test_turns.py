@@ -14,7 +14,7 @@ from sparkd.config_groups import Groups, Ties
 from sparkd.errors import ConfigError, LoadRefused, ModelFailed, ModelLoading, Unavailable
 from sparkd.facts import ENDS_S, ModelFacts
 from sparkd.gate import Gate
-from sparkd.residency import PROMISE_S, Evicted, Stay
+from sparkd.residency import PROMISE_S, Budget, Stay
 from sparkd.room import Book, Lack
 from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
@@ -60,7 +60,7 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
         ([there("a", pinned=True), there("b", in_flight=3)], {"a": 10, "b": 10}, ["b"]),
         ([there("a"), there("b", priority=90)], {"a": 4, "b": 16}, ["b"]),
         ([there("a", priority=1), there("b"), there("d")], {"a": 2, "b": 9, "d": 9}, ["a", "b"]),
-        ([there("a", stay=Stay(NOW_S, 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
+        ([there("a", stay=Stay(NOW_S, 0, 5)), there("b", in_flight=1)], {"a": 10, "b": 10}, ["b"]),
         ([there("a", state=ModelState.DRAINING, yields=True), there("b")], {"a": 10, "b": 10}, ["a"]),
     ],
     ids=["any", "priority", "busy", "used", "pinned", "only one is enough", "the fewest", "residency", "who leaves already"],
@@ -72,17 +72,17 @@ def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[st
 
 
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
-    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 42)), a=16)
+    found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, 42)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
     assert found.told["c"] == "It waits for room, 10 GiB: a may stay for another 42 s."
     assert found.told["d"] == "It waits for its turn: c asked first and waits for room."
 
 
-def test_how_long_a_model_stays_depends_on_who_asks() -> None:
-    idle = there("a", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
-    assert dict(decided(waits("c"), idle, a=16).leave) == {"a": "c"}
-    returns = waits("c", evicted=Evicted("a", "request", 1, 39))
-    assert decided(returns, idle, a=16).told["c"] == "It waits for room, 10 GiB: a may stay for another 50 s."
+def test_an_idle_model_goes_once_the_budget_covers_its_load() -> None:
+    idle = Stay(NOW_S - 10, 39, 60, NOW_S, Budget(39, NOW_S))
+    assert dict(decided(waits("c"), there("a", stay=idle), a=16).leave) == {"a": "c"}
+    early = there("a", stay=replace(idle, budget=Budget(-1, NOW_S)))
+    assert decided(waits("c"), early, a=16).told["c"] == "It waits for room, 10 GiB: a may stay for another 50 s."
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
@@ -331,29 +331,46 @@ async def left(waiting: asyncio.Task[str]) -> None:
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_who_was_evicted_comes_back_only_once_two_stays_are_as_long_as_two_loads(tmp_path: Path) -> None:
-    """`a` loads for 40 s and is evicted 10 s later; `b` loads for 40 s."""
+async def change(made: Scene, to: str, load_s: int = 40) -> list[str]:
+    """A client asks for the model, which loads for so long and is used for a moment. Its state after 6 s, and once it has answered."""
+    made.cluster.names = None
+    waiting = asyncio.create_task(enter(made, to))
+    await made.tick(6)
+    early = made.state(to)
+    if early == "LOADING":
+        await made.tick(load_s)
+        await make_ready(made, to)
+        await waiting
+        await made.tick(10)
+    else:
+        await left(waiting)
+    return [early, made.state(to)]
+
+
+async def test_one_client_may_change_its_mind_and_models_in_turns_wait_for_the_budget(tmp_path: Path) -> None:
+    """Each is used for 10 s, far less than its load takes."""
     async with stage(tmp_path, models=two(tmp_path), min_residency_s=60, backoff__initial_s=300) as made:
         made.cluster.offered = {"n": 15}
         made.supervisor.want("a", Want.RUNNING, "config")
         await made.tick(40)
         await make_ready(made, "a")
         await made.tick(10)
-        made.cluster.names = None
-        first = asyncio.create_task(enter(made, "b"))
-        await made.tick(5)
-        assert made.state("a") == "STOPPED", "no client used it, and no model evicted b"
-        await made.tick(40)
-        await make_ready(made, "b")
-        await first
-        made.cluster.names = None
-        again = asyncio.create_task(enter(made, "a"))
-        await made.tick(50)
-        assert (made.state("a"), made.state("b")) == ("STOPPED", "READY"), "it was evicted a moment ago: they are in turns"
-        assert made.supervisor.record("b").in_flight == 0
-        await made.tick(20)
-        assert (made.state("b"), made.state("a")) == ("STOPPED", "LOADING")
-        await left(again)
+        assert await change(made, "b") == ["LOADING", "READY"], "no client used a"
+        assert await change(made, "a") == ["LOADING", "READY"], "back at once"
+        assert await change(made, "b") == ["STOPPED", "STOPPED"]
+        assert made.state("a") == "READY"
+        await made.tick(60)
+        assert await change(made, "b") == ["LOADING", "READY"]
+
+
+async def test_loads_for_which_no_model_goes_cost_the_budget_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path, models=two(tmp_path)) as made:
+        for name in ("a", "b"):
+            made.supervisor.want(name, Want.RUNNING, "config")
+            await made.tick(40)
+            await make_ready(made, name)
+        await made.tick(1)
+        assert made.supervisor._swap.budget.left_s >= made.supervisor.record("b").load_s  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("when", ["it drains", "it ends", "b is placed", "b loads"])

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--smallest] [--json]`: what taking turns costs, by rule and pattern.
+"""`python -m tests.bench.swap [--hours N] [--cold-s N] [--warm-s N] [--seed N] [--smallest] [--json]`: what taking turns costs.
 
 The real supervisor over fake nodes and a clock that is turned by hand: nothing is slept, an hour takes seconds. One node with room for one
 model at a time; a model's first load takes --cold-s, each later one --warm-s (154 and 39 s were measured on an H200), its end 2 s, and its
@@ -8,6 +8,7 @@ memory comes back within --returns-s. Patterns, all of clients that wait for eac
     agents   two agents that alternate: each answers in 6 s, then the other is asked, at once and for ever
     batch    a batch of four requests at a time of 20 s each, beside a chat of three questions every four minutes with another model
     four     four models, asked for by two people at random, an answer of 8 s, then 5 to 30 s of reading
+    circle   four models in a circle, each asked for as soon as the last has answered in 1 s: no demand alternates more
 
 Rules: `today` is sparkd's, `before` its earlier one (a model stays for min_residency_s and for as long as its load took, used or not),
 `at once` is llama-swap's (each request evicts as soon as running requests have ended). Columns: requests answered, time to
@@ -38,7 +39,7 @@ from rich.table import Table
 from sparkd.config import ModelConfig
 from sparkd.placement import Placement
 from sparkd.pulse import Pulse
-from sparkd.residency import Evicted, Stay
+from sparkd.residency import Stay
 from sparkd.sight import Observation
 from sparkd.start import Attempt
 from sparkd.state import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
@@ -52,15 +53,15 @@ MODELS = "abcd"
 BAR = 0.5
 
 
-def before(stay: Stay, evicted: Evicted | None) -> float:
+def before(stay: Stay) -> float:
     return stay.ready_since_s + max(stay.least_s, stay.load_s)
 
 
-def at_once(stay: Stay, evicted: Evicted | None) -> float:
+def at_once(stay: Stay) -> float:
     return float("-inf")
 
 
-RULES: Mapping[str, Callable[[Stay, Evicted | None], float]] = {"before": before, "at once": at_once, "today": Stay.until_s}
+RULES = {"before": property(before), "at once": property(at_once), "today": Stay.until_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +178,18 @@ async def four(ask: Request, rng: random.Random) -> None:
             tasks.create_task(person())
 
 
-PATTERNS: Mapping[str, Callable[[Request, random.Random], Awaitable[None]]] = {"mind": mind, "agents": agents, "batch": batch, "four": four}
+async def circle(ask: Request, rng: random.Random) -> None:
+    while True:
+        for model in MODELS:
+            await ask(model, 1)
 
 
-async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times) -> Outcome:
+PATTERNS: Mapping[str, Callable[[Request, random.Random], Awaitable[None]]] = {
+    "mind": mind, "agents": agents, "batch": batch, "four": four, "circle": circle,
+}  # fmt: skip
+
+
+async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times, seed: int) -> Outcome:
     node = Node(times)
     models = {name: {"model": str(folder), "memory_gib": MODEL_GIB} for name in MODELS}
     waits_s: list[float] = []
@@ -194,7 +203,7 @@ async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Tim
                 await asyncio.sleep(seconds)
                 lease.answered = True
 
-        client = asyncio.ensure_future(PATTERNS[pattern](ask, random.Random(17)))
+        client = asyncio.ensure_future(PATTERNS[pattern](ask, random.Random(seed)))
         loading_share = await _pass(made, times.hours * 3600)
         client.cancel()
         with suppress(asyncio.CancelledError):
@@ -222,7 +231,7 @@ async def _pass(made: Scene, seconds: float) -> float:
     return loading_s / (end_s - since_s) if since_s is not None and since_s < end_s else 1.0
 
 
-def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
+def run(times: Times, patterns: Sequence[str], seed: int) -> list[Outcome]:
     outcomes = []
     for pattern in patterns:
         for rule, until_s in RULES.items():
@@ -230,7 +239,7 @@ def run(times: Times, patterns: Sequence[str]) -> list[Outcome]:
             # The fake engines have no counters that a watchdog could read.
             unwatched = patch.object(Pulse, "look", lambda *_: None)
             with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), unwatched:
-                outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times)))
+                outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times, seed)))
             loop.close()
     return outcomes
 
@@ -242,12 +251,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-s", type=_positive, default=39.0, help="seconds of each later one (39)")
     parser.add_argument("--returns-s", type=float, default=1.0, help="seconds until its memory is back; on a Spark up to 60 (1)")
     parser.add_argument("--pattern", choices=PATTERNS, action="append", help="only this one; may be given again")
+    parser.add_argument("--seed", type=int, default=17, help="of what is random in `mind` and `four` (17)")
     parser.add_argument("--smallest", action="store_true", help="ten minutes of `agents` alone, with loads of 40 and 10 s")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     times = Times(options.hours, options.cold_s, options.warm_s, options.returns_s)
     times, patterns = (SMALLEST, ["agents"]) if options.smallest else (times, options.pattern or list(PATTERNS))
-    outcomes = run(times, patterns)
+    outcomes = run(times, patterns, options.seed)
     print(json.dumps([asdict(one) for one in outcomes])) if options.json else Console(width=100).print(_table(outcomes))
     missed = [one for one in outcomes if one.rule == "today" and one.loading_share > BAR]
     for one in missed:
