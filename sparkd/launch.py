@@ -129,19 +129,25 @@ def check(
 ) -> None:
     """Check a configuration file.
 
-    Prints `file:line: message` for each problem; the exit code is 0 if it can be used, 2 if not.
+    Prints `file:line: message` for each problem, and for each model the parsers of tool calls and of reasoning; the exit code is 0 if it
+    can be used, 2 if not.
     """
     from sparkd.config import check as problems_of
 
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
     problems += _unloadable(config) if not wrong else []
+    parsers = _parsers(config) if not wrong else {}
     if json or (ctx.find_root().obj or Asked()).json:
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
-        say_json({"ok": not wrong, "problems": found})
+        say_json({"ok": not wrong, "problems": found, "parsers": parsers})
     else:
+        from sparkd.parser_choice import in_words
+
         for problem in problems:
             sys.stdout.write(f"{problem}\n")
+        for name, rows in parsers.items():
+            sys.stdout.write(f"models.{name}: parsers: {in_words(rows)}\n")
         told = f"{len(wrong)} to mend" if wrong else "can be used"
         sys.stdout.write(f"{config}: {told}{f', {len(problems) - len(wrong)} to look at' if len(problems) > len(wrong) else ''}\n")
     if wrong:
@@ -162,6 +168,19 @@ def _unloadable(path: Path) -> Iterator[Problem]:
         for key, why in (("max_model_len", too_long(model, env, release)), ("quantize", uneven(model, env))):
             if why:
                 yield Problem(str(path), None, f"models.{model.name}.{key}: {why}", "warning")
+
+
+def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
+    from sparkd.config import load_config
+    from sparkd.parser_choice import explained
+
+    config = load_config(path, environ=os.environ)
+    book = config.book()
+    return {
+        model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
+        for model in config.models.values()
+        if model.runs_vllm(config.engine)
+    }
 
 
 def version(ctx: typer.Context, json: Json = False) -> None:

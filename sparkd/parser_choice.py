@@ -14,15 +14,25 @@ from sparkd.errors import CheckpointError
 from sparkd.hub_model import looked_at
 from sparkd.installed import parsers_of
 from sparkd.model_config import ModelConfig
-from sparkd.parsers import OFF, Parsers, chosen
+from sparkd.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
 from sparkd.source import folder_of, name_of
 from sparkd.vllm_flags import flag_name, values_of
 
-TEMPLATE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+TEMPLATE_FILE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 # All that is read of a model here.
-FILES = (CONFIG, TEMPLATE, PROCESSOR, TOKENIZER)
+FILES = (CONFIG, TEMPLATE_FILE, PROCESSOR, TOKENIZER)
 # Mistral's own tokenizer renders tools without a template, in one format.
 _MISTRAL, _MISTRAL_FORMAT = "tekken.json", "tools [TOOL_CALLS]"
+# What decides a parser, beside the family and the template.
+ENTRY, RECIPE, UNREAD = "entry", "recipe", "unread"
+_WHENCE: Mapping[str | None, str] = {
+    ENTRY: "its entry",
+    RECIPE: "its recipe",
+    FAMILY: "its family",
+    TEMPLATE: "its chat template",
+    UNREAD: "its files are not on this node",
+    None: "none is known for it",
+}
 # No template is nearly as large.
 _MOST_BYTES = 4 << 20
 _TOOL_FLAG, _REASONING_FLAG, _TEMPLATE_FLAG = "tool-call-parser", "reasoning-parser", "chat-template"
@@ -40,6 +50,34 @@ def expected(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) ->
     """The parsers that the model's engine will have; None where nothing tells its tool parser before it starts. Blocks."""
     parsers = with_parsers(spec, env, runtime)[1]
     return parsers if parsers.tool or parsers.nearest or spec.tool_call_parser == OFF else None
+
+
+def explained(
+    spec: ModelConfig, env: Mapping[str, str], runtime: Path | None, recipe: Mapping[str, Any]
+) -> dict[str, dict[str, str | None]]:
+    """`tool` and `reasoning`, each with the parser's `name`, None for none, and what decides it, `from`: ENTRY, RECIPE, FAMILY or TEMPLATE;
+    UNREAD where the model's files will, and None where they tell nothing. recipe: the keys that the entry's recipe sets. Blocks."""
+    parsers = with_parsers(spec, env, runtime)[1]
+    files = _here(spec, env) or looked_at(spec, env)
+    found: tuple[str | None, str | None] = (UNREAD, UNREAD)
+    if files is not None:
+        found = origins(_config(spec, files), _template(spec, files), (parsers_of(runtime) or (None, None))[1])
+
+    def row(key: str, flag: str, name: str | None, origin: str | None) -> dict[str, str | None]:
+        own = getattr(spec, key)
+        if own is None and not any(values_of(spec.extra_args, flag)):
+            return {"name": name, "from": origin if name is not None or origin == UNREAD else None}
+        return {"name": name, "from": RECIPE if own is not None and recipe.get(key) == own else ENTRY}
+
+    return {
+        "tool": row("tool_call_parser", _TOOL_FLAG, parsers.tool, found[0]),
+        "reasoning": row("reasoning_parser", _REASONING_FLAG, parsers.reasoning, found[1]),
+    }
+
+
+def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
+    """The rows of `explained` on one line."""
+    return ", ".join(f"{kind} {row['name'] or OFF} ({_WHENCE[row['from']]})" for kind, row in rows.items())
 
 
 def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
@@ -76,19 +114,23 @@ def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
 
 
 def _read(spec: ModelConfig, files: Files, runtime: Path | None) -> Parsers:
-    config = _json(files, CONFIG)
-    if not isinstance(config.get("model_type"), str):
-        config = {**config, "model_type": name_of(spec.model).replace("-", "_")}
     tools, reasonings = parsers_of(runtime) or (None, None)
-    return chosen(config, _template(spec, files), tools, reasonings)
+    return chosen(_config(spec, files), _template(spec, files), tools, reasonings)
+
+
+def _config(spec: ModelConfig, files: Files) -> Mapping[str, Any]:
+    config = _json(files, CONFIG)
+    if isinstance(config.get("model_type"), str):
+        return config
+    return {**config, "model_type": name_of(spec.model).replace("-", "_")}
 
 
 def _template(spec: ModelConfig, files: Files) -> str | None:
     """The template by which vLLM renders a chat with tools."""
     if given := list(values_of(spec.extra_args, _TEMPLATE_FLAG)):
         return _given(given[-1][2])
-    if TEMPLATE in files.names:
-        return _text(files, TEMPLATE)
+    if TEMPLATE_FILE in files.names:
+        return _text(files, TEMPLATE_FILE)
     for name in (PROCESSOR, TOKENIZER):
         template = _json(files, name).get("chat_template")
         if isinstance(template, list):

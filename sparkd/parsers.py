@@ -17,6 +17,8 @@ from typing import Any
 # The name with which an entry asks for no parser.
 OFF = "none"
 USUAL = "hermes"
+# What decides a choice.
+FAMILY, TEMPLATE = "family", "template"
 _TOOLS = re.compile(r"\btools\b")
 _NEAR = 0.5
 
@@ -128,11 +130,28 @@ def chosen(
     """config: of config.json. template: the chat template, None where there is none. tools, reasonings: the parsers that the vLLM has, None
     where nobody knows them: then every name counts as known."""
     families, text = _families(config), template or ""
-    tool = _first(TOOL_RULES, families, text, tools, rendered=bool(_TOOLS.search(text)))
-    reasoning = _first(REASONING_RULES, families, text, reasonings, rendered=bool(text))
-    if reasoning is None and opens_thought(text):
-        reasoning = _first(_ALWAYS, families, text, reasonings, rendered=True)
+    tool = _name(_tool_rule(families, text), tools)
+    reasoning = _name(_reasoning_rule(families, text, reasonings), reasonings)
     return Parsers(tool, reasoning, None if tool is not None else nearest(families[0], tools))
+
+
+def origins(config: Mapping[str, Any], template: str | None, reasonings: Collection[str] | None = None) -> tuple[str | None, str | None]:
+    """What decides the tool parser and the reasoning parser that `chosen` chooses: FAMILY, TEMPLATE, or None where no rule holds."""
+    families, text = _families(config), template or ""
+    rules = _tool_rule(families, text), _reasoning_rule(families, text, reasonings)
+    tool, reasoning = (None if rule is None else FAMILY if rule.coded else TEMPLATE for rule in rules)
+    return tool, reasoning
+
+
+def _tool_rule(families: tuple[str, ...], template: str) -> Rule | None:
+    return _first(TOOL_RULES, families, template, rendered=bool(_TOOLS.search(template)))
+
+
+def _reasoning_rule(families: tuple[str, ...], template: str, known: Collection[str] | None) -> Rule | None:
+    rule = _first(REASONING_RULES, families, template, rendered=bool(template))
+    if _name(rule, known) is None and opens_thought(template):
+        return _first(_ALWAYS, families, template, rendered=True)
+    return rule
 
 
 def opens_thought(template: str) -> bool:
@@ -154,10 +173,13 @@ def _families(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in found if isinstance(name, str)) or ("",)
 
 
-def _first(
-    rules: Collection[Rule], families: tuple[str, ...], template: str, known: Collection[str] | None, *, rendered: bool
-) -> str | None:
+def _first(rules: Collection[Rule], families: tuple[str, ...], template: str, *, rendered: bool) -> Rule | None:
     for rule in rules:
         if (rendered or rule.coded) and any(rule.holds(family, template) for family in families):
-            return next((name for name in rule.names if known is None or name in known), None)
+            return rule
     return None
+
+
+def _name(rule: Rule | None, known: Collection[str] | None) -> str | None:
+    """The preferred name of those that the vLLM has."""
+    return next((name for name in rule.names if known is None or name in known), None) if rule is not None else None

@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError
 from sparkd.yamlfile import Problem
@@ -85,6 +85,12 @@ class Book:
         if file is None:
             raise ConfigError("\n".join(str(problem) for problem in problems[:5]), param="recipe")
         return file
+
+    def settings(self, name: str | None) -> dict[str, Any]:
+        """The keys of a model that NAME or NAME@VARIANT sets; empty for no recipe. Raises as `find`."""
+        if name is None:
+            return {}
+        return {key: value for table in self.find(name).settings(split(name)[1]) for key, value in table.items()}
 
 
 def split(name: str) -> tuple[str, str | None]:

@@ -70,6 +70,7 @@ def show_(
     json: Json = False,
 ) -> None:
     """One recipe: what it sets, the flags it comes to, figures and their sources."""
+    from sparkd.parser_choice import explained
     from sparkd.recipe_book import split
     from sparkd.recipe_check import Choice, described, resolve
 
@@ -77,7 +78,9 @@ def show_(
     recipe, variant = split(name)
     file = book.find(recipe)
     found = resolve(Choice(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
-    told = described(file, found)
+    spec = found.model
+    env = {name: value.get_secret_value() for name, value in spec.env.items()}
+    told = described(file, found) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
     if _json(ctx, json):
         say_json(told)
     else:

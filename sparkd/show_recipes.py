@@ -53,6 +53,8 @@ def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
 
 def described(recipe: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes show`."""
+    from sparkd.parser_choice import in_words
+
     say = _Say(console)
     say.line(f"{recipe['name']}: {recipe['description']}", style="bold")
     say.row("model", recipe["model"])
@@ -64,6 +66,7 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     if recipe["container"]:
         say.row("container", recipe["container"]["image"])
     speculation = recipe["speculation"]
+    say.row("parsers", in_words(recipe["parsers"]))
     say.row("speculation", f"{speculation['method']}. {speculation['note']}".strip(". ") + ".")
     say.head("In sparkd.yaml")
     say.line(f"  {recipe['name']}:")

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from sparkd.__main__ import exit_code
 from sparkd.config import check, load_config, parse_model
 from sparkd.embedded import CHAT_TEMPLATE
 from sparkd.installed import full_version_in, parsers_of
 from sparkd.needs import said_to
-from sparkd.parser_choice import expected, with_parsers
-from sparkd.parsers import _ALWAYS, OFF, REASONING_RULES, TOOL_RULES, Parsers, chosen, nearest
+from sparkd.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
+from sparkd.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest
 from sparkd.vllm_table import unknown_parsers
 
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
@@ -159,6 +160,54 @@ def test_the_parsers_are_expected_before_a_start_where_files_or_the_entry_tell_t
     assert told("owner/absent", reasoning_parser="qwen3") is None
     assert told("owner/absent", tool_call_parser="xlam") == Parsers("xlam")
     assert told("owner/absent", tool_call_parser="none") == Parsers()
+
+
+def test_what_decides_a_parser_is_told(tmp_path: Path) -> None:
+    def told(model: str, recipe: dict[str, Any] | None = None, **keys: Any) -> list[tuple[str | None, str | None]]:
+        spec = parse_model("m", {"model": model, **keys}, over_admin=False)
+        rows = explained(spec, {"HF_HUB_CACHE": str(tmp_path)}, None, recipe or {})
+        assert in_words(rows)
+        return [(rows[kind]["name"], rows[kind]["from"]) for kind in ("tool", "reasoning")]
+
+    folder, coded = made(tmp_path / "m", template=QWEN3), made(tmp_path / "n")
+    (coded / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    assert told(str(folder)) == [("hermes", TEMPLATE), ("qwen3", TEMPLATE)]
+    assert told(str(coded)) == [("openai", FAMILY), ("openai_gptoss", FAMILY)]
+    assert told(str(made(tmp_path / "o", template="{{ messages }}"))) == [(None, None), (None, None)]
+    assert told("owner/absent") == [(None, UNREAD), (None, UNREAD)]
+    keys = {"tool_call_parser": "xlam", "reasoning_parser": "none"}
+    assert told(str(folder), **keys) == [("xlam", ENTRY), (None, ENTRY)]
+    assert told("owner/absent", {"tool_call_parser": "xlam"}, **keys) == [("xlam", RECIPE), (None, ENTRY)]
+    assert told(str(folder), extra_args=["--tool-call-parser", "xlam"]) == [("xlam", ENTRY), ("qwen3", TEMPLATE)]
+
+
+def test_check_tells_the_parsers_of_each_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = {
+        "own": {"model": str(made(tmp_path / "m", template=QWEN3))},
+        "laid": {"recipe": "qwen3.5-27b", "model": str(made(tmp_path / "n"))},
+        "other": {"model": str(tmp_path / "m"), "entrypoint": "my.engine"},
+    }
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models}))
+
+    assert exit_code(["check", str(file), "--json"]) == 0
+    parsers = json.loads(capsys.readouterr().out)["parsers"]
+    assert exit_code(["check", str(file)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if ": parsers: " in line]
+
+    assert parsers["own"] == {"tool": {"name": "hermes", "from": TEMPLATE}, "reasoning": {"name": "qwen3", "from": TEMPLATE}}
+    assert parsers["laid"] == {"tool": {"name": "qwen3_coder", "from": RECIPE}, "reasoning": {"name": "qwen3", "from": RECIPE}}
+    assert set(parsers) == {"own", "laid"}
+    assert [line.partition(":")[0] for line in lines] == ["models.own", "models.laid"]
+
+
+def test_recipes_show_tells_the_parsers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(["recipes", "show", "gpt-oss-120b", "--json"]) == 0
+    parsers = json.loads(capsys.readouterr().out)["parsers"]
+    assert exit_code(["recipes", "show", "gpt-oss-120b"]) == 0
+
+    assert parsers["tool"] == {"name": "openai", "from": RECIPE}
+    assert in_words(parsers) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("off", ["none", "off", False])
