@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from sparkd.yamlfile import MAX_DEPTH
+from sparkd.yamlfile import check_depth
 from workers.hub_cache import is_revision
 
 
@@ -21,12 +20,8 @@ MAX_NAME = 128
 
 
 def _shallow(spec: dict[str, Any]) -> dict[str, Any]:
-    """As deep as the configuration file may be: what is deeper could be kept, and then not be shown to anybody."""
-    level: list[Any] = [spec]
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _members(outer)]
-    if level:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    """As deep as the configuration file may be."""
+    check_depth(spec)
     return spec
 
 
@@ -94,9 +89,3 @@ class Refusal(BaseModel):
     """The body of every 4xx and 5xx."""
 
     error: Problem
-
-
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +12,7 @@ from sparkd import spellings
 from sparkd.config_fields import check_name
 from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
+from sparkd.nearest import nearest
 from sparkd.yamlfile import Items, Place, Problem, Table, whole
 
 SHOWN_PROBLEMS = 20
@@ -249,8 +249,8 @@ def _is_list(section: type[BaseModel], path: Sequence[str]) -> bool:
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:
     folded = {name.replace("-", "_").lower(): name for name in known}
-    close = difflib.get_close_matches(key.replace("-", "_").lower(), folded, n=1, cutoff=0.6)
-    return folded[close[0]] if close else None
+    close = nearest(key.replace("-", "_").lower(), folded)
+    return None if close is None else folded[close]
 
 
 def _hint(near: str | None, path: Sequence[str]) -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
-import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparkd.config import Config
 from sparkd.errors import ConfigError, StateError
+from workers.private import write_private
 
 RECORD = "join.json"
 TOKEN = "join.token"
@@ -91,13 +90,9 @@ def forget(config: Config) -> None:
 
 def _write(path: Path, text: str) -> None:
     """For this user alone. Raises StateError."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
-        with open(descriptor, "w") as file:
-            file.write(text)
-        temporary.replace(path)
+        write_private(path, text)
     except OSError as error:
         told = (
             f"{path} cannot be written: {error.strerror}. Run it as root (sudo sparkd ...), or give a folder of this user by --state-dir."

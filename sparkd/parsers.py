@@ -7,12 +7,13 @@ the model in which format to call, so its markers decide; the family decides whe
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+from sparkd.nearest import nearest as nearest_word
 
 # The name with which an entry asks for no parser.
 OFF = "none"
@@ -163,7 +164,7 @@ def opens_thought(template: str) -> bool:
 def nearest(family: str, known: Collection[str] | None) -> str:
     """The name that is most like the family's, the usual one where none is."""
     names = sorted({name for rule in TOOL_RULES for name in rule.names} if known is None else known)
-    return next(iter(difflib.get_close_matches(family, names, 1, _NEAR)), USUAL)
+    return nearest_word(family, names, _NEAR) or USUAL
 
 
 def _families(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from sparkd import __version__
 from sparkd.errors import RayUnavailable
 from workers.interpreter import PACKAGE_DIR, inherited_environment, module_command
 from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_PYTHON, NODE_RUN_DIR
-from workers.private import private_folder
+from workers.private import private_folder, write_private
 from workers.processes import LACKS
 
 MARK = "SPARKD_RAY_DIR"
@@ -106,7 +106,7 @@ class RayHead:
             raise RayUnavailable("Ray of this node has ended; `sparkd ray-node` starts it, not the daemon: systemctl restart sparkd-ray.")
         if self._keeper:
             # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
-            _write_private(self._record, json.dumps({"address": None, "keeper": True}))
+            write_private(self._record, json.dumps({"address": None, "keeper": True}))
         self._end()
         return self._start()
 
@@ -203,7 +203,7 @@ class RayHead:
             make_token(self.token_path)
         private_folder(self.folder)
         # Before Ray starts: without its record, sparkd would start and end Ray over and over.
-        _write_private(self._record, json.dumps({"address": None, "keeper": self._keeper}))
+        write_private(self._record, json.dumps({"address": None, "keeper": self._keeper}))
         try:
             done = subprocess.run(
                 self.command(),
@@ -231,7 +231,7 @@ class RayHead:
         self.keep_closed()
         session = os.path.basename(os.path.realpath(self.folder / "session_latest"))
         record = {"address": address, "keeper": self._keeper, "join": self._join, "session": session}
-        _write_private(self._record, json.dumps(record))
+        write_private(self._record, json.dumps(record))
         return address
 
     @property
@@ -333,24 +333,12 @@ def make_token(path: Path) -> None:
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write_private(path, secrets.token_hex(32))
+    write_private(path, secrets.token_hex(32))
 
 
 def process_cost(pid: int) -> dict[str, Any]:
     """{"pss_bytes", "cpu_s"} of one process of ours."""
     return {"pss_bytes": _pss_bytes(pid), "cpu_s": _cpu_s(pid)}
-
-
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def _refusal(error: OSError) -> str:

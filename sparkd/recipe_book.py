@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import ConfigError
+from sparkd.nearest import nearest
 from sparkd.yamlfile import Problem
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Book:
             return self._kept[name], []
         path = Path(name).expanduser() if "/" in name else self.names().get(name)
         if path is None:
-            near = difflib.get_close_matches(name, self.names(), n=1)
-            hint = f"did you mean {near[0]}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
+            near = nearest(name, self.names())
+            hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
             return None, [Problem(None, None, f"{name[:64]!r} is no recipe: {hint}.")]
         if path not in self._read:
             from sparkd.recipe_file import read_recipe

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from sparkd.yamlfile import MAX_DEPTH
+from sparkd.yamlfile import check_depth
 
 SHOWN_CHARACTERS = 80
 # Rows that an event or the conditions name.
@@ -57,7 +57,7 @@ def object_in(text: object) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    _check_depth(value)
+    check_depth(value)
     return value
 
 
@@ -80,18 +80,3 @@ def noun_of(noun: type[N], raw: Mapping[str, Any]) -> N:
 @cache
 def _adapter(noun: type[N]) -> TypeAdapter[N]:
     return TypeAdapter(noun)
-
-
-def _check_depth(value: Any) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level for inner in _members(outer)]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-
-
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

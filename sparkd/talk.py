@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,6 +11,7 @@ import typer
 from sparkd import show
 from sparkd.client import Client, model_path
 from sparkd.errors import ConfigError, Conflict, SparkdError, UnknownModel, UnknownRecipe, UnknownRoute
+from sparkd.nearest import nearest
 from sparkd.source import check_there, name_of, source_of
 from sparkd.verb_options import argument, option
 from sparkd.verbs import Session, verb
@@ -89,8 +89,8 @@ def _known(client: Client, model: str, name: str | None, asked: bool) -> str | N
 
 def _unknown(model: str, names: list[str]) -> SparkdError:
     """A bare word is more often a typing error than a hub id without an owner, and a download must not begin with a typing error."""
-    near = difflib.get_close_matches(model, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "A new one is a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
+    near = nearest(model, names)
+    hint = f"Did you mean {near}?" if near else "A new one is a recipe (`sparkd recipes ls`), a folder or a hub id (owner/name)."
     error = UnknownModel(model, names)
     error.message += f" {hint}"
     return error

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkd.amounts import multiple
+from sparkd.nearest import nearest
 
 # Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
@@ -189,10 +190,8 @@ def _may_be_a_value(args: Sequence[str], index: int, table: FlagTable) -> bool:
 
 
 def _unknown(name: str, table: FlagTable) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, table.flags, n=1)
-    cure = f"Did you mean --{near[0]}?" if near else "Remove it."
+    near = nearest(name, table.flags)
+    cure = f"Did you mean --{near}?" if near else "Remove it."
     return f"{_shown(name)}: vLLM {table.version} has no such flag. {cure}"
 
 
@@ -249,11 +248,9 @@ def _broken(name: str, value: str, kind: str) -> str | None:
 
 
 def _among(value: str, choices: Sequence[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(value, choices, n=1)
+    near = nearest(value, choices)
     shown = ", ".join(choices[:12]) + (", ..." if len(choices) > 12 else "")
-    return f"Did you mean {near[0]}?" if near else f"It takes {shown}."
+    return f"Did you mean {near}?" if near else f"It takes {shown}."
 
 
 def _shown(name: str) -> str:

@@ -6,7 +6,6 @@ What is installed beside it is part of the key, because a plugin may add flags.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 import workers
 from sparkd.errors import StateError
 from sparkd.installed import full_version_in, packages_of, parsers_of
+from sparkd.nearest import nearest
 from sparkd.owner import as_owner
 from sparkd.safetensors import shown
 from sparkd.vllm_flags import flag_name, release_of, translated, values_of
@@ -54,8 +54,8 @@ def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path |
     for flag, names in zip(("tool-call-parser", "reasoning-parser"), known, strict=True):
         found = [value for _, _, value in values_of(args, flag)]
         if found and found[-1] not in names:
-            near = difflib.get_close_matches(found[-1], sorted(names), 1)
-            cure = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(names))}."
+            near = nearest(found[-1], sorted(names))
+            cure = f"Did you mean {near}?" if near else f"It has {', '.join(sorted(names))}."
             yield f"{flag.replace('-', '_')}: this vLLM has no parser {shown(found[-1])}. {cure}"
 
 

@@ -139,12 +139,28 @@ def _without(message: str, spellings: Mapping[str, str]) -> str:
     return message
 
 
+def check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
+    """Raises ValueError for JSON in which more levels are nested: it could be kept, and then not be given out. Looks as far as it goes."""
+    level: list[Any] = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in _members(outer)]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {levels} levels")
+
+
 def whole(text: str) -> str | None:
     """The text with surrogate pairs joined (JSON's way to write an emoji); None where half of one is left, which nothing can encode."""
     try:
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
         return None
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 class _TooMuchError(Exception):

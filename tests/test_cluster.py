@@ -261,7 +261,7 @@ def test_rays_head_is_not_dead_while_no_file_can_be_opened(tmp_path: Path, child
     assert child.poll() is None
 
 
-@pytest.mark.parametrize("what", ["_write_private", "make_token"])
+@pytest.mark.parametrize("what", ["write_private", "make_token"])
 def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     started: list[object] = []
 

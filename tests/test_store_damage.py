@@ -21,12 +21,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkd.admin_bodies import NewModel
 from sparkd.config import load_config
 from sparkd.errors import StateError
 from sparkd.ledger import Ledger
 from sparkd.roster import Roster
 from sparkd.rows import object_in
 from sparkd.state import SCHEMA_MAJOR, SCHEMA_VERSION, Desired, Operation, OperationState, Progress, Store, Want
+from sparkd.yamlfile import MAX_DEPTH, check_depth
 from tests.fakes import scene, stage
 from tests.test_plan import HANDLE
 
@@ -547,7 +549,20 @@ def test_a_start_on_a_full_disk_names_the_file_that_it_cannot_write(tmp_path: Pa
     assert "StateNotSaved" in outcomes.values(), "a disk that fills up later stops nothing"
 
 
-def test_a_flat_row_is_not_looked_through_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkd.rows.MAX_DEPTH", 10**12)  # as many passes would never end
+def test_a_flat_row_is_not_looked_through_level_by_level() -> None:
+    check_depth({"a": [1]}, 10**12)  # as many passes would never end
 
-    assert object_in('{"a": [1]}') == {"a": [1]}
+
+def test_what_the_admin_api_takes_is_read_again() -> None:
+    """The depth of both is one: a row must not be deeper than its reader goes, nor than an answer may be."""
+
+    def nested(levels: int) -> str:
+        return '{"a":' * levels + "1" + "}" * levels
+
+    for levels, fits in ((MAX_DEPTH - 1, True), (MAX_DEPTH, False), (MAX_DEPTH + 1, False)):
+        for read in (object_in, lambda text: NewModel(name="m", spec=json.loads(text))):
+            if fits:
+                read(nested(levels))
+            else:
+                with pytest.raises(ValueError, match=f"deeper than {MAX_DEPTH} levels"):
+                    read(nested(levels))

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger("sparkd.private")
@@ -34,6 +35,21 @@ def private_folder(path: Path, *, keep_group: bool = False) -> None:
         after = before & ~_OTHERS | before & kept
         path.chmod(after)
         log.warning("the folder %s was open to other users: its mode was %04o and is now %04o", path, before, after)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace the file by one of this user alone: whole or not at all, also for those who read it meanwhile. Raises OSError."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def private_file(path: Path) -> None:

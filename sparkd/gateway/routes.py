@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 
 from sparkd.abilities import GENERATE, POOL, TRANSCRIBE, Need
 from sparkd.gateway.keys import Role
+from sparkd.nearest import nearest as nearest_word
 
 ADMIN_ROOT = "/admin/v1"
 
@@ -71,8 +71,7 @@ def find(path: str, raw_path: bytes) -> tuple[Route, str] | None:
 
 def nearest(path: str) -> str | None:
     """The path of the list that `path` was most likely meant for."""
-    found = get_close_matches(path.rstrip("/").lower(), EXACT, 1, _ALIKE) if len(path) <= _LONGEST_MEANT else []
-    return found[0] if found else None
+    return nearest_word(path.rstrip("/").lower(), EXACT, _ALIKE) if len(path) <= _LONGEST_MEANT else None
 
 
 _ALIKE, _LONGEST_MEANT = 0.7, 64

@@ -17,7 +17,7 @@ from sparkd.rayhead import RayHead, make_token
 from sparkd.state import Store
 from workers import incidents
 from workers.agent import Agent
-from workers.private import private_file, private_folder
+from workers.private import private_file, private_folder, write_private
 from workers.status import write_status
 
 
@@ -132,3 +132,19 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(PermissionError):
         private_folder(tmp_path)
+
+
+def test_a_private_file_is_replaced_whole_and_through_no_link(tmp_path: Path) -> None:
+    path, beside, foreign = tmp_path / "record.json", tmp_path / f"record.{os.getpid()}.tmp", tmp_path / "foreign"
+    foreign.write_text("theirs")
+    # What an earlier process of this number left, or another user laid there.
+    beside.symlink_to(foreign)
+    write_private(path, "first")
+    path.chmod(0o644)
+    write_private(path, "second")
+    assert (path.read_text(), foreign.read_text(), path.stat().st_mode & 0o777) == ("second", "theirs", 0o600)
+
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_private(tmp_path / "folder", "x")
+    assert sorted(tmp_path.iterdir()) == sorted([path, foreign, tmp_path / "folder"])
