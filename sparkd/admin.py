@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -40,7 +40,7 @@ from sparkd.admin_answers import (
     reading_body,
 )
 from sparkd.admin_bodies import MAX_NAME, ChangedModel, Loading, Measuring, NewModel, Pulling, Refusal
-from sparkd.admin_streams import event_page, event_stream, followed_log
+from sparkd.admin_streams import Endless, event_page, event_stream, followed_log
 from sparkd.admin_upkeep import Reload, register_upkeep
 from sparkd.config_fields import Method, ProfileName
 from sparkd.errors import (
@@ -200,13 +200,13 @@ def _router(
         follow: bool = False,
         max_bytes: Annotated[int, Query(ge=1, le=MAX_LOG_BYTES)] = 65536,
         rank: Annotated[int, Query(ge=0)] = 0,
-    ) -> dict[str, Any] | StreamingResponse:
+    ) -> dict[str, Any] | Endless:
         if not _known(supervisor, name) and _known(supervisor, f"{name}/log"):
             return model_body(supervisor.snapshot().models[supervisor.record(f"{name}/log").name])
         if not follow:
             return await supervisor.log_text(name, cursor, max_bytes, rank)
         supervisor.record(name)
-        return StreamingResponse(followed_log(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
+        return Endless(followed_log(supervisor, name, cursor, rank), media_type="text/plain; charset=utf-8")
 
     @api.get("/models/{name:path}", **answers(ModelBody), summary="One model")
     async def model(name: str) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _router(
         last = request.headers.get("last-event-id", "")
         start = int(last) if _EVENT_ID.fullmatch(last) else after
         stream = event_stream(supervisor, start, limit)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return Endless(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     return api
 

@@ -7,7 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import fields
 
-from sparkd.errors import ClusterError, UnknownModel
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from sparkd.errors import LATER, ClusterError, UnknownModel
 from sparkd.state import Event
 from sparkd.supervisor import Supervisor
 
@@ -16,6 +19,18 @@ FOLLOW_EVERY_S = 0.5
 PAGE_BYTES = 65536
 
 _MEMBERS = tuple(member.name for member in fields(Event))
+
+
+class Endless(StreamingResponse):
+    """An answer that goes on until its client leaves. The edge sends what comes behind its head, once the app has returned: 2,000 open
+    streams, each with the 130 objects that the app has for a request, kept Python's collector busy for 0.2 s at a time."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if LATER not in scope:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        scope[LATER].append(self.body_iterator)
 
 
 async def followed_log(supervisor: Supervisor, name: str, cursor: str | None, rank: int) -> AsyncIterator[str]:

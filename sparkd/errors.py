@@ -419,6 +419,8 @@ class EngineGone(EngineError):
 
 # Where the scope of a request to the admin API has the id that the gateway gave it.
 REQUEST_ID = "sparkd.request_id"
+# Where the admin API leaves the asynchronous generators of what an answer goes on with: the gateway sends their texts. A list.
+LATER = "sparkd.later"
 
 
 def error_body(error: SparkdError, request_id: str | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +25,7 @@ from sparkd.admin import MAX_SEQ, PREFIX, admin_app
 from sparkd.client import model_path
 from sparkd.errors import AgentLost, DoesNotFit
 from sparkd.gateway import Edge, Keys
+from sparkd.gateway.protocol import CONNECTION
 from sparkd.ledger import SLICE
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
@@ -93,12 +94,14 @@ class Stream:
     ended: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     asked: bool = False
+    extensions: dict[str, Any] = field(default_factory=dict)
 
     async def run(self, path: str, headers: dict[str, str]) -> None:
         raw_path, _, query = (PREFIX + path).encode().partition(b"?")
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET", "scheme": "http",
             "path": raw_path.decode(), "raw_path": raw_path, "query_string": query, "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
+            "extensions": self.extensions,
             "headers": [(b"host", b"localhost"), *((name.encode(), value.encode("latin-1")) for name, value in headers.items())],
         }  # fmt: skip
         await self.edge(scope, self._receive, self._send)
@@ -799,6 +802,44 @@ async def test_an_odd_last_event_id_begins_with_the_newest(tmp_path: Path, last:
             assert [event["message"] for event in stream.events] == ["event 6", "event 7", "event 8"]
             made.scene.supervisor.ledger.say("note", None, "event 9")
             await soon(lambda: stream.events[-1]["message"] == "event 9")
+
+
+class Connection:
+    """What the admin API's part of the edge asks of a client's connection."""
+
+    takes_chunks = True
+
+    def __init__(self) -> None:
+        self.when_gone: Callable[[], object] | None = None
+
+    def call_when_gone(self, callback: Callable[[], object] | None) -> None:
+        self.when_gone = callback
+
+
+async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        returned, client = asyncio.Event(), Connection()
+
+        async def app(*arguments: Any) -> None:
+            await made.app(*arguments)
+            returned.set()
+
+        made.edge._admin = app  # type: ignore[assignment]
+        stream = Stream(made.edge)
+        stream.extensions[CONNECTION] = client
+        open_requests = made.edge._open_requests
+        task = asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"}))
+        async with asyncio.timeout(20):
+            await returned.wait()
+        made.scene.supervisor.ledger.say("note", None, "it goes on")
+        await soon(lambda: stream.text.count("it goes on"))
+        assert (stream.status, stream.headers[b"cache-control"]) == (200, b"no-cache") and stream.headers[b"x-request-id"]
+        assert client.when_gone is not None and not task.done()
+
+        client.when_gone()
+        async with asyncio.timeout(20):
+            await task
+        assert stream.ended and client.when_gone is None and made.edge._open_requests == open_requests
 
 
 async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

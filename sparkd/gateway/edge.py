@@ -11,11 +11,13 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from sparkd import __version__, metrics
 from sparkd.errors import (
+    LATER,
     REQUEST_ID,
     BadRequest,
     BodyTooLarge,
@@ -46,8 +48,8 @@ from sparkd.gateway.limits import Limits
 from sparkd.gateway.listing import model_entry, models_list
 from sparkd.gateway.local import check_local
 from sparkd.gateway.pages import PREFLIGHT, page_headers, preflight_headers
-from sparkd.gateway.protocol import CONNECTION
-from sparkd.gateway.proxy import Leases, Proxy
+from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
+from sparkd.gateway.proxy import Leases, Proxy, leave
 from sparkd.gateway.routes import Kind, Route, find, nearest
 
 _log = logging.getLogger("sparkd.gateway")
@@ -215,7 +217,11 @@ class Edge:
         # Each costs the loop half a millisecond or more before it first waits: of many that come together one begins in each turn.
         async with self._admin_begins:
             await asyncio.sleep(0)
+        if client is not None:
+            inner[LATER] = []
         await self._admin(inner, receive_again, send_named)
+        for texts in inner.get(LATER, ()):
+            await _send_on(texts, send_named, exchange, client)
 
     def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:
         """The origin of the web page behind the request, where it is one that may use this route (`cors`)."""
@@ -319,3 +325,19 @@ def _place(error: BaseException) -> str:
     if trace is None:
         return type(error).__name__
     return f"{type(error).__name__} at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+
+
+async def _send_on(texts: AsyncGenerator[str, None], send: Send, exchange: Exchange, client: BoundedProtocol) -> None:
+    """The rest of an answer whose head was sent, until its client leaves."""
+    client.call_when_gone(partial(leave, exchange, asyncio.current_task()))
+    try:
+        async for text in texts:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    except asyncio.CancelledError:
+        if exchange.gone:
+            raise ClientGone from None
+        raise
+    finally:
+        client.call_when_gone(None)
+        await texts.aclose()

@@ -138,7 +138,7 @@ class Proxy:
     async def _lease(self, model: str, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
         """Waits for the engine and passes the request on, for as long as the client is there."""
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
-        connection.call_when_gone(partial(_leave, exchange, asyncio.current_task()))
+        connection.call_when_gone(partial(leave, exchange, asyncio.current_task()))
         exchange.model = "unknown"
         asked_s = perf_counter()
         try:
@@ -272,7 +272,7 @@ class Proxy:
         raise UnknownResponse(response_id)
 
 
-def _leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
+def leave(exchange: Exchange, task: asyncio.Task[Any] | None) -> None:
     """The client has gone: ends the exchange where it stands, waiting for a load, for the engine, or within a stream."""
     exchange.gone = True
     if exchange.hang_up is not None:
