@@ -56,12 +56,14 @@ class Boundary:
     def condition(self) -> str | None:
         """The condition for the operator; None once no error has come for KEPT_S. Names kinds only: an error's text may hold anything."""
         now_s = self._clock()
-        self._caught = {kind: one for kind, one in self._caught.items() if now_s - one.at_s <= KEPT_S}
-        told = [
-            f"{where}{f' of {model}' if model else ''} ({name}{f', {one.times} times' if one.times > 1 else ''})"
-            for (where, model, name), one in self._caught.items()
+        self._caught = {kind: error for kind, error in self._caught.items() if now_s - error.at_s <= KEPT_S}
+        places = [
+            f"{where}{f' of {model}' if model else ''} ({name}{f', {error.times} times' if error.times > 1 else ''})"
+            for (where, model, name), error in self._caught.items()
         ]
-        return f"InternalError: sparkd made an error in {', '.join(told)}. It goes on; please report what its log says." if told else None
+        if not places:
+            return None
+        return f"InternalError: sparkd made an error in {', '.join(places)}. It goes on; please report what its log says."
 
     def around(self, where: str, model: str = "", failed: Callable[[str], None] | None = None) -> Around:
         """Nothing that is raised within it goes on from here. failed: hears the sentence for the one model that is concerned."""

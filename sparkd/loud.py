@@ -37,5 +37,5 @@ def remark(args: Sequence[str], env: Mapping[str, str]) -> str | None:
     if not names:
         return None
     does = "writes" if len(names) == 1 else "write"
-    told = f"{' and '.join(names)} {does} prompts or answers into the engine's log, which every admin key can read"
-    return f"{told}: remove it once it has served."
+    reason = f"{' and '.join(names)} {does} prompts or answers into the engine's log, which every admin key can read"
+    return f"{reason}: remove it once it has served."

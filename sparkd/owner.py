@@ -99,16 +99,16 @@ def _as(user: int, work: Callable[[], Any]) -> Any:
         _work_as(user, work, writing)
     os.close(writing)
     with open(reading, "rb") as answer:
-        said = answer.read()
+        text = answer.read()
     _, status = os.waitpid(child, 0)
     try:
-        told = json.loads(said)
+        outcome = json.loads(text)
     except ValueError:
         raise StateError(f"The work as the user {_name_of(user)} ended without a word (status {status}).") from None
-    if "error" in told:
-        kind = getattr(errors, told["error"], SparkdError)
-        raise kind(told["message"])
-    return told["done"]
+    if "error" in outcome:
+        kind = getattr(errors, outcome["error"], SparkdError)
+        raise kind(outcome["message"])
+    return outcome["done"]
 
 
 def _work_as(user: int, work: Callable[[], Any], writing: int) -> NoReturn:
@@ -116,16 +116,16 @@ def _work_as(user: int, work: Callable[[], Any], writing: int) -> NoReturn:
     try:
         become(user)
         try:
-            told = {"done": work()}
+            outcome = {"done": work()}
         except SparkdError as error:
-            told = {"error": type(error).__name__, "message": error.message}
+            outcome = {"error": type(error).__name__, "message": error.message}
         except OSError as error:
-            told = {"error": "StateError", "message": f"{error.filename or 'A system call'}: {error.strerror or error}."}
+            outcome = {"error": "StateError", "message": f"{error.filename or 'A system call'}: {error.strerror or error}."}
         except Exception:
             traceback.print_exc()
             raise
         with open(writing, "w") as answer:
-            json.dump(told, answer)
+            json.dump(outcome, answer)
         code = 0
     finally:
         os._exit(code)

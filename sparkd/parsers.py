@@ -157,8 +157,8 @@ def _reasoning_rule(families: tuple[str, ...], template: str, known: Collection[
 
 def opens_thought(template: str) -> bool:
     """Whether what the template puts before every answer is the beginning of a thought."""
-    _, found, tail = template.rpartition("add_generation_prompt")
-    return bool(found) and "<think>" in tail and "</think>" not in tail and "thinking" not in tail
+    _, marker, tail = template.rpartition("add_generation_prompt")
+    return bool(marker) and "<think>" in tail and "</think>" not in tail and "thinking" not in tail
 
 
 def nearest(family: str, known: Collection[str] | None) -> str:
@@ -170,8 +170,8 @@ def nearest(family: str, known: Collection[str] | None) -> str:
 def _families(config: Mapping[str, Any]) -> tuple[str, ...]:
     """model_type, and that of the text model inside one for several media."""
     inner = config.get("text_config")
-    found = [config.get("model_type"), inner.get("model_type") if isinstance(inner, Mapping) else None]
-    return tuple(name for name in found if isinstance(name, str)) or ("",)
+    kinds = [config.get("model_type"), inner.get("model_type") if isinstance(inner, Mapping) else None]
+    return tuple(name for name in kinds if isinstance(name, str)) or ("",)
 
 
 def _first(rules: Collection[Rule], families: tuple[str, ...], template: str, *, rendered: bool) -> Rule | None:

@@ -46,8 +46,8 @@ def last_held(looks: Iterable[Held]) -> Held | None:
     looks: those shortly before the end. Compilers and staging of a load are gone long before, so the rank's peak does not count.
     """
     kept = tuple(looks)
-    most = max((one.bytes for one in kept), default=0)
-    return next((one for one in reversed(kept) if one.bytes >= SHARE * most), None)
+    most = max((look.bytes for look in kept), default=0)
+    return next((look for look in reversed(kept) if look.bytes >= SHARE * most), None)
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ class Lock:
 
     def opens(self, authorization: Iterable[bytes]) -> bool:
         """authorization: every header of that name. More than one is refused: two readers may not take the same."""
-        said = list(authorization)
-        return len(said) == 1 and hmac.compare_digest(_digest(said[0]), self._expected)
+        values = list(authorization)
+        return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._expected)
 
 
 class Door:

@@ -51,4 +51,4 @@ def program_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def _is_inherited(name: str, value: str) -> bool:
     if name == "CUDA_VISIBLE_DEVICES" and not value:
         return False  # Ray hides the GPUs from an actor that asked for none; the engine is not that actor
-    return any(fnmatchcase(name, one) for one in INHERITED) and not any(fnmatchcase(name, one) for one in NOT_INHERITED)
+    return any(fnmatchcase(name, pattern) for pattern in INHERITED) and not any(fnmatchcase(name, pattern) for pattern in NOT_INHERITED)

@@ -165,10 +165,11 @@ def _resolver(rules: Rules) -> Any:
             self._inner = ThreadedResolver()
 
         async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Any]:
-            found = [one for one in await self._inner.resolve(host, port, socket.AddressFamily(family)) if rules.reaches(one["host"])]
-            if not found:
+            addresses = await self._inner.resolve(host, port, socket.AddressFamily(family))
+            allowed = [address for address in addresses if rules.reaches(address["host"])]
+            if not allowed:
                 raise OSError("no address that may be reached")
-            return found
+            return allowed
 
         async def close(self) -> None:
             await self._inner.close()

@@ -25,8 +25,8 @@ class Rules:
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Rules:
         """Nothing is allowed where nothing is said."""
-        told = json.loads(environ.get(VARIABLE) or "{}")
-        return cls(frozenset(map(str.lower, told.get("domains", ()))), bool(told.get("local", False)))
+        settings = json.loads(environ.get(VARIABLE) or "{}")
+        return cls(frozenset(map(str.lower, settings.get("domains", ()))), bool(settings.get("local", False)))
 
     def allows(self, host: str) -> bool:
         return host.lower() in self.domains
@@ -36,15 +36,15 @@ class Rules:
         return self.local or is_public(address)
 
 
-def is_public(address: str) -> bool:
+def is_public(text: str) -> bool:
     """Whether the address is public: neither private, loopback, link-local, shared, multicast nor reserved."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return False
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        elif any(found in tunnel for tunnel in _TUNNELS):
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        elif any(address in tunnel for tunnel in _TUNNELS):
             return False
-    return found.is_global and not found.is_multicast
+    return address.is_global and not address.is_multicast
