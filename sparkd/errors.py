@@ -26,7 +26,7 @@
     - RouteNotServed 404
     - MethodNotAllowed 405      - RequestTimeout 408       - Conflict 409
     - BodyTooLarge 413          - UnsupportedMediaType 415 - TooManyRequests 429
-    - HeadersTooLarge 431       - NoToolParser 400
+    - HeadersTooLarge 431       - NoToolParser 400         - UpgradeNotServed 400
   + Unavailable 503             try again later; carries Retry-After
     - ModelLoading              the model is on its way; carries a loading object
     - ModelFailed               the model failed and waits for its next try
@@ -203,6 +203,12 @@ class RequestError(SparkdError):
 
 class BadRequest(RequestError):
     pass
+
+
+class UpgradeNotServed(RequestError):
+    """A request that wants to leave HTTP/1.1 on its connection: a WebSocket, h2c."""
+
+    code = "upgrade_not_served"
 
 
 class Unauthorized(RequestError):

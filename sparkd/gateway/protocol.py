@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparkd import metrics
-from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError
+from sparkd.errors import BadRequest, HeadersTooLarge, RequestTimeout, SparkdError, UpgradeNotServed
 from sparkd.gateway.answers import Message, RawHeaders, date, error_bytes, new_request_id
 from sparkd.gateway.exchange import count_refused
 from sparkd.gateway.limits import Limits
@@ -27,6 +27,8 @@ from sparkd.gateway.limits import Limits
 CONNECTION = "sparkd.connection"
 
 # RFC 9112 3.2: uri-host [":" port]. What some servers take for a path (CVE-2026-48710) has no place in it.
+_NO_UPGRADE = "No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)."
+_NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 # asyncio reads at most 256 KiB at once: a read may hold the end of one thing and that much of the next.
@@ -250,7 +252,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _Refused
         if self.parser.should_upgrade():
             # An offer of h2c might be ignored (RFC 9110 7.8), but httptools then loses the request's body.
-            self._refusal = BadRequest("No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1).")
+            websocket = any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers)
+            self._refusal = UpgradeNotServed(_NO_WEBSOCKET if websocket else _NO_UPGRADE)
             raise _Refused
         self.idle.pop(self, None)
         super().on_headers_complete()

@@ -8,6 +8,7 @@ import logging
 import pytest
 import uvicorn
 
+from sparkd.gateway.keys import Keys
 from tests.gateway.fakes import (
     ANSWER,
     DONE,
@@ -24,6 +25,8 @@ from tests.gateway.fakes import (
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny","messages":[]}'
+# As a browser asks (RFC 6455 4.1).
+WEBSOCKET = ("Connection: keep-alive, Upgrade", "Upgrade: WebSocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZQ==")
 
 
 def test_uvicorn_is_the_one_whose_inner_workings_are_known() -> None:
@@ -98,6 +101,26 @@ async def test_what_may_hide_a_second_request_is_refused(gateway: Running) -> No
     assert not wrong
     assert gateway.engine.heard == []
     assert gateway.admin_calls == []
+
+
+@pytest.mark.parametrize("path", ["/v1/realtime?model=m", "/v1/realtime", CHAT, "/", "/metrics", "/admin/v1/live", "/ui/", "/nothing"])
+@pytest.mark.parametrize("keys", [Keys(), Keys.of(["inference"], ["admin"])], ids=["open", "with keys"])
+async def test_a_websocket_is_refused_on_every_path(gateway: Running, path: str, keys: Keys) -> None:
+    """It has a code of its own, in the error body that every other refusal has; the engine and the admin API never see it."""
+    gateway.edge.keys = keys
+    client = await gateway.open()
+    client.send(request("GET", path, *WEBSOCKET))
+    answer = await client.answer()
+    assert is_ours(answer, 400) and answer.error["code"] == "upgrade_not_served"
+    assert await client.ended() == b""
+    await client.close()
+    assert (gateway.engine.heard, gateway.admin_calls) == ([], [])
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_route_that_is_a_websocket_elsewhere_is_no_route_here(gateway: Running, method: str) -> None:
+    answer = await gateway.ask(request(method, "/v1/realtime"))
+    assert is_ours(answer, 404) and answer.error["code"] == "route_not_found"
 
 
 async def test_a_refusal_behind_a_good_request_comes_after_its_answer(gateway: Running) -> None:
