@@ -268,7 +268,7 @@ def _together(paths: Sequence[Path]) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = Parser("tests.bench.kv", __doc__, preset="cpu", only="dense eager reserved", starts=1, reps=1, rounds=1, ballast_gib="0")
+    parser = Parser("tests.bench.kv", __doc__, preset="smallest", only="dense eager reserved", starts=1, reps=1, rounds=1, ballast_gib="0")
     parser.add_argument("--preset", choices=sorted(kv_models.PRESETS))
     parser.add_argument("--model", type=model, help="a checkpoint's folder instead of the preset's models")
     parser.add_argument(

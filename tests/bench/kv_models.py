@@ -44,6 +44,14 @@ PRESETS: Mapping[str, Preset] = {
         margin_gib=3.5,
         reserve_gib=5.0,
     ),
+    # What a load takes is not looked at: two layers, and prompts of a few blocks.
+    "smallest": Preset(
+        {"dense": ("llama", {**_CPU, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 2048})},
+        {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 256, "dtype": "float32", "block_size": 32},
+        leave_gib=12.0,
+        margin_gib=3.5,
+        reserve_gib=3.0,
+    ),
     # Eight layers of Llama-3.1-8B (5.6 GB, 32 KiB a token) and of Qwen3-30B-A3B (11 GB, 16 KiB a token), vocabularies whole.
     "h200": Preset(
         {

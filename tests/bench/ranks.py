@@ -65,9 +65,10 @@ PROMPTS, ANSWER_TOKENS = 8, 32
 # Of what one rank reads, by the number of ranks: embeddings, norms and routers are not shared.
 READ_BAR = {2: 0.70, 4: 0.45}
 GB = 1e9
-FORMATS = {"cpu": "int4", "h200": "nvfp4"}
+FORMATS = {"smallest": "int4", "cpu": "int4", "h200": "nvfp4"}
 # Every expert answers for every token: rounding could choose others, and other values.
 SHAPES: Mapping[str, Mapping[str, int]] = {
+    "smallest": {"layers": 1, "hidden": 256, "experts": 4, "active": 4, "intermediate": 256, "heads": 4, "kv_heads": 2},
     "cpu": {"layers": 4, "hidden": 512, "experts": 8, "active": 8, "intermediate": 1024, "heads": 8, "kv_heads": 2},
     "h200": {"layers": 8, "hidden": 2048, "experts": 32, "active": 32, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128},
 }
@@ -344,7 +345,7 @@ def _shapes(text: str) -> str:
 
 
 def main() -> int:
-    parser = Parser("tests.bench.ranks", __doc__, preset="cpu", shapes="2", no_measure=True)
+    parser = Parser("tests.bench.ranks", __doc__, preset="smallest", shapes="1", no_measure=True)
     parser.add_argument("--preset", choices=tuple(FORMATS), default="cpu")
     parser.add_argument(
         "--shapes", type=_shapes, default="1,2", help="tensor parallel sizes, or TENSORxSTAGES, with commas between; default 1,2"
