@@ -32,7 +32,8 @@ serve: python
 # Every process that a test starts would compile sparkd anew where an environment forbids to keep bytecode.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	"$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone"
+	"$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone and not engines"
+	"$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m engines
 	"$(BIN)/python" -m pytest -m alone
 
 lint: dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -55,9 +56,9 @@ class Namespace:
         """(address, pid) of every TCP socket that somebody inside listens on; an address is like `192.168.100.10:6379` or `*:8000`."""
         found = []
         for line in _run("ip", "netns", "exec", self.name, "ss", "-Hltnp").splitlines():
-            words = line.split()
-            owner = words[5] if len(words) > 5 else "pid=0,"
-            found.append((words[3], int(owner.split("pid=")[1].split(",")[0])))
+            # A process's own name may have spaces.
+            owner = re.search(r"pid=(\d+)", line)
+            found.append((line.split()[3], int(owner[1]) if owner else 0))
         return found
 
     def plug(self, *, up: bool) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,8 +122,14 @@ class Rank:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("two")
+def folder() -> Iterator[Path]:
+    """pytest's own paths are too long for Ray's sockets, above all those of its workers."""
+    with tempfile.TemporaryDirectory(prefix="two-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def stage(folder: Path) -> Iterator[Stage]:
     shards = {f"model-{number}.safetensors": layered(2, {"weight": (512, 512 * number)}, f"part{number}") for number in (1, 2)}
     repository = Repository(write_folder(folder / "repository", shards, {"model_type": "llama"}, index=True))
     with two_nodes() as (here, there), here.entered(), serving(repository):
