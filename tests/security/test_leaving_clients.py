@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
+from sparkd.errors import LATER
+from sparkd.gateway.answers import Receive, Scope, Send
 from sparkd.wire import Connection, Pool
-from tests.gateway.fakes import RawEngine, Running, post, soon
+from tests.gateway.fakes import RawEngine, Running, post, request, soon
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"tiny"}'
@@ -47,3 +50,49 @@ async def test_clients_that_send_a_whole_request_and_close_at_once_leave_nothing
     await soon(lambda: not gateway.server.server_state.connections and gateway.supervisor.held == 0)
     pool.close()
     await soon(lambda: not pool._open)
+
+
+class Endless:
+    """The admin API's app, for one answer that goes on: the gateway sends what comes behind its head."""
+
+    def __init__(self) -> None:
+        self.may_return, self.began, self.closed = asyncio.Event(), False, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.began = True
+        await self.may_return.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        scope[LATER].append(self.texts())
+
+    async def texts(self) -> AsyncIterator[str]:
+        try:
+            yield "first"
+            await asyncio.Event().wait()
+        finally:
+            self.closed = True
+
+
+EVENTS = request("GET", "/admin/v1/events")
+
+
+async def test_a_client_that_leaves_an_answer_without_an_end_ends_it(gateway: Running) -> None:
+    app = gateway.edge._admin = Endless()
+    app.may_return.set()
+    client = await gateway.open()
+    client.send(EVENTS)
+    assert (await client.answer(head_only=True)).status == 200
+    assert b"first" in await asyncio.wait_for(client.reader.readuntil(b"first"), 20)
+    assert not app.closed
+    client.writer.transport.abort()
+    await soon(lambda: app.closed and gateway.edge._open_requests == 0)
+
+
+async def test_a_client_that_left_before_such_an_answer_began_is_not_written_to(gateway: Running) -> None:
+    app = gateway.edge._admin = Endless()
+    client = await gateway.open()
+    client.send(EVENTS)
+    await soon(lambda: app.began)
+    client.writer.transport.abort()
+    await soon(lambda: not gateway.server.server_state.connections)
+    app.may_return.set()
+    await soon(lambda: gateway.edge._open_requests == 0)
