@@ -156,7 +156,7 @@ def test_reads_what_json_writes(members: dict[str, object], model: str, ascii_on
 def test_no_bytes_break_it(noise: bytes) -> None:
     for body in (noise, b'{"model":"a","x":' + noise + b"}", b'{"model":"' + noise + b'"}'):
         try:
-            assert isinstance(model_of_json(body), str)
+            assert isinstance(model_of_json(body), str | None)
         except BadRequest:
             pass
 
