@@ -842,6 +842,24 @@ async def test_an_open_stream_keeps_nothing_of_the_app_and_ends_with_its_client(
         assert stream.ended and client.when_gone is None and made.edge._open_requests == open_requests
 
 
+async def test_of_streams_whose_clients_go_together_one_ends_in_each_turn(tmp_path: Path) -> None:
+    async with admin_of(tmp_path) as made:
+        clients, tasks = [Connection() for _ in range(20)], []
+        for client in clients:
+            stream = Stream(made.edge, extensions={CONNECTION: client})
+            tasks.append(asyncio.create_task(stream.run("/events", {"accept": "text/event-stream"})))
+        await soon(lambda: all(client.when_gone for client in clients))
+        for client in clients:
+            assert client.when_gone is not None
+            client.when_gone()
+        open_in_turns = [made.edge._open_requests]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            open_in_turns.append(made.edge._open_requests)
+        assert (open_in_turns[0], open_in_turns[-1]) == (20, 0)
+        assert max(before - after for before, after in pairwise(open_in_turns)) == 1
+
+
 async def test_a_silent_stream_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparkd.admin_streams.HEARTBEAT_S", 0.01)
     async with admin_of(tmp_path) as made, streaming(made, "/events", accept="text/event-stream") as stream:

@@ -95,7 +95,7 @@ class Edge:
         self._metrics_text = metrics_text
         self._proxy = Proxy(supervisor, limits or Limits(), probe_token)
         self._open_requests = 0
-        self._admin_begins = asyncio.Lock()
+        self._admin_turns = asyncio.Lock()
 
     @property
     def limits(self) -> Limits:
@@ -215,13 +215,22 @@ class Edge:
         # uvicorn leaves the body out of an answer to HEAD by its own copy of the scope.
         inner = {**scope, REQUEST_ID: exchange.request_id} | ({"method": "GET"} if scope["method"] == "HEAD" else {})
         # Each costs the loop half a millisecond or more before it first waits: of many that come together one begins in each turn.
-        async with self._admin_begins:
-            await asyncio.sleep(0)
+        await self._admin_turn()
         if client is not None:
             inner[LATER] = []
         await self._admin(inner, receive_again, send_named)
         for texts in inner.get(LATER, ()):
-            await _send_on(texts, send_named, exchange, client)
+            try:
+                await _send_on(texts, send_named, exchange, client)
+            except ClientGone:
+                # Where a network goes, all go at one time.
+                await self._admin_turn()
+                raise
+
+    async def _admin_turn(self) -> None:
+        """Of many that come or go together one goes on in each turn of the loop."""
+        async with self._admin_turns:
+            await asyncio.sleep(0)
 
     def _page(self, route: Route, headers: dict[bytes, bytes]) -> bytes | None:
         """The origin of the web page behind the request, where it is one that may use this route (`cors`)."""
