@@ -30,9 +30,7 @@ class Found:
         strangers = tuple(fact for name, found in by_model.items() if name not in records for fact in found)
         return cls(observation, by_model, strangers, steady)
 
-    def facts_of(
-        self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None], budget: Budget
-    ) -> ModelFacts:
+    def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None], budget: Budget) -> ModelFacts:
         """The plan's facts about a model. frozen: see Pulse.frozen; budget: what evictions may cost."""
         seen, spec = self.ranks_of(record), record.spec
         unseen = self.observation.unseen.intersection(record.nodes)

@@ -30,6 +30,7 @@ class Remote:
 
     names: Collection[str]
     read: Callable[[str], bytes]
+    commit: str | None = None
     kept: dict[str, bytes] = field(default_factory=dict)
 
     def content(self, name: str) -> bytes:
@@ -42,10 +43,14 @@ _Answer = Remote | ModelUnusable | HubUnreachable
 _answers: dict[str, tuple[float, _Answer]] = {}
 
 
+def is_elsewhere(env: Mapping[str, str]) -> bool:
+    """Whether vLLM takes its models from another hub, of which nothing is known here. env: the engine's own variables."""
+    return any((env.get(name) or os.environ.get(name)) in _TRUE for name in _ELSEWHERE)
+
+
 def is_absent(spec: ModelConfig, env: Mapping[str, str]) -> bool:
     """Whether the model is a hub's, and this machine has nothing of it. env: the engine's own variables."""
-    elsewhere = any((env.get(name) or os.environ.get(name)) in _TRUE for name in _ELSEWHERE)
-    return not spec.model.startswith("/") and not elsewhere and folder_of(spec.model, spec.revision, env) is None
+    return not spec.model.startswith("/") and not is_elsewhere(env) and folder_of(spec.model, spec.revision, env) is None
 
 
 def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) -> Remote:
@@ -90,7 +95,7 @@ def _asked(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str]) -> _A
         return ModelUnusable(f"{error.message}{_meant(spec.model, near)}")
     if not holds_model(listing.sizes):
         return ModelUnusable(f"{spec.model} has no config.json on its hub, so it is no model that vLLM serves: check `model` of its entry.")
-    return Remote(listing.sizes.keys(), lambda name: hub.whole(listing.commit, name, MAX_JSON_BYTES))
+    return Remote(listing.sizes.keys(), lambda name: hub.whole(listing.commit, name, MAX_JSON_BYTES), listing.commit)
 
 
 def _meant(hub_id: str, near: Iterable[str]) -> str:

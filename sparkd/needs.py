@@ -24,6 +24,7 @@ from sparkd.parser_choice import with_parsers
 from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
+from sparkd.trust import pinned
 from sparkd.vllm_flags import Translation, release_of, translated
 from sparkd.vllm_table import refused, unknown_parsers
 from workers.kv.settings import BLOCKS_FLAG, MARGIN_VARIABLE
@@ -83,6 +84,7 @@ def need_of(
     spec = resolved(spec, here, env, int(free_gib * GIB), ways, profiles, found.get("vllm"), beside=beside)
     parsers = None
     if spec.runs_vllm(engine):
+        spec = pinned(spec, env, config.state_dir)
         spec, parsers = with_parsers(spec, env, spec.runtime_of(engine))
     known = account_of(spec, config, platform, ways, found.get("vllm"))
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparkd.checkpoint import Checkpoint
 from sparkd.config import Config, ModelConfig
 from sparkd.container import hidden
 from sparkd.drafting import drafting
-from sparkd.errors import ConfigError, RankError
+from sparkd.errors import ConfigError, LoadRefused, RankError
 from sparkd.fit import Choice, Option, Wish, choose, gib, quality_of, rank
 from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
@@ -36,6 +37,7 @@ from sparkd.recipe_book import split
 from sparkd.resolving import resolved, room_of
 from sparkd.source import folder_of
 from sparkd.source_quantization import SourceQuantization
+from sparkd.trust import pinned
 from sparkd.uncounted import unsized
 from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
@@ -292,6 +294,9 @@ def _refuse_flags(spec: ModelConfig, entry: Entry) -> Translation:
 def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
     """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
     if spec.runs_vllm(entry.config.engine):
+        # A start that would be refused says so itself.
+        with suppress(LoadRefused):
+            spec = pinned(spec, entry.env, entry.config.state_dir)
         spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
     said = _refuse_flags(spec, entry)
     decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}

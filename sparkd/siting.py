@@ -139,7 +139,8 @@ class Siting:
         if len(nodes) < size:
             raise self._places.no_room(spec.name, need.gib, size)
         env = spec.environment(config.engine)
-        asked = (runtime_of(spec, config), spec.model, spec.revision, cache_places(env))
+        used = need.spec if need.spec.model == spec.model else spec
+        asked = (runtime_of(spec, config), used.model, used.revision, cache_places(env))
 
         def identify(node: str) -> Awaitable[dict[str, Any]]:
             return self._link.call(node, lambda agent: agent.identity.remote(*asked), IDENTITY_TIMEOUT_S)

@@ -18,6 +18,7 @@ from sparkd.placement import GIB, Placement
 from sparkd.rank_fields import rank_fields
 from sparkd.raylink import RayLink
 from sparkd.state import RankHandle
+from sparkd.trust import remember
 from sparkd.vllm_flags import Translation
 from workers.command import parallel_flags
 
@@ -57,7 +58,9 @@ class Starter:
         """
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
-        spec = placement.spec or spec
+        asked, spec = spec, placement.spec or spec
+        if moved := await asyncio.to_thread(remember, asked, spec, spec.environment(config.engine), config.state_dir):
+            (tell or log.info)(moved)
         said = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
         for note in said.notes:
             log.info("%s: %s", spec.name, note)

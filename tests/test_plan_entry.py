@@ -35,6 +35,7 @@ from sparkd.planned import OWN
 from sparkd.recipe_book import AsWritten, Book
 from sparkd.start import Attempt, Starter
 from sparkd.vllm_flags import values_of
+from tests.hub_server import COMMIT
 from tests.published_headers import checkpoint_of
 from tests.sketches import mixture, tensors_of, write
 from tests.test_start import FakeAgents
@@ -74,9 +75,9 @@ def cached(hub: Path, model: str, folder: Path) -> None:
         place = hub / f"models--{model.replace('/', '--')}"
         (place / "refs").mkdir(parents=True, exist_ok=True)
         (place / "snapshots").mkdir(exist_ok=True)
-        (place / "refs" / "main").write_text("abc")
-        if not (place / "snapshots" / "abc").exists():
-            (place / "snapshots" / "abc").symlink_to(folder)
+        (place / "refs" / "main").write_text(COMMIT)
+        if not (place / "snapshots" / COMMIT).exists():
+            (place / "snapshots" / COMMIT).symlink_to(folder)
 
 
 asked = cache(probe)
