@@ -2,9 +2,9 @@
 
 A shell that starts the tests in the background has Ctrl-C ignored (POSIX sh, 2.11), and what they start would inherit that.
 
-The tests run in three parts (Makefile). `alone`: tests that start real engines, or look at what a process or the machine holds, or how long
-something takes, one after another. `engines`: tests that start daemons, Ray or stub engines and mostly wait for them, two files side by
-side. The others side by side on all cores. Whoever asks for one part does not import the other's files.
+The tests run in three parts (Makefile). `alone`, one after another: tests that start many real engines, or look at what the machine holds
+or how long something takes. `engines`, two files side by side: tests that start daemons, Ray or an engine and mostly wait for them. The
+others side by side on all cores. Whoever asks for one part does not import the other's files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ TESTS = Path(__file__).parent
 ALONE = (
     "e2e",
     "gateway/test_huge_and_slow.py",
-    "gateway/test_memory.py",
-    "security/test_engine_door.py",
     "test_sentry.py",
     "test_team_start.py",
 )
@@ -28,8 +26,10 @@ ENGINES = (
     "test_daemon.py",
     "test_two_nodes.py",
     "test_cli_daemon.py",
+    "security/test_engine_door.py",
     "test_restart.py",
     "test_faulty_daemon.py",
+    "gateway/test_memory.py",
     "security/test_descriptors.py",
     "test_rayhead.py",
     "test_agent.py",
