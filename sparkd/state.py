@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +22,11 @@ SCHEMA_VERSION = 1
 # See Store: the hundreds are what another release may not be able to read.
 SCHEMA_MAJOR = 100
 EVENTS_KEPT = 5000
+# No event is the so many'th. SQLite takes no further row behind one with the largest number, and says that the disk is full.
+EVENTS_EVER = 1 << 53
 OPERATIONS_KEPT = 500
+
+_log = logging.getLogger(__name__)
 
 
 class Want(StrEnum):
@@ -412,6 +417,18 @@ class Store:
             self._db.executescript("BEGIN; ALTER TABLE answered ADD COLUMN at_s REAL; ALTER TABLE answered ADD COLUMN load_s REAL; COMMIT;")
         if version < SCHEMA_VERSION:
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        # Where a page of events is damaged, `_examine` says so.
+        with suppress(sqlite3.DatabaseError):
+            self._number_events()
+
+    def _number_events(self) -> None:
+        """Remove events with numbers that none has, which would leave no number for the next one."""
+        removed = self._db.execute("DELETE FROM events WHERE seq > ?", (EVENTS_EVER,)).rowcount
+        if removed:
+            _log.warning("%s: table events: %d damaged rows with impossible numbers are removed", self.path, removed)
+        # SQLite remembers the largest number, of rows that are gone, too.
+        last = "SELECT ifnull(max(seq), 0) FROM events"
+        self._db.execute(f"UPDATE sqlite_sequence SET seq = ({last}) WHERE name = 'events' AND seq > ?", (EVENTS_EVER,))
 
     def _examine(self) -> None:
         """Read every row once, so that the rows that are left out are known when the daemon starts, not at a later look."""

@@ -290,6 +290,22 @@ def test_whatever_stands_in_any_column_a_daemon_starts_and_shows_the_rest(tmp_pa
     start()
 
 
+@pytest.mark.parametrize("seq", [(1 << 63) - 1, (1 << 63) - 2])
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_event_with_the_largest_number_leaves_room_for_the_next(tmp_path: Path, seq: int, gone: bool) -> None:
+    """SQLite takes no row behind it, even where it is gone, and says that the disk is full."""
+    path = tmp_path / "state.db"
+    filled(path)
+    change(path, "UPDATE events SET seq=? WHERE seq=(SELECT max(seq) FROM events)", seq)
+    change(path, "UPDATE sqlite_sequence SET seq=? WHERE name='events'", seq)
+    if gone:
+        change(path, "DELETE FROM events WHERE seq=?", seq)
+    store = Store(path)
+    added = [store.add_event(2.0, "failed", "m", "It failed again.", {}).seq for _ in range(3)]
+    assert [event.seq for event in store.events()] == [1, *added] == [1, 2, 3, 4]
+    store.close()
+
+
 # Releases
 
 

@@ -388,8 +388,8 @@ class Files:
             for row in rows:
                 try:
                     database.execute(f"INSERT INTO {table} VALUES ({','.join('?' * width)})", row[:width])
-                except sqlite3.IntegrityError:
-                    continue  # SQLite itself does not take it
+                except (sqlite3.IntegrityError, sqlite3.OperationalError):
+                    continue  # SQLite itself does not take it, nor any row behind the largest number
         finally:
             database.close()
         store = Store(self._database)
