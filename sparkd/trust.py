@@ -7,7 +7,6 @@ same one. Never fetches anything, never runs that code.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from sparkd.hub_model import is_elsewhere, looked_at
 from sparkd.model_config import ModelConfig
 from sparkd.source import folder_of
 from sparkd.vllm_flags import values_of
+from workers.private import write_private
 
 FILE = "trusted_code.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -70,7 +70,11 @@ def remember(asked: ModelConfig, decided: ModelConfig, env: Mapping[str, str], s
         return None
     trusted = _trusted(state_dir)
     if _key(asked) not in trusted:
-        _write(state_dir / FILE, {**trusted, _key(asked): decided.revision})
+        path, table = state_dir / FILE, json.dumps({**trusted, _key(asked): decided.revision}, indent=1, sort_keys=True)
+        try:
+            write_private(path, table)
+        except OSError as error:
+            raise _unusable(path, f"it cannot be written: {error.strerror}") from None
     current = _current(asked, env)
     if current in (None, decided.revision):
         return None
@@ -133,20 +137,3 @@ def _trusted(state_dir: Path) -> dict[str, str]:
 
 def _unusable(path: Path, why: str) -> LoadRefused:
     return LoadRefused(f"{path}, which has the commits of trusted code, cannot be used ({why}). Remove it, and set `revision` to a commit.")
-
-
-def _write(path: Path, trusted: Mapping[str, str]) -> None:
-    """Mode 0600, whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(
-            os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(trusted, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise _unusable(path, f"it cannot be written: {error.strerror}") from None
