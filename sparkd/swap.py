@@ -21,8 +21,6 @@ from sparkd.sight import Observation
 from sparkd.state import STARTING, ModelState, RankFact, Want
 from sparkd.turns import Turn, turn
 
-_THERE = (ModelState.READY, ModelState.DRAINING)
-
 
 def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> str | None:
     """Why no load can begin now, whichever model is first; None where one can. strangers: ranks of models that nobody knows."""
@@ -82,15 +80,17 @@ class Swap:
         record.yields_to = to
         requests = f"; its {record.in_flight} requests may finish first" if record.in_flight else ""
         record.evicted = Evicted(to, record.desired.by)
+        self.budget = self.budget.spend(record.load_s or 0.0)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._want(record.name, Want.STOPPED, "swap")
 
     def count(self, records: Mapping[str, Record]) -> None:
-        """Charge the budget for a load for which a model was evicted; it grows while none runs."""
+        """Give the budget back what time brings: nothing while a model loads for which another one was evicted."""
         evictors = {record.evicted.to for record in records.values() if record.evicted is not None}
         loading = any(record.name in evictors and record.state in STARTING for record in records.values())
-        longest_s = max((record.load_s or 0.0 for record in records.values() if record.state in _THERE), default=0.0)
+        may_go = (record for record in records.values() if record.spec is None or not record.spec.pin)
+        longest_s = max((record.load_s or 0.0 for record in may_go), default=0.0)
         self.budget = self.budget.passed(self._clock(), loading=loading, longest_s=longest_s)
 
     def settle(self, records: Mapping[str, Record]) -> None:
