@@ -31,7 +31,7 @@ from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.raylink import RayLink, or_none
 from sparkd.room import Book
 from sparkd.sight import Look, Observation, Sight, facts_of, told_of, told_of_strangers, told_of_unreadable
-from sparkd.siting import Siting
+from sparkd.siting import HUB, Siting
 from sparkd.snapshot import NodeView
 from sparkd.start import Attempt, Starter, Tell
 from sparkd.state import RankFact, RankHandle
@@ -233,7 +233,7 @@ class Cluster:
         engine = self._config.engine
         if not spec.runs_vllm(engine):
             return None
-        return await asyncio.to_thread(expected, spec, spec.environment(engine), spec.runtime_of(engine))
+        return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
 
     async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
         """`known` with what the engine itself tells."""

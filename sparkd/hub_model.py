@@ -41,6 +41,8 @@ class Remote:
 
 _Answer = Remote | ModelUnusable | HubUnreachable
 _answers: dict[str, tuple[float, _Answer]] = {}
+# Of models that another node has, by the same key.
+_commits: dict[str, str] = {}
 
 
 def is_elsewhere(env: Mapping[str, str]) -> bool:
@@ -66,6 +68,9 @@ def look(spec: ModelConfig, env: Mapping[str, str], near: Iterable[str] = ()) ->
         for old in [old for old, (at_s, _) in list(_answers.items()) if now_s - at_s > KEPT_S]:
             _answers.pop(old, None)
         kept = _answers[key] = (time.monotonic(), _asked(spec, env, near))
+        if isinstance(kept[1], Remote) and kept[1].commit is not None:
+            # An entry that trusts its code is started at the commit (sparkd.trust).
+            _answers[_key(spec.model_copy(update={"revision": kept[1].commit}), env)] = kept
     if isinstance(kept[1], Remote):
         return kept[1]
     raise kept[1]
@@ -75,6 +80,17 @@ def looked_at(spec: ModelConfig, env: Mapping[str, str]) -> Remote | None:
     """The last result of `look`; None if it was not called. Sends no request."""
     kept = _answers.get(_key(spec, env))
     return kept[1] if kept is not None and isinstance(kept[1], Remote) else None
+
+
+def commit_of(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
+    """The commit of an absent model, as its hub or another node told it. Sends no request."""
+    remote = looked_at(spec, env)
+    return remote.commit if remote is not None else _commits.get(_key(spec, env))
+
+
+def note_commit(spec: ModelConfig, env: Mapping[str, str], commit: str) -> None:
+    """commit: of the files that another node has."""
+    _commits[_key(spec, env)] = commit
 
 
 def _key(spec: ModelConfig, env: Mapping[str, str]) -> str:

@@ -256,7 +256,7 @@ class Door:
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Before a model is loaded whose engine would have no parser for the calls: by its engine where one starts, else by its files."""
-        if record.handle is not None:
+        if record.handle is not None and record.state in STARTING:
             known = record.handle.parsers
         elif record.spec is not None:
             choice = await self._choices.get((record.name, record.hash), partial(self._parsers, record.spec))

@@ -47,9 +47,15 @@ class Files(Protocol):
 
 
 def expected(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> Parsers | None:
-    """The parsers that the model's engine will have; None where nothing tells its tool parser before it starts. Blocks."""
+    """The parsers that the model's engine will have; None where nothing tells its tool parser before it starts. Blocks.
+
+    Files that lack a part, or that a silent hub does not give now, do not tell that there is none.
+    """
     parsers = with_parsers(spec, env, runtime)[1]
-    return parsers if parsers.tool or parsers.nearest or spec.tool_call_parser == OFF else None
+    if parsers.tool or spec.tool_call_parser == OFF:
+        return parsers
+    files = _here(spec, env) or looked_at(spec, env)
+    return parsers if parsers.nearest and files is not None and _are_read(files) else None
 
 
 def explained(
@@ -116,6 +122,13 @@ def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
 def _read(spec: ModelConfig, files: Files, runtime: Path | None) -> Parsers:
     tools, reasonings = parsers_of(runtime) or (None, None)
     return chosen(_config(spec, files), _template(spec, files), tools, reasonings)
+
+
+def _are_read(files: Files) -> bool:
+    """Whether a file is there that a template may be in, and all can be read."""
+    named = [name for name in FILES if name in files.names]
+    has_template = len(named) > 1 or _MISTRAL in files.names
+    return has_template and all(_text(files, name) is not None for name in named)
 
 
 def _config(spec: ModelConfig, files: Files) -> Mapping[str, Any]:

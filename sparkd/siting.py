@@ -14,7 +14,7 @@ from sparkd.errors import ClusterError, DoesNotFit, FlagRefused, MemoryReturns, 
 from sparkd.fabric_environment import wants_rdma
 from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
-from sparkd.hub_model import is_absent, look
+from sparkd.hub_model import is_absent, look, note_commit
 from sparkd.needs import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
 from sparkd.placement import Placement
 from sparkd.places import Places
@@ -32,7 +32,7 @@ IDENTITY_TIMEOUT_S = 60.0
 STAGED_TIMEOUT_S = 15.0
 ALONE: Ways = (1, 1)
 # A hub may be silent for HF_HUB_DOWNLOAD_TIMEOUT, 10 s, and clients' requests lead to it.
-_HUB = Threads("hub", 4)
+HUB = Threads("hub", 4)
 
 
 class Siting:
@@ -76,9 +76,12 @@ class Siting:
         others = self._in_sight()[1:]
         asking = (self._link.call(node, lambda agent: agent.staged.remote(spec.model, spec.revision, cache_places(env)), STAGED_TIMEOUT_S)
                   for node in others)  # fmt: skip
-        if any(isinstance(found, Mapping) and found["files"] for found in await asyncio.gather(*asking, return_exceptions=True)):
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        if there := [answer for answer in answers if isinstance(answer, Mapping) and answer["files"]]:
+            if commit := there[0].get("commit"):
+                note_commit(spec, env, commit)
             return
-        await _HUB.run(lambda: look(spec, env, _published(config)))
+        await HUB.run(lambda: look(spec, env, _published(config)))
 
     def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
         """What a model takes on each of so many nodes. Blocks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparkd.checkpoint import CONFIG, Folder
 from sparkd.errors import CheckpointError, LoadRefused
-from sparkd.hub_model import is_elsewhere, looked_at
+from sparkd.hub_model import commit_of, is_elsewhere, looked_at
 from sparkd.model_config import ModelConfig
 from sparkd.source import folder_of
 from sparkd.vllm_flags import values_of
@@ -95,10 +95,9 @@ def _key(spec: ModelConfig) -> str:
 
 
 def _current(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """The commit that the revision leads to: in this node's cache, else as the hub said when it was asked."""
+    """The commit that the revision leads to: in this node's cache, else as the hub or another node said when it was asked."""
     folder = folder_of(spec.model, _wanted(spec), env)
-    remote = looked_at(spec, env)
-    commit = Path(folder).name if folder is not None else remote.commit if remote is not None else None
+    commit = Path(folder).name if folder is not None else commit_of(spec, env)
     return commit if commit is not None and _COMMIT.fullmatch(commit) else None
 
 

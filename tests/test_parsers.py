@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from sparkd import parser_choice
 from sparkd.__main__ import exit_code
 from sparkd.config import check, load_config, parse_model
 from sparkd.embedded import CHAT_TEMPLATE
+from sparkd.errors import CheckpointError
+from sparkd.hub_model import Remote
 from sparkd.installed import full_version_in, parsers_of
 from sparkd.needs import said_to
 from sparkd.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
@@ -160,6 +163,27 @@ def test_the_parsers_are_expected_before_a_start_where_files_or_the_entry_tell_t
     assert told("owner/absent", reasoning_parser="qwen3") is None
     assert told("owner/absent", tool_call_parser="xlam") == Parsers("xlam")
     assert told("owner/absent", tool_call_parser="none") == Parsers()
+
+
+def test_files_that_are_not_all_here_do_not_tell_that_there_is_no_parser(tmp_path: Path) -> None:
+    """A cache that has config.json alone: the load brings the rest, and a refusal would keep it away for ever."""
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    made(snapshot)
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("a" * 40)
+    spec = parse_model("m", {"model": "owner/name"}, over_admin=False)
+    assert expected(spec, {"HF_HUB_CACHE": str(tmp_path)}, None) is None
+
+
+def test_a_hub_that_is_silent_now_does_not_tell_that_there_is_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(name: str) -> bytes:
+        raise CheckpointError("the hub does not answer")
+
+    remote = Remote(("config.json", "tokenizer_config.json"), silent)
+    monkeypatch.setattr(parser_choice, "looked_at", lambda spec, env: remote)
+    monkeypatch.setattr(parser_choice, "_here", lambda spec, env: None)
+    assert expected(parse_model("m", {"model": "Qwen/qwen3"}, over_admin=False), {}, None) is None
 
 
 def test_what_decides_a_parser_is_told(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from sparkd import hub_model
 from sparkd.config import ModelConfig, load_config, parse_model
 from sparkd.errors import LoadRefused
-from sparkd.hub_model import Remote
+from sparkd.hub_model import Remote, look, looked_at, note_commit
 from sparkd.needs import need_of
 from sparkd.trust import FILE, pinned, remember
 from tests.test_siting import Runtime
@@ -65,6 +66,20 @@ def test_the_commit_of_the_first_start_is_the_revision_of_code_and_tokenizer_too
         "--tokenizer-revision": FIRST,
     }
     assert pairs["--seed"] == "1"
+
+
+def test_the_commit_of_files_that_only_another_node_has_is_known(place: Place) -> None:
+    note_commit(entry(), place.env, SECOND)
+    assert place.start(entry()) == (SECOND, None)
+
+
+def test_what_the_hub_showed_is_found_by_the_commit_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parsers are chosen for the entry at its commit."""
+    remote = Remote(("config.json",), lambda name: b"{}", FIRST)
+    monkeypatch.setattr(hub_model, "_asked", lambda spec, env, near: remote)
+    assert look(entry(), place.env) is remote
+    decided = place.pinned(entry())
+    assert (decided.revision, looked_at(decided, place.env)) == (FIRST, remote)
 
 
 def test_a_branch_that_moved_is_told_and_not_followed(place: Place) -> None:
@@ -122,7 +137,8 @@ def test_a_commit_that_nobody_knows_is_refused_and_the_hub_may_tell_it(place: Pl
         place.pinned(entry())
     assert place.pinned(entry(revision=SECOND)).revision == SECOND
 
-    monkeypatch.setattr("sparkd.trust.looked_at", lambda *_: Remote(("config.json",), lambda _: b"{}", FIRST))
+    monkeypatch.setattr(hub_model, "_asked", lambda *_: Remote(("config.json",), lambda _: b"{}", FIRST))
+    look(entry(), place.env)
     assert place.pinned(entry()).revision == FIRST
 
 

@@ -167,9 +167,22 @@ _HTTP_TEXTS = st.sampled_from(
     ]
 )
 _HTTP_PIECES = _pieces(
-    "GET / HTTP/1.1\r\n", "POST /v1/chat/completions HTTP/1.1\r\n", "PRI * HTTP/2.0\r\n", "Host: localhost\r\n", "Content-Length: 5\r\n",
-    "Transfer-Encoding: chunked\r\n", "Connection: close\r\n", "Expect: 100-continue\r\n", "5\r\nhello\r\n", "0\r\n\r\n", "\r\n", "\n",
-    ":", "%", "X-Request-Id: a\r\n", "X: " + "y" * 9000 + "\r\n",
+    "GET / HTTP/1.1\r\n",
+    "POST /v1/chat/completions HTTP/1.1\r\n",
+    "PRI * HTTP/2.0\r\n",
+    "Host: localhost\r\n",
+    "Content-Length: 5\r\n",
+    "Transfer-Encoding: chunked\r\n",
+    "Connection: close\r\n",
+    "Expect: 100-continue\r\n",
+    "5\r\nhello\r\n",
+    "0\r\n\r\n",
+    "\r\n",
+    "\n",
+    ":",
+    "%",
+    "X-Request-Id: a\r\n",
+    "X: " + "y" * 9000 + "\r\n",
     "X:\r\n" * 130,
 )
 # Bytes, where they are cut into two, and whether the client closes its side behind them.
@@ -204,9 +217,33 @@ def _size(dtype: Any, shape: list[Any]) -> int:
 _COMMAND = st.lists(
     st.sampled_from(
         [
-            "vllm serve ", "{model}", "org/model ", "{tensor_parallel}", "--tensor-parallel-size ", "-tp 2 ", "--max-model-len=", "{n}",
-            "{{", "}}", "\\\n", "'", '"', "$HOME", "${X}", "--speculative-config ", '{"method":"mtp"}', "&&", ";", "`", "#", "--port 1 ",
-            "export A=b\n", "--served-model-name a b ", "--hf-overrides.a.b 1 ", "9" * 30, " ",
+            "vllm serve ",
+            "{model}",
+            "org/model ",
+            "{tensor_parallel}",
+            "--tensor-parallel-size ",
+            "-tp 2 ",
+            "--max-model-len=",
+            "{n}",
+            "{{",
+            "}}",
+            "\\\n",
+            "'",
+            '"',
+            "$HOME",
+            "${X}",
+            "--speculative-config ",
+            '{"method":"mtp"}',
+            "&&",
+            ";",
+            "`",
+            "#",
+            "--port 1 ",
+            "export A=b\n",
+            "--served-model-name a b ",
+            "--hf-overrides.a.b 1 ",
+            "9" * 30,
+            " ",
         ]
     )
     | st.text(max_size=4),
@@ -214,8 +251,26 @@ _COMMAND = st.lists(
 ).map("".join)
 _RECIPE_KEYS = st.sampled_from(
     [
-        "recipe_version", "sparkrun_version", "name", "description", "model", "model_revision", "runtime", "container", "min_nodes",
-        "max_nodes", "solo_only", "cluster_only", "mode", "defaults", "env", "command", "metadata", "mods", "build_args", "include",
+        "recipe_version",
+        "sparkrun_version",
+        "name",
+        "description",
+        "model",
+        "model_revision",
+        "runtime",
+        "container",
+        "min_nodes",
+        "max_nodes",
+        "solo_only",
+        "cluster_only",
+        "mode",
+        "defaults",
+        "env",
+        "command",
+        "metadata",
+        "mods",
+        "build_args",
+        "include",
         "pre_exec",
     ]
 )
@@ -236,8 +291,23 @@ _CONFIGURATIONS = _spoilt(
         st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), BASES, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5)
     ).map(lambda parts: written({"models": {"m": {**parts[1], **parts[2]}}, **parts[0]}).encode("utf-8", "replace"))
 ) | _pieces(
-    "models:\n", "  m:\n", "    model: o/m\n", "<<: *a\n", "&a ", "*a ", "- ", "{", "}", "[", "]", "? ", "|\n", "!!python/x ", "${env.A}",
-    "\t", "---\n",
+    "models:\n",
+    "  m:\n",
+    "    model: o/m\n",
+    "<<: *a\n",
+    "&a ",
+    "*a ",
+    "- ",
+    "{",
+    "}",
+    "[",
+    "]",
+    "? ",
+    "|\n",
+    "!!python/x ",
+    "${env.A}",
+    "\t",
+    "---\n",
 )
 
 _KINDS: Mapping[str, type | None] = {
@@ -278,11 +348,31 @@ def _lines() -> st.SearchStrategy[list[bytes]]:
     logs = sorted((ROOT / "tests/fixtures/vllm-logs").glob("*.txt"))
     known = sorted({line for log in logs for line in log.read_bytes().splitlines() if line.strip()})
     pieces = _pieces(
-        "INFO 07-01 10:00:00 [x.py:1] ", "ERROR 07-01 10:00:00 [x.py:1] ", "(EngineCore pid=1) ", "(", ")",
-        "Loading safetensors checkpoint shards: ", "50% Completed | ", "1/2", "9" * 99, ",", ".", "KV cache size: ", " tokens",
-        "Checkpoint size: ", " GiB", "Available KV cache memory: ", "Application startup complete.",
-        "Worker proc x died unexpectedly (exit code: -", "), ", "ValueError: ", "\x1b[1m", "\r", " ",
-        "Engine core initialization failed. Failed core proc(s): {'a': -", "CUDA out of memory",
+        "INFO 07-01 10:00:00 [x.py:1] ",
+        "ERROR 07-01 10:00:00 [x.py:1] ",
+        "(EngineCore pid=1) ",
+        "(",
+        ")",
+        "Loading safetensors checkpoint shards: ",
+        "50% Completed | ",
+        "1/2",
+        "9" * 99,
+        ",",
+        ".",
+        "KV cache size: ",
+        " tokens",
+        "Checkpoint size: ",
+        " GiB",
+        "Available KV cache memory: ",
+        "Application startup complete.",
+        "Worker proc x died unexpectedly (exit code: -",
+        "), ",
+        "ValueError: ",
+        "\x1b[1m",
+        "\r",
+        " ",
+        "Engine core initialization failed. Failed core proc(s): {'a': -",
+        "CUDA out of memory",
     )
     return st.lists(_spoilt(st.sampled_from(known)) | pieces, min_size=1, max_size=12)
 

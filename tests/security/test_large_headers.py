@@ -127,9 +127,7 @@ ENDS = {"raise KeyError('it')": (1, "KeyError: 'it'"), "import os; os.kill(os.ge
 
 
 @pytest.mark.parametrize("program", ENDS)
-def test_any_other_end_of_the_process_is_no_limit(
-    program: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_other_end_of_the_process_is_no_limit(program: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     code, words = ENDS[program]
     monkeypatch.setattr(module, "module_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(CheckpointError) as caught:

@@ -15,7 +15,7 @@ FAULTS = {
     "label": ['vllm:x{a="1",a="2"} 1', 'vllm:x{exported_model="1",model="2"} 1', 'vllm:x{node="1",node="2"} 1'],
     "number": ["vllm:x 1e999", "vllm:x -1e400", "vllm:x 1 9223372036854775808", "vllm:x 1 " + "9" * 5000],
     "series": ["vllm:x 1\nvllm:x 2", 'vllm:x{a="1"} 1\nvllm:x{a="1"} 1'],
-    "family": ["vllm:x 1\nvllm:y 1\nvllm:x{a=\"1\"} 1", "# TYPE vllm:x gauge\n# TYPE vllm:x counter\nvllm:x 1"],
+    "family": ['vllm:x 1\nvllm:y 1\nvllm:x{a="1"} 1', "# TYPE vllm:x gauge\n# TYPE vllm:x counter\nvllm:x 1"],
 }
 
 
