@@ -23,7 +23,7 @@ TEMPLATE_FILE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json
 FILES = (CONFIG, TEMPLATE_FILE, PROCESSOR, TOKENIZER)
 # Mistral's own tokenizer renders tools without a template, in one format.
 _MISTRAL, _MISTRAL_FORMAT = "tekken.json", "tools [TOOL_CALLS]"
-# What decides a parser, beside the family and the template.
+# These decide a parser, too, beside the family and the template.
 ENTRY, RECIPE, UNREAD = "entry", "recipe", "unread"
 _WHENCE: Mapping[str | None, str] = {
     ENTRY: "its entry",

@@ -18,7 +18,7 @@ from sparkd.nearest import nearest as nearest_word
 # The name with which an entry asks for no parser.
 OFF = "none"
 USUAL = "hermes"
-# What decides a choice.
+# Either decides a choice.
 FAMILY, TEMPLATE = "family", "template"
 _TOOLS = re.compile(r"\btools\b")
 _NEAR = 0.5
@@ -137,7 +137,7 @@ def chosen(
 
 
 def origins(config: Mapping[str, Any], template: str | None, reasonings: Collection[str] | None = None) -> tuple[str | None, str | None]:
-    """What decides the tool parser and the reasoning parser that `chosen` chooses: FAMILY, TEMPLATE, or None where no rule holds."""
+    """The reason for the tool parser and for the reasoning parser that `chosen` chooses: FAMILY, TEMPLATE, or None where no rule holds."""
     families, text = _families(config), template or ""
     rules = _tool_rule(families, text), _reasoning_rule(families, text, reasonings)
     tool, reasoning = (None if rule is None else FAMILY if rule.coded else TEMPLATE for rule in rules)

@@ -31,7 +31,7 @@ class Damage:
 
     @property
     def handle(self) -> str:
-        """What names the row where its key cannot: no model is called so, and a shell takes it as it is."""
+        """The row's name where its key is none: no model is called so, and a shell takes it as it is."""
         return f"@{self.table}:{self.row}"
 
     def __str__(self) -> str:

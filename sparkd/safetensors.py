@@ -165,7 +165,7 @@ def _counted(raw: bytes, path: str, cure: str) -> Any:
 
 
 def parsed_json(raw: bytes, path: str, cure: str) -> Any:
-    """Of any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key
+    """Any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key
     twice."""
     try:
         return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_constant)

@@ -37,7 +37,7 @@ def options(
     json: Json = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """What stands before a verb, or in place of one."""
+    """The options before a verb, or in place of one."""
     ctx.obj = Asked(url, key_file, json)
     if version:
         sys.stdout.write(f"sparkd {__version__}\n")

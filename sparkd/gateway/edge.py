@@ -228,7 +228,7 @@ class Edge:
                 raise
 
     async def _admin_turn(self) -> None:
-        """Of many that come or go together one goes on in each turn of the loop."""
+        """One goes on in each turn of the loop where many come or go together."""
         async with self._admin_turns:
             await asyncio.sleep(0)
 

@@ -40,9 +40,9 @@ __all__ = ["Assignment", "Format", "Recipe", "Rule"]
 
 # Each is held against each weight.
 MAX_RULES = 256
-# Of all of them together, once repetitions are written out: they are read within 0.1 s.
+# The most for all of them together, once repetitions are written out: they are read within 0.1 s.
 MAX_RULE_CHARACTERS = 20_000
-# What a rule that matches costs, where a weight's choice is made, in steps of a Search.
+# The cost of a rule that matches, where a weight's choice is made, in steps of a Search.
 _RULE_STEPS = 50
 _KEYS = ("format", "group_size", "layers", "keep")
 _RULE_KEYS = ("match", "format", "group_size", "priority")
@@ -128,7 +128,7 @@ class Recipe:
 
 
 class _Deciding:
-    """What a recipe chooses for the weights of one checkpoint. idle: the rules that match none of them so far; barred: those that name one
+    """The choices of a recipe for the weights of one checkpoint. idle: the rules that match none of them so far; barred: those that name one
     that is never quantized, with its class."""
 
     def __init__(self, recipe: Recipe) -> None:
