@@ -41,7 +41,7 @@ class Remote:
 
 _Answer = Remote | ModelUnusable | HubUnreachable
 _answers: dict[str, tuple[float, _Answer]] = {}
-# Of models that another node has, by the same key.
+# By the same key: the commits of models that another node has.
 _commits: dict[str, str] = {}
 
 

@@ -252,7 +252,7 @@ class Roster:
         return [damage for damage in self._store.damages if damage.table in tables]
 
     def _name_of(self, damage: Damage) -> str:
-        """The name that `sparkd rm` takes for the row: its model's name, or its handle where that is no name or names a model that is there."""
+        """The name that `sparkd rm` takes for the row: its model's name; its handle where that is none, or a model that is there has it."""
         standing = damage.table == "desired" and damage.key in self.records
         return damage.key if isinstance(damage.key, str) and is_name(damage.key) and not standing else damage.handle
 

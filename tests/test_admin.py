@@ -805,7 +805,7 @@ async def test_an_odd_last_event_id_begins_with_the_newest(tmp_path: Path, last:
 
 
 class Connection:
-    """What the admin API's part of the edge asks of a client's connection."""
+    """The part of a client's connection that the admin API uses."""
 
     takes_chunks = True
 

@@ -544,7 +544,7 @@ def test_a_client_verb_imports_neither_the_daemon_nor_ray() -> None:
     assert not loaded & heavy
 
 
-# What makes a short verb slow to start: Ray's and the daemon's parts, plans, quantization, and tables with colours.
+# These make a short verb slow to start: Ray's and the daemon's parts, plans, quantization, and tables with colours.
 _RAY = {"ray", "sparkd.raynode", "sparkd.raylink", "sparkd.fabric", "sparkd.placement", "sparkd.join_head", "sparkd.cluster"}
 _DAEMON = {"fastapi", "uvicorn", "aiohttp", "sqlite3", "asyncio", "sparkd.daemon", "sparkd.state", "sparkd.admission", "sparkd.fit"}
 _ENGINE = {"workers.command", "workers.guard", "workers.kv.arithmetic", "sparkd.vllm_table"}

@@ -62,7 +62,7 @@ def test_what_time_makes_of_the_budget(before: Budget, seconds: float, loading: 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(2, 6), st.lists(st.floats(1, 300), min_size=6, max_size=6), st.integers(0, 1 << 30), st.booleans())
 def test_less_than_half_of_the_time_is_spent_on_loading_whoever_asks(models: int, loads_s: list[float], seed: int, cycles: bool) -> None:
-    """Room for one. Each is idle as soon as it is READY, and another is asked for at once: in a circle, or any. What the budget keeps, and
+    """Room for one. Each is idle as soon as it is READY, and another is asked for at once: in a circle, or any. A full budget, and
     one load that it did not foresee, come on top once."""
     rng, there = random.Random(seed), 0
     now_s, budget, loading_s = 0.0, Budget(), 0.0

@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Preset] = {
         margin_gib=3.5,
         reserve_gib=5.0,
     ),
-    # What a load takes is not looked at: two layers, and prompts of a few blocks.
+    # The cost of a load is not looked at: two layers, and prompts of a few blocks.
     "smallest": Preset(
         {"dense": ("llama", {**_CPU, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 2048})},
         {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 256, "dtype": "float32", "block_size": 32},

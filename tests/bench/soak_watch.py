@@ -1,4 +1,4 @@
-"""What goes on beside a part of the soak, on a thread of its own: `Watch` asks /livez, `Chats` asks the model."""
+"""Threads beside a part of the soak: `Watch` asks /livez, `Chats` asks the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.daemon_process import DaemonProcess
 
 
 class Beside(ABC):
-    """Calls `step` every `every_s` for as long as it is open. What a step raises is raised where it is closed."""
+    """Calls `step` every `every_s` for as long as it is open. An error of a step is raised where it is closed."""
 
     every_s: float
 

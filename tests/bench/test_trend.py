@@ -1,4 +1,4 @@
-"""What the slope bench says of readings: a leak, the allocator's noise, and too few of either."""
+"""The slope bench's verdicts on readings: a leak, the allocator's noise, and too few of either."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_verdict_says_what_the_readings_bear(verdict: Verdict, grown_kib: Call
 
 
 def test_three_readings_a_tenth_of_a_mib_apart_are_no_leak() -> None:
-    """What the bench once called a leak of 4.94 KiB for each 1000."""
+    """The bench once called this a leak of 4.94 KiB for each 1000."""
     points = [(0.0, 92_364.8), (10_000.0, 92_467.2), (20_000.0, 92_467.2)]
     line = trend(points)
     assert line.slope > BAR_KIB

@@ -45,7 +45,7 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend:
     """points: (how many were done so far, KiB), at equal steps. With fewer than FEWEST the error is infinite.
 
     A heap grows by steps that stay, so that a reading is hardly better known for the one before it, and the line's textbook error is much
-    too small. What is independent is the growth: the error is that of the mean growth from one group of readings to the next.
+    too small. The growth is independent: the error is that of the mean growth from one group of readings to the next.
     """
     count = len(points)
     if count < FEWEST:

@@ -128,7 +128,7 @@ class Recipe:
 
 
 class _Deciding:
-    """The choices of a recipe for the weights of one checkpoint. idle: the rules that match none of them so far; barred: those that name one
+    """The choices of a recipe for one checkpoint's weights. idle: the rules that match none of them so far; barred: those that name one
     that is never quantized, with its class."""
 
     def __init__(self, recipe: Recipe) -> None:
