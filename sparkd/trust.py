@@ -72,6 +72,7 @@ def remember(asked: ModelConfig, decided: ModelConfig, env: Mapping[str, str], s
     if _key(asked) not in trusted:
         path, table = state_dir / FILE, json.dumps({**trusted, _key(asked): decided.revision}, indent=1, sort_keys=True)
         try:
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(path, table)
         except OSError as error:
             raise _unusable(path, f"it cannot be written: {error.strerror}") from None
