@@ -418,8 +418,11 @@ def test_a_node_with_a_daemon_of_its_own_does_not_join(tmp_path: Path, capsys: p
 def test_the_join_of_an_earlier_release_is_ended_by_its_number_alone(words: list[str], ends: bool, tmp_path: Path) -> None:
     """Its record has neither start_ticks nor boot_id."""
     config = load_config(None, flags={"state_dir": tmp_path}, environ={})
-    keeper = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    program = [sys.executable, "-c", "print(flush=True); input()", *words]
+    keeper = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert keeper.stdout is not None
+        keeper.stdout.readline()  # an interpreter that begins may swallow a SIGINT
         (tmp_path / joined.RECORD).write_text(json.dumps({"address": HEAD, "node_ip": "192.0.2.7", "pid": keeper.pid}))
         found = joined.read(config)
         assert found is not None
