@@ -447,7 +447,9 @@ def test_ctrl_c_lets_requests_finish_and_waits_for_nothing_else(tmp_path: Path) 
     with daemon(tmp_path, settings(tmp_path, quick={"preload": True, "env": env})) as made, ThreadPoolExecutor(2) as pool:
         made.wait_for("quick", "READY", 60)
         # It would go on for ever.
-        watching = pool.submit(_read_to_its_end, made, "GET", "/admin/v1/events", {"accept": "text/event-stream"}, None)
+        begun = threading.Event()
+        watching = pool.submit(_read_to_its_end, made, "GET", "/admin/v1/events", {"accept": "text/event-stream"}, None, begun)
+        assert begun.wait(30)
         asked = pool.submit(_read_to_its_end, made, "POST", "/v1/chat/completions", {}, _chat(stream=True))
         until(lambda: made.model("quick").get("in_flight") == 1, 10, "the stream runs")
         began_s = time.monotonic()
@@ -479,10 +481,14 @@ def _chat(**fields: Any) -> dict[str, Any]:
     return {"model": "quick", "messages": [{"role": "user", "content": "x"}], **fields}
 
 
-def _read_to_its_end(made: DaemonProcess, method: str, path: str, headers: dict[str, str], body: dict[str, Any] | None) -> str:
-    """Or until it is cut."""
+def _read_to_its_end(
+    made: DaemonProcess, method: str, path: str, headers: dict[str, str], body: dict[str, Any] | None, begun: threading.Event | None = None
+) -> str:
+    """Or until it is cut. begun: is set once the answer has begun."""
     text, cut = "", contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError)
     with cut, httpx.stream(method, f"{made.url}{path}", headers=headers, json=body, timeout=90, trust_env=False) as response:
+        if begun is not None:
+            begun.set()
         for piece in response.iter_text():
             text += piece
     return text

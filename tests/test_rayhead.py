@@ -348,7 +348,7 @@ def test_a_real_head(head: RayHead, folder: Path, processes: list[subprocess.Pop
     finally:
         head.stop()
 
-    assert not [pid for pid in pids if alive(pid)]
+    until(lambda: not [pid for pid in pids if alive(pid)], 20, "every process of Ray ends")
     assert head.living_address() is None
     assert alive(friend.pid)
     assert sorted(os.listdir(folder)) == ["ray.token", "wrong.token"]
