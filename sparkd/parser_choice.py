@@ -54,7 +54,7 @@ def expected(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) ->
     parsers = with_parsers(spec, env, runtime)[1]
     if parsers.tool or spec.tool_call_parser == OFF:
         return parsers
-    files = _here(spec, env) or looked_at(spec, env)
+    files = _files(spec, env)
     return parsers if parsers.nearest and files is not None and _are_read(files) else None
 
 
@@ -64,7 +64,7 @@ def explained(
     """`tool` and `reasoning`, each with the parser's `name`, None for none, and what decides it, `from`: ENTRY, RECIPE, FAMILY or TEMPLATE;
     UNREAD where the model's files will, and None where they tell nothing. recipe: the keys that the entry's recipe sets. Blocks."""
     parsers = with_parsers(spec, env, runtime)[1]
-    files = _here(spec, env) or looked_at(spec, env)
+    files = _files(spec, env)
     found: tuple[str | None, str | None] = (UNREAD, UNREAD)
     if files is not None:
         found = origins(_config(spec, files), _template(spec, files), (parsers_of(runtime) or (None, None))[1])
@@ -89,7 +89,7 @@ def in_words(rows: Mapping[str, Mapping[str, str | None]]) -> str:
 def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None) -> tuple[ModelConfig, Parsers]:
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
     neither here nor were looked at on its hub (sparkd.hub_model). An entry's keys and flags win. Blocks."""
-    files = _here(spec, env) or looked_at(spec, env)
+    files = _files(spec, env)
     found = Parsers() if files is None else _read(spec, files, runtime)
     own = {name: list(values_of(spec.extra_args, name)) for name in (_TOOL_FLAG, _REASONING_FLAG)}
     # A flag that the entry writes out is the whole decision: the key stays as it is.
@@ -117,6 +117,11 @@ def _here(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
         return None if folder is None else Folder(folder)
     except CheckpointError:
         return None
+
+
+def _files(spec: ModelConfig, env: Mapping[str, str]) -> Files | None:
+    """On this node, else as the hub showed them."""
+    return _here(spec, env) or looked_at(spec, env)
 
 
 def _read(spec: ModelConfig, files: Files, runtime: Path | None) -> Parsers:

@@ -31,7 +31,7 @@ def pinned(spec: ModelConfig, env: Mapping[str, str], state_dir: Path) -> ModelC
 
     Raises LoadRefused where no commit is known, or code of another repository would run at none.
     """
-    if not spec.trusts_code() or spec.model.startswith("/") or is_elsewhere(env):
+    if not _runs_code_of_a_hub(spec, env):
         return spec
     wanted = _wanted(spec)
     commit = wanted if _COMMIT.fullmatch(wanted) else _trusted(state_dir).get(_key(spec)) or _current(spec, env)
@@ -64,9 +64,7 @@ def pinned(spec: ModelConfig, env: Mapping[str, str], state_dir: Path) -> ModelC
 def remember(asked: ModelConfig, decided: ModelConfig, env: Mapping[str, str], state_dir: Path) -> str | None:
     """Write down the commit of a start. asked: the entry; decided: what `pinned` made of it. Returns a message for the operator if another
     commit is on this node now. Blocks; raises LoadRefused where it cannot be written."""
-    if asked.model != decided.model or not asked.trusts_code() or _COMMIT.fullmatch(_wanted(asked)) or decided.revision is None:
-        return None
-    if asked.model.startswith("/") or is_elsewhere(env):
+    if asked.model != decided.model or _COMMIT.fullmatch(_wanted(asked)) or decided.revision is None or not _runs_code_of_a_hub(asked, env):
         return None
     trusted = _trusted(state_dir)
     if _key(asked) not in trusted:
@@ -83,6 +81,10 @@ def remember(asked: ModelConfig, decided: ModelConfig, env: Mapping[str, str], s
         f"{asked.name} runs the code of {asked.model} at commit {decided.revision}, which its first start trusted. {_wanted(asked)} is "
         f"{current} on this node now. To serve that, read its code, then set `revision: {current}`."
     )
+
+
+def _runs_code_of_a_hub(spec: ModelConfig, env: Mapping[str, str]) -> bool:
+    return spec.trusts_code() and not spec.model.startswith("/") and not is_elsewhere(env)
 
 
 def _wanted(spec: ModelConfig) -> str:

@@ -49,7 +49,7 @@ EVENTS = request("GET", f"/admin/v1/events?limit={MOST_ROWS}", "Accept: text/eve
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is done to a daemon: `warm` once, then `act`, which is measured and returns (how many, faults)."""
+    """One part, done to a daemon: `warm` once, then `act`, which is measured and returns (how many, faults)."""
 
     name: str
     warm: Callable[[], object]

@@ -48,7 +48,7 @@ def fill_and_empty(made: SmallState, full_s: float) -> tuple[int, list[str]]:
         filler = made.inside / "filler"
         ends_s = time.monotonic() + full_s
         _fill(filler)
-        # What is asked for now cannot be written down.
+        # The daemon cannot write down a wish that comes now.
         made.unload("m")
         made.load("m")
         while time.monotonic() < ends_s:
