@@ -124,7 +124,7 @@ def check_disk(engine: Engine, free_bytes: int, folder: Path) -> None:
 
 
 def gpu_seen(signs: Sequence[str] = ("/proc/driver/nvidia/version", "/dev/nvidia0"), *, timeout_s: float = 10.0) -> str | None:
-    """What shows an NVIDIA GPU here, or None.
+    """The sign of an NVIDIA GPU here, or None.
 
     nvidia-smi can hang for ever on a sick driver, so it is asked last, in a child with a timeout.
     """
@@ -175,7 +175,7 @@ def engine_requirements(requires: Iterable[str]) -> tuple[list[str], list[str]]:
     return torch, others
 
 
-# What pip says, in the order in which it is looked for: a network failure also ends in "No matching distribution".
+# The words of pip, in the order in which it is looked for: a network failure also ends in "No matching distribution".
 _DIAGNOSES: tuple[tuple[str, str], ...] = (
     (r"No space left on device|Disk quota exceeded|Errno 28|Errno 122", "the disk is full"),
     (
@@ -233,7 +233,7 @@ def metadata_wheel(folder: Path, name: str, version: str) -> Path:
 
 
 def read_stamp(stamp: Path) -> dict[str, object]:
-    """What the last complete installation wrote, or nothing: its `key`, its `place`, whether `dev`."""
+    """The record of the last complete installation, or nothing: its `key`, its `place`, whether `dev`."""
     try:
         content = json.loads(stamp.read_text())
     except (OSError, ValueError):

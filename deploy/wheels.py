@@ -143,7 +143,7 @@ def parse_report(report: Mapping[str, Any]) -> dict[str, Wheel]:
 
 
 def missing_requirement(output: str) -> str | None:
-    """What pip's error output says it found no wheel of, or None when it failed of something else."""
+    """The package that pip's error output found no wheel of, or None when it failed of something else."""
     found = re.search(r"No matching distribution found for (.+?)(?: \(from .*)?$", output, re.MULTILINE)
     return found.group(1).strip() if found else None
 

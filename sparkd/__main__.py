@@ -37,7 +37,7 @@ SPARKD_ADMIN_KEY; no flag takes the key itself, because every user of a machine 
 Verbs and options complete with TAB: `make -C deploy install` puts that in place for bash, zsh and fish, and --install-completion does it
 for you alone.
 
-What goes wrong is said on stderr; with --json as one object on its last line, as the admin API has it, with the exit_code beside it.
+An error is said on stderr; with --json as one object on its last line, as the admin API has it, with the exit_code beside it.
 """
 
 # Module and its function that registers these verbs, in the order in which the help has them.
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] not in (["serve"], ["ray-node"], ["join"]):
         # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
-        gc.set_threshold(50_000)
+        gc.set_threshold(500_000)
     # pydantic would look through every installed package for plugins, and sparkd wants none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     code = exit_code(argv)
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def exit_code(argv: list[str]) -> int:
-    """The exit code of one command line. What went wrong is one sentence on stderr, with --json one object on a line."""
+    """The exit code of one command line. An error is one sentence on stderr, with --json one object on a line."""
     # Not what was parsed: a command line that is wrong was not.
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     try:
@@ -168,12 +168,12 @@ def _any_verb(argv: list[str]) -> int:
 def _fail(error: SparkdError, *, as_json: bool) -> int:
     """One sentence, or one problem a line, on stderr; folded between words where a terminal would cut them. as_json: the body that the
     admin API would have, with the exit code, which a body has not."""
-    sys.stdout.flush()
-    lines = f"error: {error.message}".splitlines()
-    if as_json:
-        import json
+    from sparkd.page import json_text, printable
 
-        lines = [json.dumps(error_body(error) | {"exit_code": error.exit_code}, ensure_ascii=False)]
+    sys.stdout.flush()
+    lines = printable(f"error: {error.message}").splitlines()
+    if as_json:
+        lines = [json_text(error_body(error) | {"exit_code": error.exit_code})]
     elif sys.stderr.isatty():
         import shutil
         import textwrap

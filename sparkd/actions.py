@@ -1,4 +1,5 @@
-"""What the plan's decisions do: each is one task of one model, and what it did is seen by the next observation. Never decides."""
+"""Owns the effects of the plan's decisions: each is one task of one model, and what it did is seen by the next observation. Never
+decides."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 from sparkd import gauges, metrics
 from sparkd.boundary import Boundary
 from sparkd.cluster import Cluster
-from sparkd.errors import ClusterError, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError, refused_by
+from sparkd.errors import ClusterError, CommitUnknown, DoesNotFit, MemoryReturns, ModelUnusable, NoRoom, RankError, SparkdError, refused_by
 from sparkd.lease import Door
 from sparkd.ledger import Ledger, Served
 from sparkd.plan import Backoff
@@ -24,7 +25,7 @@ from sparkd.roster import Roster
 from sparkd.start import Attempt
 from sparkd.state import RESIDENT, STARTING, ModelState, OperationState, RankFact, RankHandle, Want, check_step
 from sparkd.transport import in_order, moved, told_of
-from sparkd.upstream import Upstream
+from sparkd.upstream import ServedModels, Upstream
 from workers.signatures import LASTING
 
 log = logging.getLogger("sparkd.supervisor")
@@ -36,10 +37,10 @@ COUNT_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 60.0
 # An engine that hangs is started again so often within that time, then it rests for as long (gb10-services' breaker).
 STALLS, STALL_WINDOW_S = 2, 900.0
-# What only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
+# A model that only its owner can mend is not started over and over: each try loads for minutes, and takes a turn that others wait for.
 # One that has served does so again: a single request may have needed what its build lacks.
 LASTING_S = 3600.0
-FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (DoesNotFit, ModelUnusable, RankError)}
+FOR_ITS_OWNER = LASTING | {kind.__name__ for kind in (CommitUnknown, DoesNotFit, ModelUnusable, RankError)}
 # Its clients were sent away, and it would not answer them: it gets no time to end.
 HANGS = frozenset({"EngineFrozen", "RankHangs"})
 
@@ -125,7 +126,7 @@ class Actions:
                 raise  # nothing that a system said: a TimeoutError of some library
             told = error if isinstance(error, SparkdError) else refused_by(error, "This node")
             record.rank_id = None
-            self.fail(record, type(told).__name__, told.message)
+            self.fail(record, type(told).__name__, told.message, lasts=isinstance(told, DoesNotFit) and told.lasts)
             return
         record.handles = handles
         for handle in handles:
@@ -200,13 +201,13 @@ class Actions:
         if record.upstream is None:
             record.upstream = await self._cluster.upstream(handle)
         try:
-            names = await self._cluster.served_names(record.upstream)
-            if names is None:
+            models = await self._cluster.served_models(record.upstream)
+            if models is None:
                 return
-            if record.name not in names:
-                self.fail(record, "WrongModel", f"The server answers for {', '.join(names)[:200]}, not for {record.name}.")
+            if record.name not in models.names:
+                self.fail(record, "WrongModel", f"The server answers for {', '.join(models.names)[:200]}, not for {record.name}.")
                 return
-            self.spawn(self._learn(record, record.upstream), f"learn {record.name}")
+            self.spawn(self._learn(record, record.upstream, models), f"learn {record.name}")
             if record.adopted and (served := self._ledger.answered(handle.rank_id)) is not None:
                 self._ready(record, served=served)
                 return
@@ -244,11 +245,11 @@ class Actions:
         if record.spec is spec and record.abilities is None:
             record.abilities = found
 
-    async def _learn(self, record: Record, upstream: Upstream) -> None:
+    async def _learn(self, record: Record, upstream: Upstream, models: ServedModels) -> None:
         """Ask the engine for the model's abilities. They stay known once the engine has gone."""
         await self.look(record)
         if (known := record.abilities) is not None:
-            found = await self._cluster.served_abilities(upstream, known)
+            found = await self._cluster.served_abilities(upstream, known, models)
             if record.abilities is known and record.upstream is upstream:
                 record.abilities = found
 
@@ -312,7 +313,7 @@ class Actions:
             raise error
 
     async def _counters(self, record: Record) -> Readings:
-        """Of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
+        """The readings of the RDMA ports of its nodes; nothing where it has one node, or one of them takes too long."""
         if len(set(record.nodes)) < 2:
             return {}
         try:
@@ -324,13 +325,10 @@ class Actions:
     def _ready(self, record: Record, before: Readings | None = None, served: Served | None = None) -> None:
         """before: the nodes' readings before its first chat, where there was one. served: of one that served before it was adopted."""
         took_s = self._clock() - record.attempt_since_s
+        record.load_s = self._load_s(record)
         record.ready_since_s = record.last_used_s = self._clock()
         if served is not None:
             record.ready_since_s, record.load_s = self._clock() - (served.for_s or 0.0), served.load_s
-        elif record.adopted and record.handle:
-            record.load_s = max(took_s, self._wall() - record.handle.started_at_s)
-        else:
-            record.load_s = took_s
         self.move(record, ModelState.READY)
         if record.rank_id and served is None and record.load_s is not None:
             self._ledger.keep_answered(record.rank_id, record.load_s)
@@ -343,6 +341,11 @@ class Actions:
         handles = [fact.handle for fact in record.ranks or () if fact.alive]
         if len({handle.node_id for handle in handles}) > 1:
             self.spawn(self._prove(record, handles, before or {}), f"transport {record.name}")
+
+    def _load_s(self, record: Record) -> float:
+        """Seconds since its load began, under whichever daemon."""
+        took_s = self._clock() - record.attempt_since_s
+        return max(took_s, self._wall() - record.handle.started_at_s) if record.adopted and record.handle else took_s
 
     async def _prove(self, record: Record, handles: list[RankHandle], before: Readings) -> None:
         """NCCL has said how its ranks talk before they answered; a model that crawls over sockets must not look well."""
@@ -368,6 +371,7 @@ class Actions:
 
     def rest(self, record: Record) -> None:
         if record.state is ModelState.FAILED:
+            record.load_s = None
             self.spawn(self._cluster.release(record.name), f"release {record.name}")
         record.forget_rank()
         self.move(record, ModelState.STOPPED)
@@ -381,9 +385,12 @@ class Actions:
             self._ledger.forget_wish(record.name)
         self._wake()
 
-    def fail(self, record: Record, reason: str, message: str) -> None:
+    def fail(self, record: Record, reason: str, message: str, *, lasts: bool = False) -> None:
+        """lasts: that waiting does not heal it, where the reason alone does not say so."""
         backoff = Backoff(**self._roster.config.backoff.model_dump())
         ready_s = self._clock() - record.ready_since_s if record.ready_since_s is not None else 0.0
+        if record.state in STARTING:
+            record.load_s = self._load_s(record)
         record.failures = 1 if ready_s >= backoff.reset_after_s else record.failures + 1
         delay_s = backoff.delay_s(record.failures, self._rng)
         if reason == "EngineFrozen":
@@ -391,10 +398,11 @@ class Actions:
             if (times := record.stalled(self._clock(), STALL_WINDOW_S)) > STALLS:
                 delay_s = max(delay_s, STALL_WINDOW_S)
                 message += f" {_rests(times)}"
-        if reason in LASTING and record.ready_since_s is None:
+        lasts = (lasts or reason in LASTING) and record.ready_since_s is None
+        if lasts:
             delay_s = max(delay_s, LASTING_S)
             message += f" Waiting does not heal it: {self._roster.mended(record.name)}."
-        record.fail(reason, message, self._clock() + delay_s)
+        record.fail(reason, message, self._clock() + delay_s, lasts=lasts)
         waited = record.state in (ModelState.STOPPED, ModelState.FAILED)
         if reason == "RankLost":
             # Its node went out of sight. If that comes back first, the rank is adopted as it runs.

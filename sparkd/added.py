@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from sparkd.added_flags import refuse_flags, refuse_variables
 from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
 from sparkd.yamlfile import Table
+
+if TYPE_CHECKING:
+    from sparkd.recipe_book import Book
 
 # Keys of an entry that only tune a model or name it. A key that no list here has needs the configuration file.
 KEYS = frozenset(
@@ -19,17 +23,22 @@ KEYS = frozenset(
         "quantization", "load_format", "enforce_eager", "tool_call_parser", "reasoning_parser", "sampling", "extra_args",
     }
 )  # fmt: skip
-# The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin.
+# The load formats of vLLM that read a checkpoint's own files as plain numbers: no pickle, no address, no plugin. instanttensor is missing:
+# vLLM hands the files to that library (weight_utils.py, instanttensor_weights_iterator), which takes a tensor's length from its shape and
+# its place from data_offsets, and compares the two with each other and with the file's size nowhere in Python. A header that lies could
+# then show other memory of the GPU.
 LOAD_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "mistral", "dummy", "bitsandbytes", "gguf"})
 _CURE = "set it in the configuration file."
 
 
-def refuse_paths(own: Table) -> None:
+def refuse_paths(own: Table, book: Book | None) -> None:
     """Raises ConfigError for a recipe by its path, before anything is looked at: whether a file is there is no caller's business.
 
-    own: the keys of the request. A model that begins with '.' or '~' is refused too, because the daemon's folders are not the caller's.
+    own: the keys of the request. book: the recipes; one of a registry may have folders in its name. A model that begins with '.' or '~' is
+    refused too, because the daemon's folders are not the caller's.
     """
-    if "/" in str(own.get("recipe") or ""):
+    recipe = str(own.get("recipe") or "")
+    if "/" in recipe and not (book is not None and book.has(recipe)):
         raise ConfigError("recipe must be a name here, not a path: put the file into recipes_dir.", param="recipe")
     if str(own.get("model", "")).startswith((".", "~")):
         raise ConfigError("model must be a hub id or an absolute path here, not one that begins with '.' or '~'.", param="model")

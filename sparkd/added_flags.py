@@ -63,18 +63,25 @@ _LEVEL = re.compile(r"-O=?[0-3]")
 _NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 # Too many variables load code (LD_PRELOAD, PYTHON*, PATH, NCCL_NET_PLUGIN, VLLM_PLUGINS, ...), and VLLM_LOGGING_LEVEL writes what models
-# answer into the log: only these plain numbers and switches may be set.
+# answer into the log: only these plain numbers and switches may be set. VLLM_MARLIN_USE_ATOMIC_ADD is compared with "1" and chooses how a
+# kernel adds up its own output (marlin_utils.py, should_use_atomic_add_reduce).
 ENVIRONMENT = frozenset(
     {
         "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_MERGE_NICS", "NCCL_IB_QPS_PER_CONNECTION",
         "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_OFFLINE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
-        "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOG_STATS_INTERVAL", "VLLM_USE_DEEP_GEMM",
+        "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOG_STATS_INTERVAL", "VLLM_MARLIN_USE_ATOMIC_ADD",
+        "VLLM_USE_DEEP_GEMM",
     }
 )  # fmt: skip
 
 
-def refuse_flags(args: Sequence[str]) -> None:
+_WHERE, _CURE = "over the admin API", "Set it in the configuration file."
+
+
+def refuse_flags(args: Sequence[str], where: str = _WHERE, cure: str = _CURE) -> None:
     """Raises ConfigError for the first argument that is no flag of the lists, written in full, or none of its values.
+
+    where and cure: words of the message, for a place other than the admin API.
 
     A flag that is cut short is refused, because another release may complete it to another flag; a value where none is taken, because
     vLLM may read it as its model.
@@ -84,7 +91,7 @@ def refuse_flags(args: Sequence[str]) -> None:
         arg = args[index]
         kind = _kind(arg)
         if kind is None:
-            raise _refusal(arg)
+            raise _refusal(arg, where, cure)
         index += 1
         if kind is SWITCHES or "=" in arg or _LEVEL.fullmatch(arg):
             continue
@@ -96,13 +103,11 @@ def refuse_flags(args: Sequence[str]) -> None:
             raise ConfigError(f"{_shown(arg)} needs a value that does not begin with '-': write {arg[:48]}=VALUE.", param="extra_args")
 
 
-def refuse_variables(names: Iterable[str]) -> None:
-    """Raises ConfigError for the first name of a variable that an added model may not set."""
+def refuse_variables(names: Iterable[str], where: str = _WHERE, cure: str = _CURE) -> None:
+    """Raises ConfigError for the first name of a variable that an added model may not set. where and cure: as of `refuse_flags`."""
     for name in names:
         if name not in ENVIRONMENT:
-            raise ConfigError(
-                f"The environment variable {_shown(name)} is refused over the admin API. Set it in the configuration file.", param="env"
-            )
+            raise ConfigError(f"The environment variable {_shown(name)} is refused {where}. {cure}", param="env")
 
 
 def _kind(arg: str) -> frozenset[str] | None:
@@ -125,14 +130,14 @@ def _is_value(arg: str) -> bool:
     return not arg.startswith("-") or _NEGATIVE.fullmatch(arg) is not None
 
 
-def _refusal(arg: str) -> ConfigError:
+def _refusal(arg: str, where: str, cure: str) -> ConfigError:
     shown = _shown(arg.split("=", 1)[0])
     if not arg.startswith("-") or _NEGATIVE.fullmatch(arg):
         return ConfigError(
             "extra_args has a value that no flag before it takes, and vLLM would read it as its model: remove it.", param="extra_args"
         )
-    reason = "an added model may bring only flags that tune it, written in full"
-    return ConfigError(f"{shown} is refused over the admin API: {reason}. Set it in the configuration file.", param="extra_args")
+    reason = "only flags that tune a model are let in there, written in full"
+    return ConfigError(f"{shown} is refused {where}: {reason}. {cure}", param="extra_args")
 
 
 def _shown(text: str) -> str:

@@ -59,7 +59,7 @@ from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
 from sparkd.plan_here import QuestionHere, hardware_here, planned_here
 from sparkd.pulls import Pulls
-from sparkd.recipe_book import AsWritten, Book, split
+from sparkd.recipe_book import AsWritten, Book
 from sparkd.recipe_check import Choice, described, resolve, summary
 from sparkd.snapshot import Snapshot
 from sparkd.state import Operation, OperationState, Want
@@ -241,15 +241,15 @@ def _router(
         return await asyncio.to_thread(_recipes, supervisor.config.recipes_dir)
 
     @api.get(
-        "/recipes/{name}",
+        "/recipes/{name:path}",
         **answers(RecipeChoice),
-        summary="One recipe, or NAME@VARIANT, and what it comes to with a profile and a way to speculate",
+        summary="One recipe, NAME@VARIANT or NAME@REGISTRY, and what it comes to with a profile and a way to speculate",
     )
     async def recipe(name: str, profile: ProfileName | None = None, speculative: Method | None = None) -> dict[str, Any]:
-        recipe_name, variant = split(name)
-        book = Book(supervisor.config.recipes_dir, AsWritten())
-        if "/" in name or recipe_name not in book.names():
+        book = Book(supervisor.config.recipes_dir, AsWritten(), supervisor.config.state_dir)
+        if not await asyncio.to_thread(book.has, name):
             raise UnknownRecipe(name)
+        recipe_name, variant = book.split(name)
         choice = Choice(recipe_name, variant, profile, speculative)
         return await asyncio.to_thread(lambda: described(book.find(recipe_name), resolve(choice, book)))
 
@@ -265,7 +265,8 @@ def _router(
             return supervisor.record(name).spec if _known(supervisor, name) else None
 
         in_sight = sum(node.agent for node in supervisor.snapshot().nodes)
-        return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight, supervisor.model_places())
+        places = supervisor.model_places()
+        return await planned_here(question, find, supervisor.unlinked, supervisor.config, in_sight, places, supervisor.runtime)
 
     @api.get(
         "/events",

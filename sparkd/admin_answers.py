@@ -330,7 +330,8 @@ class PlanChoice(PlanOption):
 
 
 class FitAnswer(BaseModel):
-    """Whether a model fits, and how. bytes: of its weights as they are stored."""
+    """Whether a model fits, and how. bytes: of its weights as they are stored. unloaded: bytes of the parts of its files that vLLM does not
+    load, `mtp` without speculative decoding only. unknown_experts: bytes of experts that no format changes, by the tensors' names."""
 
     model: str
     entry: dict[str, Any] | None
@@ -339,6 +340,8 @@ class FitAnswer(BaseModel):
     layers: int
     max_len: int
     bytes: int
+    unloaded: dict[str, int]
+    unknown_experts: dict[str, int]
     quantization: str | None
     hardware: Hardware
     asked: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a request to the admin API may carry, and the body of a refusal. Never acts on any of it."""
+"""Owns the bodies that a request to the admin API may carry, and the body of a refusal. Never acts on any of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ChangedModel(BaseModel):
 
 
 class Loading(BaseModel):
-    """How a model is loaded. recipe: NAME or NAME@VARIANT of the recipes on this machine; null for what the model has."""
+    """How a model is loaded. recipe: NAME, NAME@VARIANT or NAME@REGISTRY of the recipes on this machine; null for what the model has."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What the admin API goes on telling: a log as it is written, events as they happen. Never decides, never ends by itself."""
+"""Owns the streams of the admin API: a log as it is written, events as they happen. Never decides, never ends by itself."""
 
 from __future__ import annotations
 

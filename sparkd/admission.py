@@ -14,25 +14,42 @@ from pathlib import Path
 from typing import Any
 
 from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
-from sparkd.drafting import FLAG, Drafting, config_in, of_config
-from sparkd.errors import CheckpointError, ConfigError
+from sparkd.consultation import UNCHANGED, Ask, Consultation, nobody
+from sparkd.drafting import FLAG, Drafting, of_config
+from sparkd.engine_flags import flags_of
+from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError
+from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, KvLayout, Serving, kv_layout, sized
 from sparkd.kv_sizing import cache_of, in_words
 from sparkd.learned import engine_of, learned_of
-from sparkd.legal import refusal, uneven_groups
+from sparkd.legal import refusal, uneven_groups, unfit
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import LENGTHS, rotary_tables, shape_of, text_config
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import folder_of
-from sparkd.uncounted import switched, unsized
-from sparkd.vllm_flags import flag_name, values_of
+from sparkd.uncounted import (
+    CACHE,
+    KV_DTYPES,
+    NUMBERS,
+    WEIGHTS,
+    block_of,
+    changed_by,
+    kv_dtype_of,
+    length_of,
+    number_of,
+    share_of,
+    switched,
+    unsized,
+)
+from sparkd.vllm_flags import flag_name, speculative_config, values_of
 from sparkd.vllm_history import Release
 from sparkd.vllm_known import amount
-from sparkd.weight_cost import Inventory, inventory
+from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
+from workers import regular_file
 from workers.kv.profiles import checkpoint_of
 from workers.stream.recipe import Recipe
 
@@ -42,7 +59,6 @@ Ways = tuple[int, int]
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-KNOWN_KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,8 @@ class Account:
     """Bytes on one node. least: without which the model cannot serve one request of full length; fixed: all of it but the cache.
 
     cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. request: of a cache
-    of one request of max_model_len tokens. layout: how its layers share a cache.
+    of one request of max_model_len tokens. layout: how its layers share a cache. upper: of `fixed`, that a guess may lie too low; None
+    where it is none. sureness: of its numbers, one of sparkd.exact.
     """
 
     least: int
@@ -60,70 +77,125 @@ class Account:
     request: int = 0
     max_model_len: int = 0
     layout: KvLayout | None = field(default=None, compare=False)
+    upper: int | None = None
+    sureness: str = EXACT
 
     @property
-    def asked(self) -> int | None:
+    def surely(self) -> int:
+        """The bytes without which it cannot run even where the guess of its cache is too high."""
+        return self.least if self.upper is None else self.fixed - self.upper
+
+    @property
+    def total(self) -> int | None:
         """Of the whole model, None where it takes what is left."""
         return None if self.cache is None else self.fixed + self.cache
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Of a model that need not be on this machine. known: of model and draft together."""
+    """The headers of a model that need not be on this machine. model: of model and draft together."""
 
-    known: Inventory
+    model: Inventory
     drafting: Drafting | None = None
 
     @staticmethod
     def of(spec: ModelConfig, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> Headers:
         """read: the headers of a draft, by folder or hub id. Raises CheckpointError, and ConfigError for a draft that is not counted."""
-        known = inventory(checkpoint, shape_of(checkpoint.config))
-        config = config_in(spec.extra_args)
-        drafted = of_config(config, known.shape, read) if config is not None else None
-        return Headers(known if drafted is None or not drafted.layers else drafted.inventory(checkpoint, known.shape), drafted)
+        model = inventory(checkpoint, shape_of(checkpoint.config))
+        refuse_missing_layers(model)
+        config = speculative_config(spec.extra_args)
+        drafted = of_config(config, model.shape, read) if config is not None else None
+        return Headers(model if drafted is None or not drafted.layers else drafted.inventory(checkpoint, model.shape), drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What goes before a formula. profiles: the folder of what earlier starts measured, with the engine's release `vllm`; ask: what vLLM
+    said about a model."""
+
+    profiles: str | None = None
+    vllm: str | None = None
+    ask: Ask = nobody
+
+    def consultation(self, spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], hardware: Hardware) -> Consultation:
+        return Consultation(self.ask, checkpoint, flags_of(spec), env, hardware)
+
+
+NOTHING = Evidence()
 
 
 def account(
     spec: ModelConfig,
     hardware: Hardware,
     env: Mapping[str, str],
-    profiles: str | None = None,
+    evidence: Evidence = NOTHING,
     ways: Ways = (1, 1),
-    vllm: str | None = None,
     headers: Headers | None = None,
+    *,
+    guesses: bool = False,
 ) -> Account | None:
-    """None where nothing can be said beforehand: headers that are not here or cannot be read, a kind of layer that is not known, flags of
-    the operator's own that change the account. profiles: the folder of what earlier starts measured, with the engine's release `vllm`.
-    ways: over how many ranks, each on a node of its own. headers: where they were read already."""
-    known = inventory_of(spec, env, headers)
-    if known is None:
+    """None where nothing can be said beforehand: headers that are not here or cannot be read, sizes that nothing tells, flags of the
+    operator's own that change the account in a way that neither formulas nor vLLM's answer have. ways: over how many ranks, each on a
+    node of its own. headers: where they were read already. guesses: whether such flags leave a guess instead."""
+    model = inventory_of(spec, env, headers)
+    if model is None:
         return None
     try:
         recipe = recipe_of(spec, env)
-        serving = serving_of(spec, known, hardware, env, headers)
-        if serving is None:
-            return None
-        serving = replace(serving, tensor_parallel=ways[0], pipeline_parallel=ways[1])
-        engine = engine_of(spec, env, vllm, hardware.platform)
+        consultation = consulted(spec, model, recipe, hardware, env, ways, evidence)
+        model = consultation.completed(model)
+        serving = replace(serving_of(spec, model, hardware, env, headers), tensor_parallel=ways[0], pipeline_parallel=ways[1])
+        engine, profiles = engine_of(spec, env, evidence.vllm, hardware.platform), evidence.profiles
         learned = learned_of(profiles, engine, folder_of(spec.model, spec.revision, env), ways, hardware.name) if profiles else None
-        found = footprint(known, recipe, serving, hardware, eager=spec.enforce_eager, margin_bytes=0, learned=learned)
+        exact = consultation.exact(recipe, serving)
+        if exact is not None and exact.refusal is not None:
+            return None  # the engine says it, in vLLM's own words
+        if not guesses and not (exact or Exact()).settles(serving.unknown):
+            return None
+        if (exact is None or exact.layout is None) and not model.shape.mixers:
+            return None
+        eager = counted(spec).enforce_eager
+        needed = footprint(model, recipe, serving, hardware, eager=eager, margin_bytes=0, learned=learned, exact=exact)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
-    fixed = found.fixed
-    layout, size = kv_layout(known.shape, serving), cache_of(spec)
+    fixed = needed.fixed + needed.upper_bytes
+    layout = exact.layout if exact is not None and exact.layout is not None else kv_layout(model.shape, serving)
+    size = cache_of(spec)
     cache = sized(size, layout, serving.max_model_len)
-    asked = in_words(size) if isinstance(size, Mapping) and cache is not None and cache > found.kv.least else None
-    least = fixed + max(found.kv.least, 0 if cache is None else cache)
-    return Account(least, fixed, cache, _sentence(found, serving, least, asked), found.kv.least, serving.max_model_len, layout)
+    cache_words = in_words(size) if isinstance(size, Mapping) and cache is not None and cache > needed.kv.least else None
+    least = fixed + max(needed.kv.least, 0 if cache is None else cache)
+    sentence = _sentence(needed, serving, least, cache_words)
+    upper = needed.upper_bytes if needed.sureness == GUESS else None
+    return Account(least, fixed, cache, sentence, needed.kv.least, serving.max_model_len, layout, upper, needed.sureness)
 
 
-def illegal(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], ways: Ways) -> str | None:
+def consulted(
+    spec: ModelConfig, model: Inventory, recipe: Recipe, hardware: Hardware, env: Mapping[str, str], ways: Ways, evidence: Evidence
+) -> Consultation:
+    consultation = evidence.consultation(spec, model.checkpoint, env, hardware)
+    consultation.ask([(UNCHANGED, *ways), (recipe, *ways)])
+    return consultation
+
+
+def illegal(
+    spec: ModelConfig,
+    hardware: Hardware,
+    env: Mapping[str, str],
+    ways: Ways,
+    evidence: Evidence = NOTHING,
+    headers: Headers | None = None,
+) -> str | None:
     """Why vLLM would not split the model over `ways` ranks, without a full stop; None where it would, or nothing is known of it."""
-    known = inventory_of(spec, env)
-    if known is None or _is_other(spec, known):
+    model = inventory_of(spec, env, headers)
+    if model is None:
         return None
     try:
-        return refusal(known, recipe_of(spec, env), *ways)
+        recipe = recipe_of(spec, env)
+        split = Serving(1, tensor_parallel=ways[0], pipeline_parallel=ways[1])
+        exact = consulted(spec, model, recipe, hardware, env, ways, evidence).exact(recipe, split)
+        if exact is not None:
+            return exact.refusal or unfit(model, recipe, ways[0], hardware.platform)
+        return None if _is_other(spec, model) else refusal(model, recipe, *ways, hardware.platform)
     except (CheckpointError, ConfigError):
         return None  # the engine says it, with the tensor's name
 
@@ -138,34 +210,34 @@ def advice(
 ) -> str:
     """What would fit into offered_bytes of each node instead, split in `ways`; empty where nothing is known that would. as_asked: that the
     entry's own length and format fit is an answer too, because it was split otherwise."""
-    known = inventory_of(spec, env)
-    if known is None:
+    model = inventory_of(spec, env)
+    if model is None:
         return ""
-    serving = serving_of(spec, known, hardware, env)
-    if serving is None:
+    serving = serving_of(spec, model, hardware, env)
+    if serving.unknown:
         return ""
     machine = replace(hardware, memory_bytes=offered_bytes, system_bytes=0)
-    asked = Wish(serving.max_model_len, 1, ways[0] * ways[1], serving, None, spec.enforce_eager, 0, ways=(ways,))
-    found = choose(known, machine, asked)
+    wish = Wish(serving.max_model_len, 1, ways[0] * ways[1], serving, None, counted(spec).enforce_eager, 0, ways=(ways,))
+    options = choose(model, machine, wish).options
     own = (Recipe.parse(spec.quantize).default.spelling if spec.quantize else AS_STORED) if spec.quantize is not None else AS_STORED
-    if not as_asked and any(one.fits and one.format == own for one in found.options):
+    if not as_asked and any(option.fits and option.format == own for option in options):
         return ""  # then it is another key that stands in the way
-    told = []
-    shorter = next((one.longest for one in found.options if one.format == own and one.longest), 0)
+    cures = []
+    shorter = next((option.longest for option in options if option.format == own and option.longest), 0)
     if shorter:
-        told.append(f"max_model_len {shorter:,} as it is")
-    better = next((one for one in found.options if one.fits and one.format not in (own, AS_STORED)), None)
+        cures.append(f"max_model_len {shorter:,} as it is")
+    better = next((option for option in options if option.fits and option.format not in (own, AS_STORED)), None)
     if better is not None and better.footprint is not None:
-        told.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
-    if source := next(_fitting(spec, known, machine, replace(asked, quantize="bf16"), env), None):
-        told.append(source)
-    return f"What would fit: {', or '.join(told)}" if told else ""
+        cures.append(f"quantize: {better.format} ({gib(better.footprint.total)})")
+    if source := next(_fitting(spec, model, machine, replace(wish, quantize="bf16"), env), None):
+        cures.append(source)
+    return f"What would fit: {', or '.join(cures)}" if cures else ""
 
 
-def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish, env: Mapping[str, str]) -> Iterator[str]:
+def _fitting(spec: ModelConfig, model: Inventory, machine: Hardware, wish: Wish, env: Mapping[str, str]) -> Iterator[str]:
     """What is on this node quantized already. It is told and not taken: who names a model gets that one."""
-    for name, checkpoint in prequantized(spec.model, known.checkpoint, {**os.environ, **env}):
-        best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, asked).best
+    for name, checkpoint in prequantized(spec.model, model.checkpoint, {**os.environ, **env}):
+        best = choose(inventory(checkpoint, shape_of(checkpoint.config)), machine, wish).best
         if best is not None and best.footprint is not None:
             yield f"model: {name}, which is quantized already ({gib(best.footprint.total)})"
 
@@ -173,38 +245,51 @@ def _fitting(spec: ModelConfig, known: Inventory, machine: Hardware, asked: Wish
 def too_long(spec: ModelConfig, env: Mapping[str, str], release: Release | None = None) -> str | None:
     """Why vLLM would refuse the entry's max_model_len (vllm/config/model.py, _get_and_verify_max_len); None where it would not, or nothing
     on this machine tells how long the model's requests may be. release: of vLLM; what that judges counts, and else the longest of all."""
-    folder, asked = folder_of(spec.model, spec.revision, env), _length_of(spec)
+    folder, length = folder_of(spec.model, spec.revision, env), _length_of(spec)
     free = env.get(_LONGER) or os.environ.get(_LONGER, "0")  # an engine inherits it (workers/command.py)
-    if folder is None or asked is None or free.strip().lower() in ("1", "true"):
+    if folder is None or length is None or free.strip().lower() in ("1", "true"):
         return None
     try:
-        if _reads_another_config(spec, os.listdir(folder)):
+        if reads_another_config(spec, os.listdir(folder)):
             return None
-        config = json.loads((Path(folder) / CONFIG).read_bytes())
+        config = json.loads(regular_file.read(Path(folder) / CONFIG))
         text, most = text_config(config), shape_of(config).max_len
-    except (OSError, ValueError, AttributeError, CheckpointError):
+    except (OSError, ValueError, AttributeError):
         return None
     if not any(text.get(key) for key in LENGTHS) or (spec.trusts_code() and config.get("auto_map")):
         return None  # vLLM knows no end, or a class of the model's own says where it is
     stated = [size for place in (config, text) if isinstance(size := place.get("model_max_length"), int)]
     longest = [most, *stated, *(_stretched(text, table, max(most, *stated, 0), release) for table in rotary_tables(text).values())]
-    if asked <= max(longest):
+    if length <= max(longest):
         return None
     cure = f"choose {most:,} or less, scale its rotary embedding (--hf-overrides in extra_args), or set {_LONGER}: 1 in env"
-    return f"{asked:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
+    return f"{length:,} tokens are more than the {most:,} that the model was made for ({CONFIG}), and vLLM will refuse to start: {cure}."
+
+
+def incomplete(spec: ModelConfig) -> str | None:
+    """Name the files or layers of a folder that are not there; None where all are. An engine fetches a hub id's missing files itself."""
+    if not spec.model.startswith("/"):
+        return None
+    try:
+        _read(spec.model, checkpoint_of(spec.model))
+    except CheckpointIncomplete as error:
+        return error.message
+    except (CheckpointError, OSError):
+        return None  # a kind that is not counted; its engine says what is wrong with it
+    return None
 
 
 def _length_of(spec: ModelConfig) -> int | None:
     """The tokens that vLLM is told: extra_args come last, and the last one wins. None where it finds them, or reads them in a way of its
     own."""
-    given = [flag_name(arg) or "" for arg in spec.extra_args]
-    if not any(name.startswith("max-mo") for name in given):
+    names = [flag_name(arg) or "" for arg in spec.extra_args]
+    if not any(name.startswith("max-mo") for name in names):
         return spec.max_model_len if isinstance(spec.max_model_len, int) else None
     values = [value for *_, value in values_of(spec.extra_args, "max-model-len")]
-    return amount(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in given) else None
+    return amount(values[-1]) if len(values) == sum(name.startswith("max-mo") for name in names) else None
 
 
-def _reads_another_config(spec: ModelConfig, files: Iterable[str]) -> bool:
+def reads_another_config(spec: ModelConfig, files: Iterable[str] = ()) -> bool:
     """Whether flags or files of other kinds tell vLLM how long a request may be: Mistral's params.json, a sentence transformer's own."""
     flags = any((flag_name(arg) or "").startswith(("hf-", "config-f", "revision")) for arg in spec.extra_args)
     return flags or any(name == "params.json" or fnmatchcase(name, "sentence_*_config.json") for name in files)
@@ -227,16 +312,16 @@ def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
     if folder is None or spec.quantize in (None, AUTO):
         return None
     try:
-        known, recipe = _read(folder, checkpoint_of(folder)), recipe_of(spec, env)
+        model, recipe = _read(folder, checkpoint_of(folder)), recipe_of(spec, env)
     except (CheckpointError, ConfigError, OSError):
         return None  # the engine says it, with the tensor's name
-    if _is_other(spec, known):
+    if _is_other(spec, model):
         return None
     try:
-        why = next(uneven_groups(known, recipe), None)
+        groups = next(uneven_groups(model, recipe), None)
     except CheckpointError as error:
         return error.message
-    return why and f"{why}."
+    return groups and f"{groups}."
 
 
 def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1) -> str:
@@ -272,14 +357,14 @@ def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware
 def inventory_of(spec: ModelConfig, env: Mapping[str, str], headers: Headers | None = None) -> Inventory | None:
     """With the draft that its flags ask for; None too where that is not on this machine, or is none of the kinds that are counted."""
     if headers is not None:
-        return headers.known
+        return headers.model
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None:
         return None
     try:
-        known = _read(folder, checkpoint_of(folder))
-        drafted = _drafting(spec, known, env)
-        return known if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), known.shape)
+        model = _read(folder, checkpoint_of(folder))
+        drafted = _drafting(spec, model, env)
+        return model if drafted is None or not drafted.layers else drafted.inventory(read_checkpoint(folder), model.shape)
     except (CheckpointError, ConfigError, OSError):
         return None
 
@@ -288,43 +373,51 @@ def inventory_of(spec: ModelConfig, env: Mapping[str, str], headers: Headers | N
 def _read(folder: str, _identity: str) -> Inventory:
     """Kept while the files are the same: a model that waits for room is asked about again and again."""
     checkpoint = read_checkpoint(folder)
-    return inventory(checkpoint, shape_of(checkpoint.config))
+    model = inventory(checkpoint, shape_of(checkpoint.config))
+    refuse_missing_layers(model)
+    return model
 
 
-def _is_other(spec: ModelConfig, known: Inventory) -> bool:
-    """Whether vLLM makes other weights of the stored ones than are counted: by its own quantizing, or in a wider type."""
-    return (spec.quantization is not None and known.checkpoint.quantization is None) or spec.dtype in ("float32", "float")
+def _is_other(spec: ModelConfig, model: Inventory) -> bool:
+    """Whether vLLM makes other weights of the stored ones than are counted: by its own quantizing, in a wider type, by another
+    configuration."""
+    own = (spec.quantization is not None and model.checkpoint.quantization is None) or spec.dtype in ("float32", "float")
+    return own or WEIGHTS in changed_by(unsized(spec.extra_args))
 
 
-def _drafting(spec: ModelConfig, known: Inventory, env: Mapping[str, str]) -> Drafting | None:
-    """Raises ConfigError, CheckpointError and OSError where its draft cannot be counted."""
+def _drafting(spec: ModelConfig, model: Inventory, env: Mapping[str, str]) -> Drafting | None:
+    """None where there is none, and where nothing is seen of it."""
 
     def read(name: str) -> Checkpoint:
         return read_checkpoint(folder_of(name, None, env) or "")
 
-    config = config_in(spec.extra_args)
-    return of_config(config, known.shape, read) if config is not None else None
+    config = speculative_config(spec.extra_args)
+    try:
+        return of_config(config, model.shape, read) if config is not None else None
+    except (CheckpointError, ConfigError, OSError):
+        return None
 
 
 def serving_of(
-    spec: ModelConfig, known: Inventory, hardware: Hardware, env: Mapping[str, str], headers: Headers | None = None
-) -> Serving | None:
-    """None where the entry has something that changes an engine's memory in a way that is not counted."""
+    spec: ModelConfig, model: Inventory, hardware: Hardware, env: Mapping[str, str], headers: Headers | None = None
+) -> Serving:
+    """`unknown` of it says what the entry changes in a way that the formulas do not have."""
+    spec = counted(spec)
     kv_dtype = spec.kv_cache_dtype or "auto"
-    if kv_dtype not in KNOWN_KV_DTYPES or any(True for _ in unsized(spec.extra_args)) or _is_other(spec, known):
-        return None
-    try:
-        drafted = headers.drafting if headers is not None else _drafting(spec, known, env)
-    except (CheckpointError, ConfigError, OSError):
-        return None
+    unknown = changed_by(unsized(spec.extra_args))
+    unknown |= {CACHE} if kv_dtype not in KV_DTYPES else set()
+    unknown |= {WEIGHTS, CACHE} if _is_other(spec, model) else set()
+    # Pages of several layers side by side in each block.
+    unknown |= {CACHE} if env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B") else set()
+    drafted = headers.drafting if headers is not None else _drafting(spec, model, env)
     if drafted is None and any(flag_name(arg) == FLAG[2:] for arg in spec.extra_args):
-        return None
-    length = known.shape.max_len if spec.max_model_len in (None, "auto") else spec.max_model_len
-    length = int(length or known.shape.max_len)
+        unknown |= {WEIGHTS, CACHE}
+    length = model.shape.max_len if spec.max_model_len in (None, "auto") else spec.max_model_len
+    length = int(length or model.shape.max_len)
     batch = BATCH_TOKENS[hardware.platform]
     if switched(spec.extra_args, "enable-chunked-prefill") is False:
         batch = max(length, batch)  # a prompt in one piece (vllm/engine/arg_utils.py, where not enable_chunked_prefill)
-    source = known.checkpoint.quantization
+    source = model.checkpoint.quantization
     if kv_dtype == "auto" and source is not None and hardware.platform == "cuda" and (spec.quantize is None or not source.requantizable):
         kv_dtype = source.kv_dtype
     plain = Serving(
@@ -334,17 +427,28 @@ def serving_of(
         prefix_caching=switched(spec.extra_args, "enable-prefix-caching") is not False,
         kv_dtype=kv_dtype,
         platform=hardware.platform,
-        block_outermost=env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B"),
+        block_tokens=block_of(spec.extra_args),
+        unknown=unknown,
     )
     return plain if drafted is None else drafted.serving(plain)
 
 
-def _sentence(found: Footprint, serving: Serving, least: int, asked: str | None) -> str:
-    """asked: a cache of a given size that is more than one request takes, as its entry has it."""
-    rest = sum(found.parts[name] for name in ("peak", "graphs", "context"))
-    parts = (found.parts["weights"], least - found.fixed, rest, found.parts["processes"])
+def counted(spec: ModelConfig) -> ModelConfig:
+    """The entry with its keys as the flags of extra_args have them, which vLLM reads last: for counting, never for a start."""
+    args = spec.extra_args
+    flags: dict[str, Any] = {name.replace("-", "_"): number_of(args, name) for name in NUMBERS}
+    flags |= {"max_model_len": length_of(args), "kv_cache_dtype": kv_dtype_of(args), "enforce_eager": switched(args, "enforce-eager")}
+    flags |= {"gpu_memory_utilization": share_of(args)}
+    overlay = {key: value for key, value in flags.items() if value is not None}
+    return spec.model_copy(update=overlay) if overlay else spec
+
+
+def _sentence(needed: Footprint, serving: Serving, least: int, cache_words: str | None) -> str:
+    """cache_words: a cache of a given size that is more than one request takes, as its entry has it."""
+    rest = sum(needed.parts[name] for name in ("peak", "graphs", "context"))
+    parts = (needed.parts["weights"], least - needed.fixed, rest, needed.parts["processes"])
     total, (weights, cache, batch, processes) = _adding_up(parts)
-    what = f"as asked for ({asked})" if asked else f"for one request of {serving.max_model_len:,} tokens"
+    what = f"as asked for ({cache_words})" if cache_words else f"for one request of {serving.max_model_len:,} tokens"
     held = " and what CUDA holds" if serving.platform == "cuda" else ""
     return (
         f"it needs at least {total}: weights {weights}, KV cache {cache} {what}, {batch} for the largest batch{held}, processes {processes}"
@@ -356,4 +460,4 @@ def _adding_up(sizes: Sequence[int]) -> tuple[str, list[str]]:
     total, tenths = round(sum(sizes) * 10 / GIB), [size * 10 // GIB for size in sizes]
     for number in sorted(range(len(sizes)), key=lambda at: -(sizes[at] * 10 % GIB))[: total - sum(tenths)]:
         tenths[number] += 1
-    return f"{total / 10:.1f} GiB", [f"{one / 10:.1f} GiB" for one in tenths]
+    return f"{total / 10:.1f} GiB", [f"{part / 10:.1f} GiB" for part in tenths]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from sparkd.errors import ConfigError
 
 MAX_TOKENS = 1 << 30
-# What a plan may be asked for at most.
+# The most that a plan may be asked for.
 MOST: Mapping[str, int] = {
     "nodes": 64,
     "max_model_len": MAX_TOKENS,
@@ -24,8 +24,8 @@ _DECIMAL_CAPITAL = re.compile(r"\..*[KMGT]")
 
 
 def multiple(letter: str) -> int:
-    """What vLLM multiplies by (vllm/utils/argparse_utils.py, human_readable_int): a small letter of kmgt is a power of 1000, a capital one
-    of 1024, and none is 1."""
+    """The factor of vLLM's amounts (vllm/utils/argparse_utils.py, human_readable_int): a small letter of kmgt is a power of 1000, a capital
+    one of 1024, and none is 1."""
     return int((1000 if letter.islower() else 1024) ** " kmgt".index(letter.lower() or " "))
 
 

@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 from sparkd import metrics
+from workers.interpreter import PACKAGE_DIR
 
 log = logging.getLogger("sparkd.boundary")
 
@@ -18,6 +20,7 @@ KEPT_S = 600.0
 LOG_EVERY_S = 60.0
 # Before a task of the daemon that ended by an error begins again.
 PAUSE_S = 5.0
+_OUR_FILES = (f"{PACKAGE_DIR}/sparkd/", f"{PACKAGE_DIR}/workers/")
 
 
 @dataclass(slots=True)
@@ -39,9 +42,11 @@ class Boundary:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._caught: dict[tuple[str, str, str], _Caught] = {}
+        # By the name of its class: when an error of a library's own work was logged last.
+        self._foreign_logged_s: dict[str, float] = {}
 
-    def caught(self, where: str, error: BaseException, model: str = "") -> None:
-        """Take note of an error. where: one word, the same for all models."""
+    def caught(self, where: str, error: BaseException, model: str = "", context: str = "") -> None:
+        """Take note of an error. where: one word, the same for all models. context: more for the log, free of anybody's data."""
         metrics.INTERNAL_ERRORS.labels(where).inc()
         now_s, kind = self._clock(), (where, model, type(error).__name__)
         known = self._caught.setdefault(kind, _Caught(0, now_s, float("-inf")))
@@ -50,7 +55,8 @@ class Boundary:
         known.times, known.at_s = known.times + 1, now_s
         if now_s - known.logged_s >= LOG_EVERY_S:
             known.logged_s = now_s
-            log.error("sparkd made an error in %s%s", where, f" of {model}" if model else "", exc_info=error)
+            place = f"{where}{f' of {model}' if model else ''}{f': {context}' if context else ''}"
+            log.error("sparkd made an error in %s", place, exc_info=error)
 
     @property
     def condition(self) -> str | None:
@@ -80,12 +86,17 @@ class Boundary:
         return task
 
     def heard(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """The loop's exception handler: for callbacks, and for tasks of libraries that nothing waits for."""
+        """The loop's exception handler: for callbacks, and for tasks that nothing waits for. An error that passed through none of our code
+        is a library's own, and only logged."""
         error = context.get("exception")
-        if isinstance(error, Exception):
-            self.caught("loop", error)
-        else:
+        # asyncio shows a callback with its arguments, which may be anything: a key, too.
+        message = str(context.get("message")).partition("(")[0]
+        if not isinstance(error, Exception):
             loop.default_exception_handler(dict(context))
+        elif _is_ours(error):
+            self.caught("loop", error, context=message)
+        else:
+            self._log_foreign(message, error)
 
     async def guarded(self, where: str, work: Awaitable[object], model: str = "") -> None:
         with self.around(where, model):
@@ -98,6 +109,12 @@ class Boundary:
                 await work()
                 return
             await asyncio.sleep(PAUSE_S)
+
+    def _log_foreign(self, message: str, error: Exception) -> None:
+        now_s, kind = self._clock(), type(error).__name__
+        if now_s - self._foreign_logged_s.get(kind, float("-inf")) >= LOG_EVERY_S:
+            self._foreign_logged_s[kind] = now_s
+            log.warning("a library that sparkd uses made an error: %s", message, exc_info=error)
 
 
 class Around:
@@ -119,6 +136,10 @@ class Around:
             with self._boundary.around(self._where, self._model):
                 self._failed(f"sparkd made an error ({type(error).__name__}); its log has more.")
         return True
+
+
+def _is_ours(error: Exception) -> bool:
+    return any(frame.f_code.co_filename.startswith(_OUR_FILES) for frame, _ in walk_tb(error.__traceback__))
 
 
 def is_end(error: BaseException) -> bool:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.errors import CheckpointError, ConfigError, Conflict
 from sparkd.quantizing import AUTO
-from sparkd.source import CONFIG_PATH, name_of, snapshot_of, source_of
+from sparkd.source import name_of, snapshot_of, source_of
 from workers.stream import cache
 from workers.stream.manifest import model_name
-from workers.stream.recipe import Recipe
 
 if TYPE_CHECKING:
     from sparkd.config import Config
+    from workers.stream.recipe import Recipe
 
 
 _AS_ITS_USER = "Run this as the user that sparkd runs as."
@@ -88,7 +87,11 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
 
     quantize: a recipe as YAML, in place of the configured one.
     """
+    from sparkd.trust import at_trusted_commit
+    from workers.stream.recipe import Recipe
+
     configured = config.lookup(model)
+    configured = configured and at_trusted_commit(configured, config)
     source = source_of(configured.model if configured else model)
     runtime = configured.runtime_of(config.engine) if configured else config.engine.runtime
     env = {**environ, **(configured.environment(config.engine) if configured else {})}
@@ -106,14 +109,6 @@ def chosen(model: str, quantize: str | None, config: Config, environ: Mapping[st
     if not recipe.quantizes:
         raise ConfigError(f"{model} has no `quantize` that makes another checkpoint of it: give --quantize, such as --quantize nvfp4.")
     return Chosen(source, recipe, str(runtime) if runtime else "", str(config.quantized_path()))
-
-
-def config_of(given: Path | None, environ: Mapping[str, str]) -> Config:
-    """--config, else SPARKD_CONFIG, else the system's file where it is there, else the defaults. Raises ConfigError."""
-    from sparkd.config import load_config
-
-    named = Path(environ["SPARKD_CONFIG"]) if environ.get("SPARKD_CONFIG") else None
-    return load_config(given or named or (CONFIG_PATH if CONFIG_PATH.exists() else None), environ=environ)
 
 
 def _entries(config: Config) -> list[cache.Entry]:

@@ -2,7 +2,7 @@
 
 Its rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, without expandable segments, which vLLM sets for itself only where it
 puts weights to sleep): what was freed stays reserved, the smallest free block that is large enough is cut, and a free block is joined with
-its neighbours of the same segment only. So a step of a model reserves more than it ever holds at once. Of blocks of one size the lowest
+its neighbours of the same segment only. So a step of a model reserves more than it ever holds at once. The lowest of blocks of one size
 address goes first, and the driver of an H200 was seen to hand out addresses downwards, so that is the one of the youngest segment.
 """
 
@@ -35,7 +35,7 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = self.held = self.held_most = 0
-        # Of each stream's pools of large and of small blocks: (size, address), ascending.
+        # The blocks of each stream's pools of large and of small ones: (size, address), ascending.
         self._free: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = [([], [])]
         self._at: dict[int, Block] = {}
         self._lowest = _TOP

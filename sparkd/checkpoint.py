@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.safetensors import AGAIN, Shard, open_regular, read_header, shown
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from sparkd.tensor_class import CLASSES, VISION_PARTS, tensor_class
@@ -21,6 +21,8 @@ from sparkd.weight_index import INDEX, object_of, read_index
 __all__ = ["CLASSES", "VISION_PARTS", "Checkpoint", "Shard", "SourceQuantization", "TensorRef", "read_checkpoint", "tensor_class"]
 
 CONFIG = "config.json"
+# What Mistral's own format has instead.
+PARAMS = "params.json"
 MODELOPT = "hf_quant_config.json"
 # Far above any real one (a 190,000-tensor index is 18 MB); a file of another kind under this name is refused before it is parsed.
 MAX_JSON_BYTES = 32 << 20
@@ -29,20 +31,22 @@ _OTHER_KINDS = frozenset({".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgp
 # default_loader.py, _prepare_weights).
 FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 INDEX_END = ".index.json"
-# What a trainer leaves beside them (weight_utils.py, filter_files_not_needed_for_inference).
+COMPLETE = "Download the model again: what is there is kept"
+# The files that a trainer leaves beside them (weight_utils.py, filter_files_not_needed_for_inference).
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
 _NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.[a-z]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: config.json."""
+    """A folder's weights. tensors: by name, in the order of the shards, then of the offsets; config: what config_file says."""
 
     folder: str
     config: Mapping[str, Any]
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorRef]
     quantization: SourceQuantization | None
+    config_file: str = CONFIG
 
     @property
     def total_bytes(self) -> int:
@@ -72,13 +76,14 @@ class Source(Protocol):
 class Selection:
     """The files that count, in order, and the names of the tensors that the index has in each; None without an index."""
 
+    config_file: str
     config: Mapping[str, Any]
     files: Sequence[str]
     index: Mapping[str, bytes] | None
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """What a folder's checkpoint holds, from its headers alone. Raises CheckpointError, which names file, tensor, reason and cure.
+    """A folder's checkpoint, from its headers alone. Raises CheckpointError, which names file, tensor, reason and cure.
 
     The files are those that model.safetensors.index.json names, else every *.safetensors (without consolidated*, Mistral's second copy,
     where model* is there too). The snapshot folders of a hub cache, whose files are links, work.
@@ -107,14 +112,19 @@ def lacking_weights(names: Collection[str], content: Callable[[str], bytes]) -> 
 
 
 def selected(source: Source) -> Selection:
-    """What a source's small files say. Raises CheckpointError."""
-    if CONFIG not in source.names:
-        raise CheckpointError("there is no config.json in it", file=source.place, cure="Give the folder that holds the model's own files")
-    config = object_of(source.content(CONFIG), source.path(CONFIG), AGAIN)
+    """A source's small files. Raises CheckpointError."""
+    file = next((name for name in (CONFIG, PARAMS) if name in source.names), None)
+    if file is None:
+        raise _without_config(source)
+    config = object_of(source.content(file), source.path(file), AGAIN)
     if INDEX not in source.names:
-        return Selection(config, _weight_files(source.place, source.names), None)
+        files = _weight_files(source.place, source.names)
+        if lacking := sorted(_numbered(files) - set(source.names)):
+            more = f" and {len(lacking) - 1} more files" if len(lacking) > 1 else ""
+            raise CheckpointIncomplete(f"{lacking[0]}{more} of its weights are not there", file=source.place, cure=COMPLETE)
+        return Selection(file, config, files, None)
     index = read_index(source.content(INDEX), source.path(INDEX))
-    return Selection(config, sorted(index), index)
+    return Selection(file, config, sorted(index), index)
 
 
 def assembled(source: Source, selection: Selection) -> Checkpoint:
@@ -138,7 +148,7 @@ def assembled(source: Source, selection: Selection) -> Checkpoint:
         raise CheckpointError("its safetensors files hold no tensor", file=source.place, cure=AGAIN.replace("file", "checkpoint"))
     modelopt = object_of(source.content(MODELOPT), source.path(MODELOPT), AGAIN) if MODELOPT in source.names else None
     quantization = source_quantization(selection.config, modelopt, tensors_by_name)
-    return Checkpoint(source.place, selection.config, tuple(shards), tensors_by_name, quantization)
+    return Checkpoint(source.place, selection.config, tuple(shards), tensors_by_name, quantization, selection.config_file)
 
 
 class Folder:
@@ -186,8 +196,26 @@ def _wanted(folder: str, names: Collection[str], content: Callable[[str], bytes]
             continue  # who loads it says what is wrong with it
     if indexed:
         return indexed
+    return _numbered(weights)
+
+
+def _numbered(weights: Iterable[str]) -> set[str]:
+    """All files of the sets that the numbers in these names speak of."""
     sets = filter(None, map(_NUMBERED.fullmatch, weights))
     return {f"{one[1]}-{number:05d}-of-{one[2]}{one[3]}" for one in sets for number in range(1, int(one[2]) + 1)}
+
+
+def _without_config(source: Source) -> CheckpointError:
+    """With what may be meant: a folder below, or a format that vLLM reads and sparkd does not count."""
+    reason = f"there is no {CONFIG} in it"
+    below = next((name for name in sorted(source.names) if os.path.isfile(os.path.join(source.place, name, CONFIG))), None)
+    if below is not None:
+        return CheckpointError(reason, file=source.place, cure=f"Name the model's own folder, such as {os.path.join(source.place, below)}")
+    other = next((name for name in sorted(source.names) if name.endswith(".gguf")), None)
+    if other is not None:
+        cure = "vLLM may serve it all the same: load it with memory_gib in its entry"
+        return CheckpointError(f"{reason}, only {shown(other)}, which is not counted", file=source.place, cure=cure)
+    return CheckpointIncomplete(reason, file=source.place, cure=COMPLETE)
 
 
 def _first_copy(names: list[str], beside: Collection[str] = ()) -> list[str]:

@@ -21,6 +21,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.source import FOLDER_SIGNS
+from workers import regular_file
 
 if TYPE_CHECKING:
     import httpx
@@ -29,6 +30,8 @@ DEFAULT_URL = "http://127.0.0.1:4000"
 ADMIN = "/admin/v1"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
+# A key has at most 512 letters; the rest is comments.
+_KEY_FILE_BYTES = 1 << 16
 _KEY = re.compile(r"[!-~]{1,512}")
 _NAMES_A_PORT = re.compile(r"://[^/]*:\d{1,5}(?:/|$)")
 
@@ -106,7 +109,7 @@ class Client:
         return self.get(model_path(name))
 
     def follow_log(self, name: str, cursor: str, rank: int = 0) -> Iterator[str]:
-        """What is written to a model's log from `cursor` on, until the daemon ends."""
+        """The lines that are written to a model's log from `cursor` on, until the daemon ends."""
         asked = {"follow": "true", "cursor": cursor, "rank": str(rank)}
         with self._stream("GET", f"{ADMIN}{model_path(name)}/log", params=asked) as response:
             yield from response.iter_text()
@@ -161,7 +164,7 @@ class Client:
             return body
         if response.status_code == 401:
             raise _key_refused(self.base_url, self.has_key)
-        # Of other servers with OpenAI's API the code is a number.
+        # Other servers with OpenAI's API give a number as the code.
         if not isinstance(body, dict) or not isinstance(body.get("error"), dict) or isinstance(body["error"].get("code"), int):
             raise self._stranger(response.status_code)
         raise refusal(body["error"].get("code"), _message(body) or f"sparkd answered {response.status_code} without a reason.", body)
@@ -235,7 +238,7 @@ def refusal(code: object, message: str, body: Mapping[str, Any] | None = None) -
     told = body or {}
     param = told.get("error", {}).get("param")
     SparkdError.__init__(error, message, param=None if param is None else str(param))
-    # What a class's own constructor sets, which cannot be called with a body.
+    # The attributes that a class's own constructor sets, which cannot be called with a body.
     vars(error).update(loading=told.get("loading") or {}, held_by=told.get("held_by") or [])
     return error
 
@@ -254,7 +257,7 @@ def _key_refused(url: str, had_key: bool) -> SparkdError:
 
 def _first_line(path: Path) -> str:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = regular_file.read(path, _KEY_FILE_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The key file cannot be read: {reason}. Name a file that holds one key.", file=str(path)) from None

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sparkd.abilities import Abilities
 from sparkd.boundary import Boundary
 from sparkd.config import Config, ModelConfig
-from sparkd.errors import AgentLost, ClusterError, ModelUnusable, NodeRefused, RankError, refused_by
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers, ModelUnusable, NodeRefused, RankError, refused_by
 from sparkd.fabric import Fabric
 from sparkd.fabric_findings import Finding
 from sparkd.fabric_nodes import FabricNodes, ray_environment
 from sparkd.memory import reading
 from sparkd.model_folder import unusable
+from sparkd.node_runtime import RUNTIME_S, NodeRuntime, runtime_in_sight, runtimes_in_sight
 from sparkd.parser_choice import expected
 from sparkd.parsers import Parsers
 from sparkd.placement import Placement, offered_gib
 from sparkd.places import Places
-from sparkd.rank_folders import agent_arguments, rank_folders
+from sparkd.rank_folders import agent_arguments, rank_folders, remove_empty
 from sparkd.rayhead import LOOPBACK, RayHead, costs_of, node_environment
 from sparkd.raylink import RayLink, or_none
 from sparkd.room import Book
@@ -37,7 +36,8 @@ from sparkd.start import Attempt, Starter, Tell
 from sparkd.state import RankFact, RankHandle
 from sparkd.tasks import abilities_of
 from sparkd.transport import proof
-from sparkd.upstream import Upstream, served_length, served_names, served_routes
+from sparkd.trust import at_trusted_commit
+from sparkd.upstream import ServedModels, Upstream, served_models, served_routes
 from workers.agent import Agent
 
 log = logging.getLogger("sparkd.cluster")
@@ -50,8 +50,6 @@ DESTROY_TIMEOUT_S = 60.0
 RECONNECT_EVERY_S = 2.0
 RECONCILE_EVERY_S = 60.0
 MISSES_BEFORE_RECOVERY = 3
-# Made by systemd for the unit, and removed by it.
-SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 UNSERVED_GRACE_S = 2.0
 
 T = TypeVar("T")
@@ -81,6 +79,7 @@ class Cluster:
                 port=config.cluster.port,
                 memory_gib=self.total_gib,
                 object_store_mib=config.cluster.object_store_memory_mib,
+                starts="CREDENTIALS_DIRECTORY" not in environ,
                 rank_folders=self._rank_folders,
                 fabric=ray_environment,
             )
@@ -130,6 +129,9 @@ class Cluster:
         """Reading and ranks of every node, from its agent; of this node directly while its agent does not answer."""
         self._sight.begin(time.monotonic())
         could_look, self._last_look = self._link.connected, None
+        differing = {address for address, error in self._link.unmet.items() if isinstance(error, CodeDiffers)}
+        for address in differing:
+            self._sight.stays(address, time.monotonic())
         known, self._unreadable = self._unreadable, {}
         addresses = [ip for ip in self._link.nodes() if ip != self.node_ip and ip not in self._silent]
         away = [ip for ip in self._link.port_of if (ip in self._silent or not could_look) and self._sight.awaits(ip)]
@@ -158,7 +160,7 @@ class Cluster:
             no_raylet=self._sight.no_raylet,
             trouble=self._trouble
             or self._upkeep_trouble
-            or told_of(missing)
+            or told_of([node for node in missing if node.address not in differing])
             or told_of_unreadable(self._unreadable)
             or told_of_strangers(self._link.unmet, self._clocks()),
             cluster=about,
@@ -179,6 +181,18 @@ class Cluster:
         asked = (self.ask(node_ip, method, *arguments, timeout_s=FABRIC_TIMEOUT_S) for node_ip in nodes)
         return dict(zip(nodes, await asyncio.gather(*(or_none(one) for one in asked)), strict=True))
 
+    async def runtime(self, interpreter: str) -> NodeRuntime:
+        """That of this node, or of another where this one has no vLLM there. Raises RankError where no node in sight has it."""
+        return await runtime_in_sight(self.in_sight(), partial(self._runtime_on, interpreter), vllm=True)
+
+    async def runtimes(self, interpreter: str) -> list[NodeRuntime]:
+        """The same, and one for each other release that another node has."""
+        return await runtimes_in_sight(self.in_sight(), partial(self._runtime_on, interpreter), vllm=True)
+
+    async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
+        facts: Mapping[str, Any] = await self.ask(node, "runtime", interpreter, timeout_s=RUNTIME_S)
+        return facts
+
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """See FabricNodes.unlinked: of the nodes in sight."""
         return await self._fabric.unlinked(self.in_sight(), rdma=rdma)
@@ -188,7 +202,7 @@ class Cluster:
         self._fabric.passed = passed
 
     def book(self) -> Book:
-        """What the nodes in sight lend, and who holds how much of it."""
+        """The memory that the nodes in sight lend, and how much of it each model holds."""
         return self._places.book()
 
     async def place(self, spec: ModelConfig) -> Placement:
@@ -226,6 +240,7 @@ class Cluster:
         """The abilities that the model's files on this node show. Another engine than vLLM has only its max_model_len."""
         if not spec.runs_vllm(self._config.engine):
             return Abilities(max_model_len=spec.max_model_len if isinstance(spec.max_model_len, int) else None)
+        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config)
         return await asyncio.to_thread(abilities_of, spec, spec.environment(self._config.engine))
 
     async def parsers(self, spec: ModelConfig) -> Parsers | None:
@@ -233,11 +248,12 @@ class Cluster:
         engine = self._config.engine
         if not spec.runs_vllm(engine):
             return None
+        spec = await asyncio.to_thread(at_trusted_commit, spec, self._config)
         return await HUB.run(expected, spec, spec.environment(engine), spec.runtime_of(engine))
 
-    async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
-        """`known` with what the engine itself tells."""
-        return replace(known, routes=await served_routes(upstream), max_model_len=await served_length(upstream) or known.max_model_len)
+    async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
+        """`known` with what the engine itself tells. models: its model list."""
+        return replace(known, routes=await served_routes(upstream), max_model_len=models.max_model_len or known.max_model_len)
 
     async def release(self, model: str) -> None:
         await self._places.release(model)
@@ -273,8 +289,9 @@ class Cluster:
         key = await self._link.call(handle.node_id, lambda agent: agent.api_key.remote(handle.rank_id), OBSERVE_TIMEOUT_S)
         return Upstream(base_url=f"http://{handle.host}:{handle.port}", api_key=key)
 
-    async def served_names(self, upstream: Upstream) -> list[str] | None:
-        return await served_names(upstream)
+    async def served_models(self, upstream: Upstream) -> ServedModels | None:
+        """See upstream.served_models."""
+        return await served_models(upstream)
 
     async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
         """See transport.proof: of the ranks of one model."""
@@ -306,9 +323,7 @@ class Cluster:
             self._here.destroy({"rank_id": rank_id}, UNSERVED_GRACE_S)
         if not self._here.observe()["ranks"]:
             shutil.rmtree(run_dirs, ignore_errors=True)
-        if run_dirs.parent != SYSTEM_RUNTIME_DIR:
-            with contextlib.suppress(OSError):
-                run_dirs.parent.rmdir()
+        remove_empty(run_dirs.parent)
 
     async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """One method of a node's agent; of this node, while its agent is not connected, of the agent's own code here.

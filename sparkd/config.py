@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparkd import kv_sizing, loud, quantizing, yamlfile
+from sparkd import kv_sizing, quantizing, yamlfile
 from sparkd.added import refuse_over_admin, refuse_paths
 from sparkd.config_fields import (
     AbsolutePath,
@@ -35,9 +36,10 @@ from sparkd.config_fields import (
     Section,
     Word,
     is_loopback,
+    no_bool,
     split_address,
 )
-from sparkd.config_groups import Groups
+from sparkd.config_groups import Groups, known_or_nearest
 from sparkd.config_memory import Memory
 from sparkd.config_source import (
     canonical,
@@ -50,22 +52,20 @@ from sparkd.config_source import (
     table_of,
 )
 from sparkd.errors import ConfigError
-from sparkd.installed import dropped
 from sparkd.keys import Keys, load_keys
 from sparkd.model_config import ModelConfig, config_hash
-from sparkd.model_folder import places_of, unusable
+from sparkd.model_folder import places_of
 from sparkd.recipe_book import Book
 from sparkd.recipes import book_of, expand_models, expanded
-from sparkd.uncounted import reserved_whole
-from sparkd.yamlfile import Place, Problem
+from sparkd.yamlfile import Place, Problem, Table
+from workers import regular_file
 from workers.hub_cache import cache_places
 
-__all__ = ["Config", "ModelConfig", "Problem", "check", "config_hash", "is_loopback", "load_config", "parse_model"]
+__all__ = ["Config", "ModelConfig", "Problem", "config_hash", "is_loopback", "load_config", "parse_model"]
 
 GIB = 1024**3
 MIB = 1024**2
 STATE_DIR = Path("/var/lib/sparkd")
-_NO_ADMIN_KEY = "There are inference keys and no admin key, so nobody can use the admin API or the command line: set keys.admin_file."
 
 
 def _log_level(value: Any) -> Any:
@@ -73,7 +73,7 @@ def _log_level(value: Any) -> Any:
 
 
 class Limits(Section):
-    """What one client may cost the gateway; bytes and seconds."""
+    """The most that one client may cost the gateway; bytes and seconds."""
 
     max_body_bytes: PositiveCount = 64 * MIB
     max_header_bytes: Annotated[PositiveCount, Field(ge=1024)] = 32 * 1024
@@ -117,7 +117,7 @@ class Backoff(Section):
 
     initial_s: PositiveSeconds = 10
     max_s: PositiveSeconds = 300
-    jitter: Annotated[float, Field(ge=0, le=1)] = 0.25
+    jitter: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = 0.25
     reset_after_s: PositiveSeconds = 600
 
     @model_validator(mode="after")
@@ -229,7 +229,7 @@ class Config(Section):
 
     def book(self) -> Book:
         """The recipes that a model may name."""
-        return Book(self.recipes_dir, os.environ)
+        return Book(self.recipes_dir, os.environ, self.state_dir)
 
     def names(self) -> dict[str, str]:
         """Every name a request may use -> the model's canonical name."""
@@ -242,7 +242,7 @@ class Config(Section):
     def preload(self) -> tuple[str, ...]:
         """Canonical names of the models to load at start: the hook's first, in its order."""
         names = self.names()
-        wanted = [names[name] for name in self.hooks.on_startup.preload]
+        wanted = [names[name] for name in self.hooks.on_startup.preload if name in names]
         return tuple(dict.fromkeys([*wanted, *(model.name for model in self.models.values() if model.preload)]))
 
     def ttl_s(self, model: ModelConfig) -> float:
@@ -285,9 +285,11 @@ class Config(Section):
         cure = "Set keys.inference_file and keys.admin_file (or keys.inference, keys.admin)"
         if reachable:
             raise ConfigError(
-                f"listen: {self.listen} can be reached from other machines, and there is no key. {cure}, or listen on 127.0.0.1."
+                f"listen: {self.listen} can be reached from other machines, and there is no key. {cure}, or listen on 127.0.0.1.",
+                param="listen",
             )
-        raise ConfigError(f"cors.origins: '*' lets every web page use the models, and there is no key. {cure}, or name the pages' origins.")
+        every = "cors.origins: '*' lets every web page use the models, and there is no key"
+        raise ConfigError(f"{every}. {cure}, or name the pages' origins.", param="cors.origins")
 
 
 def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str]) -> Config:
@@ -295,40 +297,23 @@ def load_config(path: Path | None, *, flags: Mapping[str, Any] | None = None, en
 
     flags: dotted keys ("listen", "engine.platform"; None is "not given"); "models" adds whole models by name.
     """
-    config, problems, _ = _read(path, flags or {}, environ)
-    if config is None:
-        raise error_of(problems)
-    return config
-
-
-def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
-    """What `load_config` and the start would complain about, and warnings: loose file rights, short keys, folders that are not there."""
-    config, problems, names = _read(path, {}, environ)
-    if config is None:
-        return problems
-    try:
-        ring = load_keys(config.keys, environ)
-        problems += ring.warnings
-        if ring.inference and not ring.admin:
-            problems.append(Problem(str(path), None, _NO_ADMIN_KEY, "warning"))
-        config.check_bind(environ)
-    except ConfigError as error:
-        place = Place(error.file, error.line)
-        problems.append(Problem(error.file or str(path), error.line, error.message.removeprefix(str(place.problem("")))))
-    return yamlfile.masked([*problems, *_warnings(config, path)], names, environ)
+    reading = read(path, flags or {}, environ)
+    if reading.config is None:
+        raise error_of(reading.problems)
+    return reading.config
 
 
 def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Book | None = None) -> ModelConfig:
     """One model from a plain map, as the admin API or a recipe gives it. Raises ConfigError.
 
     over_admin refuses what an admin key alone must not bring in (sparkd.added): code, files, addresses, another Python.
-    What a recipe of this machine brings is its operator's word. book: the recipes; those that come with sparkd where it is None.
+    The settings of a recipe on this machine are its operator's word. book: the recipes; those that come with sparkd where it is None.
     """
     problems: list[Problem] = []
     own = canonical(table_of({"models": {name: dict(raw)}}, Place()), Config, problems)["models"].get(name)
     model, tree = None, own
     if over_admin and own is not None:
-        refuse_paths(own)
+        refuse_paths(own, book)
     try:
         if own is not None:
             tree = expanded(name, own, book or Book(None, {}), problems)
@@ -342,41 +327,60 @@ def parse_model(name: str, raw: Mapping[str, Any], *, over_admin: bool, book: Bo
     return model
 
 
-def _read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Config | None, list[Problem], Collection[str]]:
-    """The configuration where nothing is wrong, what is, and the variables that the file takes values out of, which no problem shows."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A configuration as it was read. config: None where something is wrong with it; tree: its keys, each with its place; env_names: the
+    variables that the file takes values out of, which no problem shows; base: the folder that relative paths count from."""
+
+    config: Config | None
+    tree: Table
+    problems: list[Problem]
+    env_names: Collection[str]
+    base: Path | None
+
+
+def read(path: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Reading:
+    """File, environment and flags. Never raises."""
     document = yamlfile.Document()
     if path is not None:
         try:
-            with path.open("rb") as file:
-                raw = file.read(yamlfile.MAX_BYTES + 1)
-        except OSError as error:
-            return None, [Problem(str(path), None, f"The file cannot be read: {error.strerror}. Give the path of a sparkd.yaml.")], ()
+            raw = regular_file.read(path, yamlfile.MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "its name holds a zero byte"
+            problem = Problem(str(path), None, f"The file cannot be read: {reason}. Give the path of a sparkd.yaml.")
+            return Reading(None, Table(), [problem], (), None)
         document = yamlfile.parse(raw, str(path), environ)
     problems = document.problems
     tree = canonical(document.table, Config, problems)
     overlay_environ(tree, environ, document.env_names, problems, Config)
     overlay_flags(tree, flags, problems, Config)
     config, base = None, path.absolute().parent if path else None
-    expand_models(tree.get("models"), book_of(tree.get("recipes_dir"), base, environ), problems)
+    expand_models(tree.get("models"), book_of(tree.get("recipes_dir"), tree.get("state_dir", STATE_DIR), base, environ), problems)
     try:
         config = Config.model_validate(tree, context={"base": base})
     except ValidationError as error:
         problems += problems_of(error, tree)
     if config is not None:
-        problems += [place_of(tree, location).problem(message) for location, message in _cross_checks(config)]
-    return (None if problems else config), yamlfile.masked(in_order(problems), document.env_names, environ), document.env_names
+        problems += cross_problems(config, tree)
+    problems = yamlfile.masked(in_order(problems), document.env_names, environ)
+    return Reading(None if problems else config, tree, problems, document.env_names, base)
 
 
-def _cross_checks(config: Config) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """What one key says about another, each with the location of the key to blame."""
+def cross_problems(config: Config, tree: Table, others: Collection[str] = ()) -> list[Problem]:
+    """The mistakes of one key about another, at the key to blame. others: names of models that are not in `config`."""
+    return [place_of(tree, location).problem(message) for location, message in _cross_checks(config, others)]
+
+
+def _cross_checks(config: Config, others: Collection[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Each with the location of the key to blame."""
     yield from ((("models", *location), message) for location, message in _conflicts(config.models, config.engine))
-    names = config.names()
+    names = {name: name for name in others} | config.names()
     yield from config.groups.problems(names)
     for index, name in enumerate(config.hooks.on_startup.preload):
         if name not in names:
             yield (
                 ("hooks", "on_startup", "preload", index),
-                f"hooks.on_startup.preload names {name!r}, which no model is called. Known: {', '.join(sorted(names)) or 'none'}.",
+                f"hooks.on_startup.preload names {name!r}, which no model is called. {known_or_nearest(name, names)}",
             )
 
 
@@ -397,33 +401,3 @@ def _conflicts(models: Mapping[str, ModelConfig], engine: Engine) -> Iterator[tu
             yield (model.name, "quantize"), f"models.{model.name}.quantize: {why}"
         if why := kv_sizing.unreadable(model, model.environment(engine)):
             yield (model.name, "env"), f"models.{model.name}.env: {why}"
-
-
-def _warnings(config: Config, path: Path) -> Iterator[Problem]:
-    from sparkd.vllm_table import refused, unknown_parsers
-
-    if (config.keys.inference or config.keys.admin) and path.stat().st_mode & 0o004:
-        yield Problem(
-            str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
-        )
-    if config.engine.runtime is not None and not config.engine.runtime.exists():
-        yield Problem(str(path), None, f"engine.runtime: {config.engine.runtime} does not exist on this node.", "warning")
-    for model in config.models.values():
-        if why := unusable(model.model, vllm=model.runs_vllm(config.engine)):
-            yield Problem(str(path), None, f"models.{model.name}.model: {why}", "warning")
-        for remark in quantizing.remarks(model, model.environment(config.engine)):
-            yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
-        said = dropped(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine))
-        for remark in (*said, *reserved_whole(model, ModelConfig.model_fields)):
-            yield Problem(str(path), None, f"models.{model.name}: {remark}", "warning")
-        if model.runs_vllm(config.engine):
-            for remark in unknown_parsers(model.vllm_flags(), model.environment(config.engine), model.runtime_of(config.engine)):
-                yield Problem(str(path), None, f"models.{model.name}: it will not start: {remark}", "warning")
-        if model.extra_args and model.runs_vllm(config.engine):
-            env, runtime = model.environment(config.engine), model.runtime_of(config.engine)
-            for remark in refused(model.vllm_flags(), env, runtime, config.state_dir, ask=True, aloud=True):
-                yield Problem(str(path), None, f"models.{model.name}: it will not start: {remark}", "warning")
-        if told := loud.remark(model.vllm_flags(), model.environment(config.engine)):
-            yield Problem(str(path), None, f"models.{model.name}: {told}", "warning")
-        if model.runtime is not None and not model.runtime.exists():
-            yield Problem(str(path), None, f"models.{model.name}.runtime: {model.runtime} does not exist on this node.", "warning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,10 @@ Method = Literal["off", "ngram", "suffix", "mtp", "dflash"]
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SHELLS_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)")
+_FOUR_NUMBERS = "an IPv4 address has four numbers up to 255, such as 10.0.0.1"
+# PATH_MAX and NAME_MAX (limits.h), with room for the working folder and for names of ours below a folder.
+_PATH_BYTES, _NAME_BYTES = 3072, 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::[0-9]{1,5})?")
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
@@ -60,6 +65,10 @@ def absolute_from(path: Path, base: Path | None) -> Path:
     text = str(path)
     if not text or _CONTROL.search(text):
         raise ValueError("a path is expected, without control characters")
+    if variable := _SHELLS_VARIABLE.search(text):
+        raise ValueError(f"no shell fills in {variable[0]}: write ${{env.{variable[1] or variable[2]}}}, or the whole path")
+    if len(os.fsencode(text)) > _PATH_BYTES or any(len(os.fsencode(part)) > _NAME_BYTES for part in path.parts):
+        raise ValueError(f"the kernel takes {_PATH_BYTES} bytes at most, and {_NAME_BYTES} for each name in it")
     try:
         expanded = path.expanduser()
     except RuntimeError as error:
@@ -92,7 +101,14 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(value: str) -> str:
-    split_address(value)
+    host, _ = split_address(value)
+    if host.startswith("-"):
+        raise ValueError("the name of a host does not begin with '-'")
+    if host.replace(".", "").isdecimal():
+        try:
+            socket.inet_aton(host)  # 127.1 is 127.0.0.1
+        except OSError:
+            raise ValueError(_FOUR_NUMBERS) from None
     return value
 
 
@@ -100,6 +116,29 @@ def check_ipv4(value: str) -> str:
     """An address of a node: not an IPv6 one. With or without a port."""
     if value.count(":") > 1:
         raise ValueError("the nodes of a cluster talk to each other by IPv4: give that address of the node")
+    host = value.partition(":")[0]
+    if host.replace(".", "").isdecimal():
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            raise ValueError(_FOUR_NUMBERS) from None
+    return value
+
+
+def check_node_ip(value: str) -> str:
+    """One address of this node, by which the others reach it."""
+    check_ipv4(value)
+    if not re.fullmatch(r"[A-Za-z0-9.-]+", value):
+        raise ValueError("an address alone is expected, such as 10.0.0.1, without a port and without the size of its network")
+    if value == "0.0.0.0":
+        raise ValueError("0.0.0.0 is every address: give the one by which the other nodes reach this one, such as 10.0.0.1")
+    return value
+
+
+def not_empty(value: Any) -> Any:
+    """An empty text would be the working folder, and a blank one a folder that nobody finds."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("a path is expected, and this is empty")
     return value
 
 
@@ -149,6 +188,8 @@ def environment(value: Any) -> Any:
     """env: a map, or llama-swap's list of 'NAME=value'. Values are kept as secrets: they often are."""
     pairs: list[tuple[Any, Any, Any]]
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        if (bare := next((index for index, item in enumerate(value) if "=" not in item), None)) is not None:
+            raise refuse("must be a map of NAME: value, or a list of 'NAME=value'; an item here has no '='", item=bare)
         pairs = [(index, *item.partition("=")[::2]) for index, item in enumerate(value)]
     elif isinstance(value, Mapping):
         pairs = [(name, name, text) for name, text in value.items()]
@@ -172,13 +213,13 @@ Count = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=2**53)]
 PositiveCount = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=2**53)]
 Gib = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1e6)]
 Address = Annotated[str, AfterValidator(check_address)]
-AbsolutePath = Annotated[Path, AfterValidator(absolute)]
+AbsolutePath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
 Name = Annotated[str, AfterValidator(check_name)]
 Origin = Annotated[str, AfterValidator(check_origin)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many)]
 Word = Annotated[str, AfterValidator(check_word)]
 NodeAddress = Annotated[Address, AfterValidator(check_ipv4)]
-NodeIp = Annotated[Word, AfterValidator(check_ipv4)]
+NodeIp = Annotated[Word, AfterValidator(check_node_ip)]
 Arguments = Annotated[tuple[str, ...], BeforeValidator(arguments)]
 Metadata = Annotated[dict[str, Any], BeforeValidator(plain)]
 Environment = Annotated[dict[str, SecretStr], BeforeValidator(environment)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from sparkd.config_fields import Names, Section
+from sparkd.nearest import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,24 @@ class Groups(Section):
             for index, group in enumerate(getattr(self, key)):
                 for position, name in enumerate(group):
                     if name not in names:
-                        known = ", ".join(sorted(names)) or "none"
-                        yield ("groups", key, index, position), f"groups.{key} names {name!r}, which no model is called. Known: {known}."
+                        message = f"groups.{key} names {name!r}, which no model is called. {known_or_nearest(name, names)}"
+                        yield ("groups", key, index, position), message
+                if len(group) < 2 or len({names.get(name, name) for name in group}) < len(group):
+                    mistake = f"{', '.join(group)} names a model twice, or one alone" if group else "a group here is empty"
+                    message = f"groups.{key}: {mistake}. A group is of two or more models."
+                    yield ("groups", key, index), message
         ties = self.ties(names)
         for index, group in enumerate(self.exclude):
             for one, other in _pairs((group,), names):
                 if other in ties.companions_of(one):
                     told = f"{one} and {other} exclude each other here and accompany each other in groups.accompany"
                     yield ("groups", "exclude", index), f"groups.exclude: {told}. Take one of the two out."
+
+
+def known_or_nearest(name: str, names: Collection[str]) -> str:
+    """The end of a sentence about a name that no model has."""
+    near = nearest(name, names)
+    return f"Did you mean {near}?" if near else f"Known: {', '.join(sorted(names)) or 'none'}."
 
 
 def _pairs(groups: tuple[tuple[str, ...], ...], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from sparkd.config_fields import Gib, PositiveSeconds, Section
+from sparkd.config_fields import Gib, PositiveSeconds, Section, no_bool
 
 if TYPE_CHECKING:
     from workers.guard import Limits
@@ -27,7 +27,7 @@ class Memory(Section):
     soft_gib: Gib | Literal["auto"] = "auto"
     hard_gib: Gib | Literal["auto"] = "auto"
     floor_gib: Gib | Literal["auto"] = "auto"
-    os_reserve_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    os_reserve_gib: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1e6)] | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
     def _in_order(self) -> Memory:
@@ -49,7 +49,8 @@ class Memory(Section):
         return Limits.of(mem_total_bytes, **{name: None if limit == "auto" else limit for name, limit in given.items()})
 
     def os_reserve_bytes(self, mem_total_bytes: int) -> int:
-        """What stays free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70 GiB."""
+        """The bytes that stay free for the system. auto: 7 GiB on a Spark, whose host stalls rather than swaps, and a tenth on less than 70
+        GiB."""
         if self.os_reserve_gib == "auto":
             return min(7 * GIB, mem_total_bytes // 10)
         return int(self.os_reserve_gib * GIB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ ENV_PREFIX = "SPARKD_"
 OTHER_ENV = ("SPARKD_CONFIG", "SPARKD_URL", "SPARKD_API_KEY", "SPARKD_ADMIN_KEY")
 OTHER_ENV_FAMILY = "SPARKD_STUB_"
 
+_QUOTED = re.compile(r"'([^']*)'")
 # Below these keys nothing is ever repeated in a message: keys, tokens, and arguments that may hold them.
 _SECRET_KEYS = frozenset({"keys", "env", "extra_args", "inference", "admin"})
 _PATH_KEYS = frozenset(
@@ -53,7 +55,9 @@ def canonical(table: Table, section: type[BaseModel], problems: list[Problem], p
         else:
             near = _nearest(key, [*known, *ours])
             renamed.meant |= {ours.get(near, near)} if near else set()
-            problems.append(place.problem(f"{dotted((*path, key))} is not a known key{_hint(near, path)}"))
+            # A blank or a sign that nobody sees is shown by its number.
+            spelled = key if key.isprintable() and key.split() == [key] else ascii(key)
+            problems.append(place.problem(f"{dotted((*path, spelled))} is not a known key{_hint(near, path)}"))
     for key, value in list(renamed.items()):
         inner = _section(section, key)
         holds_models = top and key == "models"
@@ -115,8 +119,8 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
         if one["type"] == "missing" and _is_misspelt(tree, one["loc"]):
             continue
         context = one.get("ctx", {})
-        if one["type"] == "refused" and context.get("item") is not None:
-            _, place, _ = _locate(tree, (*one["loc"], context["item"]))
+        if item := _item(one):
+            _, place, _ = _locate(tree, (*one["loc"], *item))
         sentence = _sentence(one["type"], one["msg"], context)
         if context.get("repeats") and place.secret:
             sentence = "it comes from the environment and cannot be used (not shown, it may be a secret)"
@@ -127,6 +131,35 @@ def problems_of(error: ValidationError, tree: Table, path: tuple[str, ...] = ())
         place.problem(_explain((*path, *map(str, location)), place, value, sentences, complete))
         for (location, complete), (place, value, sentences) in found.items()
     ]
+
+
+def blamed(error: ValidationError, tree: Table) -> list[tuple[str | int, ...]]:
+    """The location of each of pydantic's errors, as far as it was written; the key's own name where that is missing."""
+    locations = ((*one["loc"], *_item(one)) for one in error.errors(include_url=False, include_input=False))
+    return list(dict.fromkeys(_locate(tree, location)[0] for location in locations))
+
+
+def without_key(tree: Table, location: Sequence[str | int]) -> bool:
+    """Take the innermost written key of `location` out of the tree, with all of its value; False where none of it was written."""
+    value: Any = tree
+    holder: Table | None = None
+    key = ""
+    for part in location:
+        if isinstance(value, Table) and part in value:
+            holder, key, value = value, str(part), value[str(part)]
+        elif isinstance(value, Items) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            break
+    if holder is not None:
+        del holder[key]
+    return holder is not None
+
+
+def _item(error: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """The key that a validator of a whole entry blames."""
+    item = error.get("ctx", {}).get("item") if error["type"] == "refused" else None
+    return () if item is None else (item,)
 
 
 def place_of(tree: Table, location: Sequence[str | int]) -> Place:
@@ -280,7 +313,7 @@ def _locate(tree: Table, location: Sequence[str | int]) -> tuple[tuple[str | int
 
 def _is_misspelt(tree: Table, location: Sequence[str | int]) -> bool:
     holder = _locate(tree, location[:-1])[2] if len(location) > 1 else tree
-    # What has a recipe needs no model.
+    # An entry with a recipe needs no model.
     meant = {"model": {"model", "recipe"}}.get(str(location[-1]), {str(location[-1])})
     return isinstance(holder, Table) and not meant.isdisjoint(holder.meant)
 
@@ -327,7 +360,15 @@ def _explain(path: Sequence[str], place: Place, value: Any, sentences: Sequence[
         return f"{name} is not a known key: mend its spelling, or remove it."
     if sentences == [_EXPECTED["missing"]]:
         return f"{name} is missing, and it is required."
-    return f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."
+    told = f"{name} is {_given(path, place, value)}; it must be {' or '.join(sentences)}."
+    if not isinstance(value, str) or _is_secret(path, place):
+        return told
+    near = nearest(value, [word for sentence in sentences for word in _QUOTED.findall(sentence)])
+    return f"{told} Did you mean {near}?" if near else told
+
+
+def _is_secret(path: Sequence[str], place: Place) -> bool:
+    return place.secret or not _SECRET_KEYS.isdisjoint(path)
 
 
 def _given(path: Sequence[str], place: Place, value: Any) -> str:
@@ -337,7 +378,7 @@ def _given(path: Sequence[str], place: Place, value: Any) -> str:
         return "a map"
     if isinstance(value, list | tuple):
         return "a list"
-    if place.secret or _SECRET_KEYS.intersection(path):
+    if _is_secret(path, place):
         return "something else (not shown, it may be a secret)"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

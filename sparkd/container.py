@@ -16,12 +16,12 @@ from sparkd.vllm_flags import SPECULATIVE, values_of
 from workers import ray_place
 from workers.kv.settings import VARIABLE as KV_VARIABLE
 
-# Of the cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
+# The cache folders that are worth keeping between containers: weights, and what compilers and autotuners made for this GPU.
 CACHES = {"~/.cache/huggingface": "/root/.cache/huggingface", "~/.cache/vllm": "/root/.cache/vllm"}
 JIT_CACHES = {"~/.cache/flashinfer": "/root/.cache/flashinfer", "~/.triton": "/root/.triton"}
 # Images of vLLM's project begin with the command `vllm serve`; all others, NVIDIA's among them, with a shell of their own.
 _SERVE_ENTRYPOINT = ("vllm/vllm-openai", "vllm-openai", "vllm-openai-cpu", "vllm-cpu-release-repo", "vllm-arm64-cpu-release-repo")
-# What only kernels and collectives for NVIDIA's GPUs read.
+# Variables that only kernels and collectives for NVIDIA's GPUs read.
 _OF_NVIDIA = ("NCCL_", "FLASHINFER_")
 # Where the plugin's packages lie in the container: the loader and the worker class come from the host.
 PLUGIN_FOLDER = "/opt/sparkd"
@@ -88,7 +88,8 @@ class Container:
 
 
 def containers(plan: Mapping[str, Any], image: str | None) -> list[Container]:
-    """Of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises ConfigError."""
+    """The command of each node of a plan's choice. image: None for the one that the model's recipe names, which is for GPUs. Raises
+    ConfigError."""
     choice = plan["choice"]
     if choice is None:
         return []

@@ -27,6 +27,7 @@ from sparkd.cluster import Cluster
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.console import Console
 from sparkd.errors import ConfigError, StateError
+from sparkd.foresight import Foresight
 from sparkd.gateway.acceptor import descriptor_limit, most_connections, most_requests
 from sparkd.gateway.answers import App, Receive, Scope, Send
 from sparkd.gateway.edge import Edge
@@ -38,6 +39,7 @@ from sparkd.keys import load_keys
 from sparkd.measures import Measures
 from sparkd.pulls import Pulls
 from sparkd.question import Asker
+from sparkd.rank_folders import remove_empty
 from sparkd.reload import Reloader
 from sparkd.scrape import Scraper
 from sparkd.state import Store, Want
@@ -89,14 +91,22 @@ async def _serve(config: Config, options: Options) -> None:
         raise ConfigError(f"This node has joined {head.address}, whose daemon serves: ask that one, or run `sparkd leave` first.")
     with _lock(config.state_dir):
         _private_folder(config.runtime_path())
-        listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
-        for inherited in systemd.listeners:
-            _check_inherited(config, inherited.socket, environ)
-        store = Store(config.state_dir / "state.db")
         try:
-            await Daemon(config, options, systemd, store, listening, environ).run()
+            await _serve_locked(config, options, systemd, environ)
         finally:
-            store.close()
+            # A start that failed leaves none either.
+            remove_empty(config.runtime_path())
+
+
+async def _serve_locked(config: Config, options: Options, systemd: Systemd, environ: Mapping[str, str]) -> None:
+    listening = [listener.socket for listener in systemd.listeners] or [bind(config.host, config.port)]
+    for inherited in systemd.listeners:
+        _check_inherited(config, inherited.socket, environ)
+    store = Store(config.state_dir / "state.db")
+    try:
+        await Daemon(config, options, systemd, store, listening, environ).run()
+    finally:
+        store.close()
 
 
 class Daemon:
@@ -173,6 +183,7 @@ class Daemon:
                 "scraper": self._scraper.run,
                 "pulls": self._pulls.run,
                 "measures": self._measures.run,
+                "foresight": Foresight(lambda: self._supervisor.config, self._supervisor.snapshot, self._cluster).run,
                 "reloader": self._reloader.run,
                 "watchdog": self._keep_watchdog_quiet,
                 "console": partial(self._console.run, self._options.ask),
@@ -190,7 +201,8 @@ class Daemon:
     def _joined(self, loop: asyncio.AbstractEventLoop) -> None:
         self._catch_signals(loop)
         if not gc.get_freeze_count():
-            # What stays is there now: 130,000 objects that would put off the collector's last pass until it has megabytes to find.
+            # The objects that stay are there now: 130,000 objects that would put off the collector's last pass until it has megabytes to
+            # find.
             gc.collect()
             gc.freeze()
 
@@ -210,7 +222,7 @@ class Daemon:
             loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
 
     def _end_soon(self, stop_engines: bool, insists: bool = True) -> None:
-        """insists: once more means at once. Of a terminal that is closed, kernel and shell both tell."""
+        """insists: once more means at once. Kernel and shell both tell of a terminal that is closed."""
         if self._ending.is_set():
             if insists:
                 self._at_once.set()
@@ -221,7 +233,7 @@ class Daemon:
     async def _end(self, serving: asyncio.Task[None], background: Iterable[asyncio.Task[None]]) -> None:
         self._systemd.stopping("open requests may finish")
         self._console.say_ending(self._stop_engines, self._running(), self._supervisor.config.unload_timeout_s)
-        # Who has a connection already may ask what is READY: its engine stays.
+        # A client that has a connection already may ask a READY model: its engine stays.
         self._supervisor.drain(wholly=self._stop_engines)
         await self._server.finish(serving, self._at_once, self._running if self._stop_engines else None)
         await self._supervisor.finish_placing(PLACING_S)
@@ -276,19 +288,21 @@ class Daemon:
         return self._supervisor.reconfigure(config)
 
     async def _keep_watchdog_quiet(self) -> None:
-        """Tell systemd READY once the supervisor has settled, then ping only while its loop really ticks."""
-        told = False
+        """Tell systemd READY once the supervisor has settled, then ping only while the loops of supervisor and gateway really turn: a
+        gateway that cannot come back here may in a new process."""
+        is_ready = False
         while True:
-            snapshot = self._supervisor.snapshot()
-            if not told and snapshot.settled:
-                told = self._systemd.ready("serving") or True
-            if snapshot.tick_age_s < LOOP_DEAD_S:
+            if not is_ready and self._supervisor.snapshot().settled:
+                self._systemd.ready("serving")
+                is_ready = True
+            is_live, _ = self._live()
+            if is_live:
                 self._systemd.watchdog()
-            await asyncio.sleep(min(1.0 if not told else 5.0, self._systemd.ping_interval_s or 5.0))
+            await asyncio.sleep(min(5.0 if is_ready else 1.0, self._systemd.ping_interval_s or 5.0))
 
     def _live(self) -> tuple[bool, dict[str, Any]]:
-        age_s = self._supervisor.snapshot().tick_age_s
-        return age_s < LOOP_DEAD_S, {"tick_age_s": round(age_s, 3)}
+        ages = {"tick_age_s": self._supervisor.snapshot().tick_age_s, "gateway_tick_age_s": self._server.tick_age_s}
+        return max(ages.values()) < LOOP_DEAD_S, {name: round(age_s, 3) for name, age_s in ages.items()}
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         """Ready is: can serve or queue."""
@@ -410,8 +424,8 @@ def _private_folder(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        told = f"The runtime directory {path} cannot be made: {error.strerror}. Set runtime_dir to a folder of this user."
-        raise StateError(told) from None
+        reason = f"The runtime directory {path} cannot be made: {error.strerror}."
+        raise StateError(f"{reason} Set runtime_dir to a folder of this user.") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise StateError(f"The runtime directory {path} belongs to somebody else or others can write to it: remove it, or set runtime_dir.")
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkd.fabric_findings import OK, Finding
-from workers.meminfo import parse_fields
+from workers.meminfo import count_of, parse_fields
 
 GIB = 1 << 30
+# As workers.host_reading asks for them.
+GPU_WORDS = ("name", "driver_version", "utilization.gpu", "power.draw", "clocks.current.sm", "clocks.max.sm")
 SPARK = re.compile(r"\bGB10\b")
 
 
@@ -21,15 +23,15 @@ class Host:
         self.raw = raw
         self._files: Mapping[str, str] = raw.get("files") or {}
         self.meminfo = parse_fields(self.text("proc/meminfo"))
-        # name, driver, utilization, power, SM clock, its maximum: of the first GPU.
-        self.gpu = [word.strip() for word in self.command("nvidia-smi").partition("\n")[0].split(",")]
+        # name, driver, utilization, power, SM clock, its maximum: of the first GPU. Empty where nvidia-smi names none.
+        words = [word.strip() for word in self.command("nvidia-smi").partition("\n")[0].split(",")]
+        self.gpu = words if len(words) == len(GPU_WORDS) and words[0] else []
 
     def text(self, path: str) -> str:
         return self._files.get(path, "")
 
     def number(self, path: str) -> int | None:
-        text = self.text(path).strip()
-        return int(text) if text.isdigit() else None
+        return count_of(self.text(path).strip())
 
     def has(self, *paths: str) -> bool:
         return any(path in self.raw.get("paths", ()) for path in paths)
@@ -47,7 +49,7 @@ class Host:
     @property
     def is_spark(self) -> bool:
         """A GB10, of whichever maker: the names in DMI differ, that of the GPU does not."""
-        named = f"{self.gpu[0]} {self.text('sys/class/dmi/id/product_name')} {self.text('etc/dgx-release')}"
+        named = f"{''.join(self.gpu[:1])} {self.text('sys/class/dmi/id/product_name')} {self.text('etc/dgx-release')}"
         return bool(SPARK.search(named) or "DGX_Spark" in named or "DGX Spark" in named)
 
     @property

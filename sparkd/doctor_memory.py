@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from sparkd.doctor_host import GIB, Host, gib
 from sparkd.fabric_findings import FAIL, WARN, Finding
-from workers.meminfo import unaccounted_bytes
+from workers.meminfo import count_of, unaccounted_bytes
 
 MOST_SWAP_BYTES = 64 * GIB
 GOOD_SWAP_GIB = 16
@@ -19,7 +19,7 @@ MOST_SWAPPINESS = 10
 GOOD_DIRTY_BYTES = 256 << 20
 MOST_DIRTY_BYTES = 2 * GIB
 MOST_MIN_FREE_KIB = 2 << 20
-# What no line of /proc/meminfo accounts for, where no engine runs: 1.1 to 1.35 GiB on an idle Spark.
+# The bytes that no line of /proc/meminfo accounts for, where no engine runs: 1.1 to 1.35 GiB on an idle Spark.
 MOST_GAP_BYTES = 4 * GIB
 SHARED_BYTES = GIB // 4
 OLD_S = 600.0
@@ -50,9 +50,9 @@ def _swap(host: Host) -> Iterator[Finding]:
 
 
 def _less_swap(host: Host) -> str:
-    """What to do in which order: the smallest area that is large enough stays; where none is, one is made after all others went."""
+    """The steps in their order: the smallest area that is large enough stays; where none is, one is made after all others went."""
     rows = [line.split() for line in host.text("proc/swaps").splitlines()[1:]]
-    sizes = {row[0]: int(row[2]) * 1024 for row in rows if len(row) > 2 and row[2].isdigit()}
+    sizes = {row[0]: size_kib * 1024 for row in rows if len(row) > 2 and (size_kib := count_of(row[2])) is not None}
     fit = [name for name, size in sizes.items() if (GOOD_SWAP_GIB - 1) * GIB <= size <= MOST_SWAP_BYTES]
     kept = min(fit, key=sizes.__getitem__, default=None)
     others = " ".join(name for name in sizes if name != kept) or "AREA"

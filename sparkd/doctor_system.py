@@ -116,6 +116,13 @@ def _gpu(host: Host) -> Iterator[Finding]:
         if host.is_spark or "not installed" not in host.trouble("nvidia-smi"):
             yield host.find("nvidia-smi", verdict, "GPU", host.trouble("nvidia-smi"), cure)
         return
+    if "nvidia-smi" not in host.raw.get("commands", {}):
+        return  # a reading without the question
+    if not host.gpu:
+        answer = host.command("nvidia-smi").strip().partition("\n")[0][:80] or "nothing"
+        cure = "Look at `sudo dmesg | grep NVRM`; in a container, start it with --gpus all."
+        yield host.find("nvidia-smi", FAIL, "GPU", f"nvidia-smi names no GPU, it says: {answer}", cure)
+        return
     busy, watts, mhz, most = (host.gpu_number(index) for index in (2, 3, 4, 5))
     told = f"{host.gpu[0]}, {_or(watts, 'W')}, {_or(busy, '%')} busy, {_or(mhz, 'MHz')} of {_or(most, 'MHz')}"
     if host.is_spark and busy is not None and busy >= BUSY_PERCENT and mhz is not None and mhz < LATCHED_MHZ:

@@ -6,14 +6,17 @@ Which flags a method has is sparkd.speculation's; here its configuration, as vLL
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint import Checkpoint
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.kv_cost import Serving
 from sparkd.model_shape import Shape, shape_of
+from sparkd.uncounted import CACHE, WEIGHTS
+from sparkd.vllm_flags import draft_method
 from sparkd.vllm_known import misdrafts
 from sparkd.weight_cost import Inventory, Part, has_layers_ahead, inventory
 
@@ -25,7 +28,7 @@ METHODS = ("off", "ngram", "suffix", "mtp", "dflash")
 FLAG = "--speculative-config"
 # Neither of them looks into weights: they draft from the text (vllm/v1/spec_decode/ngram_proposer.py, suffix_decoding.py).
 _OF_TEXT = ("ngram", "suffix")
-# What vLLM takes for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
+# vLLM's number for a draft by suffix where no number of tokens is given (suffix_decoding_max_tree_depth).
 _SUFFIX_DEPTH = 24
 _NATIVE = ("auto", "bfloat16", "float16")
 
@@ -33,7 +36,8 @@ _NATIVE = ("auto", "bfloat16", "float16")
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """tokens: proposed at a time. layers: that keep a cache beside the model's own. ahead: the checkpoint's own layers for it are loaded.
-    draft: a checkpoint of its own. args, env, settings: what a model's entry becomes with it; recipe: that it was found in.
+    draft: a checkpoint of its own. counted: whether the formulas have its method; else layers and draft are a guess, and vLLM's answer
+    knows. args, env, settings: what a model's entry becomes with it; recipe: that it was found in.
     """
 
     method: str
@@ -41,13 +45,15 @@ class Drafting:
     layers: int = 0
     ahead: bool = False
     draft: Checkpoint | None = None
+    counted: bool = True
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     recipe: str | None = None
 
     def inventory(self, checkpoint: Checkpoint, shape: Shape) -> Inventory:
-        """Of model and draft together. What is a draft's own is never quantized here. Raises ConfigError where nothing drafts."""
+        """The inventory of model and draft together. A draft's own tensors are never quantized here. Raises ConfigError where nothing
+        drafts."""
         own = inventory(checkpoint, shape, ahead=self.ahead)
         if self.ahead and not has_layers_ahead(own):
             told = f"this checkpoint of {shape.architecture} comes without its layers that predict tokens ahead"
@@ -59,7 +65,8 @@ class Drafting:
         return replace(own, parts=own.parts + parts, stored_bytes=own.stored_bytes + more)
 
     def serving(self, plain: Serving) -> Serving:
-        return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers)
+        unknown = plain.unknown if self.counted else plain.unknown | {WEIGHTS, CACHE}
+        return replace(plain, speculative_tokens=self.tokens, draft_layers=self.layers, unknown=unknown)
 
 
 def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], read: Callable[[str], Checkpoint]) -> Drafting | None:
@@ -94,15 +101,16 @@ def drafting(method: str, model: str, shape: Shape, wish: Mapping[str, Any], rea
 
 
 def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Checkpoint]) -> Drafting:
-    """config: vLLM's own (config/speculative.py). Raises ConfigError for what it cannot be for this model, and CheckpointError."""
+    """config: vLLM's own (config/speculative.py). Raises ConfigError for what it cannot be for this model, and CheckpointError for a draft
+    that cannot be read and is of a counted method."""
     if why := misdrafts(config):
         raise ConfigError(f"{FLAG}: {why}", param="speculative")
     config = {key.replace("-", "_"): value for key, value in config.items()}
-    method, tokens = _method(config), config.get("num_speculative_tokens")
+    method, tokens = draft_method(config), config.get("num_speculative_tokens")
     if method == "suffix" and tokens is None:
         tokens = config.get("suffix_decoding_max_tree_depth", _SUFFIX_DEPTH)
     if type(tokens) is not int or tokens < 1 or method not in METHODS[1:]:
-        raise ConfigError(f"speculative: a draft by {method} is not counted.", param="speculative")
+        return _uncounted(method, tokens if type(tokens) is int and tokens > 0 else 1, config.get("model"), read)
     if method in _OF_TEXT:
         return Drafting(method, tokens)
     if isinstance(config.get("model"), str):
@@ -114,29 +122,19 @@ def of_config(config: Mapping[str, Any], shape: Shape, read: Callable[[str], Che
     return Drafting(method, tokens, shape.mtp_layers, ahead=True)
 
 
-def _method(config: Mapping[str, Any]) -> str:
-    """As vLLM reads it: without one a draft from the text may be called a model, and each family's own name of mtp means mtp."""
-    method = config.get("method")
-    if method is None:
-        return "ngram" if config.get("model") in ("ngram", "[ngram]") else "draft_model"
-    return "mtp" if str(method).endswith("_mtp") else str(method)
-
-
-def config_in(args: Sequence[str]) -> Mapping[str, Any] | None:
-    """vLLM's configuration among the flags of a model; None where there is none, or it is not plain JSON."""
-    for number, word in enumerate(args):
-        name, found, value = word.partition("=")
-        if name.replace("_", "-") == FLAG and (found or number + 1 < len(args)):
-            try:
-                read = json.loads(value if found else args[number + 1])
-            except (ValueError, RecursionError):
-                return None
-            return read if isinstance(read, dict) else None
-    return None
+def _uncounted(method: str, tokens: int, draft: Any, read: Callable[[str], Checkpoint]) -> Drafting:
+    """As much as is seen of it: EAGLE's drafts are often pickled, and their classes no formula's."""
+    if isinstance(draft, str):
+        with suppress(SparkdError, OSError):
+            checkpoint = read(draft)
+            layers = inventory(checkpoint, shape_of(checkpoint.config)).shape.layers
+            return Drafting(method, tokens, layers, draft=checkpoint, counted=False)
+    return Drafting(method, tokens, 1, counted=False)
 
 
 def kv_dtype(asked: str, drafted: Drafting | None, stored: str = "auto") -> str:
-    """Of the cache, as sparkd.kv_cost has it: a draft that works with one only decides where nobody does, and then the checkpoint does.
+    """The dtype of the cache, as sparkd.kv_cost has it: a draft that works with one only decides where nobody does, and then the checkpoint
+    does.
 
     stored: what that says (SourceQuantization.kv_dtype)."""
     needed = str(drafted.settings.get("kv_cache_dtype") or "auto") if drafted is not None else "auto"

@@ -34,14 +34,14 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # Counted up whenever the written files change, so that a folder of an older sparkd is written anew.
-CONVERSION = 2
+CONVERSION = 3
 RECORD_NAME = "sparkd-conversion.json"
 WEIGHTS_NAME = "model.safetensors"
 
 # The temperature of the model card's examples (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): at vLLM's 1.0 so small a model talks
-# nonsense. Its weights have been through four bits, which levels the first word's chances (`The` 0.16, `L'` 0.15 for France's capital):
-# with the card's top_p of 0.9, 13 of 20 answers named Paris, and with this one 20 of 20 (vLLM 0.32.0, CPU).
-SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.5}
+# nonsense. Its weights have been through four bits, which levels the first word's chances (`The` 0.155, `L'` 0.140 for France's capital in
+# float32, and the other way round where a CPU with AMX rounds to bfloat16): with the card's top_p of 0.9, 13 of 20 answers named Paris.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.4}
 # The GGUF's template, which renders no tools, with those of the Hermes format: what vLLM's parser `hermes` reads. A conversation without
 # tools is rendered as before.
 CHAT_TEMPLATE = """\
@@ -343,7 +343,7 @@ def _json_files(arch: Architecture, metadata: Mapping[str, Any]) -> dict[str, di
             for i in special
         ],
         "normalizer": None,
-        # What llama.cpp calls the "smollm" pre-tokenizer: each digit for itself, then GPT-2's byte-level split.
+        # llama.cpp's "smollm" pre-tokenizer: each digit for itself, then GPT-2's byte-level split.
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]},
         "post_processor": None,
         "decoder": byte_level,

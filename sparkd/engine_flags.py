@@ -27,7 +27,8 @@ class Sampling(Protocol):
 
 
 class Keys(Protocol):
-    """Of a model's entry, what bears on how an engine loads it, sizes its cache and is called; see sparkd.model_config.ModelConfig."""
+    """The keys of a model's entry that bear on how an engine loads it, sizes its cache and is called; see
+    sparkd.model_config.ModelConfig."""
 
     @property
     def quantize(self) -> dict[str, Any] | str | None: ...
@@ -55,6 +56,15 @@ class Keys(Protocol):
     def enforce_eager(self) -> bool: ...
     @property
     def extra_args(self) -> Sequence[str]: ...
+
+
+class Sized(Keys, Protocol):
+    """And the numbers that bound its cache."""
+
+    @property
+    def max_model_len(self) -> int | str | None: ...
+    @property
+    def memory_gib(self) -> float | str: ...
 
 
 def flags_of(model: Keys) -> list[str]:

@@ -4,11 +4,13 @@
   x ConfigError                 the configuration file, an environment variable or a flag is wrong
   x StateError                  the state directory or its database cannot be used
   x CheckpointError             a checkpoint that cannot be read, quantized or cached as it is
+    - CheckpointIncomplete      a part of it is not there
     - HubSilent                 its hub gave no answer: another try may
   x MissingSymbol               a release of vLLM that lacks what the plugin needs
   x ClusterError                Ray or a node
     - RayUnavailable            Ray cannot be started or joined
     - AgentLost                 a node's agent does not answer
+    - CodeDiffers               a node has another sparkd than the daemon's, so its agent is not used
     - HubUnreachable            a model is not on this machine, and its hub gave no answer
     - DoesNotFit                no node has the unified memory that was asked for
       - NoRoom                  and one would, without the models that are there
@@ -18,6 +20,7 @@
       - FlagRefused             the vLLM of its runtime would not take a flag
       - ContextTooLong          its vLLM would not take so long a max_model_len
       - LoadRefused             its loader would not take the checkpoint in that format
+      - CommitUnknown           nobody here knows the commit whose code it may run
       - ModelUnusable           what its entry names is not there or is no model: only its owner can mend it
   + RequestError                4xx: the caller can mend it
     - BadRequest 400            - Unauthorized 401         - Forbidden 403
@@ -95,6 +98,10 @@ class CheckpointError(SparkdError):
         self.cure = cure
 
 
+class CheckpointIncomplete(CheckpointError):
+    """A part of it is not there: a download that broke off, or goes on."""
+
+
 class HubSilent(CheckpointError):
     """The hub could not be reached, or was in trouble."""
 
@@ -131,12 +138,22 @@ class AgentLost(ClusterError):
         self.reached = reached
 
 
+class CodeDiffers(ClusterError):
+    code = "code_differs"
+
+
 class HubUnreachable(ClusterError):
     code = "hub_unreachable"
 
 
 class DoesNotFit(ClusterError):
+    """lasts: no node in sight could hold it if it were empty, so that only another entry or another node helps."""
+
     code = "does_not_fit"
+
+    def __init__(self, message: str, *, lasts: bool = False) -> None:
+        super().__init__(message)
+        self.lasts = lasts
 
 
 class NoRoom(DoesNotFit):
@@ -168,21 +185,28 @@ class FlagRefused(RankError):
 
 
 class ContextTooLong(RankError):
-    """What its engine would fail for under the same name (workers.signatures), told before one is started."""
+    """Its engine would fail for this under the same name (workers.signatures), told before one is started."""
 
 
 class LoadRefused(RankError):
-    """What the loader would fail for under the same name, told before an engine is started."""
+    """The loader would fail for this under the same name, told before an engine is started."""
+
+
+class CommitUnknown(RankError):
+    """The commit whose code a model may run cannot be known now: a pull, or a `revision`, mends that."""
 
 
 class ModelUnusable(RankError):
     code = "model_unusable"
 
 
-# Of a model that failed so no engine was started, or the failure's own words name its log.
+# No engine of a model that failed so was started, or the failure's own words name its log.
 UNSTARTED = frozenset(
     kind.__name__
-    for kind in (DoesNotFit, NoRoom, NodeRefused, HubUnreachable, RankError, FlagRefused, ContextTooLong, LoadRefused, ModelUnusable)
+    for kind in (
+        *(DoesNotFit, NoRoom, NodeRefused, HubUnreachable, RankError, FlagRefused, ContextTooLong, LoadRefused, CommitUnknown),
+        ModelUnusable,
+    )
 )
 
 

@@ -23,7 +23,7 @@ from workers.interpreter import module_command, program_environment
 if TYPE_CHECKING:
     from sparkd.cached import Chosen
 
-# What a program that was interrupted gets to remove what it has written.
+# The time that a program that was interrupted gets to remove what it has written.
 REMOVE_S = 60.0
 # A rate over less than this says nothing about the rest.
 HONEST_AFTER_S = 5.0
@@ -45,7 +45,8 @@ def export(
 
     Any vLLM can serve it by itself. Copied where it is cached; needs no daemon.
     """
-    from sparkd.cached import chosen, config_of
+    from sparkd.cached import chosen
+    from sparkd.config_file import config_of
 
     wanted = chosen(model, quantize, config_of(config, os.environ), os.environ)
     _check_groups(wanted)
@@ -68,8 +69,8 @@ def export(
 
 
 def _check_groups(wanted: Chosen) -> None:
-    """Raises CheckpointError for what the program would refuse after half a minute of imports. What cannot be read, or is of a kind
-    that is not known here, is left to it."""
+    """Raises CheckpointError for what the program would refuse after half a minute of imports. A checkpoint that cannot be read, or is of a
+    kind that is not known here, is left to it."""
     from sparkd.checkpoint import read_checkpoint
     from sparkd.legal import uneven_groups
     from sparkd.model_shape import shape_of

@@ -269,7 +269,7 @@ def _rdma_of(raw: Iterable[Mapping[str, Any]]) -> dict[str, Rdma]:
     """By device; its first port, which is the only one on a Spark."""
     found: dict[str, Rdma] = {}
     for one in raw:
-        rate = re.match(r"[\d.]+", str(one["rate"] or ""))
+        rate = re.match(r"[0-9]{1,9}(\.[0-9]+)?", str(one["rate"] or ""))
         port = Rdma(
             name=str(one["name"]),
             port=int(one["port"]),

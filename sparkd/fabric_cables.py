@@ -40,7 +40,7 @@ class Cable:
     seen: bool
 
     def sound(self, *, rdma: bool = True) -> tuple[Rail, ...]:
-        """What can carry traffic; rdma: by RDMA. Without it a cable between machines that have no RDMA at all will do."""
+        """The ports that can carry traffic; rdma: by RDMA. Without it a cable between machines that have no RDMA at all will do."""
         return tuple(rail for rail in self.rails if (rail.rdma if rdma else rail.problem is None))
 
 
@@ -127,7 +127,7 @@ def unlinked(nodes: Sequence[Fabric], *, rdma: bool = True) -> dict[int, str]:
 
 
 def cable_findings(nodes: Sequence[Fabric], cables: Sequence[Cable], *, rdma: bool = True) -> tuple[Finding, ...]:
-    """Of the nodes together; none where there is one."""
+    """The findings on the nodes together; none where there is one."""
     if len(nodes) < 2:
         return ()
     return (
@@ -263,7 +263,7 @@ def _together(nodes: Sequence[Fabric], cables: Sequence[Cable], rdma: bool) -> I
 
 
 def _cure(group: Sequence[Fabric], rdma: bool) -> str:
-    """Of what is wrong with the links between them, else with a node, else what is left to do without."""
+    """The worst: a fault of the links between them, else of a node, else what is left to do without."""
     links = cable_findings(group, cables_of(group), rdma=rdma)
     wrong = [one for one in links if one.verdict == FAIL and one.check not in ("rails", "parallel")]
     wrong += [one for node in group for one in findings(node) if one.verdict == FAIL]

@@ -1,6 +1,6 @@
 """Owns the variables that make one node's rank talk over the right links, each with its reason. Never sets one in any process.
 
-What each does on a Spark, and what owners measured with and without: NVIDIA's connect-two-sparks and NCCL playbooks, eugr's launcher,
+The effect of each on a Spark, and what owners measured with and without: NVIDIA's connect-two-sparks and NCCL playbooks, eugr's launcher,
 pulsar's and sparkrun's logs; NCCL's documentation of its environment variables.
 """
 
@@ -15,7 +15,8 @@ from sparkd.fabric_cables import RING, Cable, cables_of, rails, topology
 from sparkd.hardware import JIT_CAPS
 
 _SOCKET_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-# What is each node's own stands as a word in a plan, which knows no node: its address, its interface on the rails, its RDMA devices.
+# A value that is each node's own stands as a word in a plan, which knows no node: its address, its interface on the rails, its RDMA
+# devices.
 ADDRESS, LINK, DEVICES = "ADDRESS", "LINK", "DEVICES"
 
 
@@ -75,7 +76,7 @@ def wants_rdma(platform: str, configured: Mapping[str, str]) -> bool:
 
 
 def environment(found: Sequence[Setting]) -> dict[str, str]:
-    """What is to be set, without what is left unset."""
+    """The variables to set, without those that are left unset."""
     return {setting.name: setting.value for setting in found if setting.value is not None}
 
 

@@ -18,7 +18,7 @@ BOTH_RAILS_GB_S = (20.0, 24.0)
 BOTH_RAILS = f"{BOTH_RAILS_GB_S[0]:g} to {BOTH_RAILS_GB_S[1]:g}"
 SOCKETS_GB_S = 2.1
 LAN_GB_S = 1.0
-# Of each of the two links that tie the ConnectX-7 to the chip: PCIe 5, four lanes.
+# The speed of each of the two links that tie the ConnectX-7 to the chip: PCIe 5, four lanes.
 PCI_GTS, PCI_LANES = 32.0, 4
 
 
@@ -35,9 +35,9 @@ class Finding:
 
 
 def findings(fabric: Fabric) -> tuple[Finding, ...]:
-    """Of one node by itself, in the order of what depends on what."""
+    """The findings on one node by itself, in the order in which they depend on each other."""
     if fabric.trouble:
-        # What was not read must not be called wrong.
+        # A value that was not read must not be called wrong.
         blind = ("address", "gid", "subnets", "route")
         return (*_readable(fabric), *(one for one in _cables(fabric) if one.check not in blind))
     return (*_cables(fabric), *_lan(fabric))

@@ -31,7 +31,7 @@ class FabricNodes:
         self._read = read
         self._clock = clock
         self._kept: dict[str, tuple[Reading, float]] = {}
-        # Of these nodes, pairs between which a live NCCL test has passed over the links that they have now (sparkd.measures).
+        # The pairs of these nodes between which a live NCCL test has passed over the links that they have now (sparkd.measures).
         self.passed: Callable[[Mapping[str, Fabric]], frozenset[frozenset[str]]] = lambda _nodes: frozenset()
 
     async def readings(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Reading | None]:
@@ -40,7 +40,7 @@ class FabricNodes:
         return dict(zip(wanted, await asyncio.gather(*(self._reading(node, kept_s) for node in wanted)), strict=True))
 
     async def fabrics(self, nodes: Iterable[str], *, kept_s: float = KEPT_S) -> dict[str, Fabric]:
-        """Of those that could be read; what is wrong with the others is in the log."""
+        """The readings of those that could be read; the faults of the others are in the log."""
         seen: dict[str, Reading] = {}
         for node, raw in (await self.readings(nodes, kept_s=kept_s)).items():
             if raw is None:

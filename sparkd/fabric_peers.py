@@ -27,8 +27,8 @@ class Peer:
 
 
 def peers(nodes: Sequence[Fabric], members: Collection[str] = ()) -> tuple[Peer, ...]:
-    """Of all nodes in their order; whom two of them have met is offered once. members: addresses of those that are of the cluster already,
-    of whom nobody could read what else is theirs."""
+    """The peers of all nodes in their order; one that two of them have met is offered once. members: addresses of those that are of the
+    cluster already, of whom nobody could read what else is theirs."""
     ours = {one.mac for node in nodes for one in node.interfaces if one.mac}
     ours |= {mac for node in nodes for _, address, mac in node.neighbours if address in members}
     taken: set[str] = set()

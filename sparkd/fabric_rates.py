@@ -59,7 +59,7 @@ class Rate:
 
 
 def links(a: Fabric, b: Fabric, sockets: Sequence[str] = ()) -> tuple[str, ...]:
-    """What identifies the links between two nodes as they are now, a line for each: interface, MAC, RDMA device, speed and addresses at
+    """The identity of the links between two nodes as they are now, a line for each: interface, MAC, RDMA device, speed and addresses at
     either end. Neither the boot nor how often the carrier came and went: a ring has to serve again by itself once the power or a cable is
     back. sockets: as in Rate."""
     if sockets:
@@ -142,5 +142,5 @@ def _rails(number: int) -> str:
 
 
 def _lost(rate: Rate) -> float:
-    """Of the least that is normal."""
+    """The missing share of the least rate that is normal."""
     return max(0.0, 1 - rate.gb_s / (ONE_RAIL_GB_S if rate.rails == 1 else BOTH_RAILS_GB_S[0]))

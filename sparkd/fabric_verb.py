@@ -104,7 +104,7 @@ def _of_folders(roots: list[Path]) -> dict[str, Any]:
 
 
 def _of_this_node() -> dict[str, Any]:
-    """Of a node that has joined a head nobody is a peer to offer: whom it meets is of that cluster, or to join that head."""
+    """A node that has joined a head has no peer to offer: a machine that it meets is of that cluster, or to join that head."""
     from sparkd.fabric_report import report
     from workers.fabric_knock import knock
     from workers.fabric_reading import sample

@@ -19,7 +19,7 @@ class ModelFacts:
     config_hash is None where the model is no longer configured. `rank_id` names the start that the present attempt made or adopted, and
     its rank 0; `world` is how many ranks that has. `busy` names the action in flight, if any: then only a stop may overtake it.
 
-    `ranks` is None where nobody could look. Of a model on several nodes it may lack those of a node that is out of sight: then `unseen`
+    `ranks` is None where nobody could look. For a model on several nodes it may lack those of a node that is out of sight: then `unseen`
     is true, and dark_s says for how long that node has given no sign of life; no_raylet names one whose Ray has ended, where the model's
     workers are Ray's (executor: ray). halted_s: for how long a signal has held a rank. frozen: the
     sentence of an engine that has stopped to compute (sparkd.pulse). still_s: for how long no rank has read, written or computed;
@@ -68,7 +68,8 @@ class ModelFacts:
         return self.state in STARTING or self.busy == "place"
 
     def ends(self, now_s: float) -> bool:
-        """Something of it is being ended, or has to be. What will not die keeps its memory in the book, and others need not wait for it."""
+        """Something of it is being ended, or has to be. A rank that will not die keeps its memory in the book, and others need not wait for
+        it."""
         if self.state is ModelState.STOPPING:
             return now_s - self.state_since_s < ENDS_S
         away = self.state in (ModelState.STOPPED, ModelState.FAILED)

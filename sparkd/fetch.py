@@ -1,9 +1,10 @@
 """Downloads what an engine needs of a hub's repository into this node's hub cache. Never runs inside the daemon: a download is ended by
 ending its process.
 
-A program: `python -m sparkd.fetch` reads one line of JSON from stdin, {"hub_id", "revision"}; HF_* come by its environment. It prints
-{"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note"} or {"error"}, with "unasked" where it was the
-hub that said nothing, and ends when stdin does.
+A program: `python -m sparkd.fetch` reads one line of JSON from stdin, {"hub_id", "revision", "branch"}; HF_* come by its environment. It
+prints {"done_bytes", "total_bytes"} each PROGRESS_S, at the end {"ended": true, "commit", "note", "head"} or {"error"}, with "unasked"
+where it was the hub that said nothing, and ends when stdin does. head: the commit that `branch` is at, null where the hub does not say or
+none is given.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from workers.staging.ordered import ordered
 THREADS = 4
 PROGRESS_S = 0.3
 SHA256_DIGITS = 64
-# What no engine reads where the same weights are there as safetensors, and folders of other programs' copies.
+# Files that no engine reads where the same weights are there as safetensors, and folders of other programs' copies.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 OTHER_FOLDERS = ("original/*", "metal/*", "onnx/*", "openvino/*", "coreml/*", ".*")
 # Mistral's repositories have the same weights twice.
@@ -45,7 +46,7 @@ class NotAsked(Exception):
 
 
 def wanted(names: Iterable[str]) -> list[str]:
-    """Of a repository's files, in their order. GGUF and the like only where there are no safetensors."""
+    """Those of a repository's files that are fetched, in their order. GGUF and the like only where there are no safetensors."""
     listed = [name for name in names if not _any(name, OTHER_FOLDERS)]
     weights = [name for name in listed if name.endswith(".safetensors") and "/" not in name]
     if not weights:
@@ -56,8 +57,8 @@ def wanted(names: Iterable[str]) -> list[str]:
 
 
 def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: Tell) -> tuple[str, str]:
-    """(commit, a note) once all of it is in the cache. What is there already is not fetched again; where the hub cannot be asked, what
-    is in the cache will do if it is whole. Raises SparkdError; NotAsked where the hub said nothing and it is not."""
+    """(commit, a note) once all of it is in the cache. Files that are there already are not fetched again; where the hub cannot be asked,
+    what is in the cache will do if it is whole. Raises SparkdError; NotAsked where the hub said nothing and it is not."""
     try:
         hub = Hub(hub_id, revision, environ)
         listing = hub.listing(nested=True)
@@ -95,6 +96,14 @@ def fetch(hub_id: str, revision: str | None, environ: Mapping[str, str], tell: T
         pool.shutdown(wait=False, cancel_futures=True)
     _name_revision(folder, revision or "main", listing.commit)
     return listing.commit, ""
+
+
+def head_of(hub_id: str, branch: str, environ: Mapping[str, str]) -> str | None:
+    """The commit that a branch or tag is at on the hub; None where the hub does not say."""
+    try:
+        return Hub(hub_id, branch, environ).listing().commit
+    except SparkdError:
+        return None
 
 
 def _download(hub: Hub, token: str | None, commit: str, folder: Path, name: str) -> str:
@@ -164,7 +173,7 @@ def _is_there(path: Path, size: int | None) -> bool:
 
 
 def _size(path: Path) -> int:
-    """What of it is on the disk: a file may be made with its whole length at once."""
+    """The bytes of it that are on the disk: a file may be made with its whole length at once."""
     try:
         status = path.stat()
     except OSError:
@@ -176,7 +185,8 @@ def main() -> None:
     order, tell = ordered("fetch end")
     try:
         commit, note = fetch(order["hub_id"], order["revision"], os.environ, tell)
-        tell({"ended": True, "commit": commit, "note": note})
+        head = head_of(order["hub_id"], order["branch"], os.environ) if order.get("branch") else None
+        tell({"ended": True, "commit": commit, "note": note, "head": head})
     except NotAsked as unasked:
         tell({"error": unasked.error.message, "unasked": unasked.error.reason})
     except SparkdError as error:

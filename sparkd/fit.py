@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
 from sparkd.drafting import Drafting
 from sparkd.errors import CheckpointError
+from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvLayout, Serving, kv_layout, largest, sized
-from sparkd.legal import refusal
+from sparkd.legal import refusal, unfit
+from sparkd.model_shape import LENGTHS
 from sparkd.weight_cost import Inventory
 from workers.kv.settings import BLOCKS_FLAG
 from workers.stream.recipe import Recipe
@@ -24,6 +26,8 @@ FORMATS = ("fp8", "nvfp4", "int4-g32", "int4-g64", "int4-g128", "mxfp4")
 CONTEXT_STEP = 1024
 # Where nobody says, a format counts as fitting from here on (or from the model's own length), and gets as much more as there is room for.
 DEFAULT_CONTEXT = 32_768
+# The characters of a sentence of vLLM's, which may have all of a configuration in it.
+_DOUBT_CHARACTERS = 300
 
 
 Rank = tuple[bool, bool, bool, float, float, int]
@@ -37,7 +41,8 @@ class Wish:
     FORMATS. drafting: that the inventory and `serving` are counted with. ways: (tensor, pipeline) that come into question, None for all.
     cache: of a given size (sparkd.kv_cost.sized), None for one of `requests`; cache_limit: its bytes at most. limit: bytes that the engine
     may take, and what says so. fewest: fewer nodes go before speed. beyond: a length may be more than the model's own. learned: what an
-    earlier start of an engine measured, None for nothing. counted: somebody said how many requests.
+    earlier start of an engine measured, None for nothing. exact: what vLLM says of a format and a split, None for nothing. counted:
+    somebody said how many requests.
     """
 
     max_model_len: int | None = None
@@ -57,6 +62,7 @@ class Wish:
     fewest: bool = False
     beyond: bool = False
     learned: Callable[[Recipe, Serving], Learned | None] = lambda _recipe, _serving: None
+    exact: Callable[[Recipe, Serving], Exact | None] = lambda _recipe, _serving: None
     counted: bool = False
 
 
@@ -107,7 +113,7 @@ def choose(inventory: Inventory, hardware: Hardware, wish: Wish) -> Choice:
     found = [
         _option(inventory, hardware, wish, name, recipe, ways)
         for name, recipe in recipes(inventory, wish.quantize)
-        for ways in wish.ways or _ways(wish)
+        for ways in ways_of(wish)
     ]
     ranked = sorted(found, key=lambda one: rank(one, inventory, wish))
     return Choice(tuple(ranked), tuple(_notes(inventory, wish, ranked)))
@@ -160,10 +166,23 @@ def smallest(option: Option, hardware: Hardware) -> float | None:
     return next((share for share, _, left in floor(option, hardware, [step / 100 for step in range(1, 100)]) if left >= least), None)
 
 
-def _ways(wish: Wish) -> Iterator[tuple[int, int]]:
-    """(tensor, pipeline) over all numbers of nodes up to those that are there: each number of ranks whose groups come out even."""
-    for nodes in range(1, wish.nodes + 1):
-        yield from ((tensor, nodes // tensor) for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
+def refuse_uncounted(known: Inventory, wish: Wish) -> None:
+    """Raises CheckpointError where neither vLLM nor config.json tells what a cache of the model takes."""
+    asked = (
+        wish.exact(Recipe.parse("bf16"), replace(wish.serving, tensor_parallel=size, pipeline_parallel=stages))
+        for size, stages in ways_of(wish)
+    )
+    if not known.shape.mixers and not any(asked):
+        reason = f"it says no {known.shape.gaps[0]}, and no vLLM has told what a cache of this model takes"
+        cure = "Load it with memory_gib in its entry, and vLLM counts the cache"
+        raise CheckpointError(reason, file=f"{known.checkpoint.folder}/{known.checkpoint.config_file}", cure=cure)
+
+
+def ways_of(wish: Wish) -> tuple[tuple[int, int], ...]:
+    """(tensor, pipeline): those that come into question, else over all numbers of nodes up to those that are there each number of ranks
+    whose groups come out even."""
+    counts = range(1, wish.nodes + 1)
+    return wish.ways or tuple((tensor, nodes // tensor) for nodes in counts for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
 
 
 def _option(
@@ -178,16 +197,23 @@ def _option(
     asked = wish.max_model_len or min(inventory.shape.max_len, wish.context)
     seqs = max(wish.serving.max_num_seqs, wish.requests)
     serving = replace(wish.serving, max_model_len=asked, max_num_seqs=seqs, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    if asked > inventory.shape.max_len and not wish.beyond:
+    if asked > inventory.shape.max_len and not wish.beyond and LENGTHS[0] not in inventory.shape.gaps:
         told = f"{asked:,} tokens are more than the {inventory.shape.max_len:,} that the model was made for"
         return Option(name, tensor, pipeline, serving, None, told)
     # As sparkd.siting: a pipeline sends little, and ranks that share tensors go over all of their nodes by one network.
     if tensor > 1 and tensor * pipeline in wish.unlinked:
         return Option(name, tensor, pipeline, serving, None, wish.unlinked[tensor * pipeline])
     try:
-        if why := refusal(inventory, recipe, tensor, pipeline):
+        exact = wish.exact(recipe, serving)
+        if exact is None:
+            why = refusal(inventory, recipe, tensor, pipeline, serving.platform)
+        else:
+            why = exact.refusal or unfit(inventory, recipe, tensor, serving.platform)
+        if why:
             return Option(name, tensor, pipeline, serving, None, why)
-        layout = kv_layout(inventory.shape, serving)
+        if (exact is None or exact.layout is None) and not inventory.shape.mixers:
+            return Option(name, tensor, pipeline, serving, None, "what its cache takes is not known")
+        layout = exact.layout if exact is not None and exact.layout is not None else kv_layout(inventory.shape, serving)
 
         def at(tokens: int) -> Footprint:
             there = replace(serving, max_model_len=tokens)
@@ -200,6 +226,7 @@ def _option(
                 eager=wish.eager,
                 margin_bytes=wish.margin_bytes,
                 learned=wish.learned(recipe, there),
+                exact=exact,
                 cache_bytes=sized(wish.cache, layout, tokens),
                 limit_bytes=None if wish.limit is None else wish.limit[0],
             )
@@ -209,7 +236,7 @@ def _option(
     except CheckpointError as error:
         return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
     if wish.max_model_len is None and found.fits and longest > asked:
-        # What was learned is of one length: where it is more than was counted with, the context is as long as that leaves.
+        # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
         more = at(longest)
         if not more.fits:
             longest = max(asked, _longest(more, layout, inventory, wish))
@@ -246,7 +273,8 @@ def _short_cache(found: Footprint, wish: Wish) -> str | None:
         return None
     if wish.cache is not None and "tokens" in wish.cache:
         return f"kv_cache holds {wish.cache['tokens']:,} tokens, and one request has {found.kv.max_model_len:,}"
-    said = "the cache of a CPU's engine" if wish.cache is None else BLOCKS_FLAG if "blocks" in wish.cache else "kv_cache"
+    blocks = wish.cache is not None and "blocks" in wish.cache
+    said = "the cache of a CPU's engine" if wish.cache_limit is not None else BLOCKS_FLAG if blocks else "kv_cache"
     return f"{said} holds {gib(size)}, and one request of {found.kv.max_model_len:,} tokens needs {gib(found.kv.least)}"
 
 
@@ -289,10 +317,28 @@ def _notes(inventory: Inventory, wish: Wish, ranked: Sequence[Option]) -> Iterat
     source = inventory.checkpoint.quantization
     if source is not None and not source.requantizable:
         yield f"The checkpoint is quantized already ({source.method}) and is served as it is."
-    if inventory.unloaded_bytes:
-        yield f"{gib(inventory.unloaded_bytes)} of its files are loaded for speculative decoding only, or not at all."
     if wish.nodes == 3:
         yield from _three(ranked)
+
+
+def unread(inventory: Inventory, options: Sequence[Option], doubt: str | None) -> Iterator[str]:
+    """The parts of config.json that no formula has, where one had to count all the same. doubt: why vLLM, which was asked, did not say."""
+    guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option in options)
+    silent = "vLLM gave no answer" if doubt is None else f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
+    if guessed and inventory.shape.gaps:
+        yield f"No formula has {', '.join(inventory.shape.gaps)} of its {inventory.checkpoint.config_file}, and {silent}."
+    elif guessed and doubt is not None:
+        yield f"The numbers are a guess: {silent}."
+
+
+def is_answered(options: Iterable[Option]) -> bool:
+    """Whether vLLM has built the model, or a start has."""
+    return any(option.footprint is not None and option.footprint.sureness == EXACT for option in options)
+
+
+def doubt_in_short(doubt: str) -> str:
+    """Without its full stop, in one line."""
+    return " ".join(doubt.split())[:_DOUBT_CHARACTERS].rstrip(".")
 
 
 def _three(ranked: Sequence[Option]) -> Iterator[str]:

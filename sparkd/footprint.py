@@ -5,12 +5,14 @@ them. Never measures, and a measured number goes before one of these.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+from sparkd.architectures import is_checked
+from sparkd.exact import EXACT, GUESS, KNOWN, Exact
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvCost, Serving, kv_cost
-from sparkd.model_shape import Attention, Shape
+from sparkd.model_shape import Attention, Shape, State
 from sparkd.step_trace import reserved_bytes
 from sparkd.weight_cost import Inventory, Weights
 from workers.stream.recipe import Recipe
@@ -32,7 +34,7 @@ CACHE_STAGING_BYTES = 260 * MIB
 # Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
 MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
-# Of a step's peak: activations of a layer are freed before the next; residual, normed input and the output are three rows of `hidden`.
+# A step's peak: activations of a layer are freed before the next; residual, normed input and the output are three rows of `hidden`.
 HIDDEN_ROWS = 6
 # The sampler's copies of a row of logits: float32, sorted values, sorted indices in 64 bits, probabilities.
 LOGITS_BYTES = 4 + 4 + 8 + 4
@@ -42,7 +44,8 @@ ENCODER_BYTES = GIB
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What an engine of this kind measured at an earlier start: bytes of the largest batch beyond what is reserved, and of its graphs."""
+    """The measurements of an engine of this kind at an earlier start: bytes of the largest batch beyond what is reserved, and of its
+    graphs."""
 
     peak: int
     graphs: int
@@ -50,9 +53,10 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left beside it
-    and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where the
-    rates of the machine are not known. limit_bytes: that the whole engine may take, None for all that is there.
+    """The account of one node and its rank. total: of what must be there for `requests` requests of max_model_len tokens; free_bytes: left
+    beside it and the margin, negative where it does not fit. *_s: seconds; decode_tokens_s: an upper bound for one request; each None where
+    the rates of the machine are not known. limit_bytes: that the whole engine may take, None for all that is there. sureness: of weights
+    and cache, one of sparkd.exact. upper_bytes: that a guess may lie too low.
     """
 
     parts: Mapping[str, int]
@@ -67,6 +71,8 @@ class Footprint:
     next_load_s: float | None
     decode_tokens_s: float | None
     limit_bytes: int | None = None
+    sureness: str = EXACT
+    upper_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -75,12 +81,12 @@ class Footprint:
     @property
     def free_bytes(self) -> int:
         there = self.memory_bytes - self.system_bytes - self.margin_bytes
-        return (there if self.limit_bytes is None else min(there, self.limit_bytes)) - self.total
+        return (there if self.limit_bytes is None else min(there, self.limit_bytes)) - self.total - self.upper_bytes
 
     @property
     def withheld_bytes(self) -> int:
-        """What is there, and limit_bytes keeps from the engine."""
-        return self.memory_bytes - self.system_bytes - self.margin_bytes - self.total - self.free_bytes
+        """The bytes that are there and that limit_bytes keeps from the engine."""
+        return self.memory_bytes - self.system_bytes - self.margin_bytes - self.total - self.upper_bytes - self.free_bytes
 
     @property
     def fits(self) -> bool:
@@ -113,18 +119,23 @@ def footprint(
     eager: bool = False,
     margin_bytes: int | None = None,
     learned: Learned | None = None,
+    exact: Exact | None = None,
     cache_bytes: int | None = None,
     limit_bytes: int | None = None,
 ) -> Footprint:
-    """requests: of max_model_len tokens that are to run at once. cache_bytes: of a cache of a given size instead; limit_bytes: see
-    Footprint. Raises CheckpointError where the recipe cannot be."""
+    """requests: of max_model_len tokens that are to run at once. exact: vLLM's own word, which goes before the formulas. cache_bytes: of a
+    cache of a given size instead; limit_bytes: see Footprint. Raises CheckpointError where the recipe cannot be."""
     shape = inventory.shape
     ranks, stages = serving.tensor_parallel, serving.pipeline_parallel
     weights = inventory.weights(recipe, ranks, stages, hardware.platform)
-    kv = kv_cost(shape, serving)
+    exact = exact or Exact()
+    kv = kv_cost(shape, serving) if exact.layout is None else exact.layout.cost(serving.max_model_len)
     cuda = hardware.platform == "cuda"
+    held = weights.bytes + shape.rotary_bytes
+    if exact.weight_bytes is not None:
+        weights, held = exact.weigh(weights), exact.weight_bytes
     parts = {
-        "weights": weights.bytes + shape.rotary_bytes,
+        "weights": held,
         "kv": cache_bytes if cache_bytes is not None else ceil(requests * kv.per_request) + kv.block_bytes,
         "peak": learned.peak if learned else batch_bytes(inventory, serving, weights, eager=eager),
         "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * GRAPH_SIZES * ceil(shape.layers / stages),
@@ -132,6 +143,8 @@ def footprint(
         # On a discrete GPU the host's memory is another's affair.
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
+    is_exact = learned is not None or (exact.layout is not None and exact.weight_bytes is not None)
+    sureness = sureness_of(shape, is_exact=is_exact) if exact.settles(serving.unknown) else GUESS
     available = hardware.memory_bytes
     margin = margin_bytes if margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
@@ -148,11 +161,29 @@ def footprint(
         next_load_s=next_load_s,
         decode_tokens_s=decode_tokens_s(shape, weights, serving, hardware),
         limit_bytes=limit_bytes,
+        sureness=sureness,
+        upper_bytes=upper_bytes(inventory, serving, parts, requests) if sureness == GUESS and cache_bytes is None else 0,
     )
 
 
+def sureness_of(shape: Shape, *, is_exact: bool) -> str:
+    """is_exact: the numbers are vLLM's own, or measured."""
+    return EXACT if is_exact else KNOWN if is_checked(shape) else GUESS
+
+
+def upper_bytes(inventory: Inventory, serving: Serving, parts: Mapping[str, int], requests: float) -> int:
+    """By how much a guess may lie too low: with every layer keeping as much of a token as the one that keeps most, at least a tenth of the
+    cache; and a tenth of the weights, which an unknown class may split otherwise."""
+    shape = inventory.shape
+    whole = [replace(one, window=None) for one in shape.mixers if isinstance(one, Attention)]
+    most = max(whole, key=lambda one: one.heads * (one.key_dim + one.value_dim), default=None)
+    widest = replace(shape, mixers=tuple(one if isinstance(one, State) else most for one in shape.mixers))
+    cache = max(parts["kv"] // 10, ceil(requests * kv_cost(widest, serving).per_request) - parts["kv"])
+    return cache + (parts["weights"] // 10 if serving.tensor_parallel * serving.pipeline_parallel > 1 else 0)
+
+
 def batch_bytes(inventory: Inventory, serving: Serving, weights: Weights, *, eager: bool) -> int:
-    """Of the largest step, and what is kept for the next one."""
+    """The bytes of the largest step, and those that are kept for the next one."""
     quantized = bool(weights.changed) or inventory.checkpoint.quantization is not None
     if serving.platform == "cuda":
         step = reserved_bytes(inventory, serving, eager=eager, quantized=quantized)
@@ -162,7 +193,8 @@ def batch_bytes(inventory: Inventory, serving: Serving, weights: Weights, *, eag
 
 
 def peak_bytes(shape: Shape, serving: Serving) -> int:
-    """Of the largest step on a CPU: a prefill of max_num_batched_tokens, or the sampling of max_num_seqs rows, whichever takes more.
+    """The bytes of the largest step on a CPU: a prefill of max_num_batched_tokens, or the sampling of max_num_seqs rows, whichever takes
+    more.
 
     Within a layer vLLM holds the attention's projections or the MLP's, both in the model's precision; a token of a mixture of experts is in
     as many experts as it is routed to.

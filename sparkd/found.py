@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sparkd.config import Config
 from sparkd.facts import ModelFacts
 from sparkd.record import Record
-from sparkd.residency import PROMISE_S, Budget, Stay
+from sparkd.residency import PROMISE_S, Stay
 from sparkd.sight import Observation
 from sparkd.state import RankFact
 
@@ -30,8 +30,8 @@ class Found:
         strangers = tuple(fact for name, found in by_model.items() if name not in records for fact in found)
         return cls(observation, by_model, strangers, steady)
 
-    def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None], budget: Budget) -> ModelFacts:
-        """The plan's facts about a model. frozen: see Pulse.frozen; budget: what evictions may cost."""
+    def facts_of(self, record: Record, config: Config, now_s: float, frozen: Callable[[Record], str | None]) -> ModelFacts:
+        """The plan's facts about a model. frozen: see Pulse.frozen."""
         seen, spec = self.ranks_of(record), record.spec
         unseen = self.observation.unseen.intersection(record.nodes)
         return ModelFacts(
@@ -66,7 +66,7 @@ class Found:
             lack=record.lack,
             pinned=bool(spec and spec.pin),
             priority=spec.priority if spec else 0,
-            stay=_stay(record, config, budget),
+            stay=_stay(record, config),
             yields=record.yields_to is not None,
         )
 
@@ -79,7 +79,7 @@ class Found:
         return tuple(self.by_model.get(record.name, ()))
 
 
-def _stay(record: Record, config: Config, budget: Budget) -> Stay:
+def _stay(record: Record, config: Config) -> Stay:
     if record.ready_since_s is None:
         return Stay()
     busy = record.in_flight or record.waiters
@@ -88,4 +88,4 @@ def _stay(record: Record, config: Config, budget: Budget) -> Stay:
     if record.promised_at_s is not None:
         comes_back_s = record.promised_at_s + PROMISE_S
         idle_at_s, least_s = max(idle_at_s, comes_back_s), max(least_s, comes_back_s - record.ready_since_s)
-    return Stay(record.ready_since_s, record.load_s or 0.0, least_s, idle_at_s, budget)
+    return Stay(record.ready_since_s, record.load_s or 0.0, least_s, idle_at_s)

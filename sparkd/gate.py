@@ -1,4 +1,5 @@
-"""Owns on which nodes a load may begin now: what pressure and release say, put together. Who waits where none is open is sent away.
+"""Owns on which nodes a load may begin now: what pressure and release say, put together. A model that waits where none is open is sent
+away.
 
 Never looks at a node itself, never decides what is started.
 """

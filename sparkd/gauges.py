@@ -38,7 +38,7 @@ def show(snapshot: Snapshot) -> None:
 
 
 def engines(ranks: Iterable[RankFact]) -> None:
-    """What each engine holds on each node; one that is gone, or that nobody could weigh, has no series."""
+    """The memory that each engine holds on each node; one that is gone, or that nobody could weigh, has no series."""
     for gauge, name in ((metrics.ENGINE_HOST_BYTES, "host_bytes"), (metrics.ENGINE_DEVICE_BYTES, "device_bytes")):
         gauge.clear()
         for fact in ranks:
@@ -100,7 +100,7 @@ def _show_load(model: str, progress: Progress) -> None:
 
 
 def _show_kv(model: str, kv: Mapping[str, Any]) -> None:
-    """Of the cache that is there: an engine that is gone has none."""
+    """The gauges of the cache that is there: an engine that is gone has none."""
     for gauge, name in _KV:
         if kv.get(name) is None:
             _remove(gauge, model)

@@ -48,7 +48,7 @@ class Listing:
 
 
 class _Passing(Exception):
-    """What may go better at another try."""
+    """A failure that may go better at another try."""
 
 
 class Hub:
@@ -132,7 +132,7 @@ class Hub:
             return bytes(taken)
 
     def _part(self, url: str, name: str, start: int, end: int) -> tuple[bytes, int | None]:
-        # Of a compressed answer the ranges would be those of the compressed bytes.
+        # The ranges of a compressed answer would be those of the compressed bytes.
         with self._asked(url, {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}) as response:
             told = response.headers.get("Content-Range", "")
             if response.status_code == 416:

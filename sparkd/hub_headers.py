@@ -15,6 +15,7 @@ from sparkd.checkpoint import (
     CONFIG,
     MAX_JSON_BYTES,
     MODELOPT,
+    PARAMS,
     Checkpoint,
     Folder,
     Selection,
@@ -33,7 +34,8 @@ from sparkd.weight_index import INDEX
 if TYPE_CHECKING:
     from sparkd.hub import Hub, Listing
 
-# Of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata: 97 of 100).
+# The first bytes of a file whose header's length nobody told; most headers are shorter (huggingface_hub, parse_safetensors_file_metadata:
+# 97 of 100).
 FIRST_BYTES = 100_000
 _CURE = "It is so on the hub: choose a repository or a revision that has config.json and whole *.safetensors files"
 
@@ -42,7 +44,8 @@ Progress = Callable[[int, int], None]
 
 
 def checkpoint_of(text: str, revision: str | None, environ: Mapping[str, str], progress: Progress | None = None) -> Checkpoint:
-    """Of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError, CheckpointError.
+    """The headers of a folder, or of a hub id: from the local cache where all of it is there, else from the hub. Raises ConfigError,
+    CheckpointError.
 
     environ: of the engine, which says where the cache and the hub are. progress: called after each header that the hub sent.
     """
@@ -72,7 +75,7 @@ def read_remote_checkpoint(hub_id: str, revision: str | None, environ: Mapping[s
     except CheckpointError as error:
         if not (error.file or "").startswith(source.place):
             raise
-        # What is wrong there is not mended by what helps with a file on this machine.
+        # A fault there is not mended by what helps with a file on this machine.
         raise CheckpointError(error.reason, file=error.file, tensor=error.tensor, cure=_CURE) from None
 
 
@@ -87,7 +90,7 @@ def complete(snapshot: Path) -> tuple[Folder, Selection] | None:
     there = {name for name in folder.names if os.path.exists(folder.path(name))}
     if not there.issuperset(selection.files):
         return None
-    # What an index says `selected` has read.
+    # `selected` has read what an index says.
     return (folder, selection) if selection.index is not None or not lacking_weights(there, folder.content) else None
 
 
@@ -109,7 +112,7 @@ class _Repository:
         if not self._small:
             from sparkd.hub import in_parallel
 
-            wanted = [each for each in (CONFIG, INDEX, MODELOPT) if each in self.names]
+            wanted = [each for each in (CONFIG, PARAMS, INDEX, MODELOPT) if each in self.names]
             read = partial(self._hub.whole, self._listing.commit, limit=MAX_JSON_BYTES)
             self._small = {wanted[at]: raw for at, raw in in_parallel([partial(read, each) for each in wanted])}
         return self._small.pop(name)

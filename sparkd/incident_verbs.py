@@ -1,4 +1,4 @@
-"""`sparkd incidents`: ls, show. What the memory guards did, from the daemon or this node's own folder. Never removes a bundle."""
+"""`sparkd incidents`: ls, show. The deeds of the memory guards, from the daemon or this node's own folder. Never removes a bundle."""
 
 from __future__ import annotations
 

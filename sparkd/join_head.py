@@ -18,8 +18,9 @@ from sparkd import __version__
 from sparkd.config_fields import split_address
 from sparkd.errors import ConfigError, RayUnavailable
 from sparkd.rayhead import VERSION_LABEL, is_here, node_environment
-from sparkd.sight import CLOCK_S
+from workers.agent_version import VERSION
 from workers.interpreter import inherited_environment, module_command
+from workers.ray_probe import CLOCK_S
 
 PORT = 6379
 REACH_TIMEOUT_S = 5.0
@@ -29,7 +30,7 @@ _SAME = "install the same release of sparkd on both nodes"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands behind `sparkd join HEAD`. address: its IPv4 address and port. routed: from which of this node's addresses the kernel
+    """The head behind `sparkd join HEAD`. address: its IPv4 address and port. routed: from which of this node's addresses the kernel
     talks to it."""
 
     address: str
@@ -86,12 +87,15 @@ def ask_head(head: Head, token_path: Path, node_ip: str) -> float | None:
     version = nodes.get(head.host, {}).get(VERSION_LABEL)
     if version is not None and version != __version__:
         raise RayUnavailable(f"The head runs sparkd {version} and this node {__version__}: {_SAME}, then restart their Ray.")
+    agent = told.get("agent")
+    if agent is not None and agent != VERSION:
+        raise RayUnavailable(f"The head's daemon has agent {agent} of sparkd {__version__} and this node agent {VERSION}: {_SAME}.")
     ahead = told.get("ahead_s")
     return ahead if isinstance(ahead, float) else None
 
 
 def clock_doubt(ahead_s: float | None) -> str | None:
-    """What is wrong with the clocks, and the cure; None where they agree."""
+    """The fault of the clocks, and the cure; None where they agree."""
     if ahead_s is None or abs(ahead_s) <= CLOCK_S:
         return None
     how = "ahead of" if ahead_s > 0 else "behind"
@@ -99,7 +103,8 @@ def clock_doubt(ahead_s: float | None) -> str | None:
 
 
 def probe_head(address: str, token_path: Path, node_ip: str, *more: str) -> dict[str, object]:
-    """What workers.ray_probe says, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most PROBE_TIMEOUT_S."""
+    """The answer of workers.ray_probe, in a child that is gone with its Ray afterwards. Blocks for some seconds, at most
+    PROBE_TIMEOUT_S."""
     try:
         done = subprocess.run(
             module_command(sys.executable, "workers.ray_probe", address, *more),

@@ -250,7 +250,7 @@ def _stay(config: Config, node_ip: str) -> None:
 
 
 def _end(config: Config, node_ip: str) -> None:
-    """What is left once Ray has ended: ranks, which nobody would look after, and the files."""
+    """Remove what is left once Ray has ended: ranks, which nobody would look after, and the files."""
     from sparkd import joined
     from sparkd.rank_folders import rank_folders
     from sparkd.raynode import end_ranks, forget_folder, node_of

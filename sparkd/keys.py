@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, SecretStr
 from sparkd.config_fields import AbsolutePath, Section, one_or_many
 from sparkd.errors import ConfigError
 from sparkd.yamlfile import Problem
+from workers import regular_file
 
 SHORT_KEY = 16
 _KEY = re.compile(r"[!-~]{1,512}")
@@ -26,7 +27,7 @@ Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(one_or_many)]
 
 
 class Keys(Section):
-    """Who may call: inference keys open /v1, admin keys open /admin. A value is a key, or 'sha256:HEX' of one."""
+    """The keys of those who may call: inference keys open /v1, admin keys open /admin. A value is a key, or 'sha256:HEX' of one."""
 
     inference: Secrets = ()
     admin: Secrets = ()
@@ -70,10 +71,10 @@ def _role(
 
 def _from_file(path: Path, warnings: list[Problem]) -> Iterator[bytes]:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+        status, raw = path.stat(), regular_file.read(path, _MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
             raise ConfigError("This is not a file of keys: one key per line, '#' begins a comment.", file=str(path))
-        text = path.read_text("utf-8")
+        text = raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The key file cannot be read: {reason}. Create it, or let this user read it.", file=str(path)) from None

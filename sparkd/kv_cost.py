@@ -14,12 +14,9 @@ from math import ceil
 from sparkd.hardware import GIB
 from sparkd.model_shape import DTYPE_BYTES, Attention, Mixer, Shape, State
 
-# Of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
+# Block sizes of attention kernels, tokens (vllm/v1/attention/backends: get_supported_kernel_block_sizes; platforms/cpu.py for a CPU).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 LATENT_BLOCK_TOKENS = {"cuda": 64, "cpu": 16}
-# A latent attention's blocks beside states: some decode kernels want whole 128 tokens (vllm/platforms/interface.py,
-# _align_hybrid_block_size, where use_mla).
-LATENT_HYBRID_TOKENS = 128
 # vLLM's own where nobody says, for an API server (vllm/engine/arg_utils.py, get_batch_defaults: a device of 70 GiB or more, and a CPU).
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 SEQUENCES = {"cuda": 1024, "cpu": 128}
@@ -31,11 +28,11 @@ BATCHES_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What of an engine's configuration bears on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own.
+    """The parts of an engine's configuration that bear on its memory. Counts of tokens and requests; kv_dtype: `auto` is the model's own.
 
     draft_layers: further layers of full attention, of the model's own kind, that predict tokens ahead from its hidden states (multi-token
-    prediction, EAGLE). batches_in_flight: without a pipeline; each further stage has one more. block_outermost: whether the layers' pages
-    lie side by side in each block (VLLM_KV_CACHE_LAYOUT=BLHNC and its kin), as a KV connector may ask for.
+    prediction, EAGLE). batches_in_flight: without a pipeline; each further stage has one more.
+    unknown: what the engine's flags and variables change in a way that no formula has (sparkd.uncounted.changed_by).
     """
 
     max_model_len: int
@@ -50,7 +47,7 @@ class Serving:
     batches_in_flight: int = BATCHES_IN_FLIGHT
     speculative_tokens: int = 0
     draft_layers: int = 0
-    block_outermost: bool = False
+    unknown: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class KvCost:
         return self.per_request + self.block_bytes if self.blocks else 0
 
     def requests(self, pool_bytes: int) -> float:
-        """Of max_model_len tokens, as vLLM's "maximum concurrency" counts them."""
+        """Requests of max_model_len tokens, as vLLM's "maximum concurrency" counts them."""
         return pool_bytes // self.block_bytes / self.blocks if self.blocks else float("inf")
 
     def tokens(self, pool_bytes: int) -> int:
@@ -87,15 +84,21 @@ class KvCost:
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """How the layers share the pool, which no length of a request changes. groups: (tokens of a block, 0 for a state; window;
-    whether that is a chunk)."""
+    whether that is a chunk). state_blocks: that a request takes of a group of states, None for sparkd's own count."""
 
     block_bytes: int
     groups: tuple[tuple[int, int | None, bool], ...]
     serving: Serving
+    state_blocks: int | None = None
 
     def cost(self, max_model_len: int) -> KvCost:
-        blocks = sum(_blocks(tokens, window, chunked, self.serving, max_model_len) for tokens, window, chunked in self.groups)
+        blocks = sum(self._blocks(*group, max_model_len) for group in self.groups)
         return KvCost(self.block_bytes, blocks, max((tokens for tokens, *_ in self.groups), default=0), max_model_len)
+
+    def _blocks(self, block_tokens: int, window: int | None, chunked: bool, max_model_len: int) -> int:
+        if not block_tokens and self.state_blocks is not None:
+            return self.state_blocks
+        return _blocks(block_tokens, window, chunked, self.serving, max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,11 @@ class _Kind:
     page_bytes: int
     block_tokens: int
     window: int | None
-    chunked: bool
     stages: list[int]
 
 
 def kv_cost(shape: Shape, serving: Serving) -> KvCost:
-    """Of one rank, of the fullest stage where the layers are spread over a pipeline."""
+    """The cache of one rank, of the fullest stage where the layers are spread over a pipeline."""
     return kv_layout(shape, serving).cost(serving.max_model_len)
 
 
@@ -119,16 +121,14 @@ def kv_layout(shape: Shape, serving: Serving) -> KvLayout:
     kinds = _kinds(shape, serving)
     if not kinds:
         return KvLayout(0, (), serving)
-    if len({(kind.window, kind.chunked) for kind in kinds}) == 1 and all(kind.block_tokens for kind in kinds):
+    if len({kind.window for kind in kinds}) == 1 and all(kind.block_tokens for kind in kinds):
         # All layers keep the same tokens: one group, which holds pages of several sizes.
         pages = [sum(kind.page_bytes * kind.stages.count(stage) for kind in kinds) for stage in range(serving.pipeline_parallel)]
-        return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window, kinds[0].chunked),), serving)
-    if serving.block_outermost and len({kind.page_bytes for kind in kinds}) > 1:
-        return _packed(kinds, serving)
+        return KvLayout(max(pages), ((kinds[0].block_tokens, kinds[0].window, False),), serving)
     page_bytes = max(kind.page_bytes for kind in kinds)
     groups = list(_groups([_widened(kind, page_bytes) for kind in kinds]))
     fullest = max(max(map(stages.count, stages)) for _, stages in groups)
-    return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window, kind.chunked) for kind, _ in groups), serving)
+    return KvLayout(page_bytes * fullest, tuple((kind.block_tokens, kind.window, False) for kind, _ in groups), serving)
 
 
 def sized(size: object, layout: KvLayout, max_model_len: int) -> int | None:
@@ -212,9 +212,7 @@ def state_bytes(state: State, shape: Shape, serving: Serving) -> int:
 def token_bytes(attention: Attention, shape: Shape, serving: Serving) -> int:
     """One token of one layer on one rank."""
     heads, key_dim, value_dim = _on_rank(attention, serving)
-    if attention.fp8_bytes is not None and serving.kv_dtype.startswith("fp8"):
-        return heads * attention.fp8_bytes
-    return heads * (key_dim + value_dim) * (attention.element_bytes or DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes))
+    return heads * (key_dim + value_dim) * DTYPE_BYTES.get(serving.kv_dtype, shape.dtype_bytes)
 
 
 def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
@@ -225,7 +223,7 @@ def _on_rank(attention: Attention, serving: Serving) -> tuple[int, int, int]:
 
 def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     stages = stages_of(len(shape.mixers), serving.pipeline_parallel)
-    placed = [*zip(_kept(shape, serving), stages, strict=True), *zip(shape.beside, stages, strict=False)]
+    placed = [*zip(shape.mixers, stages, strict=True)]
     placed += [(one, serving.pipeline_parallel - 1) for one in _draft(shape, serving)]
     mixers = dict.fromkeys(one for one, _ in placed if one is not None)
     attentions = {one: token_bytes(one, shape, serving) for one in mixers if isinstance(one, Attention)}
@@ -235,39 +233,25 @@ def _kinds(shape: Shape, serving: Serving) -> list[_Kind]:
     largest, each = max(states.values(), default=0), max(attentions.values(), default=0)
     if largest and each:
         # Blocks of attention grow until a state fits into one, and states are padded to them.
-        step = max(block, LATENT_HYBRID_TOKENS) if any(one.latent for one in attentions) else block
-        block = step * ceil(largest / (step * each))
+        block = block * ceil(largest / (block * each))
     padded = max(largest, block * each)
     made: dict[object, _Kind] = {}
     kind_of: dict[Mixer, _Kind] = {}
     for one in mixers:
         if isinstance(one, State):
-            kind_of[one] = _Kind(padded, 0, None, False, [])
+            kind_of[one] = _Kind(padded, 0, None, [])
         else:
-            own = _Kind(block * attentions[one], block, one.window, one.chunked, [])
-            kind_of[one] = made.setdefault((one.window, one.chunked, one.element_bytes, _on_rank(one, serving)), own)
+            own = _Kind(block * attentions[one], block, one.window, [])
+            kind_of[one] = made.setdefault((one.window, _on_rank(one, serving)), own)
     for mixer, stage in placed:
         if mixer is not None:
             kind_of[mixer].stages.append(stage)
     return list({id(kind): kind for kind in kind_of.values()}.values())
 
 
-def _kept(shape: Shape, serving: Serving) -> tuple[Mixer | None, ...]:
-    """Beside a draft that reads the model's hidden states, vLLM keeps all tokens of chunked layers too (vllm/config/vllm.py,
-    need_disable_hybrid_kv_cache_manager; kv_cache_utils.py, _promote_local_kv_cache_specs)."""
-    chunked = {one for one in shape.mixers if isinstance(one, Attention) and one.chunked}
-    whole = any(isinstance(one, Attention) and one.window is None for one in shape.mixers)
-    if not serving.draft_layers or not chunked or not whole:
-        return shape.mixers
-    return tuple(replace(one, window=None, chunked=False) if one in chunked else one for one in shape.mixers)
-
-
 def _draft(shape: Shape, serving: Serving) -> tuple[Mixer, ...]:
-    """Each with an indexer of its own where the model's attention is sparse, whatever the model's own layers share
-    (vllm/model_executor/models/deepseek_v2.py, is_mtp_layer)."""
     whole = next((one for one in shape.mixers if isinstance(one, Attention) and one.window is None), None)
-    keys = next((one for one in shape.beside if isinstance(one, Attention)), None)
-    return tuple(one for one in (whole, keys) if one is not None) * serving.draft_layers if whole is not None else ()
+    return (whole,) * serving.draft_layers if whole is not None else ()
 
 
 def _widened(kind: _Kind, page_bytes: int) -> _Kind:
@@ -284,46 +268,6 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
     for kind in kinds:
         count = ceil(len(kind.stages) / length)
         yield from ((kind, kind.stages[number::count]) for number in range(count))
-
-
-def _packed(kinds: Sequence[_Kind], serving: Serving) -> KvLayout:
-    """Pages of several sizes side by side in a block, each in its own (vllm/v1/core/kv_cache_utils.py, _get_packed_kv_cache_groups).
-
-    Layers that keep the same tokens are a bucket. One with as many layers of each size repeats a pattern; such are cut into groups of about
-    as many repeats as the smallest that mixes sizes. States and windows are cut so that they fit into the block that the others need.
-    """
-    buckets: dict[tuple[int, int | None, bool], dict[int, list[int]]] = {}
-    for kind in kinds:
-        pages = buckets.setdefault((kind.block_tokens, kind.window, kind.chunked), {})
-        pages.setdefault(kind.page_bytes, []).extend(kind.stages)
-    most = {key: max(map(len, pages.values())) for key, pages in buckets.items()}
-    balanced = {key for key, pages in buckets.items() if len(set(map(len, pages.values()))) == 1}
-    least = max((most[key] for key in balanced if len(buckets[key]) > 1), default=0)
-    repeats = _least_padding([most[key] for key in buckets if key in balanced], least) if least else 0
-    counts = {key: ceil(most[key] / repeats) if repeats and key in balanced else 1 for key in buckets}
-    free = {key for key in buckets if not key[0] or (not repeats and key[1] is not None and not key[2])}
-    anchor = max(
-        sum(ceil(len(stages) / (sum(map(len, pages.values())) if key in free else counts[key])) * size for size, stages in pages.items())
-        for key, pages in buckets.items()
-    )
-    groups: list[tuple[int, int | None, bool]] = []
-    block_bytes = 0
-    for key, pages in buckets.items():
-        count = counts[key]
-        if key in free:
-            count = max(count, ceil(sum(map(len, pages.values())) / max(1, anchor // next(iter(pages)))))
-        for number in range(count):
-            held = [(size, stage) for size, stages in pages.items() for stage in stages[number::count]]
-            sums = (sum(size for size, stage in held if stage == each) for each in range(serving.pipeline_parallel))
-            block_bytes = max(block_bytes, *sums)
-            groups.append(key)
-    return KvLayout(block_bytes, tuple(groups), serving)
-
-
-def _least_padding(counts: Sequence[int], least: int) -> int:
-    """The length of groups, at least `least`, that pads `counts` layers least; the largest of several."""
-    lengths = range(least, max(max(counts), least) + 1)
-    return min(reversed(lengths), key=lambda length: sum(ceil(count / length) * length - count for count in counts))
 
 
 def _blocks(block_tokens: int, window: int | None, chunked: bool, serving: Serving, max_model_len: int) -> int:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from sparkd import vllm_args
 from sparkd.errors import ConfigError
 from sparkd.refusal import plain, refuse
-from sparkd.uncounted import blocks_of
+from sparkd.uncounted import blocks_of, length_of
 from workers.kv.settings import BLOCKS_FLAG, CPU_KV_CACHE_GIB, CPU_KV_SPACE, MARGIN_VARIABLE
 from workers.runtime import API_SERVER, COMMAND_LINE
 
 if TYPE_CHECKING:
-    from sparkd.engine_flags import Keys
+    from sparkd.engine_flags import Keys, Sized
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -62,8 +62,25 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
         yield "kv_margin_gib", "kv_margin_gib and kv_cache with utilization exclude each other, because vLLM then sizes: remove one of them"
 
 
+def impossible(model: Sized) -> Iterator[tuple[str, str]]:
+    """(key, message) of each size that another number of the entry contradicts, whatever its model is."""
+    size, length = model.kv_cache, length_of(model.extra_args) or model.max_model_len
+    if not isinstance(size, dict):
+        return
+    if isinstance(length, int) and size.get("at", 0) > length:
+        reason = f"at is {size['at']:,} tokens, and no request has more than {length:,} (max_model_len)"
+        yield "kv_cache", f"{reason}: lower at, or raise max_model_len."
+    if isinstance(length, int) and size.get("tokens", length) < length:
+        reason = f"it holds {size['tokens']:,} tokens, and one request may have {length:,} (max_model_len)"
+        yield "kv_cache", f"{reason}: give it at least {spelled({'tokens': length})}, or lower max_model_len."
+    whole_gib = model.memory_gib
+    if isinstance(whole_gib, int | float) and size.get("bytes", 0) >= whole_gib * GIB:
+        reason = f"{_written(size['bytes'])} are all of the {whole_gib:g} GiB that memory_gib gives the whole engine, or more"
+        yield "kv_cache", f"{reason}: lower it, or raise memory_gib."
+
+
 def utilization_of(model: Keys) -> float | None:
-    """Of the memory, what vLLM is to take by its own sizing; None where nobody asked for that."""
+    """The share of the memory that vLLM is to take by its own sizing; None where nobody asked for that."""
     if isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache:
         return float(model.kv_cache["utilization"])
     return model.gpu_memory_utilization
@@ -75,13 +92,23 @@ def cache_of(model: Keys) -> dict[str, Any] | str | None:
     return model.kv_cache if blocks is None else {"blocks": blocks}
 
 
+def given_cache(model: Keys, platform: str, env: Mapping[str, str]) -> dict[str, Any] | None:
+    """The size that the entry, or the variable of the CPU backend's cache, gives it; None where that is found at the start. Raises
+    ConfigError."""
+    size = cache_of(model)
+    if isinstance(size, dict):
+        return None if "utilization" in size else size
+    space_gib = cpu_space_gib(env) if size is None and platform == "cpu" and not vllm_sizes(model) else None
+    return {"bytes": space_gib * GIB} if space_gib else None
+
+
 def vllm_sizes(model: Keys) -> bool:
     """Whether the model's own entry asks for vLLM's sizing, or for a worker class that is not ours."""
     return utilization_of(model) is not None or any(True for _ in vllm_args.cache_flags(model.extra_args))
 
 
 def cpu_space_gib(env: Mapping[str, str]) -> int | None:
-    """What the operator gave the CPU backend's cache by its own variable; None for nothing. Raises ConfigError."""
+    """The operator's size of the CPU backend's cache, by its own variable; None for nothing. Raises ConfigError."""
     gib = env.get(CPU_KV_SPACE, "")
     if not gib:
         return None
@@ -91,7 +118,7 @@ def cpu_space_gib(env: Mapping[str, str]) -> int | None:
 
 
 def margin_bytes(model: Keys, env: Mapping[str, str]) -> int | None:
-    """What is to stay free beside the cache; None for the default. Raises ConfigError for a variable that cannot be read."""
+    """The bytes that are to stay free beside the cache; None for the default. Raises ConfigError for a variable that cannot be read."""
     if model.kv_margin_gib is not None:
         return int(model.kv_margin_gib * GIB)
     mib = env.get(MARGIN_VARIABLE, "").strip()
@@ -123,6 +150,11 @@ def unreadable(model: Keys, env: Mapping[str, str]) -> str | None:
     except ConfigError as error:
         return error.message
     return None
+
+
+def without_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that `unreadable` judges."""
+    return {name: value for name, value in env.items() if name not in (CPU_KV_SPACE, MARGIN_VARIABLE)}
 
 
 def sizing_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 from sparkd import __version__
 from sparkd.amounts import whole
 from sparkd.errors import ConfigError
-from sparkd.page import say_json
+from sparkd.page import printable, say_json
 from sparkd.source import CONFIG_PATH, check_there, name_of, source_of
 from sparkd.verb_options import Asked, Json, argument, option
 
@@ -60,9 +60,22 @@ def serve(
     named = {"listen": listen, "state_dir": state_dir, "log_level": log_level}
     flags |= {key: value for key, value in named.items() if value is not None}
     if model is not None:
+        if model.endswith((".yaml", ".yml")):
+            from sparkd.recipe_file import refuse_as_model
+
+            refuse_as_model(model)
         source = source_of(model)
         check_there(source, f"--model {model}")
-        flags["models"] = {name or name_of(source): {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}}
+        entry = name or name_of(source)
+        keys: dict[str, Any] = {"recipe" if _is_recipe(source, path, flags) else "model": source, "preload": True}
+        # What -o says of the entry stands in it: `models` goes before a dotted key of its own.
+        for dotted in [key for key in flags if key.startswith(f"models.{entry}.")]:
+            *outer, last = dotted.removeprefix(f"models.{entry}.").split(".")
+            inner = keys
+            for part in outer:
+                inner = inner.setdefault(part, {})
+            inner[last] = flags.pop(dotted)
+        flags["models"] = {entry: keys}
     elif name is not None:
         raise ConfigError("--name names the model that --model brings: give both, or none.")
     from sparkd.config import load_config
@@ -92,13 +105,12 @@ def serve(
 
 
 def _is_recipe(source: str, path: Path | None, flags: Mapping[str, Any]) -> bool:
-    """Whether a word without '/' names a recipe, of the operator's folder or of those that come with sparkd."""
-    if "/" in source:
+    """Whether a word names a recipe: of the operator's folder, of those that come with sparkd, or of a registry."""
+    if "/" in source and "@" not in source:
         return False
     from sparkd.config import load_config
-    from sparkd.recipe_book import split
 
-    return split(source)[0] in load_config(path, flags=flags, environ=os.environ).book().names()
+    return load_config(path, flags=flags, environ=os.environ).book().has(source)
 
 
 def ray_node(ctx: typer.Context, config: ConfigFile = None, settings: Settings = None, json: Json = False) -> None:
@@ -129,14 +141,13 @@ def check(
 ) -> None:
     """Check a configuration file.
 
-    Prints `file:line: message` for each problem, and for each model the parsers of tool calls and of reasoning; the exit code is 0 if it
-    can be used, 2 if not.
+    Prints `file:line: message` for each problem, and for each model the parsers of tool calls and of reasoning. The exit code is 2 where
+    the file is wrong or an entry of it cannot start, else 0.
     """
-    from sparkd.config import check as problems_of
+    from sparkd.config_check import check as problems_of
 
     problems = problems_of(config, os.environ)
     wrong = [problem for problem in problems if problem.severity == "error"]
-    problems += _unloadable(config) if not wrong else []
     parsers = _parsers(config) if not wrong else {}
     if json or (ctx.find_root().obj or Asked()).json:
         found = [{"file": p.file, "line": p.line, "severity": p.severity, "message": p.message} for p in problems]
@@ -145,7 +156,7 @@ def check(
         from sparkd.parser_choice import in_words
 
         for problem in problems:
-            sys.stdout.write(f"{problem}\n")
+            sys.stdout.write(f"{printable(str(problem))}\n")
         for name, rows in parsers.items():
             sys.stdout.write(f"models.{name}: parsers: {in_words(rows)}\n")
         told = f"{len(wrong)} to mend" if wrong else "can be used"
@@ -154,31 +165,16 @@ def check(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _unloadable(path: Path) -> Iterator[Problem]:
-    from sparkd.admission import too_long, uneven
-    from sparkd.config import load_config
-    from sparkd.installed import release_in
-    from sparkd.yamlfile import Problem
-
-    config = load_config(path, environ=os.environ)
-    for model in config.models.values():
-        if not model.runs_vllm(config.engine):
-            continue
-        env, release = model.environment(config.engine), release_in(model.runtime_of(config.engine))
-        for key, why in (("max_model_len", too_long(model, env, release)), ("quantize", uneven(model, env))):
-            if why:
-                yield Problem(str(path), None, f"models.{model.name}.{key}: {why}", "warning")
-
-
 def _parsers(path: Path) -> dict[str, dict[str, dict[str, str | None]]]:
     from sparkd.config import load_config
     from sparkd.parser_choice import explained
+    from sparkd.trust import at_trusted_commit
 
     config = load_config(path, environ=os.environ)
-    book = config.book()
+    book, models = config.book(), [at_trusted_commit(model, config) for model in config.models.values()]
     return {
         model.name: explained(model, model.environment(config.engine), model.runtime_of(config.engine), book.settings(model.recipe))
-        for model in config.models.values()
+        for model in models
         if model.runs_vllm(config.engine)
     }
 

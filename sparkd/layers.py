@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
-from sparkd.errors import ConfigError, Unavailable
+from sparkd.consultation import Consultation
+from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError, Unavailable
+from sparkd.footprint import sureness_of
 from sparkd.hub_headers import Progress, checkpoint_of
+from sparkd.kv_cost import Serving
+from sparkd.model_shape import shape_of
 from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, source_of
+from sparkd.weight_cost import inventory, refuse_missing_layers
 from workers.stream.format import Format, fitting
 from workers.stream.packed_scale import packed_module_of
 from workers.stream.recipe import Assignment, Recipe
@@ -22,9 +27,11 @@ if TYPE_CHECKING:
     from sparkd.config import Config, ModelConfig
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# What stands beside an FP8 weight and goes with it into its new format.
+# The tensors that stand beside an FP8 weight and go with it into its new format.
 _SOURCE_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "scale")
 
+# vLLM, about a model's headers.
+Consult = Callable[[Checkpoint], Consultation]
 Misfit = tuple[Format, int]  # a format, and columns that its groups do not divide
 
 
@@ -48,14 +55,28 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The parts of a checkpoint that one GPU holds under a recipe. bytes: of parameters and buffers; sureness: one of sparkd.exact;
+    unloaded: bytes of the parts that vLLM leaves on the disk. refusal: why vLLM takes the model not so, without a full stop, None where it
+    does."""
+
+    bytes: int
+    sureness: str
+    unloaded: Mapping[str, int]
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
-    """folder: the checkpoint's; quantization: how it is quantized already; notes: what the recipe's author should know."""
+    """folder: the checkpoint's; quantization: how it is quantized already; notes: what the recipe's author should know. held: None where
+    the model is of no kind that is counted."""
 
     folder: str
     quantization: str | None
     recipe: Mapping[str, Any]
     layers: tuple[Layer, ...]
     notes: tuple[str, ...]
+    held: Held | None = None
 
     @property
     def bytes(self) -> int:
@@ -77,12 +98,13 @@ class Listing:
             "count": sum(layer.count for layer in self.layers),
             "bytes": self.bytes,
             "result_bytes": self.result_bytes,
+            "held": None if self.held is None else asdict(self.held),
             "notes": list(self.notes),
         }
 
 
 def listing(checkpoint: Checkpoint, recipe: Recipe) -> Listing:
-    """What a checkpoint holds and what `recipe` makes of it, in the order in which the classes first occur."""
+    """A checkpoint's layers and what `recipe` makes of them, in the order in which the classes first occur."""
     formats = recipe.assign(checkpoint)
     found: dict[tuple[str, tuple[int, ...], str, str | None, bool], list[int]] = {}
     misfits: dict[Misfit, int] = {}
@@ -116,15 +138,44 @@ def listing_of(
     environ: Mapping[str, str],
     ask: Callable[[], list[dict[str, Any]]],
     progress: Progress | None = None,
+    consult: Consult | None = None,
 ) -> Listing:
-    """Of a folder, a configured name, a hub id, or a name that the daemon knows. Raises ConfigError, CheckpointError.
+    """The layers of a folder, a configured name, a hub id, or a name that the daemon knows. Raises ConfigError, CheckpointError.
 
     quantize: a recipe as YAML, in place of the configured one. ask: the daemon's models, called only where nothing else knows `model`.
-    progress: called for each header that had to come from the hub, because the local cache has not all of the model.
+    progress: called for each header that had to come from the hub, because the local cache has not all of the model. consult: vLLM, about
+    the model.
     """
     source, revision, configured, env = meant(model, config_file, environ, ask)
     recipe = Recipe.parse(value_of(quantize), env) if quantize is not None else Recipe.parse(configured, env)
-    return listing(checkpoint_of(source, revision, env, progress), recipe)
+    checkpoint = checkpoint_of(source, revision, env, progress)
+    found = listing(checkpoint, recipe)
+    try:
+        return replace(found, held=held(checkpoint, recipe, consult))
+    except CheckpointIncomplete as error:
+        return replace(found, notes=(*found.notes, error.message))
+
+
+def held(checkpoint: Checkpoint, recipe: Recipe, consult: Consult | None) -> Held | None:
+    """By vLLM's own answer where there is one. None where nothing can be said of the weights. Raises CheckpointIncomplete for a checkpoint
+    with fewer layers than its config.json says."""
+    try:
+        known = inventory(checkpoint, shape_of(checkpoint.config))
+        refuse_missing_layers(known)
+        weights = known.weights(recipe)
+    except CheckpointIncomplete:
+        raise
+    except CheckpointError:
+        return None
+    exact = None
+    if consult is not None:
+        consultation = consult(known.checkpoint)
+        consultation.ask([(recipe, 1, 1)])
+        exact = consultation.exact(recipe, Serving(1))
+    own = exact.weight_bytes if exact is not None else None
+    size = weights.bytes + known.shape.rotary_bytes if own is None else own
+    sureness = sureness_of(known.shape, is_exact=own is not None)
+    return Held(size, sureness, known.unloaded, exact.refusal if exact is not None else None)
 
 
 def meant(
@@ -148,16 +199,17 @@ def configured(model: str, config_file: Path | None, environ: Mapping[str, str])
 
 
 def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config, str] | None:
-    """Of a recipe's name the entry that names it and nothing else; as `configured`."""
-    if "/" in model or model.startswith((".", "~")):
+    """The entry that names this recipe and nothing else; as `configured`."""
+    if ("/" in model and "@" not in model) or model.startswith((".", "~", "/")):
         return None
     from sparkd.config import load_config, parse_model
-    from sparkd.recipe_book import split
 
     config = load_config(_config_path(config_file, environ), environ=environ)
-    if split(model)[0] not in config.book().names():
+    book = config.book()
+    if not book.has(model):
         return None
-    return parse_model(split(model)[0], {"recipe": model}, over_admin=False, book=config.book()), config, f"the recipe {model}"
+    name = book.split(model)[0].replace("@", ":")
+    return parse_model(name, {"recipe": model}, over_admin=False, book=book), config, f"the recipe {model}"
 
 
 def _config_path(given: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -174,13 +226,15 @@ def _named(
     path = _config_path(config_file, environ)
     if path is not None:
         from sparkd.config import load_config
+        from sparkd.trust import at_trusted_commit
 
         config = load_config(path, environ=environ)
         found = next((each for each in config.models.values() if model in each.served_names()), None)
         if found is not None:
             # Without the key the model is loaded by vLLM itself, whatever the variables of the earlier fork say.
             recipe = "bf16" if found.quantize in (None, AUTO) else found.quantize
-            return found.model, found.revision, recipe, {**environ, **found.environment(config.engine)}
+            revision = at_trusted_commit(found, config).revision
+            return found.model, revision, recipe, {**environ, **found.environment(config.engine)}
     if "/" in model:
         return model, None, None, environ
     hidden = f"and this user may not read {CONFIG_PATH}" if CONFIG_PATH.exists() else "and there is no sparkd.yaml"
@@ -192,7 +246,7 @@ def _named(
         raise ConfigError(f"No model is called {model} {where}, and no sparkd answers: {cure}.") from None
     if view is None:
         raise ConfigError(f"No model is called {model}: give a configured name, a folder, or a hub id (owner/name).")
-    # Of its entry there; this machine's variables are not its engine's.
+    # The environment of its entry there; this machine's variables are not its engine's.
     recipe = "bf16" if view.get("quantize") in (None, AUTO) else view["quantize"]
     return str(view["source"]), None, recipe, environ
 

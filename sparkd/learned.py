@@ -12,13 +12,13 @@ from sparkd.engine_flags import Keys, flags_of
 from sparkd.footprint import Learned
 from workers.kv.profiles import checkpoint_of, profiles_of
 
-# Of a command line these alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
+# These flags alone are known to leave an engine's memory as it is. Any other flag makes it another engine, whose profile is
 # not believed.
 _TALK = ("tool-call-parser", "reasoning-parser", "enable-auto-tool-choice", "override-generation-config")
-# What vLLM, torch, NCCL and the kernels read; not a token of somebody's.
+# The variables that vLLM, torch, NCCL and the kernels read; not a token of somebody's.
 FAMILIES = ("VLLM_", "TORCH", "PYTORCH_", "NCCL_", "CUDA_", "CUBLAS", "FLASHINFER_", "TRITON_", "OMP_", "SPARKD_")
 
-# What the GPU of each known machine is called: a profile is that of the machine that it was made on. `node` is the one that asks.
+# The name of each known machine's GPU: a profile is that of the machine that it was made on. `node` is the one that asks.
 _DEVICES = {"spark": "GB10", "h200": "H200", "node": ""}
 
 
@@ -30,7 +30,7 @@ def engine_of(model: Keys, env: Mapping[str, str], vllm: str | None, platform: s
 
 
 def learned_of(folder: str, engine: str, held: str | None, ways: tuple[int, int], hardware: str = "node") -> Learned | None:
-    """What rank 0 of such an engine measured the last time, over so many ranks; None where none of them has run on this node.
+    """The last measurements of such an engine's rank 0, over so many ranks; None where none of them has run on this node.
 
     held: the folder of its weights (sparkd.source.folder_of). ways: tensor and pipeline size. hardware: a name of sparkd.hardware, or
     `node`.

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sparkd.abilities import Need
 from sparkd.boundary import Boundary
@@ -26,7 +25,7 @@ from sparkd.errors import (
     Unavailable,
 )
 from sparkd.model_config import ModelConfig
-from sparkd.parsers import Parsers
+from sparkd.parsers import Parsers, of_handle
 from sparkd.recent import Shared
 from sparkd.record import Record
 from sparkd.residency import PROMISE_S
@@ -34,6 +33,9 @@ from sparkd.roster import Roster
 from sparkd.state import STARTING, ModelState, Want
 from sparkd.upstream import Upstream
 from workers.signatures import LASTING
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 log = logging.getLogger("sparkd.supervisor")
 
@@ -59,15 +61,15 @@ _PATH = re.compile(r"(?<![\w.-])[/~]|\\")
 
 class Lease:
     """`async with supervisor.lease(name) as lease:` gives .model (the canonical name) and .upstream. Leaving the block is the only
-    decrement of the count of requests in flight, or of questions. Who uses it sets .answered: whether the engine has begun a good answer,
+    decrement of the count of requests in flight, or of questions. The caller sets .answered: whether the engine has begun a good answer,
     None for one that says nothing of the engine."""
 
     __slots__ = ("_door", "_held", "_name", "_need", "_probe", "_wait_s", "_waits", "answered", "model", "parsers", "upstream")
 
     model: str
     upstream: Upstream
-    # The fields of a sparkd.parsers.Parsers; None if the engine's parsers are unknown.
-    parsers: Mapping[str, str | None] | None
+    # None if the engine's parsers are unknown.
+    parsers: Parsers | None
 
     def __init__(self, door: Door, name: str, wait_s: float | None, probe: bool, waits: Waits | None, need: Need | None) -> None:
         self._door = door
@@ -87,7 +89,7 @@ class Lease:
             self._door.leave(record, answered=False, probe=self._probe)
             raise Unavailable(f"The model {record.name} has just gone down; try again.", retry_after_s=1)
         self.model, self.upstream = record.name, upstream
-        self.parsers = record.handle.parsers if record.handle is not None else None
+        self.parsers = of_handle(record.handle.parsers) if record.handle is not None else None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -117,10 +119,7 @@ class Door:
         self._look = look
         self._unusable = unusable
         self._parsers = parsers
-        # Clients that ask for one model share a look at its files and its hub.
-        self._looks: Shared[str | None] = Shared(boundary)
-        self._reads: Shared[None] = Shared(boundary)
-        self._choices: Shared[Parsers | None] = Shared(boundary)
+        self._shared = Shared(boundary)
         self._roster = roster
         self._want = want
         self._wake = wake
@@ -139,7 +138,7 @@ class Door:
         self._refuse_closed(record)
         if need is not None:
             if record.abilities is None and record.state is not ModelState.READY:
-                await self._reads.get((record.name, record.hash), partial(self._look, record))
+                await self._once(record, self._look, record)
             _refuse_unable(record, need)
         if record.state is not ModelState.READY:
             await self._wait(record, wait_s, waits, need)
@@ -183,7 +182,7 @@ class Door:
                 waiter.set_exception(error)
 
     def close(self, records: Iterable[Record], *, wholly: bool) -> None:
-        """Who waits is sent away: nothing is loaded for them any more."""
+        """Send away all that wait: nothing is loaded for them any more."""
         self._closed, self._closed_wholly = True, wholly
         for record in records:
             for waiter in record.waiters:
@@ -245,26 +244,29 @@ class Door:
             kept_s += left_s
         waiter.result()
 
+    async def _once(self, record: Record, look: Callable[[A], Awaitable[T]], argument: A) -> T:
+        """`look(argument)`, shared by all clients that ask for this model meanwhile. It reads files, or waits for a hub."""
+        return await self._shared.get((look, record.name, record.hash), partial(look, argument))
+
     async def _refuse_unusable(self, record: Record) -> None:
         """Before it waits for its turn behind others, only to hear then that there is no model. In its back-off nobody waits."""
         away = record.state in (ModelState.STOPPED, ModelState.FAILED) and record.backoff_until_s <= self._clock()
         if record.spec is None or not away:
             return
-        if why := await self._looks.get((record.name, record.hash), partial(self._unusable, record.spec)):
-            log.warning("a request for %s is refused: %s", record.name, why)
-            raise ModelFailed(f"The model {record.name} cannot be started. {_pathless(why, record)}", retry_after_s=60)
+        if fault := await self._once(record, self._unusable, record.spec):
+            log.warning("a request for %s is refused: %s", record.name, fault)
+            raise ModelFailed(f"The model {record.name} cannot be started. {_pathless(fault, record)}", retry_after_s=60)
 
     async def _refuse_toolless(self, record: Record) -> None:
         """Before a model is loaded whose engine would have no parser for the calls: by its engine where one starts, else by its files."""
         if record.handle is not None and record.state in STARTING:
-            known = record.handle.parsers
+            parsers = of_handle(record.handle.parsers)
         elif record.spec is not None:
-            choice = await self._choices.get((record.name, record.hash), partial(self._parsers, record.spec))
-            known = asdict(choice) if choice is not None else None
+            parsers = await self._once(record, self._parsers, record.spec)
         else:
-            known = None
-        if known is not None and known.get("tool", "") is None:
-            raise NoToolParser(record.name, known.get("nearest"))
+            parsers = None
+        if parsers is not None and parsers.tool is None:
+            raise NoToolParser(record.name, parsers.nearest)
 
     def _withdraw(self, record: Record) -> None:
         """The last one who waited has gone: a wish that nothing acted on yet is taken back, so that nobody's model is not loaded; with
@@ -273,7 +275,7 @@ class Door:
         ours = record.desired.want is Want.RUNNING and record.desired.by == "request"
         if record.waiters or record.in_flight or record.promised_at_s is not None or not ours:
             return
-        if any(one.evicted and one.evicted.to == record.name and one.evicted.owed and one.state not in _THERE for one in self._models()):
+        if any(_is_owed(other, record) for other in self._models()):
             return
         begun = record.state in STARTING and record.state is not ModelState.PLANNED
         if record.state in (ModelState.STOPPED, ModelState.PLANNED) or (begun and self._roster.config.cancel_abandoned_loads):
@@ -310,7 +312,8 @@ class Door:
 
     def _failed(self, record: Record) -> ModelFailed:
         left_s = max(0.0, record.backoff_until_s - self._clock())
-        # No engine was started, so there is no log. What its owner has to mend may be told; who has the room may be nobody's business.
+        # No engine was started, so there is no log. A fault that its owner has to mend may be told; which models have the room may be
+        # nobody's business.
         no_log = {
             ModelUnusable.__name__: _pathless(record.message or "", record),
             HubUnreachable.__name__: _pathless(record.message or "", record),
@@ -318,8 +321,10 @@ class Door:
         }
         more = no_log.get(record.reason or "", "See `sparkd ps` and `sparkd logs`.")
         lasts = ""
+        if record.lasts:
+            lasts = " (waiting does not heal it)"
         if record.reason in LASTING:
-            lasts, more = " (waiting does not heal it)", f"{_cause(record)}See `sparkd ps`."
+            more = f"{_cause(record)}See `sparkd ps`."
         return ModelFailed(
             f"The model {record.name} failed ({record.reason}) and is tried again in {left_s:.0f} s{lasts}. {more}",
             retry_after_s=max(1, math.ceil(left_s)),
@@ -335,6 +340,12 @@ def is_nearly_ready(record: Record, now_s: float) -> bool:
     return record.state in (ModelState.WARMING, ModelState.SIZING) or (eta_s is not None and eta_s <= NEARLY_S)
 
 
+def _is_owed(other: Record, record: Record) -> bool:
+    """Whether `other` ended for the sake of `record`, is to come back without it, and has not."""
+    eviction = other.evicted
+    return eviction is not None and eviction.to == record.name and eviction.owed and other.state not in _THERE
+
+
 def _refuse_unable(record: Record, need: Need) -> None:
     """Before anything is loaded for it: an engine would say so in minutes, and in its own words."""
     known = record.abilities
@@ -343,7 +354,7 @@ def _refuse_unable(record: Record, need: Need) -> None:
 
 
 def _cause(record: Record) -> str:
-    """What a client may hear of why a load failed for good, with a space behind it: its first sentence, which is ours. One with a path in
+    """The reason for a client why a load failed for good, with a space behind it: its first sentence, which is ours. One with a path in
     it is its owner's alone, and empty here."""
     first = _SENTENCE.match(record.message or "")
     if first is None or len(first[0]) > CAUSE_CHARS or _PLACE.search(first[0].replace(record.name, "")):
@@ -351,13 +362,13 @@ def _cause(record: Record) -> str:
     return f"{first[0]} "
 
 
-def _pathless(why: str, record: Record) -> str:
-    """What a client may hear of a model's folder: what is wrong with it and what helps, and not where it lies on this machine."""
+def _pathless(fault: str, record: Record) -> str:
+    """The sentence for a client on a model's folder: what is wrong with it and what helps, and not where it lies on this machine."""
     folder = record.spec.model if record.spec else ""
-    told = why.replace(f"The folder {folder} ", "Its folder ")
-    if _PATH.search(told.replace(record.name, "")):
+    sentence = fault.replace(f"The folder {folder} ", "Its folder ")
+    if _PATH.search(sentence.replace(record.name, "")):
         return "What its entry names cannot be used: check `model` there. `sparkd ps` or sparkd's log says why."
-    return told
+    return sentence
 
 
 def _draining() -> Draining:

@@ -1,4 +1,4 @@
-"""What must outlive the daemon: wishes, handles, operations, events, written as they happen. Never decides, never acts."""
+"""Owns whatever must outlive the daemon: wishes, handles, operations, events, written as they happen. Never decides, never acts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from sparkd.boundary import Boundary
 from sparkd.errors import StateError, UnknownOperation
+from sparkd.loads import Loads, recalled
 from sparkd.record import Record
 from sparkd.rows import DAMAGES_SHOWN, Damage
 from sparkd.state import (
@@ -35,7 +36,7 @@ SLICE = 50
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Of an engine that has answered: for how long it has been READY, and how long its load took, seconds; None where nobody kept it."""
+    """How long an engine that has answered has been READY, and how long its load took, seconds; None where nobody kept it."""
 
     for_s: float | None
     load_s: float | None
@@ -166,6 +167,10 @@ class Ledger:
             if event.model and event.data.get("reason") == reason and age_s < window_s:
                 found.setdefault(event.model, []).append(age_s)
         return found
+
+    def loads(self, now_s: float) -> Loads:
+        """The cost of evictions so far, by earlier daemons' events. now_s: this moment, of the clock that the answer goes by."""
+        return recalled(self._store.events(0, EVENTS_KEPT), now_s, self._wall())
 
     def say(self, kind: str, model: str | None, message: str, **data: Any) -> None:
         """One event: to the log, the database and everyone who listens."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sparkd.architectures import is_checked
 from sparkd.checkpoint import SourceQuantization
 from sparkd.model_shape import Shape, State
-from sparkd.weight_cost import Inventory, Part, padded_vocabulary, sides
+from sparkd.weight_cost import Alike, Inventory, Part, padded_vocabulary, sides
 from workers.stream.format import Format, fitting
 from workers.stream.recipe import Recipe
 
@@ -14,56 +15,46 @@ from workers.stream.recipe import Recipe
 # validate_fp8_block_shape).
 BLOCK = 128
 
-# Architectures that vLLM has, and whose classes have no SupportsPP (vllm/model_executor/models/registry.py, is_pp_supported_model; releases
-# 0.26 and 0.32): it starts no pipeline of them (vllm/config/model.py, verify_with_parallel_config).
-WITHOUT_PIPELINES = frozenset(
-    {
-        "AriaForConditionalGeneration",
-        "CohereAsrForConditionalGeneration",
-        "DeepseekV4ForConditionalGeneration",
-        "DiffusionGemmaForBlockDiffusion",
-        "FireRedASR2ForConditionalGeneration",
-        "FireRedLIDForConditionalGeneration",
-        "FunASRForConditionalGeneration",
-        "Gemma3nForCausalLM",
-        "Gemma3nForConditionalGeneration",
-        "HrmTextForCausalLM",
-        "IQuestLoopCoderForCausalLM",
-        "Idefics3ForConditionalGeneration",
-        "Mamba2ForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-        "NemotronParseForConditionalGeneration",
-        "OuroForCausalLM",
-        "PaddleOCRVLForConditionalGeneration",
-        "Phi4MMForCausalLM",
-        "SmolVLMForConditionalGeneration",
-        "WhisperForConditionalGeneration",
-        "Zamba2ForCausalLM",
-    }
-)
 
-
-def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> str | None:
-    """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size.
+def refusal(inventory: Inventory, recipe: Recipe, ranks: int, stages: int, platform: str = "cuda") -> str | None:
+    """Why not, with the number that breaks it; None where it is legal. ranks: tensor-parallel size; stages: pipeline-parallel size;
+    platform: whose kernels.
 
     Raises CheckpointError where the recipe cannot be.
     """
-    return next(_refusals(inventory, recipe, ranks, stages), None)
+    return next(_refusals(inventory, recipe, ranks, stages), None) or unfit(inventory, recipe, ranks, platform)
+
+
+def unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str = "cuda") -> str | None:
+    """Why the weights cannot have the recipe's formats, which vLLM does not see before it loads them; as `refusal`."""
+    return next(_unfit(inventory, recipe, ranks, platform), None)
+
+
+def _unfit(inventory: Inventory, recipe: Recipe, ranks: int, platform: str) -> Iterator[str]:
+    yield from uneven_groups(inventory, recipe)
+    if platform == "cuda":
+        yield from _torn_blocks(inventory, recipe)
+    if ranks > 1 and is_checked(inventory.shape):
+        for one in _cut(inventory, recipe):
+            if one.form is not None:
+                yield from _units(one.part, _unit(one.part, one.form, None), inventory.shape, ranks)
 
 
 def _refusals(inventory: Inventory, recipe: Recipe, ranks: int, stages: int) -> Iterator[str]:
     shape = inventory.shape
-    if stages > shape.layers:
+    if 0 < shape.layers < stages:
         yield f"{shape.layers} layers are fewer than {stages} stages"
-    if stages > 1 and shape.architecture in WITHOUT_PIPELINES:
-        yield f"vLLM runs no {shape.architecture} in {stages} stages"
-    yield from _heads(shape, ranks)
-    yield from uneven_groups(inventory, recipe)
-    if ranks > 1:
+    yield from uneven_heads(shape, ranks)
+    if ranks > 1 and is_checked(shape):
         yield from _widths(inventory, recipe, ranks)
+
+
+def _torn_blocks(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
+    """As workers/stream/served.py refuses them."""
+    for one in inventory.alike(recipe)[0]:
+        lengths = one.part.tensor.shape
+        if one.form is not None and one.form.name == "fp8_block" and len(lengths) == 2 and lengths[1] % BLOCK:
+            yield f"{lengths[1]} columns of {one.part.tensor.name} are no whole blocks of {BLOCK}: fp8 would fit"
 
 
 def uneven_groups(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
@@ -77,13 +68,15 @@ def uneven_groups(inventory: Inventory, recipe: Recipe) -> Iterator[str]:
             yield f"{columns} columns of {one.part.tensor.name} are no whole groups of {one.form.group}: {fits} would fit"
 
 
-def _heads(shape: Shape, ranks: int) -> Iterator[str]:
-    """vllm/config/model.py, verify_with_parallel_config; vllm/distributed/utils.py, divide."""
+def uneven_heads(shape: Shape, ranks: int) -> Iterator[str]:
+    """Why so many ranks cannot share its heads: vllm/config/model.py, verify_with_parallel_config; vllm/distributed/utils.py, divide."""
     if shape.heads % ranks:
         yield f"{shape.heads} attention heads do not divide by {ranks} ranks"
+    if not is_checked(shape):
+        return  # how a class splits the rest is its own
     if max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         yield f"{shape.kv_heads} KV heads and {ranks} ranks: neither divides by the other"
-    for state in dict.fromkeys(one for one in (*shape.mixers, *shape.beside) if isinstance(one, State)):
+    for state in dict.fromkeys(one for one in shape.mixers if isinstance(one, State)):
         if state.heads % ranks:
             yield f"{state.heads} heads of linear attention do not divide by {ranks} ranks"
         if state.key_heads % ranks:
@@ -92,30 +85,48 @@ def _heads(shape: Shape, ranks: int) -> Iterator[str]:
             yield f"{state.groups} groups of Mamba-2 do not divide by {ranks} ranks"
 
 
-def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
-    """What is cut across a side needs a multiple of the ranks there, and no group or block with one scale may be cut."""
-    source = inventory.checkpoint.quantization
+def _cut(inventory: Inventory, recipe: Recipe) -> Iterator[Alike]:
+    """The matrices that ranks have parts of."""
     for one in inventory.alike(recipe)[0]:
         if one.part.split != "whole" and one.part.kind not in ("vision", "state_space") and len(one.part.tensor.shape) in (2, 3):
-            yield from _width(one.part, one.form, source, inventory.shape, ranks)
+            yield one
 
 
-def _width(part: Part, form: Format | None, source: SourceQuantization | None, shape: Shape, ranks: int) -> Iterator[str]:
+def _widths(inventory: Inventory, recipe: Recipe, ranks: int) -> Iterator[str]:
+    """A side that is cut needs a multiple of the ranks, and no group or block of the checkpoint's own with one scale may be cut."""
+    source = inventory.checkpoint.quantization
+    for one in _cut(inventory, recipe):
+        yield from _width(one.part, source, inventory.shape, ranks)
+        if one.form is None and one.part.kind != "scale":
+            yield from _units(one.part, _unit(one.part, None, source), inventory.shape, ranks)
+
+
+def _across(part: Part, shape: Shape) -> tuple[int, str]:
+    """The side that is cut, and its name."""
+    rows, columns = sides(part.tensor, shape)
+    return (columns, "columns") if part.split == "row" else (rows, "rows")
+
+
+def _width(part: Part, source: SourceQuantization | None, shape: Shape, ranks: int) -> Iterator[str]:
     name, (rows, columns), ways = part.tensor.name, sides(part.tensor, shape), part.ways(ranks)
     if part.split == "vocabulary":
         if padded_vocabulary(rows) % ranks:
             yield f"{padded_vocabulary(rows)} rows of {name} (with padding) do not divide by {ranks} ranks"
         return
-    across, called = (columns, "columns") if part.split == "row" else (rows, "rows")
+    across, called = _across(part, shape)
     if part.kind == "scale":
         # Each is for a group of columns. gpt-oss is the exception: its kernels pad what a cut leaves over.
         if part.split == "row" and columns % ways and (source is None or source.method not in ("mxfp4", "fp8_block")):
             yield f"{columns} groups of columns in {name} do not divide by {ranks} ranks"
-        return
-    if across % ways:
+    elif across % ways:
         yield f"{across} {called} of {name} do not divide by {ranks} ranks"
-    elif (unit := _unit(part, form, source)) and across // ways % unit:
-        yield f"{across} {called} of {name} over {ranks} ranks are no whole groups of {unit}"
+
+
+def _units(part: Part, unit: int | None, shape: Shape, ranks: int) -> Iterator[str]:
+    """unit: rows or columns that belong together."""
+    (across, called), ways = _across(part, shape), part.ways(ranks)
+    if unit and part.split != "vocabulary" and across % ways == 0 and across // ways % unit:
+        yield f"{across} {called} of {part.tensor.name} over {ranks} ranks are no whole groups of {unit}"
 
 
 def _unit(part: Part, form: Format | None, source: SourceQuantization | None) -> int | None:

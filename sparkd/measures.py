@@ -35,13 +35,13 @@ log = logging.getLogger("sparkd.measures")
 
 KIND = "measure"
 ALL = "all"
-# What a measurement may cost: bytes of both nodes together, seconds for each pair.
+# The most that a measurement may cost: bytes of both nodes together, seconds for each pair.
 MOST_BYTES = 512 << 20
 LIMIT_S = 60.0
 POLL_S = 0.3
 ASK_TIMEOUT_S = 15.0
 PROBE_TIMEOUT_S = 60.0
-# Of what RDMA moved, the least that a device must have carried of what the busiest did.
+# The least share of the busiest device's RDMA traffic that another one must have carried.
 IDLE_SHARE = 0.01
 _PASSED_ON = ("NCCL_", "GLOO_", "UCX_", "CUDA_", "LD_LIBRARY_PATH")
 
@@ -50,7 +50,7 @@ Tell = Callable[[str, Progress], None]
 
 
 class Nodes(Protocol):
-    """What of the cluster a measurement needs."""
+    """The part of the cluster that a measurement needs."""
 
     node_ip: str
 
@@ -204,7 +204,7 @@ class Measures:
         return fabrics_of(read)
 
     async def _watched(self, jobs: Sequence[tuple[str, str]], tell: Callable[[str, int, int], None]) -> dict[str, Any]:
-        """What rank 0 measured, once all have ended: each by its own limit at the latest."""
+        """Rank 0's measurement, once all have ended: each by its own limit at the latest."""
         between = " and ".join(node for node, _ in jobs)
         while True:
             states = [await self._nodes.ask(node, "rating", job, timeout_s=ASK_TIMEOUT_S) for node, job in jobs]
@@ -245,7 +245,7 @@ class Measures:
 
 
 def _read(path: Path) -> list[Rate]:
-    """What an earlier daemon measured; nothing where the file is not there, or another release's."""
+    """An earlier daemon's measurements; nothing where the file is not there, or another release's."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return [Rate(**one | {name: tuple(one.get(name, ())) for name in ("idle", "links", "sockets")}) for one in kept]

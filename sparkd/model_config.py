@@ -46,7 +46,7 @@ _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:
 
 
 class EngineDefaults(Protocol):
-    """What a model takes from the `engine:` section where it says nothing itself."""
+    """The values that a model takes from the `engine:` section where it says nothing itself."""
 
     @property
     def runtime(self) -> Path | None: ...
@@ -64,6 +64,9 @@ def _model(value: str, info: ValidationInfo) -> str:
         return str(kinds.absolute(Path(value), info))
     if not is_hub_id(value):
         raise ValueError("a folder (begin it with '/', './' or '~') or a hub id (owner/name) is expected")
+    if "/" not in value:
+        cure = f"a hub id is owner/name, such as owner/{value}; a folder begins with '/', './' or '~'; a recipe is named by 'recipe'"
+        raise refuse(f"{value} has no owner: {cure}", repeats=True)
     return value
 
 
@@ -146,7 +149,7 @@ class ModelConfig(Section):
     """One model. configs/sparkd.yaml tells what each key means; the names are those of llama-swap and of eugr's and sparkrun's recipes."""
 
     name: Name
-    # What the other keys come from where they were not written here: sparkd.recipes has laid it under them already.
+    # The source of the other keys where they were not written here: sparkd.recipes has laid it under them already.
     recipe: Word | None = None
     profile: Literal["single-user", "balanced", "throughput"] | None = None
     speculative: Annotated[Literal["off", "ngram", "suffix", "mtp", "dflash"] | None, BeforeValidator(_false_is_off)] = None
@@ -235,7 +238,7 @@ class ModelConfig(Section):
 def config_hash(model: ModelConfig, engine: EngineDefaults) -> str:
     """16 hex digits over everything that changes the engine's processes, so that an engine is restarted for such a change and no other.
 
-    What only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out, and where quantized
+    Keys that only the gateway and the supervisor read (ttl, limits, waits, preload, unlisted, metadata) is left out, and where quantized
     weights are kept and which may be missing: an engine that runs has no more to do with it.
     """
     runtime = model.runtime_of(engine)

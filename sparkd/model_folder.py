@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from workers.hub_cache import hub_cache
 
-# What vLLM takes a model's shape from: transformers' file or Mistral's.
+# The files that vLLM takes a model's shape from: transformers' file or Mistral's.
 _CONFIGS = ("config.json", "params.json")
 _CURE = "check the path in `model`, or use a hub id (owner/name)"
 
@@ -33,6 +33,8 @@ def unusable(folder: str, *, vllm: bool, places: Collection[str] | None = None) 
 def _unusable(folder: str, *, vllm: bool) -> str | None:
     if not folder.startswith("/"):
         return None
+    if os.path.isfile(folder):
+        return f"{folder} is a file, and the folder of a model is expected: {_CURE}."
     if not os.path.isdir(folder):
         return f"The folder {folder} is not on this node: {_CURE}."
     try:

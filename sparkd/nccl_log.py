@@ -45,7 +45,7 @@ class QueuePair:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What one rank's log said. network: IB, Socket, a plugin's own name, None where it did not say yet. devices: RDMA devices that NCCL
+    """The facts of one rank's log. network: IB, Socket, a plugin's own name, None where it did not say yet. devices: RDMA devices that NCCL
     took; bootstrap: interface of the first contact; socket: that of NET/Socket. used: numbers of the devices that channels go over.
 
     overridden: (device, taken instead) of subnet-aware routing. gpu_direct: True where a line says enabled and none Disabled.
@@ -72,7 +72,8 @@ class Transport:
 
 
 def parse(lines: Iterable[str]) -> Transport:
-    """All of a rank's lines since its start, in order; what is not NCCL's is passed over. Of what NCCL says twice the last counts."""
+    """All of a rank's lines since its start, in order; lines that are not NCCL's are passed over. Where NCCL says something twice, the last
+    counts."""
     text = [line[:LINE_CHARS].rstrip("\n") for line in lines]
     known: dict[str, object] = {}
     devices: list[str] = []

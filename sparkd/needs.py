@@ -11,22 +11,23 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Protocol
 
-from sparkd.admission import Account, Ways, account, advice, illegal, machine, too_long, uneven
+from sparkd.admission import Account, Evidence, Ways, account, advice, counted, illegal, incomplete, machine, too_long, uneven
 from sparkd.config import Config, ModelConfig
+from sparkd.consultation import Answers
 from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
 from sparkd.fit import gib
 from sparkd.hardware import Hardware
 from sparkd.installed import full_version_in, release_in
 from sparkd.kv_cost import fitting, longest, sized
 from sparkd.kv_sizing import cache_of, in_words, margin_bytes, spelled, utilization_of, without_cpu_space
+from sparkd.model_answers import Away, Runtime, kept, places
 from sparkd.model_folder import unusable
 from sparkd.parser_choice import with_parsers
 from sparkd.parsers import Parsers
 from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
-from sparkd.trust import pinned
 from sparkd.vllm_flags import Translation, release_of, translated
-from sparkd.vllm_table import refused, unknown_parsers
+from sparkd.vllm_table import refused, unknown_drafts, unknown_parsers
 from workers.kv.settings import BLOCKS_FLAG, MARGIN_VARIABLE
 from workers.meminfo import sample
 
@@ -39,7 +40,7 @@ _SMALLER = "a smaller context or format"
 class Need:
     """spec: without `auto`; gib: whole ones to reserve; account: what the checkpoint's headers say, None where they say nothing; vllm: its
     version where it is known. ways: over how many ranks that is counted. said: its flags as that vLLM knows them. parsers: what its engine
-    will have, None of an engine that is no vLLM."""
+    will have, None of an engine that is no vLLM. nodes: those that have its runtime, None for any."""
 
     spec: ModelConfig
     platform: str
@@ -50,11 +51,13 @@ class Need:
     ways: Ways = (1, 1)
     said: Translation | None = None
     parsers: Parsers | None = None
+    nodes: frozenset[str] | None = None
 
 
 class Node(Protocol):
     def runtime(self, interpreter: str) -> Mapping[str, Any]:
-        """What a Python environment has: `platform`, and `entrypoint` and `vllm` (its version) or None."""
+        """The abilities of a Python environment: `platform`, and `entrypoint` and `vllm` (its version) or None; `packages`, a digest of
+        them."""
 
 
 def need_of(
@@ -70,7 +73,7 @@ def need_of(
         raise ModelUnusable(why)
     interpreter = runtime_of(spec, config)
     found = node.runtime(interpreter)
-    platform = _platform(found, config)
+    platform = platform_of(found, config)
     entrypoint = spec.entrypoint_of(engine)
     if entrypoint == "auto":
         entrypoint = found["entrypoint"]
@@ -79,34 +82,42 @@ def need_of(
             f"The runtime {interpreter} has no vLLM: install one there (`{interpreter} -m pip install vllm`), or set engine.runtime "
             "to the Python interpreter of an environment that has it."
         )
-    here = _this_node(platform)
-    env, profiles = spec.environment(engine), str(config.profiles_path())
-    spec = resolved(spec, here, env, int(free_gib * GIB), ways, profiles, found.get("vllm"), beside=beside)
+    here = this_node(platform)
+    env, evidence = spec.environment(engine), evidence_of(spec, config, found)
+    spec = resolved(spec, here, env, int(free_gib * GIB), ways, evidence, beside=beside)
     parsers = None
     if spec.runs_vllm(engine):
-        spec = pinned(spec, env, config.state_dir)
         spec, parsers = with_parsers(spec, env, spec.runtime_of(engine))
-    known = account_of(spec, config, platform, ways, found.get("vllm"))
+    known = account(spec, here, env, evidence, ways)
     gib = needed_gib(spec, platform, here.memory_bytes / GIB, spec.environment(engine), offered_gib, known)
     return Need(spec, platform, entrypoint, gib, known, found.get("vllm"), ways, parsers=parsers)
 
 
-def account_of(spec: ModelConfig, config: Config, platform: str, ways: Ways = (1, 1), vllm: str | None = None) -> Account | None:
-    """Of one node; see admission.account."""
-    return account(spec, _this_node(platform), spec.environment(config.engine), str(config.profiles_path()), ways, vllm)
+def evidence_of(spec: ModelConfig, config: Config, found: Mapping[str, Any]) -> Evidence:
+    """The measurements of earlier starts, and the answers of the vLLM of the model's runtime when it was asked: nothing is asked here.
+    found: what that runtime has, on this node or another."""
+    vllm, profiles = found.get("vllm"), str(config.profiles_path())
+    if vllm is None or not spec.runs_vllm(config.engine):
+        return Evidence(profiles, vllm)
+    away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(found.get("packages", "")))
+    runtime = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
+    return Evidence(profiles, vllm, Answers(lambda questions: [kept(each, runtime) for each in questions]).ask)
 
 
 def why_illegal(spec: ModelConfig, config: Config, node: Node, ways: Ways) -> str | None:
     """Why vLLM would not split the model so; None where it would, or its headers are not here. Raises RankError."""
-    platform = _platform(node.runtime(runtime_of(spec, config)), config)
-    return illegal(spec, _this_node(platform), spec.environment(config.engine), ways)
+    runtime = node.runtime(runtime_of(spec, config))
+    platform = platform_of(runtime, config)
+    return illegal(spec, this_node(platform), spec.environment(config.engine), ways, evidence_of(spec, config, runtime))
 
 
 def refuse_unloadable(spec: ModelConfig, config: Config) -> None:
-    """Raises ContextTooLong and LoadRefused for what would end an engine's start and can be read off the checkpoint here."""
+    """Raises ModelUnusable, ContextTooLong and LoadRefused for what would end an engine's start and can be read off the checkpoint here."""
     if not spec.runs_vllm(config.engine):
         return
     env = spec.environment(config.engine)
+    if why := incomplete(spec):
+        raise ModelUnusable(f"{spec.name} cannot be loaded: {why}")
     if why := too_long(spec, env, release_in(spec.runtime_of(config.engine))):
         raise ContextTooLong(f"{spec.name} cannot be loaded: max_model_len: {why}")
     if why := uneven(spec, env):
@@ -120,11 +131,12 @@ def said_to(spec: ModelConfig, config: Config, vllm: str | None, *, ask: bool = 
     said = translated(spec.vllm_flags(), env, release_of(vllm))
     if said.refused or not _is_ours(spec, config, vllm):
         return said
-    if unknown := tuple(unknown_parsers(said.args, env, spec.runtime_of(config.engine))):
+    runtime = spec.runtime_of(config.engine)
+    if unknown := (*unknown_parsers(said.args, env, runtime), *unknown_drafts(said.args, env, runtime)):
         return replace(said, refused=unknown)
-    if not spec.extra_args:
-        return said
-    return replace(said, refused=refused(spec.vllm_flags(), env, spec.runtime_of(config.engine), config.state_dir, ask=ask))
+    # For the values of keys alone nobody waits for an import of vLLM.
+    ask = ask and bool(spec.extra_args)
+    return replace(said, refused=refused(spec.vllm_flags(), env, runtime, config.state_dir, ask=ask))
 
 
 def _is_ours(spec: ModelConfig, config: Config, vllm: str | None) -> bool:
@@ -141,11 +153,11 @@ def runtime_of(spec: ModelConfig, config: Config) -> str:
 def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> str | None:
     """Why no node can ever hold it, with what would fit; None where one can. where: `this node`, most_gib: what it offers."""
     spec, known = need.spec, need.account
-    kept = (margin_bytes(spec, env) or 0) / GIB if utilization_of(spec) is None else 0.0
+    kept = (margin_bytes(spec, env) or 0) / GIB if utilization_of(counted(spec)) is None else 0.0
     room = int((most_gib - kept) * GIB)
     if known is not None and (short := _short_cache(need, known, room, env)):
         return short
-    if known is not None and spec.memory_gib == "auto" and known.least > room:
+    if known is not None and spec.memory_gib == "auto" and known.surely > room:
         free = f", of which {'kv_margin_gib' if spec.kv_margin_gib is not None else MARGIN_VARIABLE} keeps {kept:g} free" if kept else ""
         cure = _what_would_fit(need, known, most_gib, room, env) or f"Choose {_SMALLER}"
         return f"{spec.name} does not fit: {known.sentence}; {where} offers {most_gib} GiB{free}. {cure}."
@@ -164,7 +176,7 @@ def too_large(need: Need, most_gib: int, where: str, env: Mapping[str, str]) -> 
 
 
 def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: Mapping[str, str]) -> str:
-    """Of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
+    """In place of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
     spec, layout, given = need.spec, known.layout, cache_of(need.spec)
     left = room - known.fixed
     if layout is not None and (less := fitting(given, layout, known.max_model_len, left)):
@@ -181,10 +193,13 @@ def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: M
 def outgrown(need: Need) -> bool:
     """Whether the model needs more than the memory_gib of its entry, by more than the account may be wrong: of less the engine decides,
     which measures."""
-    known, own = need.account, need.spec.memory_gib
-    if known is None or not isinstance(own, int | float):
-        return False
-    return known.least - max(ERROR_SHARE * known.least, ERROR_BYTES) > own * GIB
+    return need.account is not None and exceeds(need.account, need.spec.memory_gib)
+
+
+def exceeds(known: Account, memory_gib: float | str) -> bool:
+    """As `outgrown`, of an account by itself. memory_gib: `auto` is never too little."""
+    surely_bytes = known.surely - max(ERROR_SHARE * known.surely, ERROR_BYTES)
+    return isinstance(memory_gib, int | float) and surely_bytes > memory_gib * GIB
 
 
 def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) -> str | None:
@@ -192,7 +207,7 @@ def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) 
     spec, layout = need.spec, known.layout
     limit = cache_limit(spec, need.platform, env)
     size = known.cache if known.cache is not None else limit
-    if size is None or known.request <= size or spec.memory_gib != "auto":
+    if size is None or known.request <= size or spec.memory_gib != "auto" or known.upper is not None:
         return None
     given = cache_of(spec) if known.cache is not None else {"bytes": size}
     one, cure = f"one request of {known.max_model_len:,} tokens needs", f"give kv_cache at least {spelled({'sequences': 1})}"
@@ -216,9 +231,9 @@ def _size(size: int) -> str:
     return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
 
-def _platform(found: Mapping[str, Any], config: Config) -> str:
+def platform_of(found: Mapping[str, Any], config: Config) -> str:
     return str(found["platform"]) if config.engine.platform == "auto" else config.engine.platform
 
 
-def _this_node(platform: str) -> Hardware:
+def this_node(platform: str) -> Hardware:
     return machine(platform, int(sample()["mem_total_bytes"]), 0)

@@ -114,12 +114,27 @@ def standard() -> Page:
 
 def say_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(json_text(value, indent=2) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """As JSON, with every control character escaped, those above ASCII too: a terminal may obey them."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def printable(text: str) -> str:
     """Without control characters other than tab and newline: what an engine or a model wrote must not steer the terminal."""
     return _CONTROL.sub("", text)
+
+
+def all_printable(value: Any) -> Any:
+    """The same of every text in plain JSON."""
+    if isinstance(value, dict):
+        return {printable(str(key)): all_printable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [all_printable(inner) for inner in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def duration(seconds: float) -> str:

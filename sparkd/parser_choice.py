@@ -17,6 +17,7 @@ from sparkd.model_config import ModelConfig
 from sparkd.parsers import FAMILY, OFF, TEMPLATE, Parsers, chosen, origins
 from sparkd.source import folder_of, name_of
 from sparkd.vllm_flags import flag_name, values_of
+from workers import regular_file
 
 TEMPLATE_FILE, PROCESSOR, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 # All that is read of a model here.
@@ -65,9 +66,9 @@ def explained(
     UNREAD where the model's files will, and None where they tell nothing. recipe: the keys that the entry's recipe sets. Blocks."""
     parsers = with_parsers(spec, env, runtime)[1]
     files = _files(spec, env)
-    found: tuple[str | None, str | None] = (UNREAD, UNREAD)
+    decided_by: tuple[str | None, str | None] = (UNREAD, UNREAD)
     if files is not None:
-        found = origins(_config(spec, files), _template(spec, files), (parsers_of(runtime) or (None, None))[1])
+        decided_by = origins(_config(spec, files), _template(spec, files), (parsers_of(runtime) or (None, None))[1])
 
     def row(key: str, flag: str, name: str | None, origin: str | None) -> dict[str, str | None]:
         own = getattr(spec, key)
@@ -76,8 +77,8 @@ def explained(
         return {"name": name, "from": RECIPE if own is not None and recipe.get(key) == own else ENTRY}
 
     return {
-        "tool": row("tool_call_parser", _TOOL_FLAG, parsers.tool, found[0]),
-        "reasoning": row("reasoning_parser", _REASONING_FLAG, parsers.reasoning, found[1]),
+        "tool": row("tool_call_parser", _TOOL_FLAG, parsers.tool, decided_by[0]),
+        "reasoning": row("reasoning_parser", _REASONING_FLAG, parsers.reasoning, decided_by[1]),
     }
 
 
@@ -90,14 +91,14 @@ def with_parsers(spec: ModelConfig, env: Mapping[str, str], runtime: Path | None
     """The entry with both parsers decided, `none` for none, and what its engine will have. Nothing is chosen for a model whose files are
     neither here nor were looked at on its hub (sparkd.hub_model). An entry's keys and flags win. Blocks."""
     files = _files(spec, env)
-    found = Parsers() if files is None else _read(spec, files, runtime)
+    chosen_parsers = Parsers() if files is None else _read(spec, files, runtime)
     own = {name: list(values_of(spec.extra_args, name)) for name in (_TOOL_FLAG, _REASONING_FLAG)}
     # A flag that the entry writes out is the whole decision: the key stays as it is.
-    tool = spec.tool_call_parser or (None if own[_TOOL_FLAG] else found.tool or OFF)
-    reasoning = spec.reasoning_parser or (None if own[_REASONING_FLAG] or _speaks_of_reasoning(spec) else found.reasoning or OFF)
+    tool = spec.tool_call_parser or (None if own[_TOOL_FLAG] else chosen_parsers.tool or OFF)
+    reasoning = spec.reasoning_parser or (None if own[_REASONING_FLAG] or _speaks_of_reasoning(spec) else chosen_parsers.reasoning or OFF)
     decided = spec.model_copy(update={"tool_call_parser": tool, "reasoning_parser": reasoning})
     in_effect = [_in_effect(name, own[flag]) for name, flag in ((tool, _TOOL_FLAG), (reasoning, _REASONING_FLAG))]
-    return decided, Parsers(in_effect[0], in_effect[1], None if in_effect[0] else found.tool or found.nearest)
+    return decided, Parsers(in_effect[0], in_effect[1], None if in_effect[0] else chosen_parsers.tool or chosen_parsers.nearest)
 
 
 def _in_effect(name: str | None, flags: list[tuple[int, int, str]]) -> str | None:
@@ -152,7 +153,7 @@ def _template(spec: ModelConfig, files: Files) -> str | None:
     for name in (PROCESSOR, TOKENIZER):
         template = _json(files, name).get("chat_template")
         if isinstance(template, list):
-            named = {one.get("name"): one.get("template") for one in template if isinstance(one, Mapping)}
+            named = {part.get("name"): part.get("template") for part in template if isinstance(part, Mapping)}
             template = named.get("tool_use") or named.get("default")
         if isinstance(template, str):
             return template
@@ -163,10 +164,7 @@ def _given(value: str) -> str | None:
     """The template of a --chat-template value, which is a file or the template itself."""
     path = Path(value)
     try:
-        # A device or a pipe would be read for ever.
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(_MOST_BYTES).decode()
+        return regular_file.read(path, _MOST_BYTES).decode()
     except (OSError, ValueError):
         pass
     return value if "{" in value else None

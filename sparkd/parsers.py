@@ -33,6 +33,13 @@ class Parsers:
     nearest: str | None = None
 
 
+def of_handle(fields: Mapping[str, str | None] | None) -> Parsers | None:
+    """fields: those that a rank's handle has; None where they say nothing of tools."""
+    if fields is None or "tool" not in fields:
+        return None
+    return Parsers(fields["tool"], fields.get("reasoning"), fields.get("nearest"))
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """names: of the parser in vLLM's releases, the preferred one first. families: patterns of model_type. markers: all stand in the

@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Of every rank, rank 0's first."""
+        """The nodes of every rank, rank 0's first."""
         return (self.node_id, *self.peers)
 
 
@@ -90,10 +90,11 @@ def needed_gib(
     most = math.ceil(VLLM_DEFAULT_UTILIZATION * mem_total_gib)
     whole = most if offered_gib is None else min(most, int(offered_gib))
     kv_gib = spec.kv_cache["bytes"] / GIB if isinstance(spec.kv_cache, dict) and "bytes" in spec.kv_cache else None
-    if known is not None and known.asked is not None and sized:
-        return max(math.ceil(known.asked / GIB), shared)
+    if known is not None and known.total is not None and sized:
+        return max(_lent(known, known.total, offered_gib), shared)
     counted = (SHARE, BYTES) if platform == "cpu" else (SHARE,)
-    if blocks is not None or (share is None and any(flag_name(flag) not in counted for flag in unsized(spec.extra_args))):
+    uncounted = known is None and any(flag_name(flag) not in counted for flag in unsized(spec.extra_args))
+    if blocks is not None or (share is None and uncounted):
         return max(whole, shared)
     if platform == "cuda" and not (kv_gib and weights):
         return shared or whole
@@ -105,8 +106,14 @@ def needed_gib(
     if kv_gib is None:
         return whole
     if known is not None:
-        return math.ceil(known.fixed / GIB + kv_gib)
+        return _lent(known, known.fixed + kv_gib * GIB, offered_gib)
     return math.ceil(weights * LOADING_FACTOR + kv_gib + PROCESSES_GIB)
+
+
+def _lent(known: Account, size_bytes: float, offered_gib: float | None) -> int:
+    """GiB of it: the upper end of a guess, as far as the node lends that."""
+    most = size_bytes if offered_gib is None else min(size_bytes, offered_gib * GIB)
+    return math.ceil(max(size_bytes - (known.upper or 0), most) / GIB)
 
 
 def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]], here: str, need_gib: int) -> list[str]:
@@ -120,7 +127,7 @@ def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[s
 
 
 def offered_gib(config: Config) -> int:
-    """What this node offers to models, whole GiB: all but the system's reserve."""
+    """The memory that this node offers to models, whole GiB: all but the system's reserve."""
     total = int(sample()["mem_total_bytes"])
     return max(1, (total - config.memory.os_reserve_bytes(total)) // GIB)
 

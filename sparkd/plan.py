@@ -138,8 +138,8 @@ def plan(
 
     `strangers` are ranks of models nobody knows. turn: whose it is to be started (sparkd.turns); None: anybody's. Only one model starts
     at a time: two that load together each see memory that the other is about to take, and on unified memory that is a frozen host, not
-    an error (reference: one STARTING worker for each node). What is being ended counts, too: it may still load, and what an earlier daemon
-    left is in no book.
+    an error (reference: one STARTING worker for each node). A model that is being ended counts, too: it may still load, and what an earlier
+    daemon left is in no book.
     """
     unknown = {fact.handle.start: fact.handle.model for fact in strangers}
     actions: list[Action] = [Destroy(start, model, "no such model is configured") for start, model in unknown.items()]
@@ -176,14 +176,14 @@ def _of_turn(facts: ModelFacts, turn: Turn | None, now: bool) -> Action | None:
     """now: something could be started, if it had room."""
     if turn is None or not now:
         return None
-    if (why := turn.refused.get(facts.name)) is not None:
-        return Fail(facts.name, "DoesNotFit", why)
+    if (refusal := turn.refused.get(facts.name)) is not None:
+        return Fail(facts.name, "DoesNotFit", refusal.sentence)
     to = turn.leave.get(facts.name)
     return Yield(facts.name, to) if to is not None and facts.want is Want.RUNNING and not facts.yields else None
 
 
 def _starts(facts: ModelFacts) -> dict[str, list[RankFact]]:
-    """What is there of the model, by the start that it belongs to."""
+    """The ranks that are there of the model, by the start that it belongs to."""
     found: dict[str, list[RankFact]] = {}
     for fact in facts.ranks or ():
         found.setdefault(fact.handle.start, []).append(fact)
@@ -286,7 +286,7 @@ def _watch(facts: ModelFacts, now_s: float) -> Action | None:
 
 
 def _dark(facts: ModelFacts) -> Fail | None:
-    """Of a model whose only node is out of sight."""
+    """The decision about a model whose only node is out of sight."""
     if facts.state is not ModelState.READY or facts.dark_s < ALONE_DARK_S:
         return None
     told = f"The node it runs on has given no sign of life for {facts.dark_s:.0f} s"
@@ -377,7 +377,7 @@ def _epitaph(name: str, fact: RankFact) -> tuple[str, str]:
 
 
 def _end_of(fact: RankFact) -> str:
-    """What is known of how it ended. Of an engine that lost its core the exit code is its API server's, 0, and says nothing."""
+    """The facts about its end. Where an engine lost its core, the exit code is its API server's, 0, and says nothing."""
     if fact.progress.lost:
         return fact.progress.lost
     if fact.exit_code is None:

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
+from sparkd.consultation import Consultation
 from sparkd.drafting import METHODS, recipe_for
-from sparkd.errors import ConfigError, DoesNotFit, SparkdError, Unauthorized, Unavailable
+from sparkd.engine_flags import flags_of
+from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
 from sparkd.hub_headers import checkpoint_of
+from sparkd.installed import full_version_in
 from sparkd.layers import configured, meant, of_recipe, value_of
+from sparkd.model_answers import Answer, Runtime, ask, kept, places
+from sparkd.model_answers import Question as Asked
 from sparkd.page import headers_of, printable, say_json, standard
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
-from sparkd.planned import PROFILES
+from sparkd.planned import PROFILES, STATE_DIR
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import source_of
 
 if TYPE_CHECKING:
     from sparkd.client import Client
+    from sparkd.config import Config, ModelConfig
 
 # A daemon looks at a model's headers for at most a minute (sparkd.plan_here).
 DAEMON_S = 75.0
@@ -49,6 +57,7 @@ def run(
     docker: bool = False,
     compose: bool = False,
     image: str | None = None,
+    quick: bool = False,
     every: bool = False,
     config: Path | None = None,
 ) -> int:
@@ -63,6 +72,10 @@ def run(
     if not 1 <= len(model) <= MODEL_CHARACTERS:
         told = f"MODEL has {len(model):,} characters, and 1 to {MODEL_CHARACTERS:,} are expected"
         raise ConfigError(f"{told}: give a configured name, a folder, or a hub id (owner/name).")
+    if model.endswith((".yaml", ".yml")):
+        from sparkd.recipe_file import refuse_as_model
+
+        refuse_as_model(model)
     if json and (docker or compose):
         raise ConfigError("--json and --docker or --compose are two answers: give one of them.")
     if image is not None and not (docker or compose):
@@ -79,7 +92,7 @@ def run(
         speculative=speculative,
         enforce_eager=True if eager else None,
     )
-    plan, unheard = found(asked, hardware, config, daemon)
+    plan, unheard = found(asked, hardware, config, daemon, quick=quick)
     if json:
         plan["notes"] += unheard
     else:
@@ -92,10 +105,12 @@ def run(
     return 0 if plan["choice"] is not None else DoesNotFit.exit_code
 
 
-def found(question: Question, hardware: str | None, config: Path | None, daemon: Callable[[], Client]) -> tuple[dict[str, Any], list[str]]:
+def found(
+    question: Question, hardware: str | None, config: Path | None, daemon: Callable[[], Client], *, quick: bool = True
+) -> tuple[dict[str, Any], list[str]]:
     """The plan as plain JSON, and what a daemon in reach was asked in vain: whose, why and the cure, a sentence each. daemon: asked of a
     name that no sparkd.yaml here has; of its own models it makes the plan itself. hardware: None for the nodes of a daemon in reach where
-    the model is configured, and for a Spark where it is not or none is.
+    the model is configured, and for a Spark where it is not or none is. quick: vLLM is not started to be asked.
 
     Raises ConfigError and CheckpointError; Unauthorized and Unavailable where a daemon in reach would have to know the name.
     """
@@ -128,7 +143,7 @@ def found(question: Question, hardware: str | None, config: Path | None, daemon:
                 question = replace(question, nodes=nodes)
     env: dict[str, str] = {}
 
-    def ask() -> list[dict[str, Any]]:
+    def models() -> list[dict[str, Any]]:
         if silent is not None:
             raise silent
         return views
@@ -136,27 +151,71 @@ def found(question: Question, hardware: str | None, config: Path | None, daemon:
     def find(name: str) -> tuple[str, Checkpoint, Any]:
         entry = None
         if own is not None:
-            # What it needs is imported for an entry alone.
+            # These modules are imported for an entry alone.
             from sparkd.plan_entry import entry_of
 
             entry = entry_of(*own)
             source, revision, engine = entry.spec.model, entry.spec.revision, {**os.environ, **entry.env}
         else:
-            source, revision, _, engine = meant(name, config, os.environ, ask)
+            source, revision, _, engine = meant(name, config, os.environ, models)
         env.update(engine)
         with headers_of(source) as progress:
             checkpoint = checkpoint_of(source, revision, env, progress)
         return source, checkpoint, entry
 
+    runtime = runtime_of(own)
+    profiles = str(_state_dir(own) / PROFILES)
     plan = answer(
         question,
         machine,
         find,
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         read=lambda draft: checkpoint_of(draft, None, env),
-        profiles=PROFILES if os.path.isdir(PROFILES) else None,
+        profiles=profiles if os.path.isdir(profiles) else None,
+        ask=partial(asked_here, runtime=runtime, quick=quick, unheard=unheard),
     )
     return plan if there is None else _on_nodes(plan, daemon()), unheard
+
+
+def _state_dir(own: tuple[ModelConfig, Config, str] | None) -> Path:
+    return Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR) if own is None else own[1].state_dir
+
+
+def runtime_of(own: tuple[ModelConfig, Config, str] | None) -> Runtime:
+    """Whose vLLM is asked about a model. own: its entry and the configuration around it."""
+    interpreter = None if own is None else own[0].runtime_of(own[1].engine)
+    return Runtime(interpreter, places(_state_dir(own)))
+
+
+def consult(model: str, config: Path | None, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
+    """vLLM, about the headers of what a user calls MODEL, on a Spark. quick, unheard: as asked_here."""
+    own = None if source_of(model).startswith("/") else configured(model, config, os.environ)
+    args, env = (flags_of(own[0]), own[0].environment(own[1].engine)) if own is not None else ([], {})
+    ask_vllm = partial(asked_here, runtime=runtime_of(own), quick=quick, unheard=unheard)
+    return lambda checkpoint: Consultation(ask_vllm, checkpoint, args, env, SPARK)
+
+
+def asked_here(questions: Sequence[Asked], *, runtime: Runtime, quick: bool, unheard: list[str]) -> Sequence[Answer | None]:
+    """The answer of this machine's vLLM, None where there is none. unheard: gets a sentence where there is one that cannot be asked."""
+    if quick or full_version_in(runtime.interpreter) is None:
+        return [kept(each, runtime) for each in questions]
+    with ExitStack() as shown:
+        lines: list[Callable[[str, str], None]] = []
+
+        def progress(step: str, number: int) -> None:
+            if not lines:
+                # Its terminal is a library that a plan which asks nothing need not wait for.
+                from sparkd import show
+
+                lines.append(shown.enter_context(show.progress(show.terminal(stderr=True))))
+            count = f" ({number + 1} of {len(questions)})" if number >= 0 else ""
+            lines[0](f"{'asking vLLM about the model' if number >= 0 else 'starting vLLM to ask it about the model'}{count}", step)
+
+        try:
+            return ask(questions, runtime, progress=progress)
+        except (EngineError, OSError) as error:
+            unheard.append(f"{error} The numbers are those of sparkd's own formulas.")
+            return [None] * len(questions)
 
 
 def _of_daemon(client: Client, question: Question, name: str, hardware: str | None) -> dict[str, Any]:
@@ -177,7 +236,7 @@ def _nodes_of(client: Client) -> tuple[tuple[Hardware, int] | None, str | None]:
     try:
         told = client.get("/nodes")
         one = Hardware(**told["hardware"])
-        # What this machine has measured tells nothing of another's.
+        # Measurements of this machine tell nothing of another's.
         one = one if client.is_here else replace(one, name=client.base_url.partition("://")[2])
         return (one, max(1, sum(bool(node["agent"]) for node in told["nodes"]))), None
     except SparkdError as error:

@@ -12,40 +12,43 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.admission import Headers, Ways, advice, recipe_of, serving_of
+from sparkd.admission import Evidence, Headers, Ways, advice, counted, reads_another_config, recipe_of, serving_of
 from sparkd.architectures import remark
-from sparkd.checkpoint import Checkpoint
+from sparkd.checkpoint import CONFIG, Checkpoint
 from sparkd.config import Config, ModelConfig
+from sparkd.consultation import Answers, Ask, nobody
 from sparkd.container import hidden
 from sparkd.drafting import drafting
-from sparkd.errors import ConfigError, LoadRefused, RankError
-from sparkd.fit import Choice, Option, Wish, choose, gib, quality_of, rank
+from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable, RankError
+from sparkd.exact import GUESS
+from sparkd.fit import Choice, Option, Wish, choose, doubt_in_short, gib, is_answered, quality_of, rank, refuse_uncounted, unread
 from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
+from sparkd.hub_model import is_absent, look
 from sparkd.kv_cost import Serving
-from sparkd.kv_sizing import cache_of, margin_bytes, utilization_of
+from sparkd.kv_sizing import given_cache, margin_bytes, utilization_of
 from sparkd.learned import FAMILIES, engine_of, learned_of
 from sparkd.model_shape import shape_of
 from sparkd.needs import runtime_of, said_to
+from sparkd.node_runtime import NodeRuntime
 from sparkd.parser_choice import with_parsers
 from sparkd.parsers import OFF
 from sparkd.plan_question import Others, Question
 from sparkd.planned import MASTER_PORT, OWN, Offer, network, to_json
 from sparkd.quantizing import AUTO
 from sparkd.rank_fields import rank_fields
-from sparkd.recipe_book import split
 from sparkd.resolving import resolved, room_of
 from sparkd.source import folder_of
 from sparkd.source_quantization import SourceQuantization
-from sparkd.trust import pinned
-from sparkd.uncounted import unsized
+from sparkd.trust import at_trusted_commit, pinned
+from sparkd.uncounted import KV_DTYPES, NARROW, OTHER, measured, unsized
 from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER, probe
 from workers.spec import RankSpec
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
-# What a model of the entry takes from the command line instead, and what of the entry gives way to it.
+# The keys that a model of the entry takes from the command line instead, and those of the entry that give way to them.
 _INSTEAD = {
     "quantize": ("quantization", "load_format"),
     "kv_cache": ("gpu_memory_utilization",),
@@ -76,16 +79,17 @@ class Entry:
         return self.spec.environment(self.config.engine)
 
 
-def entry_of(spec: ModelConfig, config: Config, origin: str | None = None) -> Entry:
-    """It asks the model's runtime what it has, as a start does. Where it is not on this machine, flags are shown as they are written."""
-    try:
-        found = probe(runtime_of(spec, config))
-    except RankError:
-        found = None
+def entry_of(spec: ModelConfig, config: Config, origin: str | None = None, there: NodeRuntime | None = None) -> Entry:
+    """Asks the model's runtime what it has, as a start does. there: that of another node, where this one has none. Where it is nowhere,
+    flags are shown as they are written. Its files are those of the commit that a start would take."""
+    spec = at_trusted_commit(spec, config)
+    facts: Mapping[str, Any] = {"entrypoint": None, "vllm": None}
+    with suppress(RankError):
+        facts = there.facts if there is not None else probe(runtime_of(spec, config)).to_dict()
     entrypoint = spec.entrypoint_of(config.engine)
     if entrypoint == AUTO:
-        entrypoint = (found.entrypoint if found is not None else None) or API_SERVER
-    return Entry(spec, config, found.vllm if found is not None else None, entrypoint, origin)
+        entrypoint = facts["entrypoint"] or API_SERVER
+    return Entry(spec, config, facts["vllm"], entrypoint, origin)
 
 
 def answer(
@@ -96,72 +100,85 @@ def answer(
     read: Callable[[str], Checkpoint],
     unlinked: Mapping[int, str],
     others: Others | None = None,
+    ask: Ask = nobody,
 ) -> dict[str, Any]:
     """As sparkd.plan_question.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
     written = entry.spec.tensor_parallel
-    entry = replace(entry, spec=_asked(entry.spec, question, checkpoint, read))
+    entry = replace(entry, spec=_overlaid(entry.spec, question, checkpoint, read))
     spec, env = entry.spec, entry.env
     headers = Headers.of(spec, checkpoint, read)
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
-    serving = serving_of(plain, headers.known, hardware, env, headers)
-    if serving is None:
-        _refuse_flags(spec, entry)  # what vLLM would not take either is named first
-        raise ConfigError(f"{spec.name}: {_uncounted(spec)}, so nothing can be said of its memory beforehand: leave it out for a plan.")
+    serving = serving_of(plain, headers.model, hardware, env, headers)
     fixed = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else None
     nodes = max(question.nodes or 1, fixed or 1)
-    asked = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
+    wish = replace(_wish(entry, plain, headers, hardware, serving), nodes=nodes, unlinked=unlinked)
     there = dict(others(spec.model, checkpoint)) if others is not None and spec.quantize == AUTO else {}
     options: list[tuple[Option, ModelConfig]] = []
     taken: list[Offer] = []
-    for ways in [(fixed, 1)] if fixed is not None else list(_ways(nodes)):
-        profiles = str(entry.config.profiles_path())
-        one = resolved(spec, hardware, env, _free(hardware), ways, profiles, entry.vllm, headers, beside=nodes == 1 and bool(there))
-        found = replace(asked, ways=(ways,), quantize=recipe_of(one, env), max_model_len=_length(one, headers))
-        if one.model in there:
-            taken = [_taken(replace(entry, spec=one), there[one.model], hardware, found, read)]
-            options += [(option, one) for option in choose(headers.known, hardware, replace(found, quantize=None)).options]
+    splits = [(fixed, 1)] if fixed is not None else list(_ways(nodes))
+    answers = Answers(ask)
+    evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept)
+    asking = replace(wish, ways=tuple(splits), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
+    consultation = replace(evidence, ask=answers.ask).consultation(spec, headers.model.checkpoint, env, hardware)
+    known, asking = consultation.informed(headers.model, asking)
+    refuse_uncounted(known, asking)
+    headers, wish = replace(headers, model=known), replace(wish, exact=asking.exact)
+    for ways in splits:
+        candidate = resolved(spec, hardware, env, _free(hardware), ways, evidence, headers, beside=nodes == 1 and bool(there))
+        length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
+        own_wish = replace(wish, ways=(ways,), quantize=recipe_of(candidate, env), max_model_len=length)
+        if candidate.model in there:
+            taken = [_taken(replace(entry, spec=candidate), there[candidate.model], hardware, own_wish, read)]
+            options += [(option, candidate) for option in choose(headers.model, hardware, replace(own_wish, quantize=None)).options]
             continue
-        options += [(option, one) for option in choose(headers.known, hardware, found).options]
+        options += [(option, candidate) for option in choose(headers.model, hardware, own_wish).options]
         if spec.quantize == AUTO:
             # Why none of the better ones, and what else there would be.
-            every = choose(headers.known, hardware, replace(found, quantize=None)).options
-            options += [(option, one) for option in every if _is_beside(option, options[-1][0])]
-    options.sort(key=lambda each: rank(each[0], headers.known, asked))
+            every = choose(headers.model, hardware, replace(own_wish, quantize=None)).options
+            options += [(option, candidate) for option in every if _is_beside(option, options[-1][0])]
+    options.sort(key=lambda each: rank(each[0], headers.model, wish))
     best = options[0] if options and options[0][0].fits else None
     if taken and taken[0].choice.options[0].fits:
-        best = taken[0].choice.options[0], one
+        best = taken[0].choice.options[0], candidate
     notes = [] if best is not None or spec.quantize == AUTO else [_advice(entry, hardware, fixed or 1)]
     notes += [_beside(name, other.quantization) for name, other in there.items() if other.quantization is not None and not taken]
     if written != spec.tensor_parallel:
         notes.append(f"Its entry asks for {written} nodes (tensor_parallel), and {nodes} {'is' if nodes == 1 else 'are'} asked for here.")
-    if spec.runs_vllm(entry.config.engine):
+    answered = is_answered([option for option, _ in options])
+    if spec.runs_vllm(entry.config.engine) and checkpoint.config_file == CONFIG and not answered:
         notes.append(remark(checkpoint.config, spec.runtime_of(entry.config.engine)) or "")
+    guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option, _ in options)
+    if serving.unknown and guessed:
+        notes.append(_guessed(spec, serving, consultation.doubt()))
+    notes += unread(headers.model, [option for option, _ in options], None if serving.unknown else consultation.doubt())
+    if flags := list(dict.fromkeys(measured(spec.extra_args))):
+        notes.append(f"Not counted here, and measured by each start: what {' and '.join(flags)} in extra_args costs.")
     choice = Choice(tuple(option for option, _ in options), tuple(filter(None, notes)))
     how = None if best is None else _how(entry, best[0], best[1], hardware)
-    told = to_json(spec.model, headers.known, hardware, asked, choice, taken, how)
-    told["entry"] = {"name": spec.name, "origin": entry.origin}
-    return told if how is None else {**told, "notes": [*told["notes"], *how["said"]]}
+    plan = to_json(spec.model, headers.model, hardware, wish, choice, taken, how)
+    plan["entry"] = {"name": spec.name, "origin": entry.origin}
+    return plan if how is None else {**plan, "notes": [*plan["notes"], *how["notes"]]}
 
 
-def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, asked: Wish, read: Callable[[str], Checkpoint]) -> Offer:
+def _taken(entry: Entry, checkpoint: Checkpoint, hardware: Hardware, wish: Wish, read: Callable[[str], Checkpoint]) -> Offer:
     """What `quantize: auto` takes instead of quantizing. entry: with its model for that of the configuration."""
     spec, headers = entry.spec, Headers.of(entry.spec, checkpoint, read)
-    serving = serving_of(spec, headers.known, hardware, entry.env, headers) or asked.serving
-    own = _wish(entry, spec, headers, hardware, serving)
-    return Offer(spec.model, headers.known, choose(headers.known, hardware, replace(own, ways=asked.ways, quantize=asked.quantize)))
+    serving = serving_of(spec, headers.model, hardware, entry.env, headers)
+    own = _wish(entry, spec, headers, hardware, serving)  # of another checkpoint, which vLLM was not asked about
+    return Offer(spec.model, headers.model, choose(headers.model, hardware, replace(own, ways=wish.ways, quantize=wish.quantize)))
 
 
 def _advice(entry: Entry, hardware: Hardware, ranks: int) -> str:
-    """What would fit over as many nodes as the entry asks for, or else on one."""
+    """The choices that would fit over as many nodes as the entry asks for, or else on one."""
     spec, env = entry.spec, entry.env
     free = max(0, room_of(spec, hardware, env, _free(hardware)).engine)
-    told = advice(spec, hardware, env, free, (ranks, 1))
-    if told or ranks == 1:
-        return told
+    smaller = advice(spec, hardware, env, free, (ranks, 1))
+    if smaller or ranks == 1:
+        return smaller
     return advice(spec, hardware, env, free, as_asked=True).replace("What would fit", "What would fit one node (tensor_parallel: 1)", 1)
 
 
-def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
+def _overlaid(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: Callable[[str], Checkpoint]) -> ModelConfig:
     """The entry with what is asked for in its place."""
     short = question.nodes is not None and isinstance(spec.tensor_parallel, int) and question.nodes < spec.tensor_parallel
     given: dict[str, Any] = {
@@ -175,33 +192,33 @@ def _asked(spec: ModelConfig, question: Question, checkpoint: Checkpoint, read: 
         "quantize": question.quantize,
         "enforce_eager": question.enforce_eager,
     }
-    told = {key: value for key, value in given.items() if value is not None}
-    if (args := _free_of(spec.extra_args, told)) != list(spec.extra_args):
-        told["extra_args"] = args
-    for key in [key for key in told if key in _INSTEAD]:
-        told = dict.fromkeys(_INSTEAD[key]) | told
+    overlay = {key: value for key, value in given.items() if value is not None}
+    if (args := _free_of(spec.extra_args, overlay)) != list(spec.extra_args):
+        overlay["extra_args"] = args
+    for key in [key for key in overlay if key in _INSTEAD]:
+        overlay = dict.fromkeys(_INSTEAD[key]) | overlay
     if question.speculative is not None and question.speculative != spec.speculative:
-        wish = {key: told.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
+        wish = {key: overlay.get(key, getattr(spec, key)) for key in ("max_num_seqs", "quantize", "kv_cache_dtype")}
         drafted = drafting(question.speculative, spec.model, shape_of(checkpoint.config), wish, read)
-        told |= {"speculative": question.speculative, "extra_args": without(told.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
+        overlay |= {"speculative": question.speculative, "extra_args": without(overlay.get("extra_args", spec.extra_args), SPECULATIVE[2:])}
         if drafted is not None:
-            told |= {**drafted.settings, "extra_args": [*told["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
-    if not told:
+            overlay |= {**drafted.settings, "extra_args": [*overlay["extra_args"], *drafted.args], "env": {**spec.env, **drafted.env}}
+    if not overlay:
         return spec
     try:
-        return ModelConfig.model_validate({**{key: getattr(spec, key) for key in spec.model_fields_set}, **told})
+        return ModelConfig.model_validate({**{key: getattr(spec, key) for key in spec.model_fields_set}, **overlay})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the entry"
         raise ConfigError(f"{spec.name}: {where}: {first['msg'].removeprefix('Value error, ')}.", param="model") from None
 
 
-def _free_of(args: Sequence[str], told: Iterable[str]) -> list[str]:
-    """extra_args without what `told` says instead: vLLM takes the last of a flag, and these stand last."""
+def _free_of(args: Sequence[str], keys: Iterable[str]) -> list[str]:
+    """extra_args without what these keys of an entry say instead: vLLM takes the last of a flag, and these stand last."""
     # A switch has no value that would go with it.
-    switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in told else ()
+    switch = ("enforce-eager", "no-enforce-eager") if "enforce_eager" in keys else ()
     kept = [arg for arg in args if flag_name(arg) not in switch]
-    for key in told:
+    for key in keys:
         if key != "enforce_eager":
             for flag in (key.replace("_", "-"), *_FLAGS_INSTEAD.get(key, ())):
                 kept = without(kept, flag)
@@ -209,16 +226,15 @@ def _free_of(args: Sequence[str], told: Iterable[str]) -> list[str]:
 
 
 def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware, serving: Serving) -> Wish:
-    """What every format and way has in common."""
+    """The numbers that every format and way has in common."""
     spec, env = entry.spec, entry.env
-    room, share = room_of(spec, hardware, env, _free(hardware)), utilization_of(spec)
+    room, share = room_of(spec, hardware, env, _free(hardware)), utilization_of(counted(spec))
     limit = None
     if share is not None:
         limit = (room.engine, f"the {gib(room.engine)} of gpu_memory_utilization {share:g}")
     elif isinstance(spec.memory_gib, int | float):
         limit = (int(spec.memory_gib * GIB), f"the memory_gib of {spec.memory_gib:g} in its entry")
-    size = cache_of(spec)
-    cache = size if isinstance(size, dict) and "utilization" not in size else None
+    cache = given_cache(spec, hardware.platform, env)
     margin = 0 if share is not None else margin_bytes(spec, env)
     profiles, held = str(entry.config.profiles_path()), folder_of(spec.model, spec.revision, env)
 
@@ -236,14 +252,14 @@ def _wish(entry: Entry, plain: ModelConfig, headers: Headers, hardware: Hardware
         requests=int(cache["sequences"]) if cache is not None and "sequences" in cache else 1,
         serving=serving,
         drafting=headers.drafting,
-        eager=spec.enforce_eager,
+        eager=counted(spec).enforce_eager,
         margin_bytes=margin,
         cache=cache,
         cache_limit=room.cache,
         limit=limit,
         fewest=True,
         # As vLLM allows it (vllm/config/model.py).
-        beyond=env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1",
+        beyond=env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "1" or reads_another_config(spec),
         learned=learned,
     )
 
@@ -258,9 +274,10 @@ def _is_beside(option: Option, chosen: Option) -> bool:
     return option.format != chosen.format and (not option.fits or quality_of(option.format) > quality_of(chosen.format))
 
 
-def _length(one: ModelConfig, headers: Headers) -> int:
-    """Of a resolved entry: where `auto` found nothing that fits, as much as the model has."""
-    return one.max_model_len if isinstance(one.max_model_len, int) else headers.known.shape.max_len
+def _length(resolved_spec: ModelConfig, headers: Headers) -> int:
+    """The length of a resolved entry: where `auto` found nothing that fits, as much as the model has."""
+    length = counted(resolved_spec).max_model_len
+    return length if isinstance(length, int) else headers.model.shape.max_len
 
 
 def _ways(nodes: int) -> Iterator[Ways]:
@@ -273,32 +290,34 @@ def _free(hardware: Hardware) -> int:
     return hardware.memory_bytes - hardware.system_bytes
 
 
-def _uncounted(spec: ModelConfig) -> str:
-    flags = list(unsized(spec.extra_args))
-    if flags:
-        return f"{', '.join(flags)} in extra_args changes what it takes"
-    if spec.quantization is not None or spec.dtype in ("float32", "float"):
-        key = "quantization" if spec.quantization is not None else "dtype"
-        return f"{key}: {getattr(spec, key)} is vLLM's own way with weights, which is not counted"
-    return f"what {f'a cache of kv_cache_dtype: {spec.kv_cache_dtype}' if spec.kv_cache_dtype else 'its draft'} costs is not counted"
+def _guessed(spec: ModelConfig, serving: Serving, doubt: str | None) -> str:
+    """Which settings make the numbers a guess, and what makes them exact. doubt: why vLLM, which was asked, did not say."""
+    names = [f"{flag} (extra_args)" for flag in dict.fromkeys(unsized(spec.extra_args))]
+    names += [f"{key}: {value}" for key in ("quantization", "dtype") if (value := getattr(spec, key)) not in (None, *NARROW)]
+    names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
+    what = " and ".join(names) or "what its draft takes"
+    cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
+    if doubt is not None:
+        cure = f"vLLM, which was asked, gave no answer: {doubt_in_short(doubt)}"
+    elif OTHER in serving.unknown:
+        cure = "a start measures it"
+    return f"The numbers are a guess, because no formula has what this changes: {what}; {cure}."
 
 
 def _refuse_flags(spec: ModelConfig, entry: Entry) -> Translation:
-    """What its flags are to the runtime's vLLM. Raises ConfigError where that would not be started so."""
-    said = said_to(spec, entry.config, entry.vllm)
-    if said.refused:
-        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}", param="model")
-    return said
+    """Its flags as the runtime's vLLM gets them. Raises ConfigError where that would not be started so."""
+    translation = said_to(spec, entry.config, entry.vllm)
+    if translation.refused:
+        raise ConfigError(f"{spec.name} cannot be started by the vLLM of its runtime: {translation.refused[0]}", param="model")
+    return translation
 
 
 def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) -> dict[str, Any]:
     """config: what of the entry was `auto`, and what it became. Raises ConfigError where the runtime's vLLM would not be started so."""
+    spec, notes = _pinned(spec, entry)
     if spec.runs_vllm(entry.config.engine):
-        # A start that would be refused says so itself.
-        with suppress(LoadRefused):
-            spec = pinned(spec, entry.env, entry.config.state_dir)
         spec, _ = with_parsers(spec, entry.env, spec.runtime_of(entry.config.engine))
-    said = _refuse_flags(spec, entry)
+    translation = _refuse_flags(spec, entry)
     decided = {key: getattr(spec, key) for key in ("quantize", "max_model_len") if getattr(entry.spec, key) == AUTO}
     parsers = {key: getattr(spec, key) for key in ("tool_call_parser", "reasoning_parser") if getattr(entry.spec, key) is None}
     decided |= {key: name for key, name in parsers.items() if name not in (None, OFF)}
@@ -306,7 +325,7 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
         decided = {"model": spec.model} | decided
     if entry.spec.tensor_parallel == AUTO and option.nodes > 1:
         decided["tensor_parallel"] = option.tensor
-    fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, said, entry.vllm)
+    fields = rank_fields(entry.config, spec, hardware.platform, entry.entrypoint, translation, entry.vllm)
     flags = fields.pop("flags")
     ranks = []
     for number in range(option.nodes):
@@ -322,12 +341,12 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
                 "log_path": "/dev/null",
                 "config_hash": "",
                 "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
-                "env": network(hardware, option.nodes, said.env) | dict(said.env),
+                "env": network(hardware, option.nodes, translation.env) | dict(translation.env),
                 "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
             }
         )
         made = {name: value for name, value in build_environment(rank_spec, {}).items() if name not in OWN}
-        shown = {name: value if _is_shown(name, said.env) else hidden(name) for name, value in made.items()}
+        shown = {name: value if _is_shown(name, translation.env) else hidden(name) for name, value in made.items()}
         ranks.append({"node": number, "command": build_command(rank_spec), "environment": shown})
     return {
         "name": spec.name,
@@ -335,12 +354,25 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
         "config": decided,
         "ranks": ranks,
         "container": _container(entry),
-        "said": said.notes,
+        "notes": [*notes, *translation.notes],
     }
 
 
+def _pinned(spec: ModelConfig, entry: Entry) -> tuple[ModelConfig, list[str]]:
+    """The entry at the commits whose code it may run, and a note where they are not known here. Raises ConfigError where a start would
+    refuse its code."""
+    try:
+        if spec.trusts_code() and is_absent(spec, entry.env):
+            look(spec, entry.env)
+        return pinned(spec, entry.config), []
+    except (CommitUnknown, HubUnreachable, ModelUnusable) as error:
+        return spec, [error.message]
+    except LoadRefused as error:
+        raise ConfigError(error.message, param="model") from None
+
+
 def _is_shown(name: str, own: Mapping[str, str]) -> bool:
-    """What sparkd sets itself, and of the entry's own what engines and kernels read."""
+    """The variables that sparkd sets itself, and those of the entry that engines and kernels read."""
     return name not in own or (name.startswith(FAMILIES) and not _SECRET.search(name))
 
 
@@ -348,8 +380,9 @@ def _container(entry: Entry) -> dict[str, Any] | None:
     """The image that its recipe names, the variant's before the recipe's."""
     if entry.spec.recipe is None:
         return None
-    name, variant = split(entry.spec.recipe)
-    file, _ = entry.config.book().read(name)
+    book = entry.config.book()
+    name, variant = book.split(entry.spec.recipe)
+    file, _ = book.read(name)
     if file is None:
         return None
     found = file.container(variant)

@@ -1,11 +1,16 @@
-"""Owns planning for the node that the daemon runs on: which machine it is, and where a model lies that it knows. Never loads one."""
+"""Owns planning for the node that the daemon runs on: which machine it is, and where a model lies that it knows. Never loads one.
+
+A plan is made in a process of its own. It reads files and asks a hub, either of which may hang for good, and a thread cannot be ended; it
+computes for seconds, and a thread would keep Python's lock from the gateway for that time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -13,30 +18,42 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparkd.admission import machine
 from sparkd.amounts import MOST
+from sparkd.bounded_call import NoAnswer, call
 from sparkd.checkpoint import Checkpoint
-from sparkd.config import Config
+from sparkd.config import STATE_DIR, Config
 from sparkd.config_memory import Memory
-from sparkd.errors import ConfigError, Unavailable
+from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.hub_headers import checkpoint_at, checkpoint_of
+from sparkd.installed import full_version_in
+from sparkd.keys import Keys
+from sparkd.model_answers import Away, Runtime, kept
+from sparkd.model_answers import places as answers_in
 from sparkd.model_config import ModelConfig
 from sparkd.model_folder import unusable
+from sparkd.needs import runtime_of
+from sparkd.node_runtime import NodeRuntime
 from sparkd.plan_entry import Entry, entry_of
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.threads import Threads
+from workers import processes
 from workers.meminfo import sample
 from workers.runtime import GPU_SIGNS
 
 # For all headers of a model, from the hub too: who asks by HTTP does not wait for ever.
 LIMIT_S = 60.0
-# A plan computes for seconds, may wait for a hub, and its thread goes on when its caller has left: two at once, and two that wait.
+# Each thread waits for one plan, also when its caller has left: two at once, and two that wait.
 _PLANS = Threads("plan", 2, 4)
 
 
 class Unlinked(Protocol):
     async def __call__(self, *, rdma: bool) -> Mapping[int, str]: ...
+
+
+# Finds another node's runtime for an interpreter that this node has not got.
+Elsewhere = Callable[[str], Awaitable[NodeRuntime]]
 
 
 class QuestionHere(BaseModel):
@@ -76,10 +93,12 @@ async def planned_here(
     config: Config | None = None,
     in_sight: int = 1,
     places: Collection[str] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> dict[str, Any]:
     """The plan as plain JSON. find: a model that the daemon knows, by `config`. unlinked: by a number of the daemon's nodes, why no so many
     may share a model. in_sight: the nodes that answer, over which the daemon would spread an entry that leaves it open. places: see
-    model_folder.unusable. Raises ConfigError, CheckpointError, and Unavailable after LIMIT_S or where as many plans are made already."""
+    model_folder.unusable. elsewhere: raises ClusterError where no node has it. Raises ConfigError, CheckpointError, and Unavailable after
+    LIMIT_S or where as many plans are made already."""
     try:
         async with asyncio.timeout(LIMIT_S):
             hardware = await _PLANS.run(hardware_here, question.hardware, config)
@@ -88,37 +107,84 @@ async def planned_here(
             if question.hardware == "node" and question.nodes is None and spec is not None and spec.tensor_parallel == AUTO:
                 question = question.model_copy(update={"nodes": max(1, in_sight)})
             ours = question.hardware == "node" and _nodes(question, spec) > 1
-            told = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
-            return await _PLANS.run(_answer, question, hardware, find, told, config, places)
+            links = await unlinked(rdma=_wants_rdma(hardware, spec, config)) if ours else {}
+            runtime = await _runtime(spec, config, elsewhere) if spec is not None and config is not None and elsewhere is not None else None
+            return await _PLANS.run(_answer_of_process, question, hardware, spec, links, config, places, runtime)
     except TimeoutError:
         raise _too_slow(question.model) from None
+
+
+async def _runtime(spec: ModelConfig, config: Config, elsewhere: Elsewhere) -> NodeRuntime | None:
+    """That of another node, by which the model is counted where this one has none."""
+    if not spec.runs_vllm(config.engine) or await asyncio.to_thread(full_version_in, spec.runtime_of(config.engine)) is not None:
+        return None
+    try:
+        found = await elsewhere(runtime_of(spec, config))
+    except ClusterError:
+        return None
+    return None if found.only is None else found
+
+
+def _answer_of_process(
+    question: QuestionHere,
+    hardware: Hardware,
+    spec: ModelConfig | None,
+    unlinked: Mapping[int, str],
+    config: Config | None,
+    places: Collection[str] | None,
+    runtime: NodeRuntime | None,
+) -> dict[str, Any]:
+    """`_answer` in a process of its own, which gets nobody's keys and no other model's entry."""
+    if config is not None:
+        config = config.model_copy(update={"keys": Keys(), "models": {}})
+    try:
+        return call(_answer_hidden, question, hardware, spec, dict(unlinked), config, places, runtime, time_s=LIMIT_S)
+    except NoAnswer as failure:
+        if failure.exceeded is not None:
+            raise _too_slow(question.model) from None
+        raise Unavailable(f"{question.model} could not be planned: {failure.reason}. {failure.cure}.") from None
+
+
+def _answer_hidden(_: bytes, *arguments: Any) -> dict[str, Any]:
+    """The process's work. Its entry may hold a token, as the daemon's memory does. Beside the main thread large headers are read with
+    bounds of their own (sparkd.apart)."""
+    processes.hide()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_answer, *arguments).result()
 
 
 def _answer(
     question: QuestionHere,
     hardware: Hardware,
-    find: Callable[[str], ModelConfig | None],
+    spec: ModelConfig | None,
     unlinked: Mapping[int, str],
     config: Config | None = None,
     places: Collection[str] | None = None,
+    there: NodeRuntime | None = None,
 ) -> dict[str, Any]:
+    """spec: the model that is asked for, where the daemon knows it. there: its runtime, where this node has none. Blocks. Raises as
+    planned_here."""
     env = dict(os.environ)
     until_s = time.monotonic() + LIMIT_S
 
     def progress(_done: int, _total: int) -> None:
-        # The thread cannot be stopped from outside: it stops itself, and with it what it asks of the hub.
         if time.monotonic() > until_s:
             raise _too_slow(question.model)
 
+    runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
+    away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
+    answers = Runtime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
     return answer(
         Question(**question.model_dump(exclude={"hardware"})),
         hardware,
-        lambda name: checkpoint_here(name, find, progress, config, places),
+        lambda name: checkpoint_here(name, spec, progress, config, places, there),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         unlinked=unlinked,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
         profiles=None if config is None else str(config.profiles_path()),
-        runtime=None if config is None else config.engine.runtime,
+        runtime=runtime,
+        # vLLM is asked in quiet moments (sparkd.foresight), and not while somebody waits.
+        ask=lambda questions: [kept(each, answers) for each in questions],
     )
 
 
@@ -134,35 +200,36 @@ def _wants_rdma(hardware: Hardware, spec: ModelConfig | None, config: Config | N
 
     if config is None:
         return wants_rdma(hardware.platform, {})
-    said = {name: value.get_secret_value() for name, value in config.engine.env.items()}
-    return wants_rdma(hardware.platform, said if spec is None else spec.environment(config.engine))
+    env = {name: value.get_secret_value() for name, value in config.engine.env.items()}
+    return wants_rdma(hardware.platform, env if spec is None else spec.environment(config.engine))
 
 
 def checkpoint_here(
     name: str,
-    find: Callable[[str], ModelConfig | None],
+    spec: ModelConfig | None,
     progress: Callable[[int, int], None] | None = None,
     config: Config | None = None,
     places: Collection[str] | None = None,
+    there: NodeRuntime | None = None,
 ) -> tuple[str, Checkpoint, Entry | None]:
     """(folder or hub id, headers, its entry where the daemon knows it); from the hub where this node's cache has not all of it. Blocks.
 
-    find: a model that the daemon knows. progress: as sparkd.hub_headers. places: see model_folder.unusable. Raises ConfigError,
-    CheckpointError.
+    spec: that of a model that the daemon knows. progress: as sparkd.hub_headers. places: see model_folder.unusable. there: see
+    sparkd.plan_entry.entry_of. Raises ConfigError, CheckpointError.
     """
-    spec = find(name)
     if spec is None and name.startswith((".", "~")):
         raise ConfigError("model must be a known name, a hub id or an absolute path, not one that begins with '.' or '~'.", param="model")
     source = (os.path.abspath(name) if name.startswith("/") else name) if spec is None else spec.model
-    if why := unusable(source, vllm=True, places=places):
-        raise ConfigError(why, param="model")
-    entry = entry_of(spec, config) if spec is not None and config is not None else None
+    if fault := unusable(source, vllm=True, places=places):
+        raise ConfigError(fault, param="model")
+    entry = entry_of(spec, config, there=there) if spec is not None and config is not None else None
     env = {**os.environ, **entry.env} if entry is not None else os.environ
+    spec = entry.spec if entry is not None else spec
     if not source.startswith("/") and "/" not in source and spec is None:
         raise ConfigError(f"No model is called {name}: give a configured name, a folder, or a hub id (owner/name).", param="model")
     return source, checkpoint_at(source, spec.revision if spec is not None else None, env, progress), entry
 
 
 def _too_slow(model: str) -> Unavailable:
-    told = f"{model}: its headers were not all read within {LIMIT_S:.0f} s"
-    return Unavailable(f"{told}. Ask again later, or download the model first (`hf download {model}`).")
+    reason = f"{model}: its headers were not all read within {LIMIT_S:.0f} s"
+    return Unavailable(f"{reason}. Ask again later, or download the model first (`hf download {model}`).")

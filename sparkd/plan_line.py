@@ -47,7 +47,9 @@ VALUES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "--image": ("image", _word),
     "--config": ("config", _matching(_WORD, Path)),
 }
-SWITCHES: Mapping[str, str] = {"--json": "json", "--eager": "eager", "--docker": "docker", "--compose": "compose", "--all": "every"}
+SWITCHES: Mapping[str, str] = {
+    "--json": "json", "--eager": "eager", "--docker": "docker", "--compose": "compose", "--quick": "quick", "--all": "every",
+}  # fmt: skip
 
 
 def run(words: Sequence[str]) -> int | None:

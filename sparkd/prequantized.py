@@ -1,7 +1,8 @@
 """Owns finding, on this machine, a model's weights as somebody has quantized them already. Never takes one checkpoint for another.
 
-What is found is offered by its own name. Strict, because a fine-tune has its model's shape too: the name is the model's with the words of a
-quantization behind it, the shape is the same to the last number, and under another owner the card names the model as its base.
+A checkpoint that is found is offered by its own name. Strict, because a fine-tune has its model's shape too: the name is the model's with
+the words of a quantization behind it, the shape is the same to the last number, and under another owner the card names the model as its
+base.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sparkd.hub_headers import complete
 from sparkd.model_shape import Shape, shape_of
 from sparkd.source import hub_cache, snapshot_of
 
-# What publishers write behind a model's name; at least one word of the first kind.
+# The words that publishers write behind a model's name; at least one word of the first kind.
 _FORMAT = "nvfp4|mxfp4|fp8|awq|gptq|int4|int8|w4a16|w4a4|w8a8|w8a16|4bit|8bit"
 _DETAIL = r"dynamic|static|block|channel|marlin|modelopt|quantized|g\d+"
 _QUANTIZED = re.compile(rf"(?:[-_.](?:{_FORMAT}|{_DETAIL}))+", re.I)
@@ -34,10 +35,7 @@ def prequantized(source: str, checkpoint: Checkpoint, environ: Mapping[str, str]
     """
     if checkpoint.quantization is not None:
         return
-    try:
-        shape = _comparable(shape_of(checkpoint.config))
-    except CheckpointError:
-        return
+    shape = _comparable(shape_of(checkpoint.config))
     for name, folder in _beside(source) if source.startswith("/") else _cached(source, environ):
         try:
             found = read_checkpoint(folder) if source.startswith("/") else _whole(folder)

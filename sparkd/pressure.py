@@ -1,4 +1,4 @@
-"""What the control plane does where a node's guard says that memory is short: begins no load, evicts an idle model.
+"""Owns the control plane's part where a node's guard says that memory is short: it begins no load, evicts an idle model.
 
 The hard end, a kill, is the guard's own, on the node (workers.guard). Never reads memory itself.
 """

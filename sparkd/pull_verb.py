@@ -29,8 +29,8 @@ def pull(
     """Bring a model's files to the nodes.
 
     A hub id is downloaded once, by the daemon's node, and copied from node to node over the cable; so is a folder of a known model, to
-    the same path. What is there already is not copied again; what was broken off goes on where it stopped. Ctrl-C ends the waiting,
-    `sparkd cancel OPERATION` the pull.
+    the same path. A file that is there already is not copied again; one that was broken off goes on where it stopped. Ctrl-C ends the
+    waiting, `sparkd cancel OPERATION` the pull.
     """
     chosen = [name.strip() for name in nodes.split(",") if name.strip()]
     if not chosen:

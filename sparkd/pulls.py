@@ -22,6 +22,7 @@ from sparkd.fabric import fabrics_of
 from sparkd.fabric_cables import cables_of
 from sparkd.ledger import Ledger
 from sparkd.state import Operation, OperationState, Progress
+from sparkd.trust import at_trusted_commit, moved
 from workers.hub_cache import is_hub_id
 from workers.interpreter import PACKAGE_DIR, module_command, program_environment
 
@@ -30,6 +31,7 @@ log = logging.getLogger("sparkd.pulls")
 KIND = "pull"
 ALL = "all"
 CONNECTIONS = 8
+MAIN = "main"
 POLL_S = 0.4
 ASK_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
@@ -41,7 +43,7 @@ MAX_LINE = 1 << 20
 
 
 class Nodes(Protocol):
-    """What of the cluster a pull needs."""
+    """The part of the cluster that a pull needs."""
 
     node_ip: str
 
@@ -98,20 +100,31 @@ class Pulls:
             raise ClusterError("The daemon is only just starting: try again in a moment.")
         operation = self._ledger.open(KIND, called, by)
         self._asked[operation.id] = (called, chosen, revision)
-        one = _Pull(self._nodes, self._tell(operation.id), self._clock)
-        work = self._pull(operation.id, called, partial(one.run, model, revision, environ, chosen))
+        pull = _Pull(self._nodes, self._tell(operation.id), self._clock)
+        trusting = spec if spec is not None and revision == spec.revision else None
+        work = self._pull(operation.id, called, partial(self._bring, pull, trusting, model, revision, environ, chosen))
         self._running[operation.id] = task = self._boundary.spawn(self._tasks, f"{KIND} {called}", work)
         task.add_done_callback(partial(self._done, operation.id))
         return self._ledger.operation(operation.id)
 
     def cancel(self, operation_id: str) -> Operation | None:
-        """None for what is no pull that is under way. What was verified stays."""
+        """None for what is no pull that is under way. Files that were verified stay."""
         task = self._running.get(operation_id)
         if task is None:
             return None
         self._ledger.close(operation_id, OperationState.CANCELLED, "It was cancelled; what was verified stays.")
         task.cancel()
         return self._ledger.operation(operation_id)
+
+    async def _bring(
+        self, pull: _Pull, trusting: ModelConfig | None, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]
+    ) -> str:
+        """See _Pull.run. trusting: the entry, unless another revision than its own is asked for; then the commit that it trusts comes."""
+        branch = None
+        if trusting is not None:
+            commit = (await asyncio.to_thread(at_trusted_commit, trusting, self._config())).revision
+            branch, revision = (revision or MAIN if commit != revision else None), commit
+        return await pull.run(model, revision, environ, nodes, branch)
 
     async def _pull(self, operation_id: str, name: str, work: Callable[[], Awaitable[str]]) -> None:
         state, told = OperationState.FAILED, list[str]()
@@ -159,13 +172,15 @@ class _Pull:
         self._clock = clock
         self._began: tuple[float, int] | None = None
 
-    async def run(self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str]) -> str:
-        """What came of it, one sentence. Raises ClusterError."""
+    async def run(
+        self, model: str, revision: str | None, environ: Mapping[str, str], nodes: Sequence[str], branch: str | None = None
+    ) -> str:
+        """The outcome, one sentence. branch: to tell whether it has moved on from `revision`, a commit. Raises ClusterError."""
         places = {name: value for name, value in environ.items() if name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")}
         commit, note, silent = "", "", None
         if not model.startswith("/"):
             try:
-                commit, note = await self._fetch(model, revision, environ)
+                commit, note = await self._fetch(model, revision, environ, branch)
             except _Unasked as error:
                 silent = error
         try:
@@ -189,7 +204,7 @@ class _Pull:
         sent = f"{fetched / 1e9:.2f} GB were copied in {took_s:.1f} s ({fetched / took_s / 1e9:.2f} GB/s)"
         return f"{where} is on {', '.join([source, *targets])}: {sent if fetched else 'nothing was lacking'}. {note}".strip()
 
-    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    async def _fetch(self, model: str, revision: str | None, environ: Mapping[str, str], branch: str | None) -> tuple[str, str]:
         """Download on this node: (commit, a note where the hub could not be asked). Raises RankError with the download's reason, _Unasked
         where the hub gave none of what is lacking here."""
         quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -205,7 +220,7 @@ class _Pull:
         if process.stdin is None or process.stdout is None:
             raise RankError("The program that downloads was started without pipes.")
         try:
-            process.stdin.write(json.dumps({"hub_id": model, "revision": revision}).encode() + b"\n")
+            process.stdin.write(json.dumps({"hub_id": model, "revision": revision, "branch": branch}).encode() + b"\n")
             async for line in process.stdout:
                 told = json.loads(line)
                 if "unasked" in told:
@@ -213,7 +228,10 @@ class _Pull:
                 if "error" in told:
                     raise RankError(str(told["error"]))
                 if "ended" in told:
-                    return str(told["commit"]), str(told["note"])
+                    commit, note, head = str(told["commit"]), str(told["note"]), told.get("head")
+                    if branch is not None and head not in (None, commit):
+                        note = f"{note} {moved(model, branch, commit, head)}".strip()
+                    return commit, note
                 self._tell("fetching from the hub", int(told["done_bytes"]), int(told["total_bytes"]))
             raise RankError(f"The download of {model} ended without a word; run the same again to go on.")
         finally:
@@ -328,7 +346,7 @@ class _Pull:
 
 
 def _left_over(node: str, source: str, state: Mapping[str, Any]) -> str:
-    """What a copy says of weights on a node that the source lacks."""
+    """A copy's remark on weights on a node that the source lacks."""
     told = []
     if removed := state.get("removed"):
         told.append(f"Removed from {node}, where an earlier pull had put it and {source} has it no more: {_some(removed)}.")
@@ -344,7 +362,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether `one` is another model than `other`: a file of one name is in both, in another size, or a folder has weights beside the
-    other's whole set. What is left over from an earlier copy is no more of the model."""
+    other's whole set. Files that are left over from an earlier copy are no more of the model."""
     from workers.staging.manifest import is_loaded
 
     sizes = {file["name"]: file["size"] for file in other["files"]}

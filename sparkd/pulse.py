@@ -1,7 +1,7 @@
 """Owns whether an engine still computes while requests run: by its counters, its ranks' CPU time and the GPUs' power. Never ends it.
 
 An engine that has lost a rank without a word (a driver that hangs, packets that are dropped) answers /health with 200 for minutes; its
-counters stand still at once. What was lost while nobody asked is not even counted as begun: then a question of our own decides.
+counters stand still at once. An engine's loss while nobody asked is not even counted as begun: then a question of our own decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IDLE_S = 8.0
 # An engine on one node has no way between its ranks that could hang, and nobody loses a node by waiting longer.
 ALONE_IDLE_S, ALONE_BUSY_S = 60.0, 300.0
 ALONE_ASK_EVERY_S = 5.0
-# What a GB10 draws with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
+# The draw of a GB10 with a kernel that hangs is 10 to 27 W at 95 % "utilisation"; one that computes draws 38 W and more, one that waits
 # for a compiler shows no kernel. The limit is one owner's (eugr's spark-vllm-docker, issue 260): never a proof by itself.
 HANGING_W, HANGING_PERCENT = 30.0, 90.0
 # Ranks that use CPU time may compile a kernel, or wait for a GPU in a loop.
@@ -33,9 +33,9 @@ QUESTION_S, ANSWER_S = 3.0, 4.0
 ALONE_QUESTION_S, ALONE_ANSWER_S = 15.0, 30.0
 # Where it uses CPU time in a step that it has counted nothing of: that one may compile kernels for a shape that nobody has sent before.
 FIRST_STEP_S = 600.0
-# What was last heard longer ago says how the daemon was held up (a signal, a machine that slept), not how the engine is.
+# An answer that is older than this says how the daemon was held up (a signal, a machine that slept), not how the engine is.
 HEARD_S = 6.0
-# Of one core; a process that waits wakes up now and then.
+# A share of one core; a process that waits wakes up now and then.
 IDLE_SHARE = 0.2
 
 _STEPS = tuple(f"vllm:{name}" for name in ("generation_tokens_total", "prompt_tokens_total", "iteration_tokens_total_sum"))
@@ -85,7 +85,7 @@ class Pulse:
                 self._idle.pop(record.name, None)
                 continue
             self._beats.setdefault(record.name, self._beat(record, None))
-            # What is answered within seconds is never asked about.
+            # A request that is answered within seconds never leads to a question.
             asked_at_s = self._asked_at_s.setdefault(record.name, self._clock())
             due = record.world > 1 or self._clock() - asked_at_s >= ALONE_ASK_EVERY_S
             if record.name not in self._asking and due:
@@ -127,17 +127,19 @@ class Pulse:
 
     @property
     def condition(self) -> str | None:
-        """What an operator reads where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
+        """The sentence for an operator where nvidia-smi fails or hangs: then neither watts nor memory of that GPU are known."""
         silent = "; ".join(f"{node}: {one.device_trouble}" for node, one in self._readings.items() if one.device_trouble)
         return f"GpuSilent: {silent}. What the GPU draws and holds is not known; see `sparkd doctor`." if silent else None
 
     async def _ask(self, record: Record) -> None:
+        put_at_s = self._clock()
         try:
             page = await self._page_of(record.upstream) if record.upstream else None
         finally:
             self._asking.discard(record.name)
         beat = self._beats.get(record.name)
-        if beat is None:
+        # An answer that was on its way while the daemon was held up is as old as its question.
+        if beat is None or self._clock() - put_at_s > HEARD_S:
             return
         self._heard_at_s[record.name] = self._clock()
         # Then neither silence nor a count that stands still is a proof: vLLM's gauges do not hear of an abort before the next step.
@@ -173,7 +175,7 @@ class Pulse:
             self._spawn(self._answered(record, beat), f"question {record.name}")
 
     async def _answered(self, record: Record, beat: Beat) -> None:
-        """Whatever it answers, an error too, it lives. What was not even put is put again; what is not answered says enough."""
+        """Whatever it answers, an error too, it lives. A question that was not even put is put again; one without an answer says enough."""
         try:
             await self._put(record.name, FIRST_STEP_S)
         except Unavailable:

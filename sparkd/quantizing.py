@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sparkd import vllm_args
 from sparkd.errors import ConfigError, SparkdError
 from sparkd.refusal import plain, refuse
-from sparkd.uncounted import unsized
+from sparkd.uncounted import unanswered
 
 if TYPE_CHECKING:
     from sparkd.engine_flags import Keys
@@ -46,7 +46,7 @@ def excluded(model: Keys) -> Iterator[tuple[str, str]]:
             yield key, f"{key} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
     for flag in vllm_args.loader_flags(model.extra_args):
         yield "extra_args", f"{flag} and quantize exclude each other, because sparkd's loader decides on it: remove one of them"
-    for flag in unsized(model.extra_args) if model.quantize == AUTO else ():
+    for flag in unanswered(model.extra_args) if model.quantize == AUTO else ():
         yield (
             "extra_args",
             f"{flag} and quantize: auto exclude each other, because what fits is not known with it: name a format, or remove it",

@@ -21,7 +21,7 @@ _WAYS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/v1/rerank", {"query": "ready", "documents": ["steady"]}, "results"),
 )
 _NOT_THIS_WAY = (400, 404, 405, 422, 501)
-# What the gateway says before an engine has heard anything.
+# The gateway's answers before an engine has heard anything.
 _NOT_PUT = (429, 503)
 
 

@@ -10,6 +10,7 @@ from sparkd.config import Config, ModelConfig
 from sparkd.learned import engine_of
 from sparkd.needs import runtime_of
 from sparkd.placement import GIB
+from sparkd.trust import commits_of
 from sparkd.vllm_flags import Translation
 
 # The gateway keeps an access log, and a scrape every five seconds would fill the engine's.
@@ -34,6 +35,8 @@ def rank_fields(config: Config, spec: ModelConfig, platform: str, entrypoint: st
         **config.loader_of(spec),
         **config.sizing_of(spec, platform, entrypoint, reserved_bytes),
     }
+    if (commits := commits_of(spec)) is not None:
+        fields["trusted_code"] = commits.to_dict()
     if "kv_cache" in fields:
         # By this name the next plan and the next start find what this one measures.
         fields["kv_cache"] = {**fields["kv_cache"], "engine": engine_of(spec, spec.environment(config.engine), vllm, platform)}

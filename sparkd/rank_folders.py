@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 from sparkd.config import Config
+
+SYSTEM_RUNTIME_DIR = Path("/run/sparkd")
 
 
 def rank_folders(config: Config, node_ip: str) -> tuple[Path, Path, Path, Path]:
@@ -23,6 +26,13 @@ def agent_arguments(config: Config, here: str, node_ip: str) -> tuple[Any, ...]:
     run_dir, log_dir, *_ = rank_folders(config, here)
     own, memory = run_dir.with_name(folder_name(node_ip)), config.memory
     return str(own), str(log_dir), memory.sample_s, "/proc", node_ip != here, memory.guard_settings()
+
+
+def remove_empty(runtime: Path) -> None:
+    """Remove the runtime folder where nothing is left in it. The service's own is systemd's (RuntimeDirectory=)."""
+    if runtime != SYSTEM_RUNTIME_DIR:
+        with contextlib.suppress(OSError):
+            runtime.rmdir()
 
 
 def folder_name(node_ip: str) -> str:

@@ -25,7 +25,7 @@ from workers.private import private_folder, write_private
 from workers.processes import LACKS
 
 MARK = "SPARKD_RAY_DIR"
-# Of each node in Ray: sparkd's version there, which a node that wants to join compares.
+# A label of each node in Ray: sparkd's version there, which a node that wants to join compares.
 VERSION_LABEL = "sparkd-version"
 START_TIMEOUT_S = 90.0
 STOP_GRACE_S = 2.0
@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """What one process of Ray costs. pss_bytes: its share of the memory it maps; cpu_s: CPU seconds since it started."""
+    """The costs of one process of Ray. pss_bytes: its share of the memory it maps; cpu_s: CPU seconds since it started."""
 
     name: str
     pid: int
@@ -49,7 +49,8 @@ class RayHead:
     every listener on loopback; on another address its gRPC servers listen on all interfaces, and the firewall sample closes them.
 
     join: the head's address where this node is not the head. session: asks that head which session of Ray it is, None where it does not
-    answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone.
+    answer; blocks. keeper: true in `sparkd ray-node`, whose Ray the daemon uses and leaves alone. starts: false in a unit with
+    credentials, which engines of a Ray that was started there could read: then a keeper has to.
     rank_folders: where this node's ranks have their status files, their logs, quantized weights and what sizing learned; a daemon
     on another node does not know. fabric: (node_ip, environment) -> names of this node's interfaces, for what vLLM's Ray executor starts.
     """
@@ -65,6 +66,7 @@ class RayHead:
         object_store_mib: int,
         join: str | None = None,
         keeper: bool = False,
+        starts: bool = True,
         rank_folders: tuple[Path, Path, Path, Path] | None = None,
         fabric: Callable[[str, Mapping[str, str]], Mapping[str, str]] | None = None,
         session: Callable[[], str | None] | None = None,
@@ -77,6 +79,7 @@ class RayHead:
         self._object_store_mib = object_store_mib
         self._join = join
         self._keeper = keeper
+        self._starts = starts
         self._session = session
         self._rank_folders = rank_folders
         # Alone on its loopback a node has nobody to meet.
@@ -104,6 +107,11 @@ class RayHead:
             return address
         if kept and not self._keeper:
             raise RayUnavailable("Ray of this node has ended; `sparkd ray-node` starts it, not the daemon: systemctl restart sparkd-ray.")
+        if not self._starts:
+            raise RayUnavailable(
+                "No Ray runs on this node, and engines of one in the daemon's own unit could read its credentials: "
+                "run `systemctl enable --now sparkd-ray`."
+            )
         if self._keeper:
             # Before anything starts, so that a daemon that looks meanwhile waits rather than start a head beside it.
             write_private(self._record, json.dumps({"address": None, "keeper": True}))
@@ -356,7 +364,7 @@ def _holds_open(pid: str, inside: str) -> bool:
 
 
 def _open_files(pid: str) -> list[str]:
-    """What the descriptors of a process stand for, as far as it is there and ours to see."""
+    """The targets of a process's descriptors, as far as it is there and ours to see."""
     found = []
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):

@@ -13,13 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sparkd.errors import AgentLost, ClusterError, RayUnavailable, refused_by
-from workers.agent import VERSION, Agent
+from sparkd import __version__
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers, RayUnavailable, refused_by
+from workers.agent import Agent
+from workers.agent_version import VERSION
 from workers.processes import LACKS
 from workers.ray_place import DEVICE, DEVICE_SHARE
-from workers.ray_probe import CLOCK_KEY, CLOCK_NAMESPACE
+from workers.ray_probe import AGENT_KEY, CLOCK_KEY, KEYS_NAMESPACE
 
 NAMESPACE = "sparkd"
 RESOURCE = "unified_memory_gib"
@@ -28,6 +31,8 @@ AGENT_TIMEOUT_S = 45.0
 DISCONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 15.0
 PORT_TIMEOUT_S = 1.0
+# Between two looks at a node that has another sparkd: each starts a process there.
+OTHER_CODE_S = 30.0
 # A driver that has not reached the head for this long ends its process (60 s where nothing is said): that must not end the daemon.
 HEAD_AWAY_S = 10 * 365 * 24 * 3600
 
@@ -51,7 +56,9 @@ class RayLink:
         self.address: str | None = None
         self.gib_of: dict[str, float] = {}
         # Nodes that Ray has and whose agents could not be met, with the reason.
-        self.unmet: dict[str, str] = {}
+        self.unmet: dict[str, ClusterError] = {}
+        # By Ray's id of a node that has another sparkd: until when that is not looked at again.
+        self._other_code: dict[str, tuple[CodeDiffers, float]] = {}
         # Where a node's raylet listens: who refuses there is alive.
         self.port_of: dict[str, int] = {}
 
@@ -78,7 +85,7 @@ class RayLink:
         self.connected = True
 
     async def tell_time(self) -> None:
-        """For a node that wants to join, and compares its clock (workers.ray_probe). Raises RayUnavailable."""
+        """For a node that wants to join, and compares its clock and its code (workers.ray_probe). Raises RayUnavailable."""
         await self._answer(self._tell_time)
 
     async def refresh(self) -> set[str]:
@@ -91,14 +98,15 @@ class RayLink:
             del self._agents[node_ip]
         # A raylet that was started again has another id at the same address, and its node another agent.
         fresh = {node_ip for node_ip, node_id in alive.items() if node_ip not in self._agents or self._agents[node_ip][0] != node_id}
-        self.unmet = {node_ip: why for node_ip, why in self.unmet.items() if node_ip in fresh}
+        self.unmet = {node_ip: error for node_ip, error in self.unmet.items() if node_ip in fresh}
         for node_ip in sorted(fresh):
             try:
                 await self._meet(node_ip, alive[node_ip])
                 self.unmet.pop(node_ip, None)
             except ClusterError as error:
-                log.warning("%s", error.message)
-                self.unmet[node_ip] = error.message
+                if str(error) != str(self.unmet.get(node_ip)):
+                    log.warning("%s", error.message)
+                self.unmet[node_ip] = error
                 fresh.discard(node_ip)
         return fresh
 
@@ -182,16 +190,34 @@ class RayLink:
             raise RayUnavailable(f"Ray at {self.address} could not answer: {type(error).__name__}.") from error
 
     async def _meet(self, node_ip: str, node_id: str) -> None:
+        error, until_s = self._other_code.get(node_id, (None, 0.0))
+        if error is not None and time.monotonic() < until_s:
+            raise error
         agent = await self._answer(self._start_agent, node_ip, node_id)
         try:
             async with asyncio.timeout(AGENT_TIMEOUT_S):
-                if await agent.version.remote() != VERSION:
+                version = await agent.version.remote()
+                if version != VERSION:
                     agent = await _in_thread(self._replace_agent, agent, node_ip, node_id)
-                    await agent.version.remote()
-                await agent.open.remote()
+                    version = await agent.version.remote()
+                if version == VERSION:
+                    await agent.open.remote()
         except Exception as error:
+            if _has_died(error):
+                # Nobody hears what its constructor raised: an agent of another release takes other arguments.
+                await self._check_code(node_ip, node_id)
             raise _raised(error, node_ip, "did not start") from error
+        if version != VERSION:
+            await self._check_code(node_ip, node_id)
+            raise AgentLost(f"The agent of node {node_ip} has version {version}, and the code there has another by now.")
         self._agents[node_ip] = node_id, agent
+
+    async def _check_code(self, node_ip: str, node_id: str) -> None:
+        """Raises CodeDiffers where the node has another agent than this code; RayUnavailable where its Ray does not tell."""
+        code = await self._answer(self._code_of, node_id, timeout_s=AGENT_TIMEOUT_S)
+        if code.agent != VERSION:
+            self._other_code[node_id] = _code_differs(node_ip, code), time.monotonic() + OTHER_CODE_S
+            raise self._other_code[node_id][0]
 
     def _init(self, address: str, node_ip: str) -> None:
         try:
@@ -210,8 +236,8 @@ class RayLink:
             lacks = f"Ray at {address} cannot be joined: this node's Ray has no {error.name or error}"
             raise RayUnavailable(f"{lacks}. Install the release that sparkd asks for: `pip install --force-reinstall sparkd`.") from error
         except Exception as error:
-            said = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-            raise RayUnavailable(f"Ray at {address} cannot be joined: {said}") from error
+            reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+            raise RayUnavailable(f"Ray at {address} cannot be joined: {reason}") from error
 
     def _ray(self) -> Any:
         """The module. Ray reads some of its variables while it is imported, so they are set before; ours never reach a child of ours."""
@@ -228,7 +254,8 @@ class RayLink:
         self._ray()
         from ray.experimental.internal_kv import _internal_kv_put
 
-        _internal_kv_put(CLOCK_KEY, repr(time.time()).encode(), overwrite=True, namespace=CLOCK_NAMESPACE)
+        _internal_kv_put(CLOCK_KEY, repr(time.time()).encode(), overwrite=True, namespace=KEYS_NAMESPACE)
+        _internal_kv_put(AGENT_KEY, VERSION.encode(), overwrite=True, namespace=KEYS_NAMESPACE)
 
     def _alive_nodes(self) -> dict[str, str]:
         """Address -> Ray's id, of the living nodes that lend unified memory."""
@@ -260,6 +287,14 @@ class RayLink:
         self._ray().kill(agent, no_restart=True)
         return self._start_agent(node_ip, node_id)
 
+    def _code_of(self, node_id: str) -> Code:
+        ray = self._ray()
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        task = ray.remote(code_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        return Code(*ray.get(task.remote(), timeout=AGENT_TIMEOUT_S))
+
     def _holds(self, model: str, gib: int, nodes: tuple[str, ...]) -> bool:
         from ray.util import get_placement_group, placement_group_table
 
@@ -267,7 +302,7 @@ class RayLink:
             group = get_placement_group(_group(model))
         except ValueError:
             return False
-        kept = [{name: amount for name, amount in one.items() if name != DEVICE} for one in group.bundle_specs]
+        kept = [{name: amount for name, amount in bundle.items() if name != DEVICE} for bundle in group.bundle_specs]
         if placement_group_table(group).get("state") != "CREATED" or kept != _bundles(gib, nodes):
             return False
         self._groups[model] = group
@@ -279,16 +314,16 @@ class RayLink:
 
         prefix = _group("")
         return {
-            one["name"].removeprefix(prefix): frozenset(_nodes_of(one["bundles"].values()))
-            for one in placement_group_table().values()
-            if one["state"] != "REMOVED" and one["name"].startswith(prefix)
+            group["name"].removeprefix(prefix): frozenset(_nodes_of(group["bundles"].values()))
+            for group in placement_group_table().values()
+            if group["state"] != "REMOVED" and group["name"].startswith(prefix)
         }
 
     def _reserve(self, model: str, gib: int, nodes: tuple[str, ...], wait_s: float, devices: bool) -> bool:
         self._ray()
         from ray.util import placement_group
 
-        bundles = [one | ({DEVICE: DEVICE_SHARE} if devices else {}) for one in _bundles(gib, nodes)]
+        bundles = [bundle | ({DEVICE: DEVICE_SHARE} if devices else {}) for bundle in _bundles(gib, nodes)]
         strategy = "STRICT_SPREAD" if len(nodes) > 1 else "STRICT_PACK"
         self._groups[model] = placement_group(bundles, strategy=strategy, name=_group(model), lifetime="detached")
         if self._groups[model].wait(wait_s):
@@ -307,10 +342,45 @@ class RayLink:
             return
 
 
-async def or_none(asked: Awaitable[T]) -> T | None:
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A node's facts: the release of sparkd, the version of its agent, the folder of its Python environment."""
+
+    release: str
+    agent: str
+    prefix: str
+
+
+def code_here() -> tuple[str, str, str]:
+    """The fields of a Code; "none" of what is not installed. Runs on another node, whose code has no such function."""
+    import importlib
+    import sys
+
+    fields = []
+    for module, name in (("sparkd", "__version__"), ("workers.agent", "VERSION")):
+        try:
+            fields.append(str(getattr(importlib.import_module(module), name)))
+        except (ImportError, AttributeError):
+            fields.append("none")
+    return fields[0], fields[1], sys.prefix
+
+
+# Ray sends a function of this module as a whole, not by a name that the other node's code does not have.
+code_here.__module__ = "__main__"
+
+
+def _code_differs(node_ip: str, code: Code) -> CodeDiffers:
+    return CodeDiffers(
+        f"Ray on node {node_ip} runs sparkd {code.release} with agent {code.agent}, the daemon sparkd {__version__} with agent {VERSION}: "
+        f"nothing is started there, and what runs there is left alone. Run `{code.prefix}/bin/pip install .` there, in the checkout that "
+        "the daemon was installed from, then `systemctl restart sparkd-ray`."
+    )
+
+
+async def or_none(call: Awaitable[T]) -> T | None:
     """None where the node, or Ray, does not answer."""
     try:
-        return await asked
+        return await call
     except ClusterError:
         return None
 
@@ -404,6 +474,13 @@ def _nodes_of(bundles: Iterable[Mapping[str, float]]) -> Iterator[str]:
 
 def _group(model: str) -> str:
     return f"model:{model}"
+
+
+def _has_died(error: Exception) -> bool:
+    """Whether Ray says that an actor did not start, or has ended."""
+    from ray.exceptions import ActorDiedError
+
+    return isinstance(error, ActorDiedError)
 
 
 def _errors(*others: type[Exception]) -> tuple[type[Exception], ...]:

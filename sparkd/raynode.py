@@ -18,7 +18,7 @@ from sparkd.errors import ConfigError, RayUnavailable, StateError
 from sparkd.fabric_nodes import ray_environment
 from sparkd.join_head import probe_head
 from sparkd.placement import offered_gib
-from sparkd.rank_folders import rank_folders
+from sparkd.rank_folders import rank_folders, remove_empty
 from sparkd.rayhead import LOOPBACK, RayHead, is_here
 from sparkd.systemd import Systemd
 from workers import rank
@@ -44,6 +44,13 @@ def run_node(config: Config, environ: Mapping[str, str], *, again_s: float | Non
     except OSError as error:
         why = f"The runtime directory {runtime} cannot be made: {error.strerror}."
         raise StateError(f"{why} Set runtime_dir to a folder of this user, on a disk with free space.") from None
+    try:
+        _run(ray, systemd, again_s)
+    finally:
+        remove_empty(runtime)
+
+
+def _run(ray: RayHead, systemd: Systemd, again_s: float | None) -> None:
     with _ending() as ended:
         dead = _live(ray, ended, systemd)
         while dead and again_s is not None:
@@ -72,7 +79,8 @@ def end_ranks(run_dir: Path, grace_s: float) -> list[str]:
 
 
 def forget_folder(run_dir: Path) -> None:
-    """What the node's agent keeps there beside its ranks, and the folder itself where nothing else is in it: once all of it has ended."""
+    """Remove what the node's agent keeps there beside its ranks, and the folder itself where nothing else is in it: once all of it has
+    ended."""
     shutil.rmtree(run_dir / "plugin", ignore_errors=True)
     with suppress(OSError):
         (run_dir / "guard.lock").unlink(missing_ok=True)

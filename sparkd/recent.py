@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sparkd.boundary import Boundary
 from sparkd.errors import SparkdError
@@ -41,12 +41,12 @@ class Recent(Generic[T]):
         return run.answered_at_s is None or run.argument != argument or self._clock() - run.answered_at_s >= self._kept_s
 
 
-class Shared(Generic[T]):
+class Shared:
     """Callers with the same key wait for one run. Nothing is kept: a caller who comes when it has ended starts the next."""
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
-        self._runs: dict[Hashable, _Run[T]] = {}
+        self._runs: dict[Hashable, _Run[Any]] = {}
 
     async def get(self, key: Hashable, ask: Callable[[], Awaitable[T]]) -> T:
         """Raises what the run raises, to all who wait for it."""
@@ -61,22 +61,23 @@ class Shared(Generic[T]):
 class _Run(Generic[T]):
     """answered_at_s: None while there is no answer, and for ever where the run failed."""
 
+    _answer: T
+
     def __init__(self, argument: str, ask: Callable[[str], Awaitable[T]], clock: Callable[[], float], boundary: Boundary) -> None:
         self.argument = argument
         self.answered_at_s: float | None = None
         self._ask, self._clock = ask, clock
-        self._answers: list[T] = []
         self._failure: BaseException | None = None
-        self.task = boundary.spawn(asyncio.get_running_loop(), "answer", self._answer())
+        self.task = boundary.spawn(asyncio.get_running_loop(), "answer", self._make())
 
     def result(self) -> T:
         if self._failure is not None:
             raise self._failure
-        return self._answers[0]
+        return self._answer
 
-    async def _answer(self) -> None:
+    async def _make(self) -> None:
         try:
-            self._answers.append(await self._ask(self.argument))
+            self._answer = await self._ask(self.argument)
         except SparkdError as error:
             self._failure = error  # for the callers; sparkd made none
         except BaseException as error:

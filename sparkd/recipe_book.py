@@ -1,24 +1,28 @@
-"""Owns where recipes lie and how one is found by name: the operator's folder before the ones that come with sparkd. Never runs one."""
+"""Owns where recipes lie and how one is found by name: the operator's folder before the ones that come with sparkd, and the registries,
+whose recipes are NAME@REGISTRY. Never runs one."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkd.errors import ConfigError
+from sparkd.errors import ConfigError, SparkdError
 from sparkd.nearest import nearest
-from sparkd.yamlfile import Problem
+from sparkd.yamlfile import Problem, parse
 
 if TYPE_CHECKING:
     from sparkd.recipe_file import RecipeFile
+    from sparkd.registry import Registries, Registry
 
 # In a checkout beside the package; where it was installed from one, below the environment's prefix (pyproject.toml, data-files).
 _CHECKOUT = Path(__file__).resolve().parent.parent / "configs" / "recipes"
 _INSTALLED = Path(sys.prefix) / "share" / "sparkd" / "recipes"
 OPERATORS = Path("/etc/sparkd/recipes")
 VARIANT = "@"
+_NO_TRUST = "trust_remote_code is left out: a model whose repository brings code sets it in its own entry."
 _SUFFIX = ".yaml"
 
 
@@ -41,11 +45,13 @@ class AsWritten(Mapping[str, str]):
 class Book:
     """The recipes of some folders; of two with one name the first one counts. A file is read when it is asked for, and once."""
 
-    def __init__(self, own: Path | None, environ: Mapping[str, str]) -> None:
-        """own: the operator's folder, None for the usual one. environ: what ${env.NAME} in a recipe stands for."""
+    def __init__(self, own: Path | None, environ: Mapping[str, str], state_dir: Path | None = None) -> None:
+        """own: the operator's folder, None for the usual one. environ: what ${env.NAME} in a recipe stands for. state_dir: the folder with
+        the registries, None for none of them."""
         self._folders = (own or OPERATORS, _CHECKOUT if _CHECKOUT.is_dir() else _INSTALLED)
         self._environ = environ
-        self._read: dict[Path, tuple[RecipeFile | None, list[Problem]]] = {}
+        self._state_dir = state_dir
+        self._read: dict[Path | str, tuple[RecipeFile | None, list[Problem]]] = {}
         self._kept: dict[str, RecipeFile] = {}
 
     def keep(self, file: RecipeFile) -> None:
@@ -64,24 +70,65 @@ class Book:
                 found.setdefault(path.stem, path)
         return dict(sorted(found.items()))
 
-    def read(self, name: str) -> tuple[RecipeFile | None, list[Problem]]:
-        """By name, or by path where it holds a '/'. A name that nobody has is a problem without a place."""
+    def split(self, name: str) -> tuple[str, str | None]:
+        """`qwen@long` -> the recipe qwen, its variant long. `qwen@eugr` and `qwen@eugr@long`, where eugr is a registry -> the recipe
+        qwen@eugr."""
+        recipe, at, rest = name.partition(VARIANT)
+        registry, more, variant = rest.partition(VARIANT)
+        if at and (known := self._registries) is not None and registry in known:
+            return f"{recipe}{VARIANT}{registry}", variant if more else None
+        return recipe, rest if at else None
+
+    def has(self, name: str) -> bool:
+        """Whether there is a recipe of this name, with or without a variant. Looks at no path."""
+        recipe, _ = self.split(name)
+        if VARIANT not in recipe:
+            return recipe in self.names()
+        try:
+            self.registry_text(recipe)
+        except SparkdError:
+            return False
+        return True
+
+    def registry_text(self, recipe: str) -> tuple[Registry, str, str]:
+        """(registry, name, text) of RECIPE@REGISTRY, the name in full. Raises ConfigError, and StateError for a damaged registry."""
+        name, _, registry = recipe.partition(VARIANT)
+        if self._registries is None:
+            raise ConfigError(f"{recipe[:64]!r} is no recipe here: registries belong to a configuration.")
+        holder = self._registries.get(registry)
+        return holder, *holder.text(name)
+
+    def read(self, name: str, variant: str | None = None) -> tuple[RecipeFile | None, list[Problem]]:
+        """By name, or by path where it holds a '/'. A name that nobody has is a problem without a place. variant: the word behind its '@',
+        which may be meant for a registry."""
         if name in self._kept:
             return self._kept[name], []
+        if VARIANT in name and self.split(name) == (name, None):
+            if name not in self._read:
+                self._read[name] = self._of_registry(name)
+            return self._read[name]
         path = Path(name).expanduser() if "/" in name else self.names().get(name)
         if path is None:
             near = nearest(name, self.names())
             hint = f"did you mean {near}? `sparkd recipes ls` lists them" if near else "`sparkd recipes ls` lists them"
-            return None, [Problem(None, None, f"{name[:64]!r} is no recipe: {hint}.")]
+            return None, [Problem(None, None, f"{name[:64]!r} is no recipe{self.no_registry(variant)}: {hint}.")]
         if path not in self._read:
             from sparkd.recipe_file import read_recipe
 
             self._read[path] = read_recipe(path, self._environ)
         return self._read[path]
 
+    def no_registry(self, name: str | None) -> str:
+        """That `name` is no registry either, with those that there are, as a part of a message; empty where there are none."""
+        try:
+            known = self._registries.known(name) if name is not None and self._registries is not None else ""
+        except SparkdError:
+            return ""
+        return f", and {name[:64]!r} no registry ({known})" if name is not None and known else ""
+
     def find(self, name: str) -> RecipeFile:
         """As `read`; raises ConfigError with the first problems."""
-        file, problems = self.read(split(name)[0])
+        file, problems = self.read(*self.split(name))
         if file is None:
             raise ConfigError("\n".join(str(problem) for problem in problems[:5]), param="recipe")
         return file
@@ -90,10 +137,42 @@ class Book:
         """The keys of a model that NAME or NAME@VARIANT sets; empty for no recipe. Raises as `find`."""
         if name is None:
             return {}
-        return {key: value for table in self.find(name).settings(split(name)[1]) for key, value in table.items()}
+        return {key: value for table in self.find(name).settings(self.split(name)[1]) for key, value in table.items()}
 
+    @cached_property
+    def _registries(self) -> Registries | None:
+        """None without a state folder. Imported for a name with an '@' alone: few have one."""
+        if self._state_dir is None:
+            return None
+        from sparkd.registry import Registries
 
-def split(name: str) -> tuple[str, str | None]:
-    """`qwen@long` -> the recipe qwen, its variant long."""
-    recipe, at, variant = name.partition(VARIANT)
-    return recipe, variant if at else None
+        return Registries(self._state_dir)
+
+    def _of_registry(self, recipe: str) -> tuple[RecipeFile | None, list[Problem]]:
+        """As `read`; what an import leaves out are warnings. Such a recipe has to do no more than tune a model; where it is
+        only shown, that it does more is a warning."""
+        from sparkd.recipe_file import is_foreign, parse_recipe
+        from sparkd.recipe_import import imported
+        from sparkd.registry import SHOWN_COMMIT, refuse_more_than_tuning, take_out_trust
+
+        notes: tuple[str, ...] = ()
+        try:
+            registry, name, text = self.registry_text(recipe)
+            full = f"{name}{VARIANT}{registry.name}"
+            shown = f"{full} ({registry.commit[:SHOWN_COMMIT]})"
+            if is_foreign(parse(text.encode(), shown, {}).table):
+                converted = imported(text.encode(), shown, origin=registry.origin)
+                text, notes = converted.text, (*converted.missing, *converted.notes)
+            file, problems = parse_recipe(full, text.encode(), shown, AsWritten())
+            try:
+                if file is not None:
+                    refuse_more_than_tuning(file, text)
+            except ConfigError as error:
+                if not isinstance(self._environ, AsWritten):
+                    raise
+                notes = (error.message.removeprefix(f"{full}: "), *notes)
+            if file is not None and take_out_trust(file):
+                notes += (_NO_TRUST,)
+        except SparkdError as error:
+            return None, [Problem(None, None, error.message)]
+        return file, [*(Problem(shown, None, note, "warning") for note in notes), *problems]

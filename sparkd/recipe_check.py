@@ -6,26 +6,34 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sparkd.config import ModelConfig, parse_model
 from sparkd.config_fields import Method, ProfileName
 from sparkd.errors import ConfigError, SparkdError
-from sparkd.recipe_book import VARIANT, Book
-from sparkd.recipe_file import RecipeFile, parse_recipe, read_recipe
-from sparkd.recipe_import import imported, is_foreign
-from sparkd.recipes import PROFILES, offered
+from sparkd.recipe_book import VARIANT, AsWritten, Book
+from sparkd.recipe_command import Table, no_table
+from sparkd.recipe_file import RecipeFile, is_foreign, parse_recipe, read_recipe, recipe_of
+from sparkd.recipe_import import Imported, imported
+from sparkd.recipes import PROFILES, default_method, offered
+from sparkd.registry import is_of_hub
 from sparkd.speculation import NOTES
-from sparkd.vllm_flags import translated
+from sparkd.vllm_flags import draft_method, speculative_config, translated
 from sparkd.vllm_history import READ_OFF, Release
 from sparkd.yamlfile import MAX_BYTES, Problem, parse
+from workers import regular_file
 from workers.interpreter import module_command, program_environment
 
 PARSE_TIMEOUT_S = 300.0
 # Where a draft lies inside the checkpoint, the model has to be a folder.
 _FOLDER = "/model"
+_TRUSTS = (
+    "trust_remote_code: the engine runs Python code that comes with {}, as the user that sparkd runs as. Read that code before the first "
+    "start, or remove the key."
+)
+_FOLDER_RISK = "{} is a folder of the machine that runs the recipe: see that the one here is what you mean."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Choice:
         return self.recipe + (f"{VARIANT}{self.variant}" if self.variant else "")
 
     def entry(self) -> dict[str, Any]:
-        """What stands in sparkd.yaml for it."""
+        """Its entry in sparkd.yaml."""
         chosen = {"recipe": self.name, "profile": self.profile, "speculative": self.speculative}
         return {key: value for key, value in chosen.items() if value is not None}
 
@@ -53,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a choice comes to: the model, its flags and variables for one release, and what was translated."""
+    """A choice as it comes out: the model, its flags and variables for one release, and what was translated. file: the recipe's."""
 
     choice: Choice
     model: ModelConfig
@@ -61,6 +69,7 @@ class Resolved:
     env: Mapping[str, str]
     notes: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    file: str | None = None
 
     @property
     def line(self) -> list[str]:
@@ -76,22 +85,42 @@ class Checked:
     resolved: list[Resolved] = field(default_factory=list)
 
 
-def load(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
-    """A recipe's file, ours or one that has to be imported; what the import leaves out are warnings."""
+def load(path: Path, environ: Mapping[str, str], table: Table = no_table) -> tuple[RecipeFile | None, list[Problem]]:
+    """A recipe's file, ours or one that has to be imported; what the import leaves out are warnings. table: as for the import."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = regular_file.read(path, MAX_BYTES + 1)
     except OSError:
         return read_recipe(path, environ)  # says why
-    ours = parse_recipe(path.stem, raw, str(path), environ)
-    if ours[0] is not None or not is_foreign(parse(raw, str(path), {}).table):
-        return ours
+    document = parse(raw, str(path), environ)
+    if not is_foreign(document.table):
+        return recipe_of(path.stem, document, str(path), environ)
     try:
-        found = imported(raw, str(path))
+        found = imported(raw, str(path), table=table)
     except ConfigError as error:
-        return None, [Problem(None, None, error.message)]
+        return None, [Problem(str(path), error.line, error.message.removeprefix(f"{path}: "))]
     file_, problems = parse_recipe(path.stem, found.text.encode(), f"{path} (imported)", environ)
-    return file_, [*(Problem(str(path), None, note, "warning") for note in found.notes), *problems]
+    return file_, [*(Problem(str(path), None, note, "warning") for note in (*found.missing, *found.notes)), *problems]
+
+
+def unusable(found: Imported, name: str, shown: str, release: Release | None) -> list[Problem]:
+    """Why what was imported cannot be used: its file is refused, or a way to use it is. Empty where it can."""
+    file, problems = parse_recipe(name, found.text.encode(), shown, AsWritten())
+    if file is None:
+        return problems
+    book = Book(None, AsWritten())
+    book.keep(file)
+    return [problem for problem in checked(file, book, release).problems if problem.severity == "error"]
+
+
+def with_risks(found: Imported, name: str) -> Imported:
+    """The same with its risks, which its text begins with. name: of the recipe."""
+    file, _ = parse_recipe(name, found.text.encode(), name, AsWritten())
+    if file is None:
+        return found
+    risks = [_TRUSTS.format(file.recipe.model)] if file.trusting() else []
+    risks += [_FOLDER_RISK.format(path) for path in dict.fromkeys(file.repositories()) if not is_of_hub(path)]
+    head = "".join(f"# {line}\n" for line in ("RISKS:", *risks, "")) if risks else ""
+    return replace(found, text=head + found.text, risks=tuple(risks))
 
 
 def choices(file: RecipeFile) -> Iterator[Choice]:
@@ -110,9 +139,9 @@ def resolve(choice: Choice, book: Book, release: Release | None = READ_OFF) -> R
         draft = getattr(offers, choice.speculative or offers.default, None)
         if "{model}" in (getattr(draft, "model", None) or ""):
             entry["model"] = _FOLDER
-    model = parse_model(file.name, entry, over_admin=False, book=book)
+    model = parse_model(file.name.replace(VARIANT, ":"), entry, over_admin=False, book=book)
     said = translated(model.vllm_flags(), {name: value.get_secret_value() for name, value in model.env.items()}, release)
-    return Resolved(choice, model, said.args, said.env, said.notes, said.refused)
+    return Resolved(choice, model, said.args, said.env, said.notes, said.refused, file.path)
 
 
 def checked(file: RecipeFile, book: Book, release: Release | None = READ_OFF) -> Checked:
@@ -142,7 +171,8 @@ def checked(file: RecipeFile, book: Book, release: Release | None = READ_OFF) ->
 
 
 def parsed(found: Sequence[Resolved], runtime: str) -> list[Problem]:
-    """What the parser of the vLLM in `runtime`, a Python interpreter, does not take. Raises SparkdError where it cannot be asked."""
+    """The choices that the parser of the vLLM in `runtime`, a Python interpreter, does not take. Raises SparkdError where it cannot be
+    asked."""
     try:
         done = subprocess.run(
             module_command(runtime, "workers.parse_args"),
@@ -158,8 +188,18 @@ def parsed(found: Sequence[Resolved], runtime: str) -> list[Problem]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise SparkdError(f"{runtime} has no parser to ask: {last[:300]}. Give the Python that has vLLM.")
-    answers = zip(found, json.loads(done.stdout), strict=True)
-    return [Problem(None, None, f"{each.choice}: vLLM's parser says: {said}") for each, said in answers if said is not None]
+    try:
+        answers = list(zip(found, json.loads(done.stdout), strict=True))
+    except (ValueError, TypeError):
+        raise SparkdError(f"{runtime} gave no answer of its parser that can be read. Give the Python that has vLLM.") from None
+    ways: dict[tuple[str | None, str], list[Choice]] = {}
+    for each, refusal in answers:
+        if refusal is not None:
+            ways.setdefault((each.file, str(refusal)), []).append(each.choice)
+    return [
+        Problem(file, None, f"{choice}{f' and {len(more)} more' if more else ''}: vLLM's parser says: {refusal}")
+        for (file, refusal), (choice, *more) in ways.items()
+    ]
 
 
 def summary(file: RecipeFile) -> dict[str, Any]:
@@ -172,7 +212,7 @@ def summary(file: RecipeFile) -> dict[str, Any]:
         "model": file.recipe.model,
         "quantize": settings.get("quantize"),
         "nodes": file.recipe.nodes.min,
-        "speculative": file.recipe.speculative.default,
+        "speculative": default_method(file, None),
         "methods": offered(file, None),
         "variants": list(file.recipe.variants),
         "decode_tokens_per_s": decode[0].value if decode else None,
@@ -186,7 +226,8 @@ def described(file: RecipeFile, found: Resolved) -> dict[str, Any]:
     variant = recipe.variants.get(found.choice.variant or "")
     figures = [*(variant.expected if variant else ()), *recipe.expected]
     container = (variant.container if variant else None) or recipe.container
-    method = found.model.speculative or file.speculation(found.choice.variant).default
+    config = speculative_config(found.args)
+    method = "off" if config is None else draft_method(config)
     draft = getattr(file.speculation(found.choice.variant), method, None) if method in ("mtp", "dflash") else None
     spec = found.model.model_dump(mode="json", exclude_defaults=True, exclude={"name", "env"})
     return {
@@ -200,7 +241,10 @@ def described(file: RecipeFile, found: Resolved) -> dict[str, Any]:
         "flags": list(found.args),
         "env": dict(found.env),
         "translated": [*found.notes, *(f"refused: {reason}" for reason in found.refused)],
-        "speculation": {"method": method, "note": " ".join(filter(None, (NOTES[method], _sentence(draft.note if draft else None))))},
+        "speculation": {
+            "method": method,
+            "note": " ".join(filter(None, (NOTES.get(method, ""), _sentence(draft.note if draft else None)))),
+        },
         "variants": {name: each.description for name, each in recipe.variants.items()},
         "profiles": {name: profile.description for name, profile in PROFILES.items()},
         "sampling": recipe.sampling,

@@ -11,7 +11,8 @@ from typing import Any
 
 from sparkd.errors import ConfigError
 from sparkd.vllm_args import owned_args
-from sparkd.vllm_flags import flag_name
+from sparkd.vllm_flags import SPECULATIVE, flag_name, values_of, without
+from sparkd.vllm_known import FlagTable, amount
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -22,8 +23,10 @@ _SHORT = {
     "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "quantization",
     "-n": "nnodes", "-r": "node-rank", "-sc": "speculative-config",
 }  # fmt: skip
+# A flag of a fork of vLLM, by eugr's mod gpu-mem-util-gb: it goes before gpu-memory-utilization.
+_GIB = "gpu-memory-utilization-gb"
 _ONE_VALUE = ("model", "host", "port", "api-key", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
-              "pipeline-parallel-size", "data-parallel-size", "kv-cache-memory-bytes")  # fmt: skip
+              "pipeline-parallel-size", "data-parallel-size", "kv-cache-memory-bytes", _GIB, SPECULATIVE[2:])  # fmt: skip
 
 
 def _as_is(text: str) -> Any:
@@ -58,11 +61,20 @@ _SWITCHES = {"trust-remote-code": "trust_remote_code", "enforce-eager": "enforce
 # Set again by the key tool_call_parser.
 _IMPLIED = ("enable-auto-tool-choice",)
 _WITHOUT_VALUE = ("headless", "enable-ssl-refresh", "trust-remote-code", "enforce-eager", "enable-auto-tool-choice")
+# Every flag that is not handed on as it is written, so that its beginnings have to be told apart.
+_READ = ({*_KEYS, *_SWITCHES, *_IMPLIED, *_WITHOUT_VALUE, *_ONE_VALUE, "served-model-name"}) - {_GIB}
+Table = Callable[[], FlagTable | None]
+
+
+def no_table() -> FlagTable | None:
+    """Where no vLLM is asked for its flags."""
+    return None
 
 
 @dataclass(slots=True)
 class Command:
-    """What a command line says. notes: one sentence for each thing that was left out."""
+    """The settings in a command line. notes: one sentence for each thing that was left out. divided: whether a pipeline or copies of the
+    model share its ranks."""
 
     model: str | None = None
     served: list[str] = field(default_factory=list)
@@ -70,10 +82,14 @@ class Command:
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    divided: bool = False
 
 
-def read_command(text: str) -> Command:
-    """A script whose last line serves: lines of `export NAME=value` before it count, others are left out. Raises ConfigError."""
+def read_command(text: str, table: Table = no_table) -> Command:
+    """A script whose last line serves: lines of `export NAME=value` before it count, others are left out. Raises ConfigError.
+
+    table: the flags of the vLLM that is here, by which a flag that is cut short is told; asked only where one is.
+    """
     command = Command()
     words: list[str] | None = None
     for line in _lines(text):
@@ -92,11 +108,11 @@ def read_command(text: str) -> Command:
                 _set(command, name, value)
     if words is None:
         raise ConfigError("command: it does not start with `vllm serve`, and sparkd runs vLLM only.")
-    read_arguments(words, command)
+    read_arguments(words, command, table)
     return command
 
 
-def read_arguments(words: Sequence[str], command: Command) -> None:
+def read_arguments(words: Sequence[str], command: Command, table: Table = no_table) -> None:
     """The arguments behind `vllm serve`, into `command`."""
     owned: list[str] = []
     index = 0
@@ -110,7 +126,8 @@ def read_arguments(words: Sequence[str], command: Command) -> None:
                 command.notes.append(f"{word[:48]!r} is left out: nothing says what it is for.")
             continue
         spelled, equals, value = word.partition("=")
-        name = _SHORT.get(spelled) or flag_name(word) or ""
+        beginning, _, inner = spelled.partition(".")
+        name = _SHORT.get(beginning) or _in_full(flag_name(word) or "", table)
         taken = [value] if equals else _values(words, index, name)
         index += 0 if equals else len(taken)
         if name == "model" and taken:
@@ -119,25 +136,71 @@ def read_arguments(words: Sequence[str], command: Command) -> None:
             command.served += taken
         elif name in _IMPLIED:
             continue
-        elif list(owned_args(["--seed=0", word])) and name not in _KEYS:
+        elif name not in _KEYS and list(owned_args(["--seed=0", f"--{name}" if name else word])):
             owned.append(f"--{name}")
+            command.divided |= name in ("pipeline-parallel-size", "data-parallel-size") and taken != ["1"]
         elif any(_UNKNOWN.search(each) for each in taken):
             command.notes.append(f"--{name} is left out: its value comes from a shell's variable. Set it on the model.")
-        elif name in _KEYS and taken and "." not in spelled:
+        elif name in _KEYS and taken and not inner:
             key, read = _KEYS[name]
             command.settings[key] = read(taken[0])
-        elif name in _SWITCHES and "." not in spelled:
+        elif name in _SWITCHES and not inner:
             command.settings[_SWITCHES[name]] = True
         elif name == "kv-cache-memory-bytes" and taken:
-            command.settings["kv_cache"] = {"bytes": _number(taken[0])}
+            command.settings["kv_cache"] = {"bytes": amount(taken[0]) or taken[0]}
+        elif name == _GIB and taken:
+            command.settings["memory_gib"] = _share(taken[0])
+        elif name in _READ or beginning in _SHORT:
+            command.args += [f"--{name}{'.' if inner else ''}{inner}{'=' + value if equals else ''}", *([] if equals else taken)]
         else:
-            command.args += [word] if equals else [_long(word), *taken]
+            command.args += [word] if equals else [word, *taken]
     if owned:
         command.notes.append(f"left out, because sparkd itself sees to it: {', '.join(dict.fromkeys(owned))}.")
+    for kept, gone in (("memory_gib", "gpu_memory_utilization"), ("kv_cache", "gpu_memory_utilization")):
+        if kept in command.settings and command.settings.pop(gone, None) is not None:
+            command.notes.append(f"{gone} is left out: where the command says {kept} too, vLLM goes by that.")
+    command.args = _one_speculation(command.args)
 
 
-def _long(word: str) -> str:
-    return f"--{_SHORT[word]}" if word in _SHORT else word
+def _in_full(name: str, table: Table) -> str:
+    """A flag that is cut short, as vLLM's parser completes it; what it would not complete stays. Raises ConfigError where it may be
+    several."""
+    if not name or name in _READ or not any(flag.startswith(name) for flag in _READ):
+        return name
+    known = table()
+    found = {flag for flag in _READ if flag.startswith(name)} if known is None else known.named(name)
+    if len(found) > 1 and (known is None or len({known.flags[flag].of for flag in found}) > 1):
+        raise ConfigError(f"command: --{name} may be any of {', '.join(f'--{flag}' for flag in sorted(found)[:4])}: write out which.")
+    return min(found, default=name)
+
+
+def _one_speculation(args: list[str]) -> list[str]:
+    """The parts of a configuration of drafts (`--speculative-config.method mtp`) as one flag, as vLLM's parser puts them together."""
+    parts: dict[str, Any] = {}
+    for index, arg in enumerate(args):
+        written, equals, value = arg.partition("=")
+        if not written.startswith(f"{SPECULATIVE}.") or (not equals and index + 1 == len(args)):
+            continue
+        *path, last = written.removeprefix(f"{SPECULATIVE}.").split(".")
+        inner = parts
+        for key in path:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{written} is inside of what is no map: give {SPECULATIVE} as one.")
+        inner[last] = _as_json(value if equals else args[index + 1])
+    if not parts:
+        return args
+    whole = [_as_json(value) for *_, value in values_of(args, SPECULATIVE[2:])]
+    if any(not isinstance(each, dict) for each in whole):
+        raise ConfigError(f"{SPECULATIVE} is not JSON: mend it.")
+    return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**(whole[-1] if whole else {}), **parts})]
+
+
+def _as_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _is_flag(word: str) -> bool:
@@ -145,7 +208,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _values(words: Sequence[str], start: int, name: str) -> list[str]:
-    """What belongs to the flag before `start`: all words up to the next flag, but of one that takes one value, or none, no more."""
+    """The values of the flag before `start`: all words up to the next flag, but of one that takes one value, or none, no more."""
     most = 0 if name in _WITHOUT_VALUE else 1 if name in _KEYS or name in _ONE_VALUE else len(words)
     found: list[str] = []
     for word in words[start : start + most]:
@@ -159,7 +222,8 @@ def _lines(text: str) -> list[str]:
     """Whole lines: continuations joined, also those with blanks behind the backslash; comments and empty lines left out."""
     kept = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\[ \t]*(?:\n|$)", " ", "\n".join(kept))
-    return [line.strip() for line in joined.splitlines() if line.strip()]
+    # A semicolon at the end of a line ends it no more than the line does.
+    return [line for each in joined.splitlines() if (line := each.strip().removesuffix(";").rstrip())]
 
 
 def _split(line: str) -> list[str]:

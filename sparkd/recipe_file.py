@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
@@ -12,15 +13,26 @@ from pydantic import BeforeValidator, Field, StringConstraints, ValidationError,
 from sparkd import yamlfile
 from sparkd.config_fields import Arguments, Metadata, Method, PositiveCount, ProfileName, Section, Word, no_bool
 from sparkd.config_source import canonical, in_order, problems_of
+from sparkd.errors import ConfigError
 from sparkd.model_config import ModelConfig
+from sparkd.vllm_args import trusts_code
+from sparkd.vllm_flags import speculative_config
 from sparkd.yamlfile import Place, Problem, Table
+from workers import regular_file
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000, strip_whitespace=True)]
 
-# What the operator says of a model of his, not what a recipe knows about it.
+# Keys by which an operator says something of a model of his, and a recipe does not.
 _THE_OPERATORS = ("recipe", "profile", "speculative", "model", "aliases", "unlisted", "preload", "ttl", "runtime", "entrypoint")
+SUFFIXES = (".yaml", ".yml")
+# vLLM takes it in place of a draft's model.
+_NGRAM = "[ngram]"
 # Sections below which the keys of a model stand.
 _SETTINGS = "settings"
+# Keys that recipes of other launchers have, and ours do not.
+_FOREIGN = (
+    "recipe_version", "command", "defaults", "runtime", "min_nodes", "max_nodes", "solo_only", "cluster_only", "build_args", "mods", "env",
+)  # fmt: skip
 
 
 def _image(value: Any) -> Any:
@@ -144,7 +156,7 @@ class RecipeFile:
         return [found for found in (_inner(self.table, _SETTINGS), _inner(self.table, "variants", variant, _SETTINGS)) if found is not None]
 
     def profile(self, name: str) -> Table | None:
-        """What the recipe changes in a profile."""
+        """The keys that the recipe changes in a profile."""
         return _inner(self.table, "profiles", name)
 
     def model(self, variant: str | None) -> str:
@@ -159,24 +171,74 @@ class RecipeFile:
         chosen = self.recipe.variants[variant].container if variant in self.recipe.variants else None
         return chosen or self.recipe.container
 
+    def every_settings(self) -> Iterator[Mapping[str, Any]]:
+        """Every map of a model's keys in the file: the recipe's own, its profiles', its variants' and its drafts'."""
+        recipe = self.recipe
+        yield from (recipe.settings, *recipe.profiles.values(), *(variant.settings for variant in recipe.variants.values()))
+        for draft in self._drafts():
+            yield draft.needs
+            yield {"extra_args": draft.args}
+
+    def repositories(self) -> Iterator[str]:
+        """Every model and draft that the file names: a hub id or a path."""
+        recipe = self.recipe
+        yield from (recipe.model, *(variant.model for variant in recipe.variants.values() if variant.model is not None))
+        yield from (draft.model for draft in self._drafts() if draft.model is not None)
+        for settings in self.every_settings():
+            config = speculative_config(_arguments(settings)) or {}
+            yield from (name for name in (settings.get("model"), config.get("model")) if isinstance(name, str) and name != _NGRAM)
+
+    def trusting(self) -> bool:
+        """Whether any use of the recipe runs Python code that comes with a model."""
+        return any(settings.get("trust_remote_code") or trusts_code(_arguments(settings)) for settings in self.every_settings())
+
+    def _drafts(self) -> Iterator[Draft]:
+        for offers in (self.recipe.speculative, *(variant.speculative for variant in self.recipe.variants.values())):
+            yield from (draft for draft in (offers.mtp, offers.dflash) if draft is not None) if offers is not None else ()
+
     def place(self) -> Place:
         return self.table.places.get("model", Place(self.path))
+
+
+def is_foreign(table: Mapping[str, Any]) -> bool:
+    """Whether a recipe's file is in one of the other formats."""
+    return not ({"sources", _SETTINGS} & table.keys()) and any(key in table for key in _FOREIGN)
+
+
+def refuse_as_model(text: str) -> None:
+    """Raises ConfigError where MODEL of a command line is the file of a recipe, ours or another launcher's, with what to do with it."""
+    path = Path(text).expanduser()
+    if path.suffix not in SUFFIXES or not path.is_file():
+        return
+    with path.open("rb") as file:
+        foreign = is_foreign(yamlfile.parse(file.read(yamlfile.MAX_BYTES + 1), text, {}).table)
+    told = "the file of a recipe, and no model: put it into your recipes_dir, and give its name"
+    if foreign:
+        told = f"a recipe of another launcher: `sparkd recipes import {quote(text)} --to FILE` makes one of sparkd's, for your recipes_dir"
+    raise ConfigError(f"{text} is {told}.")
 
 
 def read_recipe(path: Path, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
     """The file, or what is wrong with it: each problem with file, line, key, reason and cure. Never raises."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(yamlfile.MAX_BYTES + 1)
+        raw = regular_file.read(path, yamlfile.MAX_BYTES + 1)
     except OSError as error:
-        return None, [Problem(str(path), None, f"The recipe cannot be read: {error.strerror}. Give the path of a recipe's file.")]
+        cure = "Give the path of a recipe's file; without one all that have names are checked"
+        return None, [Problem(str(path), None, f"The recipe cannot be read: {error.strerror}. {cure}.")]
     return parse_recipe(path.stem, raw, str(path), environ)
 
 
 def parse_recipe(name: str, raw: bytes, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
     """As read_recipe, of a text. shown: the file's name in messages."""
-    document = yamlfile.parse(raw, shown, environ)
+    return recipe_of(name, yamlfile.parse(raw, shown, environ), shown, environ)
+
+
+def recipe_of(name: str, document: yamlfile.Document, shown: str, environ: Mapping[str, str]) -> tuple[RecipeFile | None, list[Problem]]:
+    """As parse_recipe, of a text that was parsed already."""
     problems = document.problems
+    if is_foreign(document.table):
+        cure = f"`sparkd recipes import {quote(shown)} --to FILE` makes one of sparkd's"
+        return None, [Problem(shown, None, f"This is a recipe of another launcher, eugr's or sparkrun's: {cure}.")]
     table = canonical(document.table, Recipe, problems)
     _canonical_settings(table, problems)
     recipe: Recipe | None = None
@@ -209,6 +271,12 @@ def _canonical_settings(table: Table, problems: list[Problem]) -> None:
             problems.append(settings.places[name].problem(message))
             del settings[name]
         holder[key] = canonical(settings, ModelConfig, problems, path)
+
+
+def _arguments(settings: Mapping[str, Any]) -> list[str]:
+    """Its extra_args, where they are a list."""
+    args = settings.get("extra_args")
+    return [str(arg) for arg in args] if isinstance(args, list | tuple) else []
 
 
 def _inner(table: Table, *keys: str | None) -> Table | None:

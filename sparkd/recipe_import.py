@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,70 +16,90 @@ import yaml
 from sparkd import yamlfile
 from sparkd.config_source import error_of
 from sparkd.errors import ConfigError
-from sparkd.recipe_command import Command, as_argument, read_arguments, read_command
-from sparkd.vllm_flags import SPECULATIVE, translated, values_of, without
+from sparkd.recipe_command import Command, Table, as_argument, no_table, read_arguments, read_command
+from sparkd.recipe_file import is_foreign
+from sparkd.vllm_args import owned_env
+from sparkd.vllm_flags import SPECULATIVE, flag_name, translated, values_of
 from sparkd.vllm_history import READ_OFF, Release
 
-_FOREIGN = (
-    "recipe_version", "command", "defaults", "runtime", "min_nodes", "max_nodes", "solo_only", "cluster_only", "build_args", "mods", "env",
-)  # fmt: skip
 _HOOKS = ("pre_exec", "post_exec", "post_commands", "mods", "build_args", "builder", "builder_config", "stop_after_post")
 _TAKEN = (
     "recipe_version", "sparkrun_version", "name", "description", "model", "model_revision", "runtime", "container", "min_nodes",
     "max_nodes", "solo_only", "cluster_only", "mode", "defaults", "env", "command", "metadata",
 )  # fmt: skip
+_FORMATS = {"1": "eugr/spark-vllm-docker", "2": "sparkrun"}
 _RUNTIMES = ("", "vllm", "vllm-distributed", "vllm-ray", "eugr-vllm")
 # A recipe of version 2 without a command: its defaults are vLLM's flags in snake_case, these three shortened.
 _RENAMED = {"tensor_parallel": "tensor-parallel-size", "pipeline_parallel": "pipeline-parallel-size", "data_parallel": "data-parallel-size"}
-# What vLLM does unless told otherwise, so that `false` has to be said.
-_NEGATED = ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_flashinfer_autotune")
+# The switches that vLLM has on unless told otherwise, so that `false` has to be said.
+_NEGATED = (
+    "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "enable_flashinfer_autotune", "scheduler_reserve_full_isl",
+)  # fmt: skip
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_-]*)\}")
 _BRACES = re.compile(rf"\{{\{{|{_PLACEHOLDER.pattern}|\}}\}}")
 _ROUNDS = 8
 # Defaults that name each other double with every round. The longest published command has some 2,000 characters.
 MAX_COMMAND = 65536
 _OPEN, _CLOSE = "\x01", "\x02"
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
-_DRAFT_KEYS = {"method", "num_speculative_tokens", "model", "moe_backend"}
+# How launchers and torch tell a process which of several nodes it is on; sparkd places the ranks of a model itself.
+_RANKS = frozenset(
+    {
+        "NNODES", "NUM_NODES", "NODE_COUNT", "NODE_RANK", "NODE_IP", "HEAD_IP", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK",
+        "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CLUSTER_NODES", "NPROC_PER_NODE", "VLLM_NNODES",
+    }
+)  # fmt: skip
+_NODE_COUNTS = ("nodes", "nnodes", "num_nodes", "node_count")
+# Flags whose value is a file, which a mod or the image of its launcher brings where it is no full path.
+_FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin")
+_PLAIN = re.compile(r"[^\s{}]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """recipe: ours, plain values. text: the same as a file. notes: one sentence for each thing that is not as it was."""
+    """recipe: ours, plain values. text: the same as a file. notes: one sentence for each thing that is not as it was. missing: one for
+    each thing that its command uses and that neither it nor vLLM brings, which is told before the notes. risks: one for each thing by
+    which it runs a stranger's code or reads this machine's files, which is told first (sparkd.recipe_check.with_risks)."""
 
     recipe: Mapping[str, Any]
     text: str
     notes: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    risks: tuple[str, ...] = ()
 
 
-def is_foreign(table: Mapping[str, Any]) -> bool:
-    """Whether a recipe's file is in one of the other formats."""
-    return "sources" not in table and any(key in table for key in _FOREIGN)
-
-
-def imported(raw: bytes, shown: str, overrides: Mapping[str, Any] | None = None, release: Release = READ_OFF) -> Imported:
+def imported(
+    raw: bytes,
+    shown: str,
+    overrides: Mapping[str, Any] | None = None,
+    release: Release = READ_OFF,
+    table: Table = no_table,
+    origin: str = "",
+) -> Imported:
     """Another format's recipe as one of ours. Raises ConfigError with file, key, reason and cure.
 
-    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for.
+    overrides: -o KEY=VALUE, over the recipe's defaults. release: the vLLM that its flags are translated for. table: the flags that this
+    vLLM has, asked where a recipe cuts a flag short or changes its image. origin: where the file comes from, empty where only its format
+    is known.
     """
     document = yamlfile.parse(raw, shown, {}, last_counts=True)
     if document.problems:
         raise error_of(document.problems)
     try:
-        return _imported(document, shown, dict(overrides or {}), release)
+        return _imported(document, shown, dict(overrides or {}), release, table, origin)
     except ConfigError as error:
         raise error if error.file else ConfigError(error.message, file=shown) from None
 
 
-def substituted(text: str, values: Mapping[str, Any], collapse: bool) -> str:
+def substituted(text: str, values: Mapping[str, Any]) -> str:
     """`text` with {key} replaced, again while something is; an unknown {key} stays as it is.
 
-    A brace of JSON is no placeholder, for it holds more than a name. collapse: '{{' is an escaped brace, as in version 1, and in
-    version 2 wherever it stands.
+    A brace of JSON is no placeholder, for it holds more than a name. Two braces are an escaped one where the text has '{{', which is never
+    JSON; '}}' alone is, at the end of nested maps.
     """
     # From left to right, as str.format reads them: in '{n}}}' the first brace ends a placeholder, and only the others are an escape.
-    escaped = {"{{": _OPEN, "}}": _CLOSE} if collapse or "{{" in text else {}
+    escaped = {"{{": _OPEN, "}}": _CLOSE} if "{{" in text else {}
     added = 0
 
     def fill(match: re.Match[str]) -> str:
@@ -99,13 +119,14 @@ def substituted(text: str, values: Mapping[str, Any], collapse: bool) -> str:
     return text.replace(_OPEN, "{").replace(_CLOSE, "}")
 
 
-def _imported(document: yamlfile.Document, shown: str, overrides: dict[str, Any], release: Release) -> Imported:
+def _imported(
+    document: yamlfile.Document, shown: str, overrides: dict[str, Any], release: Release, flags: Table, origin: str
+) -> Imported:
     table = document.table
     if not is_foreign(table):
-        raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's version 2.")
-    version = str(table.get("recipe_version") or ("1" if "build_args" in table or "mods" in table else "2"))
-    if version not in ("1", "2"):
-        raise ConfigError(f"recipe_version is {version!r}; 1 (eugr) and 2 (sparkrun) are read.")
+        raise ConfigError("it is in neither of the formats that are imported, eugr's version 1 and sparkrun's.")
+    # As sparkrun has it, every version but 1 is its own (core/recipe.py).
+    version = "1" if str(table.get("recipe_version") or ("1" if "build_args" in table or "mods" in table else "2")) == "1" else "2"
     notes = [*document.repeated, *_left_out(table)]
     runtime = str(table.get("runtime") or "")
     if runtime not in _RUNTIMES:
@@ -114,18 +135,50 @@ def _imported(document: yamlfile.Document, shown: str, overrides: dict[str, Any]
     if not isinstance(defaults, Mapping):
         raise ConfigError("defaults must be a map of 'key: value' lines.")
     values = {**defaults, **overrides}
-    if (_nodes(table) or {}).get("max") == 1 and "tensor_parallel" not in overrides and defaults.get("tensor_parallel", 1) != 1:
-        # As their launcher has it on one node (run-recipe.py, main), where a Spark has one GPU.
+    if "tensor_parallel" not in overrides and (told := _on_one_node(table, defaults.get("tensor_parallel", 1), version)):
         values["tensor_parallel"] = 1
-        notes.append(f"tensor_parallel is 1 in place of {defaults['tensor_parallel']}: the recipe is for one node.")
+        notes.append(told)
     if isinstance(table.get("model"), str):
-        values["model"] = table["model"]
-    command = _command(table, values, version, notes)
-    model = command.model or table.get("model")
+        values.setdefault("model", table["model"])
+    command = _command(table, values, version, notes, flags)
+    model = command.model or values.get("model")
     if not isinstance(model, str) or "{" in model:
         raise ConfigError("model is missing: give it, or name it in the command.")
     recipe = _recipe(table, command, model, version, release, notes)
-    return Imported(recipe, _text(recipe, shown, version, notes), tuple(notes))
+    recipe["sources"] = {"file": origin or f"a recipe in the format of {_FORMATS[version]}"}
+    missing = tuple(_missing(table, recipe["settings"].get("extra_args", []), flags))
+    return Imported(recipe, _text(recipe, shown, version, missing, notes), tuple(notes), missing)
+
+
+def _on_one_node(table: Mapping[str, Any], size: Any, version: str) -> str | None:
+    """Why the ranks that its defaults say become one, as a note; None where they stay. eugr's launcher has one on one node, whatever the
+    recipe says (run-recipe.py, is_solo), where a Spark has one GPU."""
+    nodes = _nodes(table) or {}
+    if str(size) == "1" or nodes.get("min", 1) > 1:
+        return None
+    if nodes.get("max") == 1:
+        return f"tensor_parallel is 1 in place of {size}: the recipe is for one node."
+    if version != "1" or "{tensor_parallel}" not in str(table.get("command")):
+        return None
+    more = f"On {size} nodes it takes {size}: import it with -o tensor_parallel={size} for those."
+    return f"tensor_parallel is 1 in place of {size}, as its launcher has it on one node. {more}"
+
+
+def _missing(table: Mapping[str, Any], args: Sequence[str], flags: Table) -> Iterator[str]:
+    """args: as this release of vLLM gets them."""
+    brought = [key for key in ("mods", "pre_exec", "build_args") if table.get(key)]
+    listed = table.get("mods")
+    mods = [mod for mod in (listed if isinstance(listed, list) else [listed]) if isinstance(mod, str) and _PLAIN.fullmatch(mod)]
+    named = f" ({', '.join(mods[:4])})" if mods else ""
+    whose = f"its {' or '.join(brought)}{named} may bring" if brought else "its launcher's image may have"
+    for name in _FILES:
+        for *_, value in values_of(args, name):
+            if not value.startswith("/") and _PLAIN.fullmatch(value):
+                yield f"--{name} {value} is a file that {whose}: get it, and write its full path there."
+    known = flags() if brought or not table.get("command") else None
+    for flag in filter(None, dict.fromkeys(map(flag_name, args))):
+        if known is not None and not known.named(flag.rstrip("+")):
+            yield f"--{flag} is no flag of vLLM {known.version}, but one that {whose}: remove it, or have an image that knows it."
 
 
 def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
@@ -138,11 +191,12 @@ def _left_out(table: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is left out: it has no meaning here."
 
 
-def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str]) -> Command:
+def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, notes: list[str], flags: Table) -> Command:
     template = table.get("command")
     if isinstance(template, str) and template.strip():
         names = set(_PLACEHOLDER.findall(template)) | {name for value in values.values() for name in _PLACEHOLDER.findall(str(value))}
-        command = read_command(substituted(template, values, version == "1"))
+        command = read_command(substituted(template, values), flags)
+        _filled(command, {match[0] for match in _BRACES.finditer(template) if match[1] and match[1] not in values})
         if unused := sorted(set(values) - names - {"model", "port", "host", "served_model_name", "distributed_executor_backend"}):
             notes.append(f"{', '.join(unused)} in defaults is left out: the command does not name it.")
         if not command.served and isinstance(values.get("served_model_name"), str):
@@ -155,6 +209,9 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
     for key, value in values.items():
         if key == "model":
             continue
+        if key in _NODE_COUNTS:
+            notes.append(f"{key} in defaults is left out: sparkd chooses the number of nodes, as tensor_parallel of the model says.")
+            continue
         flag = "--" + _RENAMED.get(key, key.replace("_", "-"))
         state = value if isinstance(value, bool) else {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(str(value).lower())
         if state is True:
@@ -162,17 +219,38 @@ def _command(table: Mapping[str, Any], values: dict[str, Any], version: str, not
         elif state is False:
             words += [f"--no-{key.replace('_', '-')}"] if key in _NEGATED else []
         else:
-            words += [flag, substituted(as_argument(value), values, False)]
-    read_arguments(words, command)
+            words += [flag, substituted(as_argument(value), values)]
+    read_arguments(words, command, flags)
     notes += command.notes
     return command
 
 
+def _filled(command: Command, unknown: set[str]) -> None:
+    """unknown: placeholders without a value. A flag that sparkd sees to itself needs none; so does the number of ranks. Raises ConfigError
+    for any other."""
+    if str(command.settings.get("tensor_parallel")) in unknown:
+        name = command.settings.pop("tensor_parallel")
+        command.notes.append(f"tensor_parallel is left out: {name} has no value here, and auto chooses by the memory of the nodes.")
+    kept = [*map(str, command.settings.values()), *command.args, *command.served, *command.env.values(), command.model or ""]
+    if missing := next((each for each in sorted(unknown) if any(each in text for text in kept)), None):
+        name = missing.strip("{}")
+        raise ConfigError(f"the command names {missing}, and defaults has no such key: import it with -o {name}=VALUE.")
+
+
 def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str, release: Release, notes: list[str]) -> dict[str, Any]:
-    said = translated(command.args, {**_environment(table.get("env"), notes), **command.env}, release)
+    env = {**_environment(table.get("env"), notes), **command.env}
+    placed = {name: "sparkd places the ranks of a model, and tells each where it is." for name in env if name in _RANKS}
+    for name, why in {**placed, **{name: message.partition(": ")[2] for name, message in owned_env(env)}}.items():
+        notes.append(f"{name} is left out: {why}")
+        del env[name]
+    said = translated(command.args, env, release)
     notes += said.notes
     notes += [f"refused: {reason}" for reason in said.refused]
-    args, speculative = _speculation(list(said.args), notes)
+    for *_, text in values_of(said.args, SPECULATIVE[2:]):
+        try:
+            json.loads(text)
+        except ValueError:
+            raise ConfigError(f"{SPECULATIVE} is not JSON: mend it.") from None
     settings = dict(command.settings)
     if isinstance(table.get("model_revision"), str):
         settings.setdefault("revision", table["model_revision"])
@@ -180,25 +258,26 @@ def _recipe(table: Mapping[str, Any], command: Command, model: str, version: str
         settings["served_model_name"] = command.served
     if said.env:
         settings["env"] = dict(said.env)
-    if args:
-        settings["extra_args"] = args
+    if said.args:
+        settings["extra_args"] = list(said.args)
     metadata = table.get("metadata") if isinstance(table.get("metadata"), Mapping) else {}
     told = [str(text).strip() for text in (table.get("description"), (metadata or {}).get("description"), table.get("name")) if text]
     recipe: dict[str, Any] = {
         "description": told[0] if told else model,
         "model": model,
-        "sources": {"file": f"a recipe of {'eugr/spark-vllm-docker' if version == '1' else 'sparkrun'}"},
+        "sources": {},
     }
     if isinstance(table.get("container"), str):
         recipe["container"] = {"image": table["container"], "kind": _kind(table["container"])}
-    if nodes := _nodes(table):
+    nodes = _nodes(table)
+    if version == "1" and (nodes or {}).get("min", 1) == 1 and not command.divided:
+        settings.setdefault("tensor_parallel", 1)
+    if nodes:
         recipe["nodes"] = nodes
         if nodes.get("min", 1) > 1 and settings.get("tensor_parallel") == 1:
             del settings["tensor_parallel"]
             notes.append("tensor_parallel is left out: its nodes are the stages of a pipeline, and auto decides how they share the model.")
     recipe["settings"] = settings
-    if speculative:
-        recipe["speculative"] = speculative
     return recipe
 
 
@@ -215,25 +294,6 @@ def _environment(env: Any, notes: list[str]) -> dict[str, str]:
             notes.append(f"env.{name} takes {', '.join(used)} from the environment of whoever uses the recipe: see that this is meant.")
         found[name] = _VARIABLE.sub(lambda match: "${env." + (match[1] or match[2]) + "}", text)
     return found
-
-
-def _speculation(args: list[str], notes: list[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """The configuration of speculative decoding as a choice, where it says nothing that a choice cannot say."""
-    found = list(values_of(args, SPECULATIVE[2:]))
-    if len(found) != 1:
-        return args, None
-    try:
-        config = json.loads(found[0][2])
-    except ValueError:
-        raise ConfigError(f"{SPECULATIVE} is not JSON: mend it.") from None
-    method = str(config.get("method"))
-    if method.endswith("_mtp"):
-        notes.append(f"the method {method} is called mtp now (vLLM, config/speculative.py).")
-        method = "mtp"
-    if method not in ("mtp", "dflash") or not set(config) <= _DRAFT_KEYS:
-        return args, None
-    draft = {key: config[key] for key in ("num_speculative_tokens", "model", "moe_backend") if key in config}
-    return without(args, SPECULATIVE[2:]), {"default": method, method: draft}
 
 
 def _nodes(table: Mapping[str, Any]) -> dict[str, int] | None:
@@ -256,7 +316,9 @@ def _kind(image: str) -> str:
     return "ngc" if name == "vllm" and place.endswith("nvidia") else "other"
 
 
-def _text(recipe: Mapping[str, Any], shown: str, version: str, notes: list[str]) -> str:
-    head = [f"# Imported from {shown.rpartition('/')[2]} ({'eugr, version 1' if version == '1' else 'sparkrun, version 2'})."]
+def _text(recipe: Mapping[str, Any], shown: str, version: str, missing: tuple[str, ...], notes: list[str]) -> str:
+    head = [f"# Imported from {shown.rpartition('/')[2]}, in the format of {_FORMATS[version]}."]
+    if missing:
+        head += ["#", "# MISSING:", *(f"# {line}" for line in missing), "#"]
     head += [f"# {line}" for note in notes for line in note.splitlines()]
     return "\n".join(head) + "\n" + yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=120)

@@ -1,21 +1,25 @@
-"""`sparkd recipes`: ls, show, check, import. They need no daemon. Never starts a model."""
+"""`sparkd recipes`: ls, show, check, import. They need no daemon. Never starts a model, never fetches a registry."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparkd import registry_verbs
 from sparkd.errors import ConfigError
-from sparkd.page import say_json
+from sparkd.page import printable, say_json
 from sparkd.verb_options import Asked, Json, argument, option
+from workers import regular_file
 
 if TYPE_CHECKING:
     from sparkd.recipe_book import Book
     from sparkd.vllm_history import Release
+    from sparkd.vllm_known import FlagTable
     from sparkd.yamlfile import Problem
 
 recipes = typer.Typer(
@@ -30,16 +34,28 @@ Folder = Annotated[Path | None, option("--dir", metavar="DIR", help="Your recipe
 Version = Annotated[str | None, option("--vllm", metavar="VERSION", help="For this release; default the one beside sparkd.")]
 Profile = Annotated[str | None, option("--profile", metavar="NAME", help="single-user, balanced or throughput.")]
 Speculative = Annotated[str | None, option("--speculative", metavar="HOW", help="off, ngram, suffix, mtp or dflash.")]
-Name = Annotated[str, argument(metavar="NAME", help="A recipe, or NAME@VARIANT.")]
+Name = Annotated[str, argument(metavar="NAME", help="A recipe, NAME@VARIANT or NAME@REGISTRY.")]
 
 
 def register(app: typer.Typer) -> None:
+    registry_verbs.register(recipes)
     app.add_typer(recipes)
 
 
 @recipes.command("ls")
-def ls(ctx: typer.Context, folder: Folder = None, json: Json = False) -> None:
+def ls(
+    ctx: typer.Context,
+    name: Annotated[str | None, argument(metavar="[NAME]", help="With --registry: the recipes of this one.")] = None,
+    registry: Annotated[bool, option("--registry", help="The registries, or the recipes of the one that is named.")] = False,
+    folder: Folder = None,
+    json: Json = False,
+) -> None:
     """Every recipe: the model, and how fast it has been seen."""
+    if registry:
+        registry_verbs.list_registries(name, _json(ctx, json))
+        return
+    if name is not None:
+        raise ConfigError(f"{name[:64]!r}: `recipes ls` takes a name with --registry alone; `sparkd recipes show NAME` shows one recipe.")
     from sparkd.recipe_check import summary
 
     book = _book(folder)
@@ -56,7 +72,7 @@ def ls(ctx: typer.Context, folder: Folder = None, json: Json = False) -> None:
 
     show_recipes.listed(rows, show.terminal())
     for problem in wrong:
-        sys.stderr.write(f"{problem}\n")
+        sys.stderr.write(f"{printable(str(problem))}\n")
 
 
 @recipes.command("show")
@@ -71,22 +87,22 @@ def show_(
 ) -> None:
     """One recipe: what it sets, the flags it comes to, figures and their sources."""
     from sparkd.parser_choice import explained
-    from sparkd.recipe_book import split
     from sparkd.recipe_check import Choice, described, resolve
 
     book = _book(folder)
-    recipe, variant = split(name)
-    file = book.find(recipe)
-    found = resolve(Choice(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
-    spec = found.model
+    recipe, variant = book.split(name)
+    file = book.find(name)
+    resolved = resolve(Choice(recipe, variant, profile, speculative), book, _release(vllm))  # type: ignore[arg-type]
+    spec = resolved.model
     env = {name: value.get_secret_value() for name, value in spec.env.items()}
-    told = described(file, found) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
+    description = described(file, resolved) | {"parsers": explained(spec, env, spec.runtime, book.settings(name))}
     if _json(ctx, json):
-        say_json(told)
+        say_json(description)
     else:
         from sparkd import show, show_recipes
 
-        show_recipes.described(told, show.terminal())
+        show_recipes.described(description, show.terminal())
+        sys.stderr.writelines(f"{printable(str(problem))}\n" for problem in book.read(recipe)[1])
 
 
 @recipes.command("check")
@@ -107,26 +123,26 @@ def check(
 
     book, release = _book(folder), _release(vllm)
     problems: list[Problem] = []
-    found, count = [], 0
+    choices, count = [], 0
     for path in files or list(book.names().values()):
-        file, wrong = load(path, AsWritten())
+        file, wrong = load(path, AsWritten(), _flags)
         problems += wrong
         count += 1
         if file is not None:
             book.keep(file)
             result = checked(file, book, release)
             problems += result.problems
-            found += result.resolved
+            choices += result.resolved
     if parser is not None:
-        problems += parsed(found, str(parser))
+        problems += parsed(choices, str(parser))
     wrong = [problem for problem in problems if problem.severity == "error"]
     if _json(ctx, json):
-        told = [_problem(problem) for problem in problems]
-        say_json({"ok": not wrong, "recipes": count, "choices": len(found), "problems": told})
+        rows = [_problem(problem) for problem in problems]
+        say_json({"ok": not wrong, "recipes": count, "choices": len(choices), "problems": rows})
     else:
-        sys.stdout.writelines(f"{problem}\n" for problem in problems)
-        told_count = f"{len(wrong)} to mend" if wrong else "can be used"
-        sys.stdout.write(f"{count} recipe{'s' if count != 1 else ''}, {len(found)} ways to use them: {told_count}\n")
+        sys.stdout.writelines(f"{printable(str(problem))}\n" for problem in problems)
+        verdict = f"{len(wrong)} to mend" if wrong else "can be used"
+        sys.stdout.write(f"{count} recipe{'s' if count != 1 else ''}, {len(choices)} ways to use them: {verdict}\n")
     if wrong:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -134,7 +150,7 @@ def check(
 @recipes.command("import")
 def import_(
     ctx: typer.Context,
-    file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr (version 1) or sparkrun (version 2).")],
+    file: Annotated[Path, argument(metavar="FILE", help="A recipe of eugr's or sparkrun's, or NAME@REGISTRY.")],
     settings: Annotated[list[str] | None, option("-o", metavar="KEY=VALUE", help="In place of one of its defaults.")] = None,
     to: Annotated[Path | None, option("--to", metavar="FILE", help="Write it there, in place of printing it.")] = None,
     vllm: Version = None,
@@ -142,42 +158,89 @@ def import_(
 ) -> None:
     """Turn another launcher's recipe into one of sparkd's.
 
-    Shell hooks are never taken over. What was left out is told on stderr and stands at the recipe's head.
+    Shell hooks are never taken over. stderr and the recipe's head tell first where it trusts a model's code or names a folder, then what is
+    missing, then what was left out. A recipe that cannot be used here is not written, and the exit code is 2.
     """
     from sparkd.recipe_book import AsWritten
-    from sparkd.recipe_file import parse_recipe
-    from sparkd.recipe_import import imported
+    from sparkd.recipe_check import unusable, with_risks
+    from sparkd.recipe_file import is_foreign
+    from sparkd.recipe_import import Imported, imported
+    from sparkd.yamlfile import parse
 
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{file}: it cannot be read: {error.strerror}. Give the path of a recipe.") from None
-    found = imported(raw, str(file), _pairs(settings or []), _release(vllm))
-    _, problems = parse_recipe(file.stem, found.text.encode(), f"{file} (imported)", AsWritten())
-    if to is not None:
+    (raw, shown, origin), release = _raw(file), _release(vllm)
+    document = parse(raw, shown, AsWritten())
+    if origin and not document.problems and not is_foreign(document.table):
+        converted = Imported({}, raw.decode(), ())
+    else:
+        converted = imported(raw, shown, _pairs(settings or []), release, _flags, origin)
+    recipe = (to or file).stem.partition("@")[0]
+    converted = with_risks(converted, recipe)
+    if origin:
+        converted = replace(converted, text=f"# {origin}.\n{converted.text}")
+    problems = unusable(converted, recipe, f"{file} (imported)", release)
+    if to is not None and not problems:
         try:
             with to.open("x", encoding="utf-8") as out:
-                out.write(found.text)
+                out.write(converted.text)
         except OSError as error:
             raise ConfigError(f"{to}: it cannot be written: {error.strerror}. Give a new file in an existing folder.") from None
     if _json(ctx, json):
-        told = [_problem(problem) for problem in problems]
-        say_json({"recipe": found.recipe, "text": found.text, "notes": list(found.notes), "problems": told})
-        return
-    if to is None:
-        sys.stdout.write(found.text)
-    sys.stdout.flush()
-    for line in (*found.notes, *map(str, problems)):
-        sys.stderr.write(f"{line}\n")
+        rows = [_problem(problem) for problem in problems]
+        remarks = {key: list(getattr(converted, key)) for key in ("risks", "missing", "notes")}
+        say_json({"recipe": converted.recipe, "text": converted.text, **remarks, "problems": rows})
+    else:
+        if to is None and not problems:
+            sys.stdout.write(converted.text)
+        sys.stdout.flush()
+        for kind, lines in (("risk", converted.risks), ("missing", converted.missing)):
+            sys.stderr.writelines(f"{kind}: {printable(line)}\n" for line in lines)
+            sys.stderr.write("\n" if lines else "")
+        sys.stderr.writelines(f"{printable(line)}\n" for line in (*converted.notes, *map(str, problems)))
+        if problems:
+            sys.stderr.write(f"{file}: what it would come to here cannot be used, so nothing was written.\n")
+    if problems:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+def _flags() -> FlagTable | None:
+    """The flags of the vLLM beside sparkd; reading them takes as long as its import, once."""
+    from sparkd.config_file import config_of
+    from sparkd.vllm_table import announce, flag_table, places
+
+    return flag_table(None, places(config_of(None, os.environ).state_dir), ask=True, first=announce)
 
 
 def _book(folder: Path | None) -> Book:
-    from sparkd.cached import config_of
+    from sparkd.config_file import config_of
     from sparkd.recipe_book import AsWritten, Book
 
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--dir {folder}: there is no such folder.")
-    return Book(folder or config_of(None, os.environ).recipes_dir, AsWritten())
+    config = config_of(None, os.environ)
+    return Book(folder or config.recipes_dir, AsWritten(), config.state_dir)
+
+
+def _raw(file: Path) -> tuple[bytes, str, str]:
+    """(content, name in messages, address and commit) of a recipe of a registry, or of a file, which has no such."""
+    from sparkd.recipe_file import SUFFIXES
+    from sparkd.source import FOLDER_SIGNS
+
+    name = str(file)
+    if not file.exists() and file.suffix not in SUFFIXES and not name.startswith(FOLDER_SIGNS):
+        book = _book(None)
+        recipe, variant = book.split(name)
+        if recipe in book.names():
+            already = f"{recipe} is a recipe of sparkd's already{book.no_registry(variant)}"
+            raise ConfigError(f"{already}: name it in an entry (`recipe: {recipe}`), or import NAME@REGISTRY.")
+        if "@" in recipe and variant is not None:
+            raise ConfigError(f"{name}: a recipe is imported with all of its variants: `sparkd recipes import {recipe}`.")
+        if "@" in name:
+            registry, full, text = book.registry_text(name)
+            return text.encode(), f"{full}@{registry.name}", registry.origin
+    try:
+        return regular_file.read(file), name, ""
+    except OSError as error:
+        raise ConfigError(f"{file}: it cannot be read: {error.strerror}. Give the path of a recipe, or NAME@REGISTRY.") from None
 
 
 def _release(version: str | None) -> Release:
@@ -196,16 +259,16 @@ def _release(version: str | None) -> Release:
 def _pairs(pairs: list[str]) -> dict[str, Any]:
     import yaml
 
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"-o {pair}: KEY=VALUE is expected, such as -o max_model_len=8192.")
         try:
-            found[key] = yaml.safe_load(text)
+            settings[key] = yaml.safe_load(text)
         except yaml.YAMLError:
-            found[key] = text
-    return found
+            settings[key] = text
+    return settings
 
 
 def _problem(problem: Problem) -> dict[str, Any]:

@@ -1,30 +1,32 @@
 """Owns how a recipe becomes a model: recipe, variant, profile and speculation, under the model's own keys. Never validates a key's value.
 
-What comes out is a plain entry of sparkd.yaml, so that nothing behind it knows of recipes.
+The result is a plain entry of sparkd.yaml, so that nothing behind it knows of recipes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd.config_fields import Method, ProfileName, absolute_from
 from sparkd.config_source import table_of
-from sparkd.recipe_book import Book, split
-from sparkd.vllm_flags import SPECULATIVE, flag_name, without
+from sparkd.recipe_book import Book
+from sparkd.vllm_args import cache_flags
+from sparkd.vllm_flags import SPECULATIVE, draft_method, flag_name, speculative_config, values_of, without
 from sparkd.yamlfile import Items, Place, Problem, Table
 
 if TYPE_CHECKING:
     from sparkd.recipe_file import RecipeFile
+    from sparkd.speculation import Speculating
 
 KEYS = ("recipe", "profile", "speculative")
 METHODS: tuple[Method, ...] = get_args(Method)
 # Added to what a layer below says; every other key replaces it.
 _MAPS = ("env", "metadata")
 _ARGS = "extra_args"
-# Who sets the first key has decided against the others.
+# A layer that sets the first key has decided against the others.
 _INSTEAD_OF: Mapping[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("kv_cache", "kv_margin_gib"),
     "kv_cache": ("gpu_memory_utilization",),
@@ -56,12 +58,16 @@ PROFILES: Mapping[ProfileName, Profile] = {
 }  # fmt: skip
 
 
-def book_of(recipes_dir: Any, base: Path | None, environ: Mapping[str, str]) -> Book:
-    """The recipes for a configuration that was not validated yet: what is no path, its validation will say."""
-    try:
-        return Book(absolute_from(Path(recipes_dir), base) if isinstance(recipes_dir, str) else None, environ)
-    except ValueError:
-        return Book(None, environ)
+def book_of(recipes_dir: Any, state_dir: Any, base: Path | None, environ: Mapping[str, str]) -> Book:
+    """The recipes for a configuration that was not validated yet: what is no path, its validation will say. None: the usual folder."""
+
+    def folder(value: Any) -> Path | None:
+        try:
+            return absolute_from(Path(value), base) if isinstance(value, str | Path) else None
+        except ValueError:
+            return None
+
+    return Book(folder(recipes_dir), environ, folder(state_dir))
 
 
 def expand_models(models: Any, book: Book, problems: list[Problem]) -> None:
@@ -76,7 +82,7 @@ def expand_models(models: Any, book: Book, problems: list[Problem]) -> None:
 def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Table:
     """The entry of the model `name` with what its recipe, profile and speculation bring, each key with its place.
 
-    The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. What contradicts itself is a
+    The model's own keys win; `env` and `metadata` are added to, `extra_args` come after the recipe's. A contradiction is a
     problem; a value of the wrong kind is left for the validation.
     """
     given = {key: entry[key] if isinstance(entry.get(key), str) else None for key in KEYS}
@@ -93,7 +99,7 @@ def expanded(name: str, entry: Table, book: Book, problems: list[Problem]) -> Ta
         if file is None:
             return _with_some_model(entry)
     merged = Table()
-    for layer in _layers(file, variant, given["profile"], entry):
+    for layer in _layers(file, variant, given["profile"], entry, merged):
         _lay(merged, layer)
     place = entry.places.get("recipe", Place())
     if file is not None and "model" not in entry:
@@ -111,18 +117,31 @@ def offered(file: RecipeFile, variant: str | None) -> list[Method]:
     return [method for method in METHODS if method not in ("mtp", "dflash") or getattr(found, method) is not None]
 
 
+def default_method(file: RecipeFile, variant: str | None) -> str:
+    """How a model of the recipe speculates where nobody chooses: one of METHODS, or vLLM's name of what the recipe's own flags ask for."""
+    named = file.speculation(variant).default
+    args = [str(arg) for table in file.settings(variant) if isinstance(found := table.get(_ARGS), list) for arg in found]
+    config = speculative_config(args)
+    return draft_method(config) if named == "off" and config is not None else named
+
+
 def _looked_up(wanted: str, place: Place, path: str, book: Book, problems: list[Problem]) -> tuple[RecipeFile | None, str | None]:
-    name, variant = split(wanted)
-    file, wrong = book.read(name)
+    name, variant = book.split(wanted)
+    file, wrong = book.read(name, variant)
     if file is None:
-        told = [problem if problem.file else place.problem(f"{path}.recipe: {problem.message}") for problem in wrong]
+        told = [problem if problem.line else place.problem(f"{path}.recipe: {_of_file(problem)}") for problem in wrong]
         # Two models may have one recipe.
         problems += [problem for problem in told if problem not in problems]
     elif variant is not None and variant not in file.recipe.variants:
         known = ", ".join(file.recipe.variants) or "none"
-        problems.append(place.problem(f"{path}.recipe: {name} has no variant {variant[:64]!r}. It has: {known}."))
+        message = f"{path}.recipe: {name} has no variant {variant[:64]!r}{book.no_registry(variant)}. It has: {known}."
+        problems.append(place.problem(message))
         return None, None
     return file, variant
+
+
+def _of_file(problem: Problem) -> str:
+    return f"{problem.file}: {problem.message}" if problem.file else problem.message
 
 
 def _with_some_model(entry: Table) -> Table:
@@ -134,11 +153,14 @@ def _with_some_model(entry: Table) -> Table:
     return stand_in
 
 
-def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: Table) -> Iterable[Table]:
+def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: Table, below: Table) -> Iterable[Table]:
+    """below: the layers that were taken already. A profile says nothing of the cache where the recipe's flags do."""
     if file is not None:
         yield from file.settings(variant)
     if profile in PROFILES:
-        yield table_of(PROFILES[profile].settings, entry.places["profile"])
+        sized = any(True for _ in cache_flags(_words(below)))
+        settings = {key: value for key, value in PROFILES[profile].settings.items() if key != "kv_cache" or not sized}
+        yield table_of(settings, entry.places["profile"])
         if file is not None and (own := file.profile(profile)) is not None:
             yield own
 
@@ -146,48 +168,86 @@ def _layers(file: RecipeFile | None, variant: str | None, profile: Any, entry: T
 def _speculation(
     path: str, file: RecipeFile | None, variant: str | None, given: Mapping[str, Any], merged: Table, entry: Table, problems: list[Problem]
 ) -> Table:
-    """What the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
+    """The keys that the chosen method sets. Own keys that it cannot live with, and a second configuration of it, are problems."""
     method, place = given["speculative"], entry.places.get("speculative", entry.places.get("recipe", Place()))
-    given_args = entry.get(_ARGS)
-    own_args = [str(arg) for arg in given_args if isinstance(arg, str | int | float)] if isinstance(given_args, list) else []
-    configured = any(flag_name(arg) == SPECULATIVE[2:] for arg in own_args)
+    configured, written = (_speculative(_words(layer)) for layer in (entry, merged))
     if method is None and not configured:
         method = PROFILES[given["profile"]].speculative if given["profile"] in PROFILES else None
         if method is None and file is not None:
             method = file.speculation(variant).default
+            if written and method == "off":
+                return Table()  # as the recipe has it
     if method not in METHODS:
         return Table()
     from sparkd.speculation import speculating
 
     model = entry.get("model", merged.get("model"))
     offers = file.speculation(variant) if file is not None else None
+    config = speculative_config(_words(merged))
+    if config is not None and draft_method(config) == method and getattr(offers, method, None) is None and not configured:
+        return Table()
     try:
         sequences, quantize = (entry.get(key, merged.get(key)) for key in ("max_num_seqs", "quantize"))
         found = speculating(method, offers, str(model), sequences, quantize is not None)
     except ValueError as error:
         problems.append(place.problem(f"{path}.speculative {error}."))
         return Table()
-    if configured:
-        problems.append(place.problem(f"{path}: {SPECULATIVE} in extra_args and 'speculative:' contradict each other: remove one of them."))
-    for key, allowed in found.fixed.items():
-        if key in entry and entry[key] is not None and entry[key] not in allowed:
-            problems.append(
-                entry.places[key].problem(
-                    f"{path}.{key}: speculative {method} needs {' or '.join(map(str, allowed))}, because {found.why}. "
-                    f"Remove {key}, or choose another method."
-                )
-            )
-    layer = table_of({**found.settings, "env": dict(found.env)} if found.env else dict(found.settings), place)
+    if configured or (written and given["speculative"] is None and method != "off"):
+        whose = "extra_args" if configured else "the extra_args of the recipe"
+        problems.append(place.problem(f"{path}: {SPECULATIVE} in {whose} and 'speculative:' contradict each other: remove one of them."))
+    problems += _contradictions(path, method, found, merged, entry)
+    settings = {key: value for key, value in found.settings.items() if key in found.own or merged.get(key) is None}
+    layer = table_of({**settings, "env": dict(found.env)} if found.env else settings, place)
     if isinstance(merged.get(_ARGS), Items):
-        kept = [arg for arg in without([str(arg) for arg in merged[_ARGS]], SPECULATIVE[2:]) if flag_name(arg) not in found.drops]
+        kept = [arg for arg in without(_words(merged), SPECULATIVE[2:]) if flag_name(arg) not in found.drops]
         merged.put(_ARGS, _items(kept, merged.places[_ARGS]), merged.places[_ARGS])
     if found.args:
         layer.put(_ARGS, _items(found.args, place), place)
     return layer
 
 
+def _words(layer: Table) -> list[str]:
+    """Its extra_args, where they are a list."""
+    args = layer.get(_ARGS)
+    return [str(arg) for arg in args if isinstance(arg, str | int | float)] if isinstance(args, list) else []
+
+
+def _speculative(args: Iterable[str]) -> bool:
+    return any(flag_name(arg) == SPECULATIVE[2:] for arg in args)
+
+
+def _contradictions(path: str, method: Method, found: Speculating, merged: Table, entry: Table) -> Iterator[Problem]:
+    """Each key, flag and variable of the model, or of its recipe and profile, that a draft cannot live with."""
+    for key, allowed in found.fixed.items():
+        holder = entry if key in entry else merged
+        value, needs = holder.get(key), " or ".join(map(str, allowed))
+        if value is None or value in allowed or (holder is merged and key in found.own):
+            continue
+        told = f"{path}.{key}: speculative {method} needs {needs}, because {found.why}. Remove {key}, or choose another method."
+        if holder is merged:
+            told = f"{path}.speculative: {method} needs {key} {needs}, because {found.why}, and the recipe has {str(value)[:48]}. "
+            told += f"Set {key} of the model to one of those, or choose another method."
+        yield holder.places[key].problem(told)
+    for flag, wanted in found.flags.items():
+        for layer, whose in ((merged, "the recipe"), (entry, path)):
+            given = next((value for *_, value in reversed(list(values_of(_words(layer), flag))) if value.upper() != wanted), None)
+            if given is not None:
+                yield layer.places[_ARGS].problem(
+                    f"{path}.speculative: {method} needs --{flag} {wanted}, and extra_args of {whose} have {given[:48]}. "
+                    "Remove one of them, or choose another method."
+                )
+    for name, wanted in found.env.items():
+        for layer, whose in ((merged, "the recipe"), (entry, path)):
+            variables = _merged_map(Table(), layer.get("env"))
+            if isinstance(variables, Table) and str(variables.get(name, wanted)) != wanted:
+                yield variables.places[name].problem(
+                    f"{path}.speculative: {method} needs {name}={wanted}, and env of {whose} has another value. "
+                    "Remove one of them, or choose another method."
+                )
+
+
 def _check_nodes(path: str, file: RecipeFile, merged: Table, problems: list[Problem], place: Place) -> None:
-    """Of a number, and auto stays within one node where the recipe is for one."""
+    """Check a number of ranks; auto stays within one node where the recipe is for one."""
     nodes, size = file.recipe.nodes, merged.get("tensor_parallel", "auto")
     if size == "auto" and nodes.max == 1:
         merged.put("tensor_parallel", 1, place)

@@ -1,4 +1,4 @@
-"""What the supervisor remembers of one model between two ticks. Never decides, never acts; only the supervisor and its door write it."""
+"""Owns the supervisor's memory of one model between two ticks. Never decides, never acts; only the supervisor and its door write it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sparkd.state import Desired, ModelState, Progress, RankFact, RankHandle, Wa
 from sparkd.team_progress import progress_of
 from sparkd.upstream import Upstream
 
-# Of one core: a compiler, or a rank that converts weights, uses more, and one that waits less. Looks may be a fraction of a second apart.
+# A share of one core: a compiler, or a rank that converts weights, uses more, and one that waits less. Looks may be a fraction of a second
+# apart.
 BUSY_SHARE = 0.1
 BUSY_LEAST_S = 5.0
 
@@ -39,6 +40,7 @@ class Record:
         "lack",
         "last_asked_s",
         "last_used_s",
+        "lasts",
         "load_s",
         "log_path",
         "memory_gib",
@@ -86,18 +88,19 @@ class Record:
         self.since_s = now_s
         self.since_wall_s = wall_s
         self.reason: str | None = None
+        self.lasts = False
         self.message: str | None = None
         self.operation: str | None = None
         self.busy: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.rank_id: str | None = None
-        # Of every rank, rank 0's first; so are the nodes.
+        # The handles of every rank, rank 0's first; so are the nodes.
         self.handles: tuple[RankHandle, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.world = 1
         # Since when a rank of it is stopped by a signal, as far as anybody has looked.
         self.halted_since_s: float | None = None
-        # What its ranks had read and written, with their CPU seconds, when one of them last moved.
+        # The bytes that its ranks had read and written, with their CPU seconds, when one of them last moved.
         self.moved: tuple[object, float] = (None, 0.0)
         self.moved_at_s = self.told_at_s = now_s
         self.ranks: tuple[RankFact, ...] | None = None
@@ -109,7 +112,7 @@ class Record:
         self.transport: tuple[Mapping[str, str], ...] = ()
         self.adopted = False
         self.in_flight = 0
-        # Of our own that the engine works on: they use the model no more than a look at its metrics does.
+        # Our own requests that the engine works on: they use the model no more than a look at its metrics does.
         self.questions = 0
         # In the order in which they came.
         self.waiters: dict[asyncio.Future[None], None] = {}
@@ -118,12 +121,12 @@ class Record:
         # Since when somebody asks for it, while it is not READY; its place among all that wait for room or for their turn, 1 for the first.
         self.asked_since_s: float | None = None
         self.turn: int | None = None
-        # What it asked for when there was no room; and for which model it goes.
+        # The memory that it asked for when there was no room; and for which model it goes.
         self.lack: Lack | None = None
         self.yields_to: str | None = None
         # How its last stay ended, where it went for another one; None once it is READY again.
         self.evicted: Evicted | None = None
-        # Of who asked last, nobody was answered: all gave up, or their connection broke.
+        # Every recent client gave up, or its connection broke, before the engine answered.
         self.unanswered = False
         self.last_used_s = now_s
         self.last_asked_s = float("-inf")
@@ -192,6 +195,7 @@ class Record:
         self.last_asked_s = float("-inf")
         self.ready_since_s = self.load_s = self.progress = None
         self.reason = self.message = None
+        self.lasts = False
         self.transport = ()
         self.adopted = self.unanswered = False
         self.halted_since_s = None
@@ -203,8 +207,9 @@ class Record:
         self.stalls = (*(at_s for at_s in self.stalls if now_s - at_s < window_s), now_s)
         return len(self.stalls)
 
-    def fail(self, reason: str, message: str, backoff_until_s: float) -> None:
-        self.reason, self.message = reason, message
+    def fail(self, reason: str, message: str, backoff_until_s: float, *, lasts: bool = False) -> None:
+        """lasts: waiting does not heal it."""
+        self.reason, self.message, self.lasts = reason, message, lasts
         self.backoff_until_s = backoff_until_s
         self.ready_since_s = None
         self.restarts += 1

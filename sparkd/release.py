@@ -7,7 +7,7 @@ into that is an out-of-memory that one made oneself. A port that is free, or a `
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 # Below this an engine's end cannot be told from what else happens on a machine.
 LEAST_BYTES = GIB
 LIMIT_S = 90.0
-# A Spark restarts within minutes. Of a node that stays away for longer nobody is told any more: it may have been retired.
+# A Spark restarts within minutes. sparkd stops telling of a node that stays away for longer: it may have been retired.
 GONE_S = 600.0
 # So much missing, and so large a part of it, that only a restart brings it back.
 REBOOT_BYTES, REBOOT_SHARE = 4 * GIB, 0.25
@@ -34,14 +34,15 @@ NAMED = 3
 
 @dataclass(slots=True)
 class Pending:
-    """One rank that ended. last: what it held just before. cure: what was said of it once the limit had passed;
-    restart: that it is one. away: its node was out of sight by then, and has been since away_since_s; gone: for so long that it may
-    never be back."""
+    """One rank that ended. last: what it held just before. beside: the ranks that lived when it ended, on any node. cure: what was said
+    of it once the limit had passed; restart: that it is one. away: its node was out of sight by then, and has been since away_since_s;
+    gone: for so long that it may never be back."""
 
     model: str
     node: str
     last: Held
     memory: Returning
+    beside: frozenset[str] = frozenset()
     cure: str = ""
     restart: bool = False
     away: bool = False
@@ -103,7 +104,7 @@ class Release:
 
     @property
     def condition(self) -> str | None:
-        """What an operator reads; None where nothing is waited for."""
+        """The sentence for an operator; None where nothing is waited for."""
         stuck = [
             f"what {one.model} on {one.node} held has not come back; {'that node is out of sight' if one.away else one.cure}"
             for one in self._stuck
@@ -114,7 +115,7 @@ class Release:
         return f"MemoryReturns: {', '.join(returning)}." if returning else None
 
     def left(self, handle: RankHandle, found: Sequence[Mapping[str, Any]]) -> None:
-        """What a rank that has ended left behind on its node besides memory: see workers.rank.stop. Told at once, and again with what
+        """The leftovers of a rank that has ended on its node besides memory: see workers.rank.stop. Told at once, and again with what
         does not come back."""
         where, node = (handle.model, handle.node_id), handle.node_id
         self._stays.pop(where, None)
@@ -137,8 +138,8 @@ class Release:
         looks = _looks(observation.ranks, readings, now_s)
         self._note_ends(observation, now_s)
         self._note_living(observation.ranks, looks, now_s)
-        unweighed = {fact.handle.node_id for fact in observation.ranks if fact.alive and _held(fact) is None}
-        self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), looks.get(one.node), now_s, unweighed)]
+        alive = [fact for fact in observation.ranks if fact.alive]
+        self._pending = [one for one in self._pending if self._waits(one, readings.get(one.node), looks.get(one.node), now_s, alive)]
         self.room_gib = {}
         for one in self._pending:
             if one.returns:
@@ -159,10 +160,11 @@ class Release:
                 ended.append((handle, last))
         # If several ended together, the memory that comes back first counts for the smallest.
         before: dict[str, int] = defaultdict(int)
+        beside = frozenset(self._living)
         for handle, last in sorted(ended, key=lambda one: -one[1].bytes):
             whole = last.look.available + last.look.living - before[handle.node_id]
             before[handle.node_id] += last.bytes
-            self._pending.append(Pending(handle.model, handle.node_id, last, Returning(last.bytes, whole, now_s)))
+            self._pending.append(Pending(handle.model, handle.node_id, last, Returning(last.bytes, whole, now_s), beside))
 
     def _note_living(self, ranks: Sequence[RankFact], looks: Mapping[str, Look], now_s: float) -> None:
         for fact in ranks:
@@ -174,8 +176,8 @@ class Release:
             while lately[0].look.at_s < now_s - BEFORE_S:
                 lately.popleft()
 
-    def _waits(self, one: Pending, reading: Reading | None, look: Look | None, now_s: float, unweighed: Collection[str]) -> bool:
-        """unweighed: nodes with a rank that has no weight yet. Its memory would look like memory that stays away."""
+    def _waits(self, one: Pending, reading: Reading | None, look: Look | None, now_s: float, alive: Sequence[RankFact]) -> bool:
+        """alive: ranks of all nodes. The memory of one that has no weight yet would look like memory that stays away."""
         waited_s = now_s - one.memory.since_s
         one.away = reading is None and waited_s >= LIMIT_S
         one.away_since_s = None if reading is not None else now_s if one.away_since_s is None else one.away_since_s
@@ -190,14 +192,18 @@ class Release:
             told = f"{(held - missing) / GIB:.1f} of {held / GIB:.1f} GiB came back to {one.node} within {waited_s:.1f} s."
             self._ledger.say("release", one.model, told, node=one.node, seconds=round(waited_s, 2))
             return False
-        if waited_s < LIMIT_S or one.cure or one.node in unweighed:
+        there = [fact for fact in alive if fact.handle.node_id == one.node]
+        if waited_s < LIMIT_S or one.cure or any(_held(fact) is None for fact in there):
             return True
-        metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(missing)
         needs_restart = missing >= REBOOT_BYTES and missing >= REBOOT_SHARE * held
+        if not needs_restart and any(fact.handle.rank_id not in one.beside for fact in there):
+            # Free memory sufficed for another load, so nobody waits, and what that one takes cannot be told from so little.
+            return False
+        metrics.RELEASE_LEAKED_BYTES.labels(one.node).set(missing)
         kept = one.kept(reading)
         who = "" if kept is None else f", {kept / GIB:.1f} of them in the driver"
         if not needs_restart:
-            one.cure = "it is given up"
+            one.cure = "no load waits for it any more"
         elif kept is not None and kept < REBOOT_BYTES:
             one.cure = (
                 "other processes or files in /dev/shm hold it (`sparkd doctor` names them), and no load begins there before it is back"

@@ -13,7 +13,7 @@ from sparkd.systemd import Systemd
 
 log = logging.getLogger("sparkd")
 
-# What only the next start looks at.
+# The keys that only the next start looks at.
 _AT_START = ("listen", "state_dir", "runtime_dir", "cluster", "memory")
 
 
@@ -46,7 +46,7 @@ class Reloader:
         self._asked.set()
 
     async def run(self) -> None:
-        """Follow signals until cancelled. What is wrong is logged and told."""
+        """Follow signals until cancelled. A fault is logged and told."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -56,7 +56,7 @@ class Reloader:
                 continue
 
     async def now(self) -> dict[str, Any]:
-        """What changed since the file was last read: keys of it, and names of models: added, removed, restarted, adjusted.
+        """The changes since the file was last read: keys of it, and names of models: added, removed, restarted, adjusted.
 
         `later`: the keys that are not in force, changed now or before, because the daemon was started with another value.
 

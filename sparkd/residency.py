@@ -1,16 +1,16 @@
 """Owns for how long a model stays that another one would take the place of. Pure.
 
-A model that has been idle for swap_idle_s makes room, and one in use after min_residency_s. Either waits until the budget covers its load,
-because an evicted model is loaded again if it is still in demand. An eviction spends the load of the model that goes, and each second in
-which no eviction's load runs gives EARNED_S of it back. The budget is KEPT_LOADS loads of the longest, so one client may change its mind at
-once, also between a quick model and a slow one. Over time loading takes at most EARNED_S / (1 + EARNED_S), 43 %, whatever the demand: each
-load is spent when its model goes. A budget that is empty, and loads that are shorter the second time, come on top once
-(tests/bench/swap.py).
+A model that has been idle for swap_idle_s makes room, and one in use after min_residency_s. Either waits until the budget covers the loads
+of all that would go together, because an evicted model is loaded again if it is still in demand. Each second of a load that evictions
+caused (sparkd.loads) spends one second, also where the load fails, and each other second gives EARNED_S back. The budget is KEPT_LOADS
+loads of the longest, so one client may change its mind at once, also between a quick model and a slow one. Over time such loads take at
+most EARNED_S / (1 + EARNED_S), 43 %, whatever the demand. A budget that is empty, and loads that are shorter the second time, come on top
+once (tests/bench/swap.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # How long a client that was told to come back may take: twice the longest Retry-After.
 PROMISE_S = 120.0
@@ -37,19 +37,16 @@ class Budget:
     at_s: float = 0.0
 
     def passed(self, now_s: float, *, loading: bool, longest_s: float) -> Budget:
-        """loading: whether a model for which another one was evicted loads; longest_s: the longest load that is known, 0 if none is."""
-        back_s = 0.0 if loading else EARNED_S * (now_s - self.at_s)
+        """loading: whether a load that evictions caused has run since at_s; longest_s: the longest load that is known, 0 if none is."""
+        seconds = max(now_s - self.at_s, 0.0)
+        spent_s = self.spent_s + (seconds if loading else -EARNED_S * seconds)
         full_s = KEPT_LOADS * longest_s or float("inf")
-        # A load that was long the first time only leaves no debt that its next ones could not make.
-        return Budget(full_s, min(max(self.spent_s - back_s, 0.0), full_s), now_s)
+        # Two loads may begin at the end of a budget. A larger debt is of a load that was long the first time only.
+        return Budget(full_s, min(max(spent_s, 0.0), 2 * full_s), self.at_s + seconds)
 
-    def spend(self, load_s: float) -> Budget:
-        """load_s: of the model that goes."""
-        return replace(self, spent_s=self.spent_s + load_s)
-
-    def covers_at_s(self, load_s: float) -> float:
-        """When it will cover such a load, if none runs meanwhile; -inf where it does."""
-        lacking_s = load_s - (self.full_s - self.spent_s)
+    def covers_at_s(self, loads_s: float) -> float:
+        """When it will cover loads of so many seconds together, or be whole, if none runs meanwhile; -inf where it does or is."""
+        lacking_s = min(loads_s, self.full_s) - (self.full_s - self.spent_s)
         return float("-inf") if lacking_s <= 0 else self.at_s + lacking_s / EARNED_S
 
 
@@ -62,9 +59,8 @@ class Stay:
     load_s: float = 0.0
     least_s: float = 0.0
     idle_at_s: float = float("inf")
-    budget: Budget = Budget()
 
     @property
     def until_s(self) -> float:
-        """Until when it does not go for another one."""
-        return max(min(self.idle_at_s, self.ready_since_s + self.least_s), self.budget.covers_at_s(self.load_s))
+        """Until when it does not go for another one, whatever the budget."""
+        return min(self.idle_at_s, self.ready_since_s + self.least_s)

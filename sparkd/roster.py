@@ -20,7 +20,7 @@ from sparkd.rows import DAMAGES_SHOWN, Damage
 from sparkd.snapshot import ModelView
 from sparkd.state import Desired, ModelState, Progress, Store, Want
 
-# Who unloads a model without an operator's word: what is to be preloaded comes back with the next start.
+# The actors that unload a model without an operator's word: a preloaded model comes back with the next start.
 OWN_WISHES = ("ttl", "request", "config", "guard", "swap", "group")
 
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -59,7 +59,7 @@ class Roster:
     def configure(self, base: Config) -> dict[str, list[str]]:
         """Take the file's configuration. A model that it no longer has is wished STOPPED, and forgotten once it is.
 
-        What changed, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
+        The changes, names of models: added, removed, restarted, adjusted (what its engine does not see: ttl, priority, aliases), and
         preload: that are to be loaded at start from now on.
         """
         stored, added = self._store.desired(), self._store.specs()
@@ -106,7 +106,7 @@ class Roster:
         }
 
     def try_again(self, reasons: Collection[str], names: Collection[str] = ()) -> None:
-        """What failed for one of these reasons, or is one of these models, need not wait for its back-off."""
+        """A model that failed for one of these reasons, or is one of these, need not wait for its back-off."""
         for record in self.records.values():
             if record.state is ModelState.FAILED and (record.reason in reasons or record.name in names):
                 record.backoff_until_s = self._clock()
@@ -178,7 +178,8 @@ class Roster:
             raise Conflict(f"The model {record.name} is in the configuration file: take it out there and reload sparkd.")
 
     def mended(self, name: str) -> str:
-        """What who brought the model in does once a start of it has failed for good, without a full stop: only a file is read again."""
+        """The advice for whoever brought the model in once a start of it has failed for good, without a full stop: only a file is read
+        again."""
         if name in self._base.models:
             return f"mend it, then `sparkd reload` or `sparkd load {name}`"
         again = f"`sparkd rm {name}` and bring it in again, as by `sparkd run MODEL -- FLAGS`"
@@ -269,7 +270,8 @@ class Roster:
             log.warning("the wish for %s, which is no model any more, is not forgotten: %s", name, error.message)
 
     def holders(self, lacking: Record, now_s: float) -> list[dict[str, Any]]:
-        """Who holds memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no name."""
+        """The models that hold memory that `lacking` might have, the largest first: the rows of Unavailable.held_by. An unlisted one has no
+        name."""
         held = [record for record in self.records.values() if record is not lacking and record.memory_gib and record.rank_id]
         return [
             {
@@ -288,7 +290,7 @@ class Roster:
         spec = record.spec
         retry_in_s = max(0.0, record.backoff_until_s - now_s) if record.state is ModelState.FAILED else None
         gone = record.state is ModelState.FAILED and record.ranks == ()
-        # Of one that waits: since when. It may have been STOPPED, and unasked for, ever since the daemon began.
+        # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
         asked_s = record.asked_since_s if record.turn is not None else None
         since_s = record.since_wall_s if asked_s is None else self._wall() - (now_s - asked_s)
         given = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None
@@ -342,7 +344,7 @@ def _text(spec: Mapping[str, Any]) -> str:
 
 
 def _without_cache(progress: Progress | None) -> Progress | None:
-    """Of an engine that has failed: its cache is gone with it. That one was refused stays said."""
+    """The cache of an engine that has failed is gone with it. That one was refused stays said."""
     if progress is None:
         return None
     refused = progress.kv is not None and progress.kv.get("phase") == "refused"

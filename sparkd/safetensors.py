@@ -2,7 +2,7 @@
 
 The format: github.com/huggingface/safetensors, README.md, "Format"; the checks are those of its Rust reader (`Metadata::validate`).
 A header that is laid out as that library writes it is recognised as a whole; every other one is taken apart entry by entry, and only there
-a fault gets its sentence. What is recognised is what the other way takes, tensor for tensor.
+a fault gets its sentence. It recognises what the other way takes, tensor for tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from sparkd.apart import apart, is_apart
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.tensors import FileTensors, Kind, TensorRef
 
 # Some 250,000 tensors in one file, more than any that is published. The reference reader takes 100 MB (tensor.rs, MAX_HEADER_SIZE).
@@ -139,7 +139,7 @@ def open_regular(path: str) -> io.FileIO:
     except FileNotFoundError:
         linked = os.path.islink(path)
         reason = f"the file it links to, {os.readlink(path)}, is not there" if linked else "the file is not there"
-        raise CheckpointError(reason, file=path, cure=AGAIN) from None
+        raise CheckpointIncomplete(reason, file=path, cure=AGAIN) from None
     except OSError as error:
         raise CheckpointError(f"it cannot be opened: {error.strerror}", file=path, cure="Check its owner and mode") from None
 
@@ -164,11 +164,15 @@ def _counted(raw: bytes, path: str, cure: str) -> Any:
     return value
 
 
-def parsed_json(raw: bytes, path: str, cure: str) -> Any:
+def parsed_json(raw: bytes, path: str, cure: str, *, constants: bool = True) -> Any:
     """Any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key
-    twice."""
+    twice.
+
+    constants: read NaN, Infinity and -Infinity as Python, transformers and vLLM do: publishers' files have them. The reader of safetensors
+    headers is Rust's, which does not.
+    """
     try:
-        return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_constant)
+        return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=None if constants else _constant)
     except UnicodeDecodeError as error:
         reason = f"it is not UTF-8 at byte {error.start}"
     except RecursionError:
@@ -260,7 +264,7 @@ def _kind_of(spelling: bytes) -> Kind:
 
 
 def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
-    table = parsed_json(header, path, AGAIN)
+    table = parsed_json(header, path, AGAIN, constants=False)
     if not isinstance(table, dict):
         raise CheckpointError(f"the header is a JSON {_json_kind(table)} where an object is expected", file=path, cure=AGAIN)
     metadata = table.pop(_METADATA, None)
@@ -316,7 +320,7 @@ def _tensor(name: str, entry: Any, path: str, begin: int) -> TensorRef:
 
 
 def _bits(dtype: Any, shape: Any, path: str, name: str) -> int:
-    """Of a whole tensor."""
+    """The bytes of a whole tensor."""
     count = DTYPE_BITS.get(dtype) if type(dtype) is str else None
     if count is None:
         cure = "Update sparkd, or store the tensor in another dtype"

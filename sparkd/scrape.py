@@ -27,7 +27,7 @@ _SAMPLE = re.compile(
     rf"[ \t]+(?P<rest>{_NUMBER}(?:[ \t]+-?[0-9]+)?)[ \t]*"
 )
 _HEAD = re.compile(r"# (?:(HELP) ([a-zA-Z0-9_:]+)(?: .*)?|(TYPE) ([a-zA-Z0-9_:]+) (?:counter|gauge|histogram|summary|untyped))")
-# What a sample's name may have behind its family's.
+# The endings that a sample's name may have behind its family's.
 _SUFFIXES = ("", "_bucket", "_sum", "_count", "_total", "_created", "_info")
 # No value can hold a quote that is not escaped, so this finds names only.
 _LABEL_NAME = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="(?:[^"\\\n]|\\.)*"')

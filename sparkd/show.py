@@ -112,7 +112,7 @@ def stage(state: str, progress: Mapping[str, Any] | None, console: Console | Non
 
 
 def waits_for(conditions: Sequence[str]) -> str | None:
-    """What keeps the daemon itself from starting any model."""
+    """The conditions that keep the daemon itself from starting any model."""
     bars = (one for one in conditions if not one.startswith(_NO_BARS) and not one.endswith("no load begins there."))
     kind, _, reason = next(bars, "").partition(": ")
     return "It waits for Ray to start." if kind == "RayStarting" else reason or None
@@ -219,6 +219,14 @@ def layers(found: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     if found["quantization"]:
         console.print(f"The checkpoint is quantized already: {found['quantization']}.", markup=False)
+    if (held := found["held"]) is not None:
+        if held["refusal"]:
+            _say(console, f"vLLM does not take it so: {held['refusal']}.", "red")
+        else:
+            console.print(f"One GPU holds {size(held['bytes'])} of it ({held['sureness']}).", markup=False)
+        if held["unloaded"]:
+            parts = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in held["unloaded"].items())
+            console.print(f"vLLM leaves these parts on the disk: {parts}.", markup=False)
     for note in found["notes"]:
         _say(console, note, "yellow")
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from sparkd.page import all_printable
 from sparkd.ragged import Ragged
-from sparkd.show import printable
 
 # A Spark's two sockets, for whoever stands behind it.
 PLACES = {0: "beside the RJ45 socket", 1: "the outer one"}
@@ -22,6 +22,7 @@ _WRAP = 110
 
 def fabric(found: Mapping[str, Any], console: Console) -> None:
     """What `sparkd.fabric_report.report` answers."""
+    found = all_printable(found)
     double, single = ("══", "──") if console.encoding in ("utf-8", "utf8") else ("==", "--")
     for node in found["nodes"]:
         _node(node, found["cables"], console, double)
@@ -37,6 +38,7 @@ def fabric(found: Mapping[str, Any], console: Console) -> None:
 
 def nodes(found: Mapping[str, Any], console: Console) -> None:
     """`sparkd nodes`: what `GET /admin/v1/nodes` answers."""
+    found = all_printable(found)
     grid = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("NODE", "AGENT", "MEMORY", "FREE", "LENT", "HELD"):
         grid.add_column(column, no_wrap=True, justify="left" if column in ("NODE", "AGENT") else "right")
@@ -46,7 +48,7 @@ def nodes(found: Mapping[str, Any], console: Console) -> None:
         sizes = (reading.get("mem_total_bytes"), reading.get("mem_available_bytes"))
         lent = node["unified_memory_gib"]
         grid.add_row(
-            Text(printable(node["address"]) + (" (daemon)" if node["local"] else "")),
+            Text(node["address"] + (" (daemon)" if node["local"] else "")),
             agent,
             *("-" if one is None else f"{one / (1 << 30):.1f} GiB" for one in sizes),
             "-" if lent is None else f"{lent:g} GiB",
@@ -57,31 +59,31 @@ def nodes(found: Mapping[str, Any], console: Console) -> None:
 
 
 def offers(found: Iterable[Mapping[str, Any]], console: Console, head: str | None = None) -> None:
-    """Who could join. head: Ray's address of the head; one on loopback nobody can join yet."""
+    """The machines that could join. head: Ray's address of the head; one on loopback nobody can join yet."""
     ready = head is not None and not head.startswith("127.")
     how = f"`sparkd join {head}` there" if ready else "`sparkd join` there, after `sparkd token` here has said how"
-    for one in found:
-        console.print(Text(printable(f"offered  {one['told']}, not joined: run {how}"), style="cyan"))
+    for one in all_printable(list(found)):
+        console.print(Text(f"offered  {one['told']}, not joined: run {how}", style="cyan"))
 
 
 def environment(found: Mapping[str, Any], console: Console) -> None:
     """Each node's variables as a shell takes them, the reason below as a comment."""
-    for node, settings in found["environment"].items():
-        console.print(Text(printable(f"# {node}"), style="bold"), soft_wrap=True)
+    for node, settings in all_printable(found["environment"]).items():
+        console.print(Text(f"# {node}", style="bold"), soft_wrap=True)
         for one in settings:
             if one["value"] is None:
-                console.print(Text(printable(f"# {one['name']} stays unset"), style="dim"), soft_wrap=True)
+                console.print(Text(f"# {one['name']} stays unset", style="dim"), soft_wrap=True)
             else:
-                console.print(Text(printable(f"{one['name']}={shlex.quote(one['value'])}")), soft_wrap=True)
+                console.print(Text(f"{one['name']}={shlex.quote(one['value'])}"), soft_wrap=True)
             source = "" if one["source"] == "computed" else f"{one['source']}, "
             width = min(console.width, _WRAP) if console.is_terminal else console.width
-            told = textwrap.fill(printable(source + one["reason"]), width, initial_indent="#   ", subsequent_indent="#   ")
+            told = textwrap.fill(source + one["reason"], width, initial_indent="#   ", subsequent_indent="#   ")
             console.print(Text(told, style="dim"), soft_wrap=True)
         console.print()
 
 
 def _node(node: Mapping[str, Any], cables: Iterable[Mapping[str, Any]], console: Console, double: str) -> None:
-    console.print(Text.assemble((printable(node["node"]), "bold"), f"  {node['address']}" if node["address"] else ""))
+    console.print(Text.assemble((node["node"], "bold"), f"  {node['address']}" if node["address"] else ""))
     if not node["cages"]:
         console.print("  no ConnectX-7 on the PCI bus: no cable is plugged, or the card is off", style="dim")
     for cage in node["cages"]:
@@ -109,7 +111,7 @@ def _twins(twins: Iterable[Mapping[str, Any]], console: Console) -> None:
             rdma += f" {twin['rdma_state']}"
         addresses = " ".join(twin["addresses"]) or "no address"
         gid = "" if twin["gid_index"] is None else f"GID {twin['gid_index']}"
-        grid.add_row("   ", Text(printable(twin["name"])), Text(rdma), state or _speed(twin), f"MTU {twin['mtu']}", addresses, gid)
+        grid.add_row("   ", *map(Text, (twin["name"], rdma, state or _speed(twin), f"MTU {twin['mtu']}", addresses, gid)))
     console.print(grid)
 
 
@@ -117,7 +119,7 @@ def _others(title: str, interfaces: Iterable[Mapping[str, Any]], console: Consol
     for one in interfaces:
         live = one["up"] and one["carrier"]
         told = f"{_speed(one)} {' '.join(one['addresses']) or 'no address'}" if live else "not connected"
-        console.print(Text(printable(f"  {title:<5}  {one['name']}  {told.strip()}"), style="" if live else "dim"))
+        console.print(Text(f"  {title:<5}  {one['name']}  {told.strip()}", style="" if live else "dim"))
 
 
 def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -131,7 +133,7 @@ def _far_ends(node: str, label: str, cables: Iterable[Mapping[str, Any]]) -> lis
 
 def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str) -> None:
     ends = f"  {cable['a']} {cable['a_cage']} {double}{double} {cable['b_cage']} {cable['b']}"
-    console.print(Text.assemble(printable(ends), ("" if cable["seen"] else "  (by subnets, not met yet)", "dim")))
+    console.print(Text.assemble(ends, ("" if cable["seen"] else "  (by subnets, not met yet)", "dim")))
     grid = Ragged.grid(padding=(0, 2, 0, 0))
     for _ in range(4):
         grid.add_column(no_wrap=True)
@@ -139,7 +141,7 @@ def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str)
     for rail in cable["rails"]:
         word = rail["problem"] or ("RDMA" if rail["rdma"] else "sockets only")
         style = "red" if rail["problem"] else "green" if rail["rdma"] else "yellow"
-        grid.add_row("   ", printable(rail["a"]), f"{single} {printable(rail['b'])}", rail["network"], Text(word, style=style))
+        grid.add_row("   ", *map(Text, (rail["a"], f"{single} {rail['b']}", rail["network"])), Text(word, style=style))
     if cable["rails"]:
         console.print(grid)
     else:
@@ -147,19 +149,20 @@ def _cable(cable: Mapping[str, Any], console: Console, double: str, single: str)
 
 
 def _rates(rates: Iterable[Mapping[str, Any]], console: Console) -> None:
-    """What was measured between two nodes, beside what is normal."""
+    """The rates that were measured between two nodes, beside what is normal."""
     for one in rates:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["at_s"]))
         beside = f" ({one['normal_gb_s']} is normal)" if one["normal_gb_s"] else ""
         holds = one.get("holds", True)  # a daemon of an earlier release does not say
         style = _STYLES[one["verdict"]] if holds else "dim"
-        line = Text(printable(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}"), style=style)
+        line = Text(f"Measured  {one['a']} - {one['b']}  {one['gb_s']:.2f} GB/s{beside}", style=style)
         stale = "" if holds else "; not over the links of now, measure again"
         console.print(line.append(f"  {one['network'] or 'sockets'}, {when}{stale}", style="dim"))
 
 
 def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:
     """Worst first; what is fine and needs nothing is one line for each node."""
+    found = all_printable(list(found))
     grid = Ragged.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", max_width=_WRAP if console.is_terminal else None)
@@ -171,11 +174,11 @@ def findings(found: Iterable[Mapping[str, Any]], console: Console) -> None:
         else:
             listed.append(one)
     for one in sorted(listed, key=lambda one: ("fail", "warn", "ok").index(one["verdict"])):
-        told = Text(printable(f"{one['node']}, {one['about']}, {one['check']}: {one['evidence']}"))
-        told.append(printable(f"\n{one['cure']}"), style="dim" if one["verdict"] == "ok" else "italic")
+        told = Text(f"{one['node']}, {one['about']}, {one['check']}: {one['evidence']}")
+        told.append(f"\n{one['cure']}", style="dim" if one["verdict"] == "ok" else "italic")
         grid.add_row(Text(one["verdict"], style=_STYLES[one["verdict"]]), told)
     for node, checks in fine.items():
-        grid.add_row(Text("ok", style=_STYLES["ok"]), Text(printable(f"{node}: {', '.join(dict.fromkeys(checks))}")))
+        grid.add_row(Text("ok", style=_STYLES["ok"]), Text(f"{node}: {', '.join(dict.fromkeys(checks))}"))
     console.print(grid)
 
 

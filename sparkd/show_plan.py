@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparkd.exact import EXACT, GUESS, KNOWN
 from sparkd.fit import gib
+from sparkd.hardware import GIB
 from sparkd.page import Columns, Page, duration, printable
 from sparkd.source import name_of
+from sparkd.weight_cost import AHEAD
 
-# What a node's memory holds, in the order of the bar; a letter each, so that it reads without colours too.
+# The parts of a node's memory, in the order of the bar; a letter each, so that it reads without colours too.
 SEGMENTS = (
     ("system", "S", "bright_black"),
     ("weights", "W", "blue"),
@@ -21,6 +24,7 @@ SEGMENTS = (
     ("context", "C", "cyan"),
     ("processes", "P", "cyan"),
     ("margin", "M", "red"),
+    ("upper", "?", "yellow"),
     ("withheld", "-", "bright_black"),
     ("free", ".", "dim"),
 )
@@ -33,10 +37,16 @@ _WORDS = {
     "context": "CUDA context",
     "processes": "processes",
     "margin": "margin",
+    "upper": "kept for what a guess may lack",
     "withheld": "beyond the entry's limit",
     "free": "free",
 }
 _FIGURES = ("WEIGHTS", "KV CACHE", "REST", "FREE", "CONTEXT", "TOKENS/S", "FIRST LOAD", "NEXT")
+_SURENESS = {
+    EXACT: "vLLM's own answer, or what a start measured",
+    KNOWN: "sparkd's formulas, which are checked for this architecture",
+    GUESS: "formulas of other models; a load reserves the upper end",
+}
 BAR_CELLS = 64
 OWN_WORDS = "HEAD is the address of node 0; ADDRESS, LINK and DEVICES are each node's own, which `sparkd fabric --env` prints there"
 GENEROUS, NAMED = 12, 4
@@ -62,11 +72,15 @@ def _head(found: Mapping[str, Any], page: Page) -> None:
     stored = f"{found['quantization']}, " if found["quantization"] else ""
     page.line(
         printable(
-            f"{found['model']}: {found['architecture']}, {found['layers']} layers, {stored}{gib(found['bytes'])} on disk, "
-            f"up to {found['max_len']:,} tokens"
+            f"{found['model']}: {found['architecture']}, {found['layers']} layers, {stored}{gib(found['bytes'])} on disk"
+            f"{_unloaded(found['unloaded'])}, up to {found['max_len']:,} tokens"
         ),
         "bold",
     )
+    if experts := found.get("unknown_experts"):
+        size, names = gib(sum(experts.values())), ", ".join(list(experts)[:NAMED])
+        reason = f"sparkd cannot quantize experts of these names ({names}). Choose a checkpoint that is quantized already"
+        page.line(printable(f"{size} keep their precision in every format: {reason}."), "red")
     requests = f"{asked['requests']} request{'s' if asked['requests'] != 1 else ''} at once"
     length = f"of {asked['max_model_len']:,} tokens" if asked["max_model_len"] else "of as many tokens as fit"
     length += f", drafting by {asked['speculative']}" if asked["speculative"] else ""
@@ -81,8 +95,14 @@ def _head(found: Mapping[str, Any], page: Page) -> None:
     page.line(f"on {printable(nodes)} with {gib(hardware['memory_bytes'])}{each}, {requests} {length}\n")
 
 
+def _unloaded(sizes: Mapping[str, int]) -> str:
+    """The rest of the files, in brackets."""
+    words = [f"{name} without speculative decoding" if name == AHEAD else name for name in sizes]
+    return f" (vLLM leaves {gib(sum(sizes.values()))} there: {', '.join(words)})" if words else ""
+
+
 def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
-    table = Columns(("FORMAT", "NODES", "SPLIT", *_FIGURES), frozenset({"NODES", *_FIGURES}))
+    table = Columns(("FORMAT", "NODES", "SPLIT", "SURE", *_FIGURES), frozenset({"NODES", *_FIGURES}))
     rejected = []
     for number, option in enumerate(found["options"]):
         parts = option["footprint"]
@@ -94,21 +114,38 @@ def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
             _format(option),
             str(option["nodes"]),
             _split(option),
+            parts["sureness"],
             gib(parts["weights"]),
-            gib(parts["kv"]),
+            _range(parts["kv"], parts["upper"]),
             gib(rest),
             gib(parts["free"]),
             f"{option['max_model_len']:,}",
             f"< {parts['decode_tokens_s']:,.0f}" if parts["decode_tokens_s"] else "-",
-            *("-" if parts[key] is None else duration(parts[key]) for key in ("first_load_s", "next_load_s")),
+            *(_seconds(parts[key]) for key in ("first_load_s", "next_load_s")),
             style="bold green" if number == 0 else "",
         )
     if table.rows:
         page.columns(table)
         unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in found["options"])
         bound = "-: how fast this machine is, is not known" if unknown else "TOKENS/S: bound of one request by memory bandwidth"
-        page.line(f"Weights, cache and the rest are of one node. {bound}.\n", "dim")
+        page.line(f"Weights, cache and the rest are of one node. {bound}.", "dim")
+        page.line(_sureness(found["options"]) + "\n", "dim")
     _rejected(rejected, page, every or not table.rows)
+
+
+def _seconds(seconds: float | None) -> str:
+    """No load takes none."""
+    return "-" if seconds is None else "<1s" if seconds < 1 else duration(seconds)
+
+
+def _range(size: int, upper: int) -> str:
+    return gib(size) if gib(size) == gib(size + upper) else f"{size / GIB:.1f}-{gib(size + upper)}"
+
+
+def _sureness(options: Sequence[Mapping[str, Any]]) -> str:
+    """The meaning of the column's words, those that are in it."""
+    words = {option["footprint"]["sureness"] for option in options if option["fits"]}
+    return " ".join(f"{word}: {meaning}." for word, meaning in _SURENESS.items() if word in words)
 
 
 def _format(option: Mapping[str, Any]) -> str:
@@ -176,7 +213,7 @@ def _how(choice: Mapping[str, Any], page: Page) -> None:
 
 def _decided(choice: Mapping[str, Any], page: Page) -> None:
     if choice["config"]:
-        page.line(f"Of what is auto in the entry of {printable(choice['name'])} it makes:", "bold")
+        page.line(f"Keys that are auto in the entry of {printable(choice['name'])} become:", "bold")
         page.line(printable("\n".join(f"    {key}: {_told(value)}" for key, value in choice["config"].items())), whole=True)
         page.line()
     page.line("What sparkd runs for its entry, but for the socket and the files of each start:", "bold")

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from sparkd.ragged import Ragged
 from sparkd.show import printable
+from sparkd.source import name_of
 
 # Figure -> words and unit.
 _FIGURES = {
@@ -51,6 +52,28 @@ def listed(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     console.print("TOKENS/S is the first published figure for one stream. `sparkd recipes show NAME` tells its source.", style="dim")
 
 
+def registries(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
+    """`sparkd recipes ls --registry`. A row has `signed`, the signature in words, too."""
+    entries = list(rows)
+    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column, right in (("REGISTRY", False), ("RECIPES", True), ("COMMIT", False), ("OF", False), ("SIGNATURE", False), ("FROM", False)):
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in entries:
+        cells = (row["name"], str(row["recipes"]), row["commit"][:12], row["committed"][:10], row["signed"], row["url"])
+        table.add_row(*(escape(printable(cell)) for cell in cells))
+    console.print(table if entries else "There is no registry. `sparkd recipes add-registry URL` adds one.", markup=False)
+
+
+def of_registry(rows: Iterable[Mapping[str, str | None]], console: Console) -> None:
+    """`sparkd recipes ls --registry NAME`."""
+    table = Ragged(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("RECIPE", "MODEL", "RUNTIME"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(printable(row[key] or "-")) for key in ("name", "model", "runtime")))
+    console.print(table)
+
+
 def described(recipe: Mapping[str, Any], console: Console) -> None:
     """`sparkd recipes show`."""
     from sparkd.parser_choice import in_words
@@ -69,7 +92,7 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
     say.row("parsers", in_words(recipe["parsers"]))
     say.row("speculation", f"{speculation['method']}. {speculation['note']}".strip(". ") + ".")
     say.head("In sparkd.yaml")
-    say.line(f"  {recipe['name']}:")
+    say.line(f"  {name_of(recipe['name'].partition('@')[0])}:")
     for key, value in recipe["choice"].items():
         say.line(f"    {key}: {_yaml(value)}")
     say.head("It comes to")
@@ -143,5 +166,5 @@ def _yaml(value: Any) -> str:
     import yaml
 
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
-    # What it writes behind a plain value alone.
+    # It ends a plain value so.
     return text.removesuffix("...\n").rstrip("\n")

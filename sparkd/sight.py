@@ -1,4 +1,4 @@
-"""What is seen of the nodes at one moment, and for how long one that is out of sight counts as unknown. Never looks at one itself."""
+"""Owns the sight of the nodes at one moment, and for how long one that is out of sight counts as unknown. Never looks at one itself."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from sparkd.errors import ClusterError, CodeDiffers
 from sparkd.rows import noun_of
 from sparkd.snapshot import NodeView
 from sparkd.state import Progress, RankFact, Reading
+from workers.ray_probe import CLOCK_S
 from workers.signatures import Diagnosis
 
 log = logging.getLogger("sparkd.cluster")
@@ -20,13 +22,11 @@ NODE_GRACE_S = 60.0
 ACCEPTED_S = 20.0
 # Between two looks of a daemon that runs lies no more; a longer time was its own (a signal held it), and no node was silent in it.
 HELD_S = 5.0
-# Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a hub and whoever reads two logs.
-CLOCK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What could be seen at one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
+    """The sight of one moment. `ranks` is None where nobody could look; `connected` says whether something can be placed.
 
     `reading` is this node's. `unseen` are nodes that were seen a moment ago and do not answer: what runs there is unknown, not gone.
     `dark_s` says for how long such a node has given no sign of life at all, not even a refused connection; `no_raylet` are those that
@@ -61,7 +61,7 @@ class Look:
 
 
 class Sight:
-    """What runs on a node that was in sight a moment ago is unknown, not gone: starting it elsewhere would start it twice.
+    """An engine on a node that was in sight a moment ago is unknown, not gone: starting it elsewhere would start it twice.
 
     A node counts as gone once it was out of sight for NODE_GRACE_S. The time does not run while nobody can look.
     """
@@ -137,11 +137,14 @@ def told_of_unreadable(unreadable: Mapping[str, str]) -> str | None:
     return None
 
 
-def told_of_strangers(unmet: Mapping[str, str], ahead_s: Mapping[str, float]) -> str | None:
-    """The condition of nodes that have joined and cannot be used as they are: unmet: node -> why; ahead_s: of whose clocks, seconds."""
-    for node, why in unmet.items():
+def told_of_strangers(unmet: Mapping[str, ClusterError], ahead_s: Mapping[str, float]) -> str | None:
+    """The condition of nodes that have joined and cannot be used as they are. unmet: what keeps a node from it; ahead_s: of whose clocks,
+    seconds."""
+    for node, error in unmet.items():
+        if isinstance(error, CodeDiffers):
+            return f"{CodeDiffers.__name__}: {error.message}"
         cure = "check the firewall between the nodes (deploy/nftables.conf), and sparkd-ray there"
-        return f"NodeUnmet: {node} has joined Ray and its agent cannot be reached: {why.rstrip('.')}; {cure}."
+        return f"NodeUnmet: {node} has joined Ray and its agent cannot be reached: {error.message.rstrip('.')}; {cure}."
     for node, ahead in ahead_s.items():
         if abs(ahead) > CLOCK_S:
             how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sparkd.admission import Ways
@@ -16,6 +17,7 @@ from sparkd.fabric_nodes import FabricNodes, Stages
 from sparkd.fit import AS_STORED, quality_of
 from sparkd.hub_model import is_absent, look, note_commit
 from sparkd.needs import Need, Node, need_of, outgrown, refuse_unloadable, runtime_of, said_to, too_large, why_illegal
+from sparkd.node_runtime import RUNTIME_S, NodeRuntime, is_alike, runtime_in_sight
 from sparkd.placement import Placement
 from sparkd.places import Places
 from sparkd.quantizing import AUTO
@@ -23,6 +25,7 @@ from sparkd.rank_folders import slug_of
 from sparkd.raylink import RayLink
 from sparkd.team import team_of
 from sparkd.threads import Threads
+from sparkd.trust import at_trusted_commit, pinned
 from workers.hub_cache import cache_places
 from workers.runtime import GUARDED
 
@@ -52,25 +55,57 @@ class Siting:
     async def place(self, config: Config, spec: ModelConfig) -> Placement:
         """The memory is reserved on every node of it. Raises DoesNotFit, RankError or another ClusterError, each with the cure."""
         await self.refuse_absent(config, spec)
+        # From here on all files that are read are those of the commit that the engine gets.
+        spec = await asyncio.to_thread(pinned, spec, config)
         await asyncio.to_thread(refuse_unloadable, spec, config)
+        where = await self._where(config, spec)
         if isinstance(spec.tensor_parallel, int) and spec.tensor_parallel > 1:
-            return await self._team(config, spec, (spec.tensor_parallel, 1))
-        need = await self._need(config, spec, ALONE)
-        why = await self._too_large(config, need, 1)
-        if better := await self._better(config, spec, need if why is None else None):
+            return await self._team(config, spec, where, (spec.tensor_parallel, 1))
+        need = await self._need(config, spec, where, ALONE)
+        refusal = await self._too_large(config, need, 1)
+        if better := await self._better(config, spec, where, need if refusal is None else None):
             return better
-        if why is None:
+        if refusal is None:
+            need = await self._of_its_node(config, spec, where, need)
             node = await self._places.reserve_one(spec.name, need.gib, self._only(need))
             return _placement(need, (node,), ALONE)
         if spec.tensor_parallel == 1 or (spec.memory_gib != "auto" and not outgrown(need)):
             # A number of the operator's own is what it takes on each node, split or not: it helps where the engine is larger than that.
-            raise DoesNotFit(why)
-        return await self._spread(config, spec, why)
+            raise DoesNotFit(refusal, lasts=True)
+        return await self._spread(config, spec, where, refusal)
+
+    async def _where(self, config: Config, spec: ModelConfig) -> NodeRuntime:
+        """This node's runtime, or another's where this one has none: an engine that only this node may serve has no other."""
+        interpreter, entrypoint = runtime_of(spec, config), spec.entrypoint_of(config.engine)
+        nodes = self._in_sight() if entrypoint in GUARDED or entrypoint == AUTO else self._in_sight()[:1]
+        return await runtime_in_sight(nodes, partial(self._runtime_on, interpreter), vllm=spec.runs_vllm(config.engine))
+
+    async def _runtime_on(self, interpreter: str, node: str) -> Mapping[str, Any]:
+        if node == self._in_sight()[0]:
+            return await asyncio.to_thread(self._here.runtime, interpreter)
+        return await self._link.call(node, lambda agent: agent.runtime.remote(interpreter), RUNTIME_S)
+
+    async def _of_its_node(self, config: Config, spec: ModelConfig, where: NodeRuntime, need: Need) -> Need:
+        """By the release of the node that it goes to, where that has another than this one; where it cannot be there, of this one."""
+        node = next(iter(self._places.with_room(spec.name, need.gib)), where.node)
+        if where.only is not None or node == where.node or not spec.runs_vllm(config.engine):
+            return need
+        here = replace(need, nodes=frozenset({where.node}))
+        try:
+            facts = await self._runtime_on(runtime_of(spec, config), node)
+        except RankError:
+            return here
+        if is_alike(facts, where.facts):
+            return need
+        if facts["entrypoint"] is None:
+            return here
+        there = await self._need(config, spec, NodeRuntime(facts, node, frozenset({node})), ALONE)
+        return here if await self._too_large(config, there, 1) else there
 
     async def refuse_absent(self, config: Config, spec: ModelConfig) -> None:
         """Raises ModelUnusable and HubUnreachable for a hub id of which no node has anything and that its hub does not give: an engine
         would find that out only after its imports."""
-        env = spec.environment(config.engine)
+        env, spec = spec.environment(config.engine), await asyncio.to_thread(at_trusted_commit, spec, config)
         if not spec.runs_vllm(config.engine) or not await asyncio.to_thread(is_absent, spec, env):
             return
         others = self._in_sight()[1:]
@@ -84,24 +119,25 @@ class Siting:
         await HUB.run(lambda: look(spec, env, _published(config)))
 
     def held_gib(self, config: Config, spec: ModelConfig, nodes: int) -> int:
-        """What a model takes on each of so many nodes. Blocks."""
+        """The bytes that a model takes on each of so many nodes. Blocks."""
+        spec = at_trusted_commit(spec, config)
         ways = ALONE if nodes == 1 else _ways(config, spec, self._here, nodes)[0]
         return need_of(spec, config, self._here, self._total_gib, self._total_gib, ways).gib
 
-    async def _better(self, config: Config, spec: ModelConfig, alone: Need | None) -> Placement | None:
+    async def _better(self, config: Config, spec: ModelConfig, where: NodeRuntime, alone: Need | None) -> Placement | None:
         """With `quantize: auto` over more nodes, where those hold a better format than one does; None where none do, or they cannot share
         a model now, which the log says."""
         if spec.quantize != AUTO or spec.tensor_parallel != AUTO or alone is None:
             return None
-        found: list[tuple[int, int, int, Ways]] = []
+        better: list[tuple[int, int, int, Ways]] = []
         for nodes in range(2, len(self._in_sight()) + 1):
-            for number, ways in enumerate(await asyncio.to_thread(_ways, config, spec, self._here, nodes)):
-                need = await self._need(config, spec, ways)
+            for number, ways in enumerate(await asyncio.to_thread(_ways, config, spec, where, nodes)):
+                need = await self._need(config, spec, where, ways)
                 if _quality(need) < _quality(alone) and await self._too_large(config, need, nodes) is None:
-                    found.append((_quality(need), nodes, number, ways))
-        for *_, ways in sorted(found):
+                    better.append((_quality(need), nodes, number, ways))
+        for *_, ways in sorted(better):
             try:
-                return await self._team(config, spec, ways, linked=True)
+                return await self._team(config, spec, where, ways, linked=True)
             except MemoryReturns:
                 raise  # that is soon over, and a worse format would stay
             except DoesNotFit:
@@ -110,76 +146,83 @@ class Siting:
                 log.warning("%s does not go over more nodes in a better format: %s", spec.name, error.message)
         return None
 
-    async def _spread(self, config: Config, spec: ModelConfig, why: str) -> Placement:
+    async def _spread(self, config: Config, spec: ModelConfig, where: NodeRuntime, refusal: str) -> Placement:
         """It is too large for one node: over the fewest that hold it. NoRoom where the first of these would without the other models."""
         full: NoRoom | None = None
+        lasts = True
         for nodes in range(2, len(self._in_sight()) + 1):
-            for ways in await asyncio.to_thread(_ways, config, spec, self._here, nodes):
+            for ways in await asyncio.to_thread(_ways, config, spec, where, nodes):
                 try:
-                    return await self._team(config, spec, ways)
+                    return await self._team(config, spec, where, ways)
                 except MemoryReturns:
                     raise
                 except DoesNotFit as error:
                     full = full or (error if isinstance(error, NoRoom) else None)
+                    lasts = lasts and error.lasts
                     called = f"As a pipeline of {ways[1]} stages over" if ways[1] > 1 else "Over"
-                    why = f"{why} {called} {nodes} nodes: {error.message}"
-        raise NoRoom(why, full.gib, full.nodes) if full else DoesNotFit(why)
+                    refusal = f"{refusal} {called} {nodes} nodes: {error.message}"
+        raise NoRoom(refusal, full.gib, full.nodes) if full else DoesNotFit(refusal, lasts=lasts)
 
-    async def _team(self, config: Config, spec: ModelConfig, ways: Ways, *, linked: bool = False) -> Placement:
+    async def _team(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways, *, linked: bool = False) -> Placement:
         """linked: a pipeline too only over nodes with rails; else it goes over any, since its stages send little."""
         size, seen = ways[0] * ways[1], self._in_sight()
         if len(seen) < size:
             there = f"{len(seen)} node{'s are' if len(seen) > 1 else ' is'} in sight ({', '.join(seen)})"
             cure = "Connect the others (`sparkd fabric`), or leave tensor_parallel out"
             raise DoesNotFit(f"{spec.name} needs {size} nodes, and {there}. {cure}.")
-        if illegal := await asyncio.to_thread(why_illegal, spec, config, self._here, ways):
+        if illegal := await asyncio.to_thread(why_illegal, spec, config, where, ways):
             cure = "Leave tensor_parallel out, or choose another number"
-            raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.")
-        need = await self._need(config, spec, ways)
-        if why := await self._too_large(config, need, size):
-            raise DoesNotFit(why)
-        nodes = self._places.with_room(spec.name, need.gib)
+            raise DoesNotFit(f"{spec.name} cannot be split over {size} nodes: {illegal}. {cure}.", lasts=True)
+        need = await self._need(config, spec, where, ways)
+        if refusal := await self._too_large(config, need, size):
+            raise DoesNotFit(refusal, lasts=True)
+        nodes = [node for node in self._places.with_room(spec.name, need.gib) if need.nodes is None or node in need.nodes]
         if len(nodes) < size:
             raise self._places.no_room(spec.name, need.gib, size)
         env = spec.environment(config.engine)
         used = need.spec if need.spec.model == spec.model else spec
-        asked = (runtime_of(spec, config), used.model, used.revision, cache_places(env))
+        files = (runtime_of(spec, config), used.model, used.revision, cache_places(env))
 
         def identify(node: str) -> Awaitable[dict[str, Any]]:
-            return self._link.call(node, lambda agent: agent.identity.remote(*asked), IDENTITY_TIMEOUT_S)
+            return self._link.call(node, lambda agent: agent.identity.remote(*files), IDENTITY_TIMEOUT_S)
 
         links = self._fabric if linked or ways[0] > 1 else Stages(self._fabric)
         team = await team_of(spec.name, size, nodes, links, identify, rdma=wants_rdma(need.platform, env))
-        if self._only(need) not in (None, team[0]):
-            told = f"{spec.name} would be served from {team[0]}, and its engine, {need.entrypoint}, is no vLLM: it asks for no key there"
-            raise RankError(f"{told}. Unload a model of this node, so that the first part of {spec.name} runs here.")
+        if need.entrypoint not in GUARDED and team[0] != seen[0]:
+            place = f"{spec.name} would be served from {team[0]}, and its engine, {need.entrypoint}, is no vLLM: it asks for no key there"
+            raise RankError(f"{place}. Unload a model of this node, so that the first part of {spec.name} runs here.")
         await self._places.reserve(spec.name, need.gib, team, devices=spec.executor == "ray")
         return _placement(need, team, ways)
 
-    async def _need(self, config: Config, spec: ModelConfig, ways: Ways) -> Need:
+    async def _need(self, config: Config, spec: ModelConfig, where: NodeRuntime, ways: Ways) -> Need:
         free_gib = self._places.most_free_gib(spec.name, self._total_gib, ways[0] * ways[1])
-        # What lies beside a model here need not lie beside it on another node.
+        # A file beside a model here need not lie beside it on another node.
         beside = ways == ALONE and len(self._in_sight()) == 1
-        need = await asyncio.to_thread(need_of, spec, config, self._here, free_gib, self._total_gib, ways, beside)
-        said = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
-        if said.refused:
-            raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {said.refused[0]}")
-        return replace(need, said=said)
+        need = await asyncio.to_thread(need_of, spec, config, where, free_gib, self._total_gib, ways, beside)
+        flags = await asyncio.to_thread(said_to, need.spec, config, need.vllm, ask=True)
+        if flags.refused:
+            raise FlagRefused(f"{spec.name} cannot be started by the vLLM of its runtime: {flags.refused[0]}")
+        return replace(need, said=flags, nodes=where.only)
 
     def _only(self, need: Need) -> str | None:
         """The node that must serve it; None where any may. An engine that asks for no key listens on a Unix socket, which is reached from
-        the daemon's own node alone."""
-        return None if need.entrypoint in GUARDED else self._in_sight()[0]
+        the daemon's own node alone. Where not all nodes have its runtime, one that has, with room for it if there is one."""
+        if need.entrypoint not in GUARDED:
+            return self._in_sight()[0]
+        if need.nodes is None:
+            return None
+        with_room = (node for node in self._places.with_room(need.spec.name, need.gib) if node in need.nodes)
+        return next(with_room, min(need.nodes))
 
     async def _too_large(self, config: Config, need: Need, size: int) -> str | None:
         only = self._only(need) if size == 1 else None
         offered = sorted((gib for node, gib in self._places.offered().items() if only in (None, node)), reverse=True)
         most_gib = int(offered[size - 1] if len(offered) >= size else self._total_gib)
         where = f"each of {size} nodes" if size > 1 else "the largest node in sight" if len(offered) > 1 else "this node"
-        why = await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
-        if why and only and len(self._in_sight()) > 1:
-            why += f" No other node can serve it: its engine, {need.entrypoint}, is no vLLM and asks for no key on an address."
-        return why
+        refusal = await asyncio.to_thread(too_large, need, most_gib, where, need.spec.environment(config.engine))
+        if refusal and only and need.entrypoint not in GUARDED and len(self._in_sight()) > 1:
+            refusal += f" No other node can serve it: its engine, {need.entrypoint}, is no vLLM and asks for no key on an address."
+        return refusal
 
 
 def _published(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a user means by MODEL on a command line: a folder or a hub id, a name for it, where a hub id lies. Never looks into the folder."""
+"""Owns the meaning of MODEL on a command line: a folder or a hub id, a name for it, where a hub id lies. Never looks into the folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CONFIG_PATH", "FOLDER_SIGNS", "check_there", "folder_of", "hub_cache
 
 CONFIG_PATH = Path("/etc/sparkd/sparkd.yaml")
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
-# What a folder begins with, and the name of no model.
+# The beginnings of a folder, which no model's name has.
 FOLDER_SIGNS = ("/", "./", "../", "~")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkd.tensors import TensorRef
 
-# What the loader can turn back into BF16, one tensor at a time; the rest is served as it is.
+# The formats that the loader can turn back into BF16, one tensor at a time; the rest is served as it is.
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _BLOCK = [128, 128]
@@ -20,10 +20,12 @@ class SourceQuantization:
     """method: fp8_tensor, fp8_channel, fp8_block, mxfp4, nvfp4, modelopt_mixed, compressed-tensors, awq, gptq or other.
 
     details: the configuration's own words. For the fp8 methods, `weight_scale_inv` or `weight_scale` stands beside each `weight`.
+    apart: they stand in hf_quant_config.json, and config.json says nothing.
     """
 
     method: str
     details: Mapping[str, Any] = field(default_factory=dict)
+    apart: bool = False
 
     @property
     def requantizable(self) -> bool:
@@ -32,7 +34,7 @@ class SourceQuantization:
 
     @property
     def kv_dtype(self) -> str:
-        """Of the KV cache where nobody names one and the checkpoint is served as it is: `fp8` if it says so, else `auto`.
+        """The dtype of the KV cache where nobody names one and the checkpoint is served as it is: `fp8` if it says so, else `auto`.
 
         As vllm/utils/torch_utils.py (resolve_kv_cache_dtype_string) reads ModelOpt's, and layers/attention/attention.py the scheme of
         compressed-tensors. Four bits are counted as if they were the model's own, which is more.
@@ -49,26 +51,36 @@ class SourceQuantization:
         return "fp8" if str(scheme).lower() == "fp8" else "auto"
 
 
+    def modelopt_file(self) -> dict[str, Any]:
+        """hf_quant_config.json, as far as vLLM reads it."""
+        return {"producer": {"name": "modelopt"}, "quantization": {key: self.details[key] for key in self.details if key != "quant_method"}}
+
+
 def source_quantization(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, tensors: Mapping[str, TensorRef]
 ) -> SourceQuantization | None:
     """config: config.json; modelopt: hf_quant_config.json, where there is one. None: the weights are as they were trained."""
-    details = _details(config, modelopt)
+    stated = _stated(config)
+    details = stated or _modelopt_details(modelopt)
     if details is None:
         # FP8 weights without a word about them in the configuration: the scales beside them tell the kind.
         scaled = _fp8_by_scales(tensors, details={})
         return SourceQuantization(scaled) if scaled else None
-    return SourceQuantization(_method(details, tensors), details)
+    return SourceQuantization(_method(details, tensors), details, apart=stated is None)
 
 
-def _details(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The configuration of the text model counts where a multimodal one has it there."""
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """In config.json. The configuration of the text model counts where a multimodal one has it there."""
     places = [config, *(part for key in ("text_config", "llm_config", "language_config") if isinstance(part := config.get(key), Mapping))]
     for place in places:
         for key in ("quantization_config", "compression_config"):
             found = place.get(key)
             if isinstance(found, Mapping) and found:
                 return found
+    return None
+
+
+def _modelopt_details(modelopt: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     inner = modelopt.get("quantization") if modelopt is not None else None
     # Without an algorithm ModelOpt has quantized the KV cache alone.
     return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner.get("quant_algo") else None

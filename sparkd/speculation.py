@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkd.config_fields import Method
 from sparkd.recipe_file import Draft, Speculation
-from sparkd.vllm_flags import PER_BATCH, SPECULATIVE, schedule
+from sparkd.vllm_flags import PER_BATCH, SPECULATIVE, flag_name, schedule
 
 # From this many requests at a time on, drafting costs more than it brings (14.1, 14.7).
 BATCH_LIMIT = 32
@@ -25,8 +25,9 @@ _ASYNC = ("async-scheduling",)
 
 @dataclass(frozen=True, slots=True)
 class Speculating:
-    """What a choice adds to a model. settings: keys that it sets. fixed: key -> values it can live with. why: the reason, for a message.
-    drops: switches of vLLM that it does not start with."""
+    """The keys, flags and variables that a choice adds to a model. settings: keys that it sets. fixed: key -> values it can live with. why:
+    the reason, for a message. drops: switches of vLLM that it does not start with. own: those of `settings` that the recipe itself has for
+    this draft. flags: of vLLM, each with the only value that it can live with; `args` has them too."""
 
     args: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -34,9 +35,11 @@ class Speculating:
     env: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
     drops: tuple[str, ...] = ()
+    own: frozenset[str] = frozenset()
+    flags: Mapping[str, str] = field(default_factory=dict)
 
 
-NOTES: Mapping[Method, str] = {
+NOTES: Mapping[str, str] = {
     "off": "",
     "ngram": "Fast where answers repeat the prompt (edits, retrieved text, JSON), nothing gained on new prose.",
     "suffix": "As ngram, with a tree of suffixes; vLLM needs the package arctic-inference for it in the engine's environment.",
@@ -74,14 +77,18 @@ def speculating(method: Method, offered: Speculation | None, model: str, max_num
         config["moe_backend"] = draft.moe_backend
     if method == "mtp":
         fixed = {key: (value,) for key, value in draft.needs.items()}
-        return Speculating((*draft.args, *_args(config, max_num_seqs)), draft.needs, fixed, why="the draft works with nothing else")
+        why, own = "the draft works with nothing else", frozenset(draft.needs)
+        return Speculating((*draft.args, *_args(config, max_num_seqs)), draft.needs, fixed, why=why, own=own)
     # The drafter's attention is left to vLLM. DeepGEMM is incompatible with the draft's path, and other attention crashes on SM121 (14.7).
+    attention = {} if any(flag_name(arg) == "attention-backend" for arg in draft.args) else {"attention-backend": "TRITON_ATTN"}
     return Speculating(
-        ("--attention-backend", "TRITON_ATTN", *draft.args, *_args(config, max_num_seqs)),
+        (*(word for name, value in attention.items() for word in (f"--{name}", value)), *draft.args, *_args(config, max_num_seqs)),
         {"kv_cache_dtype": "bfloat16", **draft.needs},
         {"kv_cache_dtype": _NATIVE, **{key: (value,) for key, value in draft.needs.items() if key != "kv_cache_dtype"}},
         {"VLLM_USE_DEEP_GEMM": "0"},
         "a DFlash drafter works on a BF16 cache only",
+        own=frozenset(draft.needs),
+        flags=attention,
     )
 
 

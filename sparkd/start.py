@@ -59,7 +59,7 @@ class Starter:
         if placement.spec is not None and placement.spec.model != spec.model:
             (tell or log.info)(f"quantize: auto takes {placement.spec.model}, which is {spec.model} quantized already.")
         asked, spec = spec, placement.spec or spec
-        if moved := await asyncio.to_thread(remember, asked, spec, spec.environment(config.engine), config.state_dir):
+        for moved in await asyncio.to_thread(remember, asked, spec, config):
             (tell or log.info)(moved)
         said = placement.said if placement.said is not None else await asyncio.to_thread(said_to, spec, config, placement.vllm)
         for note in said.notes:
@@ -137,7 +137,7 @@ class Starter:
         return list(await asyncio.gather(*(self._link.call(node, method, SPAWN_TIMEOUT_S) for node in placement.nodes)))
 
     async def _undo(self, placement: Placement, attempt: Attempt) -> None:
-        """What cannot be reached now is fenced when its node is back: it belongs to no start that anybody knows."""
+        """A rank that cannot be reached now is fenced when its node is back: it belongs to no start that anybody knows."""
         for rank, node in enumerate(placement.nodes):
             with suppress(ClusterError):
                 await self._end(node, attempt.rank_id_of(rank))
@@ -158,7 +158,7 @@ def _foreign(node: str, one: Mapping[str, Any]) -> str:
 
 
 def _shared_fields(config: Config, placement: Placement, spec: ModelConfig, attempt: Attempt, said: Translation) -> dict[str, Any]:
-    """Of a workers.spec.RankSpec: what every rank of the model has in common. Reads the checkpoint's headers."""
+    """The fields of a workers.spec.RankSpec that every rank of the model has in common. Reads the checkpoint's headers."""
     return {
         **rank_fields(config, spec, placement.platform, placement.entrypoint, said, placement.vllm),
         "generation": attempt.generation,

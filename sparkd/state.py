@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Want(StrEnum):
-    """What somebody asked for."""
+    """The wish for a model."""
 
     RUNNING = "RUNNING"
     STOPPED = "STOPPED"
@@ -121,7 +121,7 @@ class RankHandle:
 
     @property
     def start(self) -> str:
-        """What the ranks of one start alone have in common."""
+        """The part of its name that the ranks of one start alone have in common."""
         return self.attempt or self.rank_id
 
 
@@ -170,7 +170,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RankFact:
-    """What an agent observed of one rank: a handle, whether its processes live, and how it ended.
+    """An agent's observation of one rank: a handle, whether its processes live, and how it ended.
 
     halted: a signal has stopped a process of it (SIGSTOP): it lives and will never answer. cpu_s: CPU seconds of all its processes.
     killed: the guard's sentence, where it was the guard. host_bytes: anonymous memory; device_bytes: as nvidia-smi says.

@@ -1,7 +1,7 @@
 """Owns the course of the largest step: what vLLM's layers take and give back, in order, and what torch keeps of it. Never measures.
 
 Read from vLLM 0.26 (vllm/model_executor/models and layers): a frame of Python holds what its names stand for, so the model's loop holds a
-layer's input until its output is there, and a layer holds a block's. What an H200 hands out at most, beside cuBLAS's workspace, is met
+layer's input until its output is there, and a layer holds a block's. The most that an H200 hands out, beside cuBLAS's workspace, is met
 exactly: of a dense model three rows of `hidden` and three of the MLP's inner width, of Gemma 3 without a compiler nineteen of `hidden`.
 """
 
@@ -28,7 +28,8 @@ _FLOAT_NORMS = ("Gemma", "Qwen3Next", "Qwen3_5")
 _SANDWICHED = ("Gemma2", "Gemma3", "Gemma4")
 # Steps after which nothing more is reserved; the layers of a model repeat, and so does what they leave.
 STEPS, MOST_LAYERS = 2, 12
-# Of the sampler's kernel, which keeps a row of float32 for each request, of at most so many processors (v1/sample/ops/topk_topp_triton.py).
+# The rows of the sampler's kernel, which keeps a row of float32 for each request, of at most so many processors
+# (v1/sample/ops/topk_topp_triton.py).
 PROCESSORS = 132
 # No width of a published model comes near it.
 _MOST = 1 << 24
@@ -37,7 +38,8 @@ _DELTA_CHUNK, _MAMBA_CHUNK = 64, 256
 
 
 def reserved_bytes(inventory: Inventory, serving: Serving, *, eager: bool, quantized: bool = False) -> int:
-    """What torch reserves at most for steps of max_num_batched_tokens, beside weights and cache; reckoned once for each kind of step.
+    """The most bytes that torch reserves for steps of max_num_batched_tokens, beside weights and cache; reckoned once for each kind of
+    step.
 
     eager: without a compiler, which makes one kernel of what is done in float32 and keeps none of it. quantized: whether linear layers
     multiply by kernels of their own.
@@ -88,7 +90,7 @@ class Step:
         self._stateful = sum(isinstance(one, State) and not one.key_heads for one in shape.mixers[:MOST_LAYERS])
 
     def start(self) -> None:
-        """What comes before the first request: vLLM profiles itself, one batch is rehearsed with attention, all that nothing holds is given
+        """The steps before the first request: vLLM profiles itself, one batch is rehearsed with attention, all that nothing holds is given
         back, and the warm-up runs once more without a cache's states.
 
         With shared experts the first small batch asks for vLLM's stream beside the main one, and with that the main one becomes a stream of
@@ -126,7 +128,7 @@ class Step:
         self._free(hidden)
 
     def _blocks(self) -> Iterator[list[Callable[[], Block]]]:
-        """Of each layer in order."""
+        """The steps of each layer in order."""
         for number, mixer in islice(enumerate(self._shape.mixers), MOST_LAYERS):
             feeds = self._experts if number in self._routed else self._mlp
             mixes: Callable[[], Block] | None = None
@@ -228,7 +230,7 @@ class Step:
 
     def _scan(self, state: State, heads: int, groups: int, convolved: int) -> None:
         after = self._row(convolved)
-        # Of each request that goes on: its state, and zeros for the others.
+        # The state of each request that goes on, and zeros for the others.
         each = 4 * self._requests() * heads * state.rows * state.columns
         gathered = self._take(each)
         begun = self._take(each)
@@ -354,7 +356,7 @@ class Step:
         return str(self._text.get("mlp_hidden_act") or "") != "relu2"
 
     def _row(self, width: int) -> Block:
-        """Of every token so many elements in the model's precision."""
+        """The bytes of so many elements of every token in the model's precision."""
         return self._take(self._tokens * width * self._width)
 
     def _take(self, size: int) -> Block:

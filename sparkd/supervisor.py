@@ -25,6 +25,7 @@ from sparkd.found import Found
 from sparkd.gate import Gate
 from sparkd.lease import Door, Lease, Waits
 from sparkd.ledger import Ledger
+from sparkd.node_runtime import NodeRuntime
 from sparkd.plan import Action, Adopt, Ask, Destroy, Drain, Fail, Move, Place, Rest, Stop, Unwant, Yield, plan
 from sparkd.pressure import told_of
 from sparkd.pulse import Pulse
@@ -167,7 +168,7 @@ class Supervisor:
             conditions=tuple(filter(None, told)),
         )
 
-    # What the admin API and the daemon need besides.
+    # The admin API and the daemon need these besides.
 
     def record(self, name: str) -> Record:
         """The record behind a name or an alias; UnknownModel names the known ones. Read-only outside this module and queue."""
@@ -257,7 +258,7 @@ class Supervisor:
             self._door.turn_away(before[name])
         for name in changes.pop("preload"):
             self.want(name, Want.RUNNING, "config")
-        # What these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
+        # The memory that these lacked may be there now. One whose engine hangs or crashes rests on, unless its own entry is another.
         self._roster.try_again(FOR_ITS_OWNER, changes["restarted"])
         for kind, how in (("added", "added"), ("changed", "restarted"), ("changed", "adjusted"), ("removed", "removed")):
             for name in changes[how]:
@@ -296,6 +297,10 @@ class Supervisor:
     async def everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
         """See Cluster.everywhere."""
         return await self._cluster.everywhere(method, *arguments)
+
+    async def runtime(self, interpreter: str) -> NodeRuntime:
+        """See Cluster.runtime."""
+        return await self._cluster.runtime(interpreter)
 
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         """By a number of nodes, up to all in sight: why no so many may share a model by tensor parallelism, and what helps."""
@@ -436,7 +441,7 @@ class Supervisor:
         facts: dict[str, ModelFacts] = {}
         for name, record in self._roster.records.items():
             with around("facts", name):
-                facts[name] = found.facts_of(record, self.config, now_s, self._pulse.frozen, self._swap.budget)
+                facts[name] = found.facts_of(record, self.config, now_s, self._pulse.frozen)
         strangers = tuple(fact for fact in found.strangers if fact.handle.start not in self._actions.strays)
         can_place, whose = False, Turn()
         with around("turn"):

@@ -1,6 +1,6 @@
-"""What the control plane does so that several models share the nodes: whose turn it is, who goes for whom, and what they are told.
+"""Owns how several models share the nodes: whose turn it is, who goes for whom, and what they are told.
 
-Who is to go is sparkd.turns' decision. Never ends a model itself: it wishes.
+sparkd.turns decides which model is to go. Never ends a model itself: it wishes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ from sparkd.facts import ModelFacts
 from sparkd.gate import Gate
 from sparkd.ledger import Ledger
 from sparkd.record import Record
-from sparkd.residency import Budget, Evicted
+from sparkd.residency import Evicted
 from sparkd.room import Book
 from sparkd.sight import Observation
-from sparkd.state import STARTING, ModelState, RankFact, Want
+from sparkd.state import ModelState, RankFact, Want
 from sparkd.turns import Turn, turn
+from sparkd.waits import AGENT_SILENT, LEFT_BEHIND, MEMORY, RAY_STARTS, Wait
 
 
-def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> str | None:
+def bar_of(observation: Observation, gate: Gate, strangers: Collection[RankFact]) -> Wait | None:
     """Why no load can begin now, whichever model is first; None where one can. strangers: ranks of models that nobody knows."""
     if not observation.connected:
-        kind, _, reason = (observation.trouble or "").partition(": ")
-        return "It waits for Ray to start." if kind == "RayStarting" else reason or "It waits for this node's agent to answer."
+        kind, _, sentence = (observation.trouble or "").partition(": ")
+        if kind == RAY_STARTS:
+            return Wait(kind, "It waits for Ray to start.")
+        return Wait(kind, sentence) if sentence else Wait(AGENT_SILENT, "It waits for this node's agent to answer.")
     if not gate.allows:
-        told = [condition.partition(": ") for condition in gate.conditions if condition]
-        return " ".join(why for kind, _, why in told if kind != "MemoryReturns") or "It waits for memory of a node."
+        conditions = [condition.partition(": ") for condition in gate.conditions if condition]
+        shown = [(kind, sentence) for kind, _, sentence in conditions if kind != "MemoryReturns"] or [
+            (MEMORY, "It waits for memory of a node.")
+        ]
+        return Wait(shown[0][0], " ".join(sentence for _, sentence in shown))
     if any(fact.alive for fact in strangers):
-        return "It waits for what an earlier daemon left to end."
+        return Wait(LEFT_BEHIND, "It waits for what an earlier daemon left to end.")
     return None
 
 
@@ -51,47 +57,48 @@ class Swap:
         self._ties = ties
         self._want = want
         self._clock = clock
-        self._told: dict[str, str] = {}
-        self.budget = Budget(at_s=clock())
+        self.waits: Mapping[str, Wait] = {}
+        self._loads = ledger.loads(clock())
 
-    def turn(self, models: Mapping[str, ModelFacts], bar: str | None = None) -> Turn:
+    def turn(self, models: Mapping[str, ModelFacts], bar: Wait | None = None) -> Turn:
         """bar: as bar_of says it."""
-        return turn(models, self._book(), self._ties(), self._clock(), bar)
+        return turn(models, self._book(), self._ties(), self._clock(), bar, self._loads.budget)
 
-    def show(self, found: Turn, records: Mapping[str, Record]) -> None:
-        """Who waits is told why and at which place; who would go for nobody any more need not."""
+    def show(self, whose: Turn, records: Mapping[str, Record]) -> None:
+        """Tell each waiting model why and at which place; a model that would go for none any more need not."""
         for record in records.values():
-            place = found.line.index(record.name) + 1 if record.name in found.line else None
-            record.turn = place if record.name in found.told else None
+            place = whose.line.index(record.name) + 1 if record.name in whose.line else None
+            record.turn = place if record.name in whose.waits else None
             if place is not None and record.asked_since_s is None:
                 record.asked_since_s = self._clock()
-            if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and record.name in found.told):
-                record.message = found.told.get(record.name)
-            if record.yields_to is not None and record.name not in found.leave and record.state in (ModelState.READY, ModelState.DRAINING):
+            wait = whose.waits.get(record.name)
+            if record.state is ModelState.STOPPED or (record.state is ModelState.FAILED and wait is not None):
+                record.message = wait.sentence if wait is not None else None
+            if record.yields_to is not None and record.name not in whose.leave and record.state in (ModelState.READY, ModelState.DRAINING):
                 record.yields_to = None
         # Seconds that are left change with every look.
-        news = {name: why for name, why in found.told.items() if _gist(self._told.get(name)) != _gist(why)}
-        for name, why in news.items():
-            self._ledger.say("waits", name, why)
-        self._told = dict(found.told)
+        news = {name: wait for name, wait in whose.waits.items() if not wait.is_as(self.waits.get(name))}
+        for name, wait in news.items():
+            self._ledger.say("waits", name, wait.sentence)
+        self.waits = dict(whose.waits)
 
     def leave(self, record: Record, to: str) -> None:
-        """It goes for the sake of `to`. Who asks for it meanwhile waits behind that one."""
+        """It goes for the sake of `to`. A request for it waits behind that one meanwhile."""
         record.yields_to = to
         requests = f"; its {record.in_flight} requests may finish first" if record.in_flight else ""
         record.evicted = Evicted(to, record.desired.by)
-        self.budget = self.budget.spend(record.load_s or 0.0)
+        self._loads.evict(record.name, to)
         self._ledger.say("swap", record.name, f"It makes room for {to}{requests}.", to=to)
         metrics.SWAPS.labels(record.name).inc()
         self._want(record.name, Want.STOPPED, "swap")
 
     def count(self, records: Mapping[str, Record]) -> None:
-        """Give the budget back what time brings: nothing while a model loads for which another one was evicted."""
-        evictors = {record.evicted.to for record in records.values() if record.evicted is not None}
-        loading = any(record.name in evictors and record.state in STARTING for record in records.values())
-        may_go = (record for record in records.values() if record.spec is None or not record.spec.pin)
-        longest_s = max((record.load_s or 0.0 for record in may_go), default=0.0)
-        self.budget = self.budget.passed(self._clock(), loading=loading, longest_s=longest_s)
+        """Take in which models load, and what that has cost since the last look."""
+        self._loads.advance(self._clock(), {record.name for record in records.values() if record.spec is not None and record.spec.pin})
+        for record in records.values():
+            self._loads.stand(record.name, record.state)
+            if record.load_s is not None and record.state in (ModelState.READY, ModelState.FAILED):
+                self._loads.end(record.name, record.load_s, record.state)
 
     def settle(self, records: Mapping[str, Record]) -> None:
         """Bring an evicted model back where the load for which it went was cancelled, or has failed and no client waits for it any more."""
@@ -100,16 +107,13 @@ class Swap:
             if evicted is None:
                 continue
             other = records.get(evicted.to)
-            ended = other is None or other.desired.want is Want.STOPPED or (other.state is ModelState.FAILED and not other.claims)
+            is_ready = other is not None and other.state is ModelState.READY
+            has_ended = other is None or other.desired.want is Want.STOPPED or (other.state is ModelState.FAILED and not other.claims)
             owed = evicted.owed and record.desired.want is Want.STOPPED and record.desired.by == "swap"
-            if ended and owed:
-                record.evicted = None
+            record.evicted = None if is_ready or has_ended else replace(evicted, owed=owed)
+            if has_ended and owed:
                 self._ledger.say("swap", record.name, f"It is loaded again: {evicted.to}, for which it was evicted, is not.", to=evicted.to)
                 self._want(record.name, Want.RUNNING, evicted.by)
-            elif ended or (other is not None and other.state is ModelState.READY):
-                record.evicted = None
-            else:
-                record.evicted = replace(evicted, owed=owed)
 
     def follow(self, name: str, want: Want, by: str, records: Mapping[str, Record]) -> None:
         """The wish for one model is one for those that accompany it, too. An operator's unload ends them all; every other end only those
@@ -124,9 +128,5 @@ class Swap:
 
     def is_used(self, name: str, records: Mapping[str, Record], since_s: float) -> bool:
         """Whether a companion of it was used since then: they go after their ttl together, or not."""
-        found = [records[other] for other in self._ties().companions_of(name) if other in records]
-        return any(one.in_flight or one.waiters or one.last_used_s > since_s for one in found)
-
-
-def _gist(why: str | None) -> str:
-    return "" if why is None else "".join(letter for letter in why if not letter.isdigit())
+        companions = [records[other] for other in self._ties().companions_of(name) if other in records]
+        return any(record.in_flight or record.waiters or record.last_used_s > since_s for record in companions)

@@ -1,4 +1,4 @@
-"""What systemd hands to a service and hears back from it: notifications, watchdog, sockets, credentials. Never decides when to say what.
+"""Owns the talk between systemd and a service: notifications, watchdog, sockets, credentials. Never decides when to say what.
 
 Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), systemd.exec(5) "Credentials". Without systemd every part is absent and
 every notification a no-op.

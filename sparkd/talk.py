@@ -42,6 +42,10 @@ def run(
     extra = list(vllm_args or [])
     if extra and not extra[0].startswith("-"):
         raise ConfigError(f"{extra[0]!r} is no flag of vLLM: those stand after `--`; a question is given by -p.")
+    if model.endswith((".yaml", ".yml")):
+        from sparkd.recipe_file import refuse_as_model
+
+        refuse_as_model(model)
     # The daemon would refuse them too, as extra_args of an entry, which nobody wrote here.
     check_args(extra, "vLLM's flags after `--`")
     chosen = {"profile": profile, "speculative": speculative, "extra_args": extra}
@@ -98,7 +102,7 @@ def _unknown(model: str, names: list[str]) -> SparkdError:
 
 def _is_recipe(client: Client, source: str) -> bool:
     """Whether the daemon has a recipe of this name; its recipes count, not those of the machine that asks."""
-    if "/" in source:
+    if "/" in source and "@" not in source:
         return False
     try:
         client.get(f"/recipes/{quote(source)}")
@@ -166,7 +170,7 @@ def _turn(session: Session, model: str, said: list[Message], line: str) -> None:
 
 
 def _stream(session: Session, model: str, messages: list[Message]) -> str:
-    """Print an answer as it comes; returns its text. What a reasoning model thinks is shown dimmed on a terminal, and not in a pipe."""
+    """Print an answer as it comes; returns its text. A reasoning model's thoughts are shown dimmed on a terminal, and not in a pipe."""
     terminal, answer, thinking = session.out.is_terminal, "", False
     for piece in session.client.answer(model, messages):
         if terminal and piece.thought:

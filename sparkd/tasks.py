@@ -15,6 +15,7 @@ from sparkd.model_config import ModelConfig
 from sparkd.model_shape import shape_of
 from sparkd.source import folder_of
 from sparkd.vllm_flags import flag_name
+from workers import regular_file
 
 # vllm/config/model.py, _SUFFIX_TO_DEFAULTS, and the tables of vllm/model_executor/models/registry.py (0.32). An architecture that neither
 # an end nor a name tells may do anything.
@@ -61,8 +62,7 @@ def _read(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
     """config.json, None where it cannot be read, and the names beside it."""
     try:
         files = os.listdir(folder)
-        with open(Path(folder) / CONFIG, "rb") as file:
-            config = json.loads(file.read(_MOST_BYTES))
+        config = json.loads(regular_file.read(Path(folder) / CONFIG, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None, []
     return (config if isinstance(config, dict) else None), files

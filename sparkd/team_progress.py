@@ -15,9 +15,10 @@ N = TypeVar("N", int, float)
 
 
 def progress_of(ranks: Iterable[RankFact]) -> Progress | None:
-    """Of the ranks of one start: bytes, units and rates add up, the phase is the slowest rank's, the ETA the latest; None without ranks.
+    """The progress of the ranks of one start: bytes, units and rates add up, the phase is the slowest rank's, the ETA the latest; None
+    without ranks.
 
-    Rank 0 alone serves. Of the KV cache the smallest rank tells, which decides for all; sizes in GiB stay those of one rank.
+    Rank 0 alone serves. The smallest rank tells of the KV cache, since it decides for all; sizes in GiB stay those of one rank.
     """
     told = [fact.progress for fact in sorted(ranks, key=lambda fact: fact.handle.rank)]
     if not told:

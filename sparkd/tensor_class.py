@@ -13,13 +13,17 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# One component of the dotted name that marks a tower or a projector of another modality than text.
+# One component of the dotted name that marks a tower, a projector or a generator of another modality than text.
 VISION_PARTS = _words(
     """visual vision vision_model vision_tower vision_encoder vision_embed_tokens vision_embedder vision_projection vit image_newline
     image_encoder patch_embed multi_modal_projector mm_projector multimodal_projector embed_vision embed_audio vision_language_adapter
     audio audio_tower audio_encoder audio_model audio_projector audio_projection_layer speech_encoder speech_projector sound_encoder
     sound_projection radio_model pre_mm_projector_norm patch_merger view_seperator resampler img_processor img_projection connector
-    perceiver_resampler vision_proj audio_embed image_embed aligner qformer merger vit_merger mlp_AR"""
+    perceiver_resampler vision_proj audio_embed image_embed aligner qformer merger vit_merger mlp_AR vpm apm vision_backbone image_vit
+    sam_model projector visual_tokenizer vit_model vit_downsampler vit_large_projector embed_tokens_extend whisper_encoder
+    mm_whisper_embeddings mm_streams_embeddings audio_language_adapter audio_adapter speech_adapter vision_adapter talker code2wav
+    token2wav tts vocoder audio_tokenizer audio_invert_tower discrete_vision_model time_series mimo_layers mimo_output audio_projection
+    vision_embedding resampler_model layerwise_projectors spatial_projectors"""
 )
 # InternVL's projector, where it is the first component.
 _VISION_ROOTS = _words("mlp1")
@@ -47,6 +51,8 @@ _SCALES = _words(
     input_zero_point qzeros scales g_idx weight_g_idx k_scale v_scale q_scale output_scale activation_scale scale scale_inv SCB"""
 )
 _SCALE_ENDS = ("_scales", "_scale", "_scale_inv", "_scale_2", "_global_scale", "_zero_point")
+# Between a layer and its weight where adapters lie beside it (PEFT; Phi-4-multimodal is published so).
+WRAPPED = "base_layer"
 _NORM = re.compile(r"norm|(?:^|_)ln(?:_|$)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -55,14 +61,14 @@ def tensor_class(name: str, shape: Sequence[int]) -> str:
     """One of CLASSES, by the tensor's name; three dimensions tell packed experts from the one projection of the same name.
 
     attention: the large projections of a token mixer (softmax, linear attention, Mamba); state_space: its small parameters and
-    convolutions; expert: routed experts, one by one or packed; vision: towers and projectors of any modality other than text.
+    convolutions; expert: routed experts, one by one or packed; vision: towers, projectors and generators of any modality other than text.
     """
     return _class(_NUMBER.sub("0", name), len(shape))
 
 
 @lru_cache(maxsize=65536)
 def _class(name: str, dimensions: int) -> str:
-    parts = name.split(".")
+    parts = [part for part in name.split(".") if part != WRAPPED]
     stored = parts[-1]
     leaf = parts[-2] if stored in ("weight", "bias", "weight_packed", "qweight") and len(parts) > 1 else stored
     if VISION_PARTS.intersection(parts) or parts[0] in _VISION_ROOTS:

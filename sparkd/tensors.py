@@ -16,7 +16,7 @@ _SIZE = attrgetter("nbytes")
 
 
 class Kind(NamedTuple):
-    """What alike tensors share. dtype: safetensors code ("BF16", "F8_E4M3")."""
+    """The properties that alike tensors share. dtype: safetensors code ("BF16", "F8_E4M3")."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class FileTensors:
         return self._counting(map(partial(tuple.__new__, TensorRef), fields))
 
     def refs_at(self, positions: Iterable[int], names: Sequence[str]) -> list[TensorRef]:
-        """Of all of them, those that are left out too. names: as `all_names`."""
+        """Those of all tensors that are left out too. names: as `all_names`."""
         starts = list(accumulate(map(_SIZE, self.kinds), initial=self.begin))
         return [TensorRef(names[at], *self.kinds[at][:2], self.path, starts[at], self.kinds[at].nbytes) for at in positions]
 

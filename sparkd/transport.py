@@ -60,7 +60,7 @@ def moved(
     after: Mapping[str, Mapping[str, Any] | None],
     configured: Mapping[str, str],
 ) -> tuple[Finding, ...]:
-    """What the RDMA ports of each of their nodes moved between two readings, the first chat between them; worst first.
+    """The traffic of the RDMA ports of each of their nodes between two readings, the first chat between them; worst first.
 
     before, after: by node, what workers.fabric_reading.sample answered. Nothing where a node cannot be read, has no RDMA to use, or is
     meant to use sockets.

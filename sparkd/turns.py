@@ -1,65 +1,74 @@
 """Owns whose turn it is among the models that wait to be started, and which others go for its sake. Pure: never waits, starts or ends one.
 
-Who claims (a request waits for it, or somebody asked by hand) goes before who does not, and who asked first goes first; the others wait
-even where there is room, so that small ones do not keep a large one out for ever. For how long a model stays: sparkd.residency.
+A model that is claimed (a request waits for it, or an operator asked by hand) goes before others, in the order of the claims; the others
+wait even where there is room, so that small ones do not keep a large one out for ever. For how long a model stays: sparkd.residency.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sparkd.config_groups import Ties
 from sparkd.facts import ModelFacts
+from sparkd.residency import Budget
 from sparkd.room import Book
 from sparkd.state import ModelState, Want
+from sparkd.waits import ASKED_FIRST, ENDS, EXCLUDED, LEAVE, LOADS, NO_ROOM, PASS, RETURNS, STARTED_FIRST, STAY, UNCLAIMED, Wait
 
 _THERE = (ModelState.READY, ModelState.DRAINING)
 _AWAY = (ModelState.STOPPED, ModelState.FAILED)
+WHOLE = Budget()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """first: may be placed once nothing else is started or ended. leave: by model that goes, for whom. told: why each waits, also the first
-    where it is not placed now. refused: who would wait in vain, and why.
+    """first: may be placed once nothing else is started or ended. leave: by model that goes, for whom. waits: why each waits, also the
+    first where it is not placed now. refused: who would wait in vain, and why.
 
     line: all that wait, in their order.
     """
 
     first: str | None = None
     leave: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    waits: Mapping[str, Wait] = field(default_factory=dict)
+    refused: Mapping[str, Wait] = field(default_factory=dict)
     line: tuple[str, ...] = ()
 
 
-def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float, bar: str | None = None) -> Turn:
-    """Of this moment; the same facts always give the same answer. bar: why nothing can be placed now, whoever is first."""
-    waiting = sorted((one for one in models.values() if _waits(one, now_s)), key=lambda one: (not one.claims, one.asked_since_s, one.name))
-    told: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    for position, one in enumerate(waiting):
+def turn(models: Mapping[str, ModelFacts], book: Book, ties: Ties, now_s: float, bar: Wait | None = None, budget: Budget = WHOLE) -> Turn:
+    """The facts of this moment; the same facts always give the same answer. bar: why nothing can be placed now, whoever is first; budget:
+    what evictions may cost."""
+    waiting = [facts for facts in models.values() if _waits(facts, now_s)]
+    waiting.sort(key=lambda facts: (not facts.claims, facts.asked_since_s, facts.name))
+    waits: dict[str, Wait] = {}
+    refused: dict[str, Wait] = {}
+    for position, facts in enumerate(waiting):
+        name = facts.name
         others = [other.name for other in waiting[position + 1 :]]
-        rivals = ties.rivals_of(one.name) & _present(models, book)
-        lacks = one.lack is not None and not book.has_room(one.name, one.lack)
+        rivals = ties.rivals_of(name) & _present(models, book)
+        lacks = facts.lack is not None and not book.has_room(name, facts.lack)
         if not rivals and not lacks:
-            told |= dict.fromkeys(others, f"It waits for its turn: {one.name} is started first.")
-            returning = book.returning(one.name, one.lack) if one.lack else None
-            if (why := bar or _before(models, now_s) or returning) is not None:
-                told[one.name] = why
-            return Turn(None if returning else one.name, {}, told, refused, _line(waiting, refused))
-        if not one.claims:
-            told[one.name] = _waits_for(one, rivals, f"until that is free or somebody asks for {one.name}")
+            waits |= dict.fromkeys(others, Wait(STARTED_FIRST, f"It waits for its turn: {name} is started first.", (name,)))
+            returning = book.returning(name, facts.lack) if facts.lack else None
+            if (wait := bar or _before(models, now_s)) is not None:
+                waits[name] = wait
+            elif returning is not None:
+                waits[name] = Wait(RETURNS, returning, lack=facts.lack)
+            return Turn(None if returning else name, {}, waits, refused, _line(waiting, refused))
+        if not facts.claims:
+            unclaimed = Wait(UNCLAIMED, f"until that is free or somebody asks for {name}")
+            waits[name] = _waits_for(facts, rivals, unclaimed)
             continue
-        found = _victims(one, models, book, ties, rivals, now_s)
-        if isinstance(found, str):
-            refused[one.name] = found
+        victims = _victims(facts, models, book, ties, rivals, now_s, budget)
+        if isinstance(victims, Wait):
+            refused[name] = victims
             continue
-        leave, how = _leaving(found, now_s)
-        told[one.name] = _waits_for(one, rivals, how)
-        told |= dict.fromkeys(others, f"It waits for its turn: {one.name} asked first and waits for room.")
-        return Turn(None, dict.fromkeys(leave, one.name), told, refused, _line(waiting, refused))
-    return Turn(None, {}, told, refused, _line(waiting, refused))
+        leave, wait = _leaving(victims, now_s, budget)
+        waits[name] = _waits_for(facts, rivals, wait)
+        waits |= dict.fromkeys(others, Wait(ASKED_FIRST, f"It waits for its turn: {name} asked first and waits for room.", (name,)))
+        return Turn(None, dict.fromkeys(leave, name), waits, refused, _line(waiting, refused))
+    return Turn(None, {}, waits, refused, _line(waiting, refused))
 
 
 def _waits(facts: ModelFacts, now_s: float) -> bool:
@@ -69,60 +78,67 @@ def _waits(facts: ModelFacts, now_s: float) -> bool:
     return wanted and free and now_s >= facts.backoff_until_s
 
 
-def _before(models: Mapping[str, ModelFacts], now_s: float) -> str | None:
-    """What is started or ended before the first of those that wait: one at a time (sparkd.plan)."""
+def _before(models: Mapping[str, ModelFacts], now_s: float) -> Wait | None:
+    """The models to start or end before the first of those that wait: one at a time (sparkd.plan)."""
     if starts := sorted(name for name, facts in models.items() if facts.starts):
-        return f"It waits for {' and '.join(starts)} to be loaded: one model is started at a time."
+        return Wait(LOADS, f"It waits for {' and '.join(starts)} to be loaded: one model is started at a time.", tuple(starts))
     if ends := sorted(name for name, facts in models.items() if facts.ends(now_s)):
-        return f"It waits for {' and '.join(ends)} to end, whose memory is not free before."
+        return Wait(ENDS, f"It waits for {' and '.join(ends)} to end, whose memory is not free before.", tuple(ends))
     return None
 
 
 def _present(models: Mapping[str, ModelFacts], book: Book) -> set[str]:
-    """What runs, starts or ends, or still holds memory."""
+    """The models that run, start or end, or still hold memory."""
     return {name for name, facts in models.items() if facts.state not in _AWAY or facts.ranks} | set(book.held)
 
 
 def _victims(
-    one: ModelFacts, models: Mapping[str, ModelFacts], book: Book, ties: Ties, rivals: Collection[str], now_s: float
-) -> list[ModelFacts] | str:
-    """The fewest that have to go, those first that nobody would miss; a sentence where the end of all that may go would not do."""
-    kept = {one.name, *ties.companions_of(one.name)}
+    asker: ModelFacts,
+    models: Mapping[str, ModelFacts],
+    book: Book,
+    ties: Ties,
+    rivals: Collection[str],
+    now_s: float,
+    budget: Budget,
+) -> list[ModelFacts] | Wait:
+    """The fewest that have to go, those first that nobody would miss; a reason where the end of all that may go would not do."""
+    kept = {asker.name, *ties.companions_of(asker.name)}
     may_go = [facts for name, facts in models.items() if name not in kept and facts.state in _THERE and not _pinned(facts, models, ties)]
     passing = {name for name in _present(models, book) if name in models and models[name].state not in _THERE and not models[name].pinned}
     chosen = [facts for facts in may_go if facts.name in rivals]
     names = {facts.name for facts in may_go} | passing
     if staying := sorted(set(rivals) - names):
         pinned = "that is pinned" if len(staying) == 1 else "those are pinned"
-        return f"{one.name} cannot run beside {' and '.join(staying)} (groups.exclude), and {pinned}. Unload what is pinned first."
-    if one.lack is None:
+        sentence = f"{asker.name} cannot run beside {' and '.join(staying)} (groups.exclude), and {pinned}. Unload what is pinned first."
+        return Wait(EXCLUDED, sentence, tuple(staying))
+    if asker.lack is None:
         return _whole(chosen, models, ties)
-    if not book.has_room(one.name, one.lack, names):
-        keepers = sorted(set(book.held) - names - {one.name})
+    if not book.has_room(asker.name, asker.lack, names):
+        keepers = sorted(set(book.held) - names - {asker.name})
         kept_by = " and ".join(keepers) or "nobody that sparkd could unload"
-        free = book.free_gib({one.name, *names})
+        free = book.free_gib({asker.name, *names})
         there = ", ".join(f"{node} {gib:.0f} of {book.offered[node]:.0f} GiB" for node, gib in sorted(free.items()))
-        lacks = f"{one.name} asks for {_size(one)} of unified memory, which is not there even if every model goes that may ({there})"
+        lacks = f"{asker.name} asks for {_size(asker)} of unified memory, which is not there even if every model goes that may ({there})"
         if book.shut:
             cure = f"Wait for that, unload {kept_by}" if keepers else "Wait for that"
-            return f"{lacks}. {book.told_shut} {cure}, or ask for less (memory_gib, kv_cache)."
-        return (
-            f"{lacks}: {kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest. Unload that, take its pin away, or ask for less "
-            "(memory_gib, kv_cache)."
-        )
-    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s))
-    while not book.has_room(one.name, one.lack, passing | {facts.name for facts in chosen}) and spare:
+            sentence = f"{lacks}. {book.told_shut} {cure}, or ask for less (memory_gib, kv_cache)."
+        else:
+            holders = f"{kept_by} {'hold' if len(keepers) > 1 else 'holds'} the rest"
+            sentence = f"{lacks}: {holders}. Unload that, take its pin away, or ask for less (memory_gib, kv_cache)."
+        return Wait(NO_ROOM, sentence, tuple(keepers), asker.lack)
+    spare = sorted((facts for facts in may_go if facts not in chosen), key=lambda facts: _missed(facts, now_s, budget))
+    while not book.has_room(asker.name, asker.lack, passing | {facts.name for facts in chosen}) and spare:
         chosen.append(spare.pop(0))
     for facts in [facts for facts in chosen if facts.name not in rivals]:
         rest = [other for other in chosen if other is not facts]
-        if not _leaves(facts) and book.has_room(one.name, one.lack, passing | {other.name for other in rest}):
+        if not _leaves(facts) and book.has_room(asker.name, asker.lack, passing | {other.name for other in rest}):
             chosen = rest
     return _whole(chosen, models, ties)
 
 
-def _missed(facts: ModelFacts, now_s: float) -> tuple[object, ...]:
+def _missed(facts: ModelFacts, now_s: float, budget: Budget) -> tuple[object, ...]:
     """How much it would be missed if it went, the least first."""
-    stays, busy = facts.stay.until_s > now_s, facts.in_flight > 0
+    stays, busy = _until_s([facts], budget) > now_s, facts.in_flight > 0
     return not _leaves(facts), stays, busy, facts.priority, facts.last_used_s, facts.name
 
 
@@ -140,29 +156,39 @@ def _leaves(facts: ModelFacts) -> bool:
     return facts.yields or facts.want is Want.STOPPED
 
 
-def _leaving(victims: list[ModelFacts], now_s: float) -> tuple[list[str], str]:
-    """Who goes now, and the end of a sentence. All go together, or nobody yet."""
-    names = " and ".join(facts.name for facts in victims)
-    stays_s = max((facts.stay.until_s - now_s for facts in victims if not _leaves(facts)), default=0.0)
+def _until_s(victims: Collection[ModelFacts], budget: Budget) -> float:
+    """Until when these do not go together: the budget covers the loads of all."""
+    stays = [facts.stay for facts in victims if not _leaves(facts)]
+    return max(budget.covers_at_s(sum(stay.load_s for stay in stays)), *(stay.until_s for stay in stays)) if stays else float("-inf")
+
+
+def _leaving(victims: list[ModelFacts], now_s: float, budget: Budget) -> tuple[list[str], Wait]:
+    """The models that go now, and the reason with the end of a sentence. All go together, or nobody yet."""
+    models = tuple(facts.name for facts in victims)
+    names, stay_s = " and ".join(models), _until_s(victims, budget) - now_s
     if not victims:
-        return [], "what is being started or ended comes first"
-    if stays_s > 0:
-        return [facts.name for facts in victims if _leaves(facts)], f"{names} may stay for another {stays_s:.0f} s"
+        return [], Wait(PASS, "what is being started or ended comes first")
+    if stay_s > 0:
+        leaving = [facts.name for facts in victims if _leaves(facts)]
+        return leaving, Wait(STAY, f"{names} may stay for another {stay_s:.0f} s", models, stay_s=stay_s)
     busy = sum(facts.in_flight for facts in victims)
     requests = f", {busy} requests may finish first" if busy else ""
-    return [facts.name for facts in victims], f"{names} is unloaded for it{requests}"
+    return list(models), Wait(LEAVE, f"{names} is unloaded for it{requests}", models)
 
 
-def _waits_for(one: ModelFacts, rivals: Collection[str], how: str) -> str:
+def _waits_for(facts: ModelFacts, rivals: Collection[str], wait: Wait) -> Wait:
+    """wait: with the end of its sentence."""
     if rivals:
-        return f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude): {how}."
-    return f"It waits for room, {_size(one)}: {how}."
+        before = f"It waits for {' and '.join(sorted(rivals))} to go (groups.exclude)"
+    else:
+        before = f"It waits for room, {_size(facts)}"
+    return replace(wait, sentence=f"{before}: {wait.sentence}.", lack=None if rivals else facts.lack)
 
 
-def _size(one: ModelFacts) -> str:
-    if one.lack is None:
+def _size(facts: ModelFacts) -> str:
+    if facts.lack is None:
         return "memory"
-    return f"{one.lack.gib} GiB" if one.lack.nodes == 1 else f"{one.lack.gib} GiB on each of {one.lack.nodes} nodes"
+    return f"{facts.lack.gib} GiB" if facts.lack.nodes == 1 else f"{facts.lack.gib} GiB on each of {facts.lack.nodes} nodes"
 
 
 def _line(waiting: list[ModelFacts], refused: Collection[str]) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Owns which of vLLM's flags change a model's account of memory in a way that sparkd does not count. Never counts, and refuses none itself.
+"""Owns which of vLLM's flags change a model's account of memory in a way that sparkd's formulas do not count, and of which of them vLLM's
+answer about the model tells. Never counts, and refuses none itself.
 
 Read from the arguments of vLLM 0.26 and 0.32 (vllm/engine/arg_utils.py). All others are counted past: kernels, logs, chats, scheduling.
 Where one of those makes an engine smaller (--language-model-only, --max-cudagraph-capture-size), the account stays on the safe side.
@@ -6,48 +7,78 @@ Where one of those makes an engine smaller (--language-model-only, --max-cudagra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from sparkd.vllm_flags import flag_name, values_of
+from sparkd.vllm_known import amount
 
-_FLAGS = frozenset(
+# Other weights, or another form of them, and with them other layers with a cache. vLLM's answer about a model has what becomes of both
+# (sparkd.consultation).
+_WEIGHTS = frozenset(
     {
-        # Other weights, or another form of them.
-        "model", "revision", "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner",
-        "task", "convert", "quantization", "quantization-config", "load-format", "model-loader-extra-config", "ignore-patterns",
-        "enable-lora", "mm-encoder-only",
-        # Weights elsewhere, or more than once.
-        "tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size", "decode-context-parallel-size",
-        "data-parallel-size", "data-parallel-size-local",
-        "enable-expert-parallel", "enable-eplb", "eplb-config", "enable-elastic-ep", "cpu-offload-gb",
-        "cpu-offload-params", "offload-backend", "offload-group-size", "offload-num-in-group", "offload-prefetch-step", "offload-params",
-        # A cache of another size or layout.
-        "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "kv-cache-memory-bytes", "gpu-memory-utilization",
-        "device-memory-utilization", "num-gpu-blocks-override", "swap-space", "kv-offloading-size", "kv-offloading-backend",
-        "kv-sharing-fast-prefill", "kv-transfer-config", "swa-bounded-replay", "disable-sliding-window", "disable-hybrid-kv-cache-manager",
-        "mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size", "mamba-cache-mode", "enable-mamba-shared-prefix-checkpoint",
-        "prefix-match-unit", "use-replayssm", "replayssm-buffer-len",
-        # Another largest batch, other graphs, more processes.
-        "max-model-len", "max-num-seqs", "max-num-batched-tokens", "max-num-scheduled-tokens", "performance-mode", "enforce-eager",
-        "optimization-level", "compilation-config", "cudagraph-capture-sizes", "enable-dbo", "ubatch-size", "mm-processor-cache-gb",
-        "mm-ipc-gpu-memory-gb", "api-server-count", "worker-cls", "worker-extension-cls",
-        # Drafts that are not in --speculative-config, and what may be anything.
-        "spec-method", "spec-model", "spec-tokens", "diffusion-config", "engram-config", "additional-config", "ec-transfer-config",
+        "config-format", "hf-config-path", "hf-overrides", "model-class-overrides", "model-impl", "dtype", "runner", "task", "convert",
+        "quantization", "quantization-config", "mm-encoder-only", "enable-expert-parallel",
+        # Drafts that are not in --speculative-config.
+        "spec-method", "spec-model", "spec-tokens",
     }
 )  # fmt: skip
-# --attention-config, the only flag of one dash that is a kernel's alone.
-_PASSED_SHORT = "-ac"
+# A cache of another layout; that too is in vLLM's answer.
+_CACHE = frozenset(
+    {
+        "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "kv-sharing-fast-prefill", "swa-bounded-replay",
+        "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size",
+        "mamba-cache-mode", "enable-mamba-shared-prefix-checkpoint", "prefix-match-unit", "use-replayssm", "replayssm-buffer-len",
+    }
+)  # fmt: skip
+# The flags that no answer about the model has, so that vLLM is asked without them.
+REST = frozenset(
+    {
+        # Other weights than those of the model that is asked about, or beside them.
+        "model", "revision", "load-format", "model-loader-extra-config", "ignore-patterns", "enable-lora",
+        # Weights elsewhere, or more than once.
+        "tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size", "decode-context-parallel-size",
+        "data-parallel-size", "data-parallel-size-local", "enable-eplb", "eplb-config", "enable-elastic-ep", "cpu-offload-gb",
+        "cpu-offload-params", "offload-backend", "offload-group-size", "offload-num-in-group", "offload-prefetch-step", "offload-params",
+        # A cache of another size, or one more.
+        "kv-cache-memory-bytes", "gpu-memory-utilization", "device-memory-utilization", "num-gpu-blocks-override", "swap-space",
+        "kv-offloading-size", "kv-offloading-backend", "kv-transfer-config", "max-model-len",
+        # A class of the operator's own, which may do anything, and what else may be anything.
+        "worker-cls", "worker-extension-cls", "diffusion-config", "engram-config", "additional-config", "ec-transfer-config",
+    }
+)  # fmt: skip
+_FLAGS = _WEIGHTS | _CACHE | REST
+# Another largest batch, other graphs, more processes: the rehearsal of a start measures what is left for the cache beside them
+# (workers/kv), so that nothing is refused over one and no machine is reserved whole for it.
+_MEASURED = frozenset(
+    {
+        "max-num-seqs", "max-num-batched-tokens", "max-num-scheduled-tokens", "performance-mode", "enforce-eager", "optimization-level",
+        "compilation-config", "cudagraph-capture-sizes", "enable-dbo", "ubatch-size", "mm-processor-cache-gb", "mm-ipc-gpu-memory-gb",
+        "api-server-count",
+    }
+)  # fmt: skip
+# The short names that are counted past: --attention-config's, which is a kernel's alone, and those of measured flags.
+_PASSED_SHORT, _MEASURED_SHORT = "-ac", ("-cc", "-asc", "-O")
+# Those of the measured ones whose value is counted, as that of the entry's key of the same name.
+NUMBERS = ("max-num-seqs", "max-num-batched-tokens")
+_LENGTH, _KV_DTYPE, _DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
+# Types of half width, as checkpoints are, or vLLM's choice between these.
+NARROW = ("auto", "bfloat16", "float16", "half")
+KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _SPECULATIVE = "speculative-config"
-_BLOCKS = "num-gpu-blocks-override"
-# Of vLLM's, flags that say a size themselves, so that what is reserved follows from them (sparkd.placement.needed_gib).
+# The things that a flag may change: the layers' weights, the layout of their cache, or something else.
+WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
+# The short names of _WEIGHTS, and that of a draft.
+_WEIGHTS_SHORT = ("-q", "-sc", "-ep")
+_BLOCKS, _BLOCK = "num-gpu-blocks-override", "block-size"
+# Flags of vLLM's that say a size themselves, so that what is reserved follows from them (sparkd.placement.needed_gib).
 SHARE, BYTES = "gpu-memory-utilization", "kv-cache-memory-bytes"
 # Sparkd's own worker classes, which size a cache in the same way whoever names them.
 _OWN_WORKERS = ("workers.kv.SparkWorker", "workers.kv.SparkCPUWorker")
 
 
 class Entry(Protocol):
-    """Of a model's entry, what bears on how much is reserved for it; see sparkd.model_config.ModelConfig."""
+    """The keys of a model's entry that bear on how much is reserved for it; see sparkd.model_config.ModelConfig."""
 
     @property
     def memory_gib(self) -> Any: ...
@@ -70,23 +101,86 @@ def uncounted(args: Sequence[str]) -> Iterator[str]:
             continue
         if arg.startswith("--"):
             path = written[2:].replace("_", "-")
-            name = path.partition(".")[0].rstrip("+").removeprefix("no-")
+            name = _long(written)
             if name and (any(flag.startswith(name) for flag in _FLAGS) or (_SPECULATIVE.startswith(name) and path != _SPECULATIVE)):
                 yield written
-        elif len(arg) > 1 and arg[0] == "-" and not arg[1].isdigit() and written.partition(".")[0] != _PASSED_SHORT:
-            yield arg[:2] if arg.startswith(("-q", "-O")) else written
+        elif _is_short(arg) and written.partition(".")[0] != _PASSED_SHORT and not arg.startswith(_MEASURED_SHORT):
+            yield arg[:2] if arg.startswith("-q") else written
+
+
+def measured(args: Sequence[str]) -> Iterator[str]:
+    """Every flag, as it was written, whose cost is not counted beforehand and is measured by each start."""
+    for arg in args:
+        written = arg.partition("=")[0]
+        name = _long(written) if arg.startswith("--") else ""
+        if name and name not in NUMBERS and not any(uncounted([arg])) and any(flag.startswith(name) for flag in _MEASURED):
+            yield written
+        elif _is_short(arg) and arg.startswith(_MEASURED_SHORT):
+            yield arg[:2] if arg.startswith("-O") else written
 
 
 def unsized(args: Sequence[str]) -> Iterator[str]:
-    """`uncounted`, less a number of blocks of the cache: with the checkpoint's headers that is a size like others."""
-    counted = blocks_of(args) is not None
-    return (flag for flag in uncounted(args) if not counted or flag_name(flag) != _BLOCKS)
+    """`uncounted`, less what says the same as a key of the entry: blocks or a type of the cache, a share of memory, a length, a type."""
+    values = {_BLOCKS: blocks_of(args), SHARE: share_of(args), _LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
+    values |= {_DTYPE: dtype if (dtype := _last(args, _DTYPE)) in NARROW else None}
+    sized = {name for name, value in values.items() if value is not None}
+    return (flag for flag in uncounted(args) if flag_name(flag) not in sized)
+
+
+def unanswered(args: Sequence[str]) -> Iterator[str]:
+    """Of `unsized`, those that vLLM's answer about the model does not account for either."""
+    return (flag for flag in unsized(args) if OTHER in changed_by([flag]))
+
+
+def changed_by(flags: Iterable[str]) -> frozenset[str]:
+    """Of WEIGHTS, CACHE and OTHER, what flags that `uncounted` names may change; a beginning of several names whatever any of them does."""
+    changed: set[str] = set()
+    for flag in flags:
+        name = _long(flag) if flag.startswith("--") else ""
+        meant = {known for known in _FLAGS if name and known.startswith(name)}
+        if meant & REST or not (meant or _SPECULATIVE.startswith(name or "-") or flag.startswith(_WEIGHTS_SHORT)):
+            changed.add(OTHER)
+        elif meant and meant <= _CACHE:
+            changed.add(CACHE)
+        else:
+            changed |= {WEIGHTS, CACHE}
+    return frozenset(changed)
+
+
+def block_of(args: Sequence[str]) -> int | None:
+    """The tokens of --block-size; None where there is none that vLLM could take."""
+    return amount(_last(args, _BLOCK) or "") or None
+
+
+def share_of(args: Sequence[str]) -> float | None:
+    """The --gpu-memory-utilization that vLLM would take; None where there is none that it could."""
+    try:
+        share = float(_last(args, SHARE) or "")
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+def length_of(args: Sequence[str]) -> int | None:
+    """The tokens of --max-model-len; None where there is none, or vLLM chooses (`auto`, -1)."""
+    return amount(_last(args, _LENGTH) or "") or None
+
+
+def number_of(args: Sequence[str], name: str) -> int | None:
+    """The value of one of NUMBERS; None where there is none that vLLM could take."""
+    return amount(_last(args, name) or "") or None
+
+
+def kv_dtype_of(args: Sequence[str]) -> str | None:
+    """The --kv-cache-dtype where it is one whose cost is counted."""
+    dtype = _last(args, _KV_DTYPE)
+    return dtype if dtype in KV_DTYPES else None
 
 
 def blocks_of(args: Sequence[str]) -> int | None:
     """What --num-gpu-blocks-override gives the cache; None where it is not there, or vLLM could not serve with its value."""
-    given = [value for *_, value in values_of(args, _BLOCKS)]
-    return int(given[-1]) if given and given[-1].isascii() and given[-1].isdecimal() and len(given[-1]) <= 12 and int(given[-1]) else None
+    blocks = _last(args, _BLOCKS) or ""
+    return int(blocks) if blocks.isascii() and blocks.isdecimal() and len(blocks) <= 12 and int(blocks) else None
 
 
 def is_own_worker(args: Sequence[str], index: int) -> bool:
@@ -100,7 +194,7 @@ def reserved_whole(model: Entry, keys: Collection[str]) -> Iterator[str]:
     args = model.extra_args
     flags = list(dict.fromkeys(unsized(args)))
     share = model.gpu_memory_utilization is not None or (isinstance(model.kv_cache, dict) and "utilization" in model.kv_cache)
-    share = share or any(flag_name(flag) == SHARE for flag in flags)
+    share = share or share_of(args) is not None
     if model.memory_gib != "auto" or not flags or (share and blocks_of(args) is None):
         return
     if all(flag_name(flag) == BYTES for flag in flags):
@@ -110,8 +204,11 @@ def reserved_whole(model: Entry, keys: Collection[str]) -> Iterator[str]:
     named = {flag.strip("-").replace("-", "_") for flag in flags}
     better = sorted(key for key in keys if any(len(one) > 3 and key.startswith(one) for one in named))
     cure = f"use {' and '.join(better)} of the entry, or set memory_gib" if better else "set memory_gib to what it really needs"
-    told = f"{' and '.join(flags)} in extra_args may change what it takes, which is not counted"
-    yield f"{told}: all that a node lends is reserved for it. Better {cure}."
+    written = f"{' and '.join(flags)} in extra_args may change what it takes"
+    if OTHER in changed_by(flags):
+        yield f"{written}, which is not counted: all that a node lends is reserved for it. Better {cure}."
+    else:
+        yield f"{written}: until vLLM was asked about the model, all that a node lends is reserved for it. For a load before that {cure}."
 
 
 def switched(args: Sequence[str], name: str) -> bool | None:
@@ -124,3 +221,16 @@ def switched(args: Sequence[str], name: str) -> bool | None:
         elif len(word) > len("no-") and f"no-{name}".startswith(word):
             found = False
     return found
+
+
+def _last(args: Sequence[str], name: str) -> str | None:
+    """The value that counts of several: vLLM's parser takes the last."""
+    return next((value for *_, value in reversed(list(values_of(args, name)))), None)
+
+
+def _long(written: str) -> str:
+    return written[2:].replace("_", "-").partition(".")[0].rstrip("+").removeprefix("no-")
+
+
+def _is_short(arg: str) -> bool:
+    return len(arg) > 1 and arg[0] == "-" and arg[1] != "-" and not arg[1].isdigit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -67,12 +68,23 @@ class Upstream:
         return f"Upstream({self.socket_path or self.base_url})"
 
 
-async def served_names(upstream: Upstream, timeout_s: float = 2.0) -> list[str] | None:
-    """The model names that the server behind `upstream` answers for; None while it is not up. A 200 from anything else is not enough."""
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The names that a server answers for. max_model_len: the longest request in tokens that it takes, None where it does not tell."""
+
+    names: tuple[str, ...]
+    max_model_len: int | None = None
+
+
+async def served_models(upstream: Upstream, timeout_s: float = 2.0) -> ServedModels | None:
+    """The model list of the server behind `upstream`; None while it is not up. A 200 from anything else is not enough."""
     try:
-        return [str(model["id"]) for model in (await _json(upstream, "/v1/models", MAX_MODEL_LIST_BYTES, timeout_s))["data"]]
+        models = (await _json(upstream, "/v1/models", MAX_MODEL_LIST_BYTES, timeout_s))["data"]
+        names = tuple(str(model["id"]) for model in models)
     except _UNREADABLE:
         return None
+    length = models[0].get("max_model_len") if models else None
+    return ServedModels(names, length if isinstance(length, int) else None)
 
 
 async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozenset[str] | None:
@@ -85,15 +97,6 @@ async def served_routes(upstream: Upstream, timeout_s: float = 10.0) -> frozense
     except _UNREADABLE:
         return None
     return paths if paths & _ASKED else None
-
-
-async def served_length(upstream: Upstream, timeout_s: float = 2.0) -> int | None:
-    """The longest request in tokens that the server takes, as vLLM's model list has it; None where it does not tell."""
-    try:
-        length = (await _json(upstream, "/v1/models", MAX_MODEL_LIST_BYTES, timeout_s))["data"][0]["max_model_len"]
-    except _UNREADABLE:
-        return None
-    return length if isinstance(length, int) else None
 
 
 # Every vLLM that serves a model has one of these.

@@ -33,7 +33,7 @@ Follow = Annotated[bool, option("-f", "--follow", help="Go on as it happens, unt
 
 
 class Session:
-    """What a verb works with: the client, whether JSON is wanted, and the two streams."""
+    """The tools of a verb: the client, whether JSON is wanted, and the two streams."""
 
     def __init__(self, asked: Asked) -> None:
         url = base_url(asked.url or os.environ.get("SPARKD_URL") or DEFAULT_URL)
@@ -43,7 +43,7 @@ class Session:
         self.err: Console = show.terminal(stderr=True)
 
     def of_cluster(self, path: str) -> dict[str, Any] | None:
-        """What the daemon answers of all nodes. None, after a word on stderr, where this node alone is looked at, which needs nobody: no
+        """The daemon's answer about all nodes. None, after a word on stderr, where this node alone is looked at, which needs nobody: no
         daemon is there, or it wants a key, or it is older."""
         try:
             return self.client.get(path)
@@ -88,7 +88,7 @@ class Session:
         return operation
 
     def _why(self, view: dict[str, Any]) -> str | None:
-        """What a model that is not on its way yet waits for."""
+        """The reason why a model that is not on its way yet waits."""
         if view["state"] == "STOPPED" and not view["message"]:
             return show.waits_for(self.client.get("/status")["conditions"])
         return None if view["message"] is None else str(view["message"])
@@ -213,12 +213,13 @@ def ls(
     of: Annotated[str | None, option("--layers", metavar="MODEL", help="The layers of a model (a name, a folder or a hub id).")] = None,
     quantize: Annotated[str | None, option("--quantize", metavar="VALUE", help="With --layers: a format or a recipe to try.")] = None,
     cached: Annotated[bool, option("--cached", help="The quantized weights that are kept on this node.")] = False,
+    quick: Annotated[bool, option("--quick", help="With --layers: vLLM is not started to be asked.")] = False,
     config: Annotated[Path | None, option("--config", metavar="FILE", help="With --layers or --cached: the sparkd.yaml.")] = None,
 ) -> None:
     """Every known model, resident or not.
 
-    --layers lists a model's weights and what `quantize` makes of them, and needs no daemon where MODEL is a folder or configured;
-    --cached needs none.
+    --layers lists a model's weights and what `quantize` makes of them, and asks vLLM what a GPU holds of them. It needs no daemon where
+    MODEL is a folder or configured; --cached needs none.
     """
     if cached:
         if of is not None or quantize is not None:
@@ -226,10 +227,10 @@ def ls(
         _list_cached(session, config)
         return
     if of is not None:
-        _list_layers(session, of, quantize, config)
+        _list_layers(session, of, quantize, config, quick=quick)
         return
-    if quantize is not None or config is not None:
-        raise ConfigError("--quantize and --config belong to --layers MODEL, --config to --cached too.")
+    if quantize is not None or config is not None or quick:
+        raise ConfigError("--quantize, --quick and --config belong to --layers MODEL, --config to --cached too.")
     models = session.client.models()
     if session.json:
         show.say_json({"models": models})
@@ -295,20 +296,25 @@ def events(
     raise Unavailable(f"sparkd at {session.client.base_url} ended, and its events with it.")
 
 
-def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None) -> None:
+def _list_layers(session: Session, model: str, quantize: str | None, config: Path | None, *, quick: bool) -> None:
     from sparkd.layers import listing_of
     from sparkd.page import headers_of
+    from sparkd.plan_command import consult
 
+    unheard: list[str] = []
     with headers_of(model) as progress:
-        found = listing_of(model, quantize, config, os.environ, session.client.models, progress)
+        vllm = consult(model, config, quick=quick, unheard=unheard)
+        found = listing_of(model, quantize, config, os.environ, session.client.models, progress, vllm).to_json()
+    found["notes"] += unheard
     if session.json:
-        show.say_json(found.to_json())
+        show.say_json(found)
     else:
-        show.layers(found.to_json(), session.out)
+        show.layers(found, session.out)
 
 
 def _list_cached(session: Session, config: Path | None) -> None:
-    from sparkd.cached import config_of, listing
+    from sparkd.cached import listing
+    from sparkd.config_file import config_of
     from sparkd.owner import as_owner
 
     loaded = config_of(config, os.environ)
@@ -320,7 +326,8 @@ def _list_cached(session: Session, config: Path | None) -> None:
 
 
 def _remove_cached(session: Session, model: str, config: Path | None) -> None:
-    from sparkd.cached import config_of, remove
+    from sparkd.cached import remove
+    from sparkd.config_file import config_of
     from sparkd.owner import as_owner
 
     loaded = config_of(config, os.environ)

@@ -146,6 +146,7 @@ def trusts_code(args: Sequence[str]) -> bool:
     return any((name := _long_name(arg)) and "trust-remote-code".startswith(name) for arg in args)
 
 
+@lru_cache(maxsize=1024)
 def _long_name(arg: str) -> str | None:
     """`--api_key.x=1` -> `api-key`: the part that names the flag, as vLLM's parser reads it."""
     if not arg.startswith("--"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -81,9 +81,41 @@ def values_of(args: Sequence[str], name: str) -> Iterator[tuple[int, int, str]]:
 
 
 def without(args: Sequence[str], name: str) -> list[str]:
-    """`args` without `--name` and its value."""
+    """`args` without `--name` and its value, and without each `--name.key` and its."""
     gone = {index for first, last, _ in values_of(args, name) for index in (first, last)}
+    for index, arg in enumerate(args):
+        written, equals, _ = arg.partition("=")
+        if flag_name(arg) == name and "." in written:
+            gone |= {index} if equals else {index, index + 1}
     return [arg for index, arg in enumerate(args) if index not in gone]
+
+
+def speculative_config(args: Sequence[str]) -> Mapping[str, Any] | None:
+    """vLLM's configuration of drafts among a model's flags, the last one; None where there is none, or it is no plain JSON."""
+    found = [value for _, _, value in values_of(args, SPECULATIVE[2:])]
+    return _mapping(found[-1]) if found else None
+
+
+def draft_method(config: Mapping[str, Any]) -> str:
+    """As vLLM reads it: without one a draft from the text may be called a model, and each family's own name of mtp means mtp."""
+    method = config.get("method")
+    if method is None:
+        return "ngram" if config.get("model") in ("ngram", "[ngram]") else "draft_model"
+    return "mtp" if str(method).endswith("_mtp") else str(method)
+
+
+def without_any(args: Iterable[str], names: Collection[str]) -> list[str]:
+    """`args` without the flags of these names, switches too, and what stands behind each: up to the next flag, which may be a short one."""
+    kept: list[str] = []
+    dropping = False
+    for arg in args:
+        if (name := flag_name(arg)) is not None:
+            dropping = name in names
+        elif arg[:1] == "-" and arg[1:2].isalpha():
+            dropping = False
+        if not dropping:
+            kept.append(arg)
+    return kept
 
 
 @dataclass(slots=True)

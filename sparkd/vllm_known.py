@@ -6,9 +6,10 @@ or cut short, `--flag.key value` for a JSON flag, `-O3`; and of `--speculative-c
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparkd.nearest import nearest
 
 # Variables by which another parser than the one that the table was read off may meet the arguments: other plugins, another platform.
 ANOTHER_PARSER = ("PYTHONPATH", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
-# What plugins add values to when an engine starts, ours among them.
+# Flags that plugins add values to when an engine starts, ours among them.
 _OPEN = frozenset({"load-format", "quantization", "worker-cls", "attention-backend"})
 _NONE = ("", "None")
 # vLLM's parser takes any text for these, and its configuration no text (config/model.py, HfOverrides).
@@ -25,6 +26,8 @@ _NO_TEXT = frozenset({"hf-overrides"})
 # As in engine/arg_utils.py, _expand_json_human_readable_numbers.
 _QUOTED = re.compile(r'("(?:[^"\\]|\\.)*")')
 _AMOUNTS = re.compile(r"\b\d+(?:\.\d+)?[kKmMgGtT]\b")
+# As argparse tells a negative number from a flag.
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 _AMOUNT = re.compile(r"(\d{1,18})(\.\d{1,18})?([kKmMgGtT])?")
 # The releases whose SpeculativeConfig was seen to judge so (config/speculative.py, __post_init__ and _verify_args).
 _SPECULATES = (0, 26), (0, 32)
@@ -35,8 +38,8 @@ _TEXT, _DRAFT = ("ngram", "ngram_gpu"), ("medusa", "mlp_speculator", "draft_mode
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number, json: what a value is, see
-    workers/flag_table.py. none: whether `None` is a value too."""
+    """of: the same for the spellings of one argument. takes: 0 or 1 values, None for any other number. number, json, keys, folds: what a
+    value is, see workers/flag_table.py. none: whether `None` is a value too."""
 
     of: int
     takes: int | None = None
@@ -44,15 +47,19 @@ class Flag:
     number: str | None = None
     json: str | None = None
     none: bool = False
+    keys: tuple[str, ...] | None = None
+    folds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FlagTable:
-    """The flags of one vLLM: long names without their dashes, with dashes inside. abbreviations: whether they may be cut short."""
+    """The flags of one vLLM: long names without their dashes, with dashes inside. abbreviations: whether they may be cut short. short:
+    those with one dash, None where they are not known."""
 
     version: str
     flags: Mapping[str, Flag] = field(default_factory=dict)
     abbreviations: bool = True
+    short: frozenset[str] | None = None
 
     @classmethod
     def of(cls, version: str, raw: Mapping[str, Any]) -> FlagTable:
@@ -63,10 +70,13 @@ class FlagTable:
                 continue
             choices = None if one["choices"] is None else tuple(map(str, one["choices"]))
             takes = None if one["takes"] is None else int(one["takes"])
-            flags[spelling[2:].replace("_", "-")] = Flag(int(one["of"]), takes, choices, one["number"], one["json"], bool(one["none"]))
+            keys = None if one["keys"] is None else tuple(map(str, one["keys"]))
+            flag = Flag(int(one["of"]), takes, choices, one["number"], one["json"], bool(one["none"]), keys, bool(one["folds"]))
+            flags[spelling[2:].replace("_", "-")] = flag
         if len(flags) < 2:
             raise ValueError("no parser has so few flags")
-        return cls(version, flags, bool(raw["abbreviations"]))
+        short = frozenset(spelling for spelling in raw["flags"] if not spelling.startswith("--"))
+        return cls(version, flags, bool(raw["abbreviations"]), short)
 
     def named(self, name: str) -> set[str]:
         """The flags that this name, or this beginning of one, may stand for."""
@@ -76,7 +86,7 @@ class FlagTable:
 
 
 def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> Iterator[str]:
-    """A sentence for each argument that this vLLM will end its start over; values are never shown. env: the engine's own variables."""
+    """A sentence for each argument that this vLLM will end its start over; keys of JSON are shown, values never. env: the engine's own."""
     if any(name in env for name in ANOTHER_PARSER):
         return
     names, rest = _apart(args)
@@ -87,6 +97,8 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
         if arg == "--":
             return  # argparse takes what follows for no flags
         if not arg.startswith("--"):
+            if table.short is not None and _has_no_short(arg, table.short):
+                yield _unknown_short(arg, table)
             continue
         key, equals, value = arg.partition("=")
         name = key[2:].replace("_", "-")
@@ -97,7 +109,7 @@ def misfits(args: Sequence[str], env: Mapping[str, str], table: FlagTable) -> It
                 yield _unknown(name, table)
         elif len({table.flags[one].of for one in found}) > 1:
             yield f"{_shown(name)}: vLLM {table.version} has {', '.join(f'--{one}' for one in sorted(found)[:3])}. Write out which."
-        elif why := _refused(min(found), value if equals else following, bool(equals), table):
+        elif why := _refused(min(found), value if equals else following, bool(equals), table) or _surplus(rest, index, min(found), table):
             yield why
 
 
@@ -107,7 +119,8 @@ def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> 
     if any(name in env for name in ANOTHER_PARSER) or not _SPECULATES[0] <= release <= _SPECULATES[1]:
         return
     text = None
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for index, arg in enumerate(args):
+        following = args[index + 1] if index + 1 < len(args) else None
         name, equals, value = arg.partition("=")
         if name.replace("_", "-") == _SPECULATIVE:
             text = value if equals else following
@@ -117,7 +130,9 @@ def unspeculative(args: Sequence[str], env: Mapping[str, str], version: str) -> 
         config = json.loads(text or "")
     except (ValueError, RecursionError):
         return  # what is no JSON is told by the parser's own rules
-    if isinstance(config, dict) and (why := misdrafts(config)):
+    if not isinstance(config, dict | None):
+        yield f'{_SPECULATIVE}: its value is no map: write {{"method": ...}}, or set `speculative`.'
+    elif config is not None and (why := misdrafts(config)):
         yield f"{_SPECULATIVE}: {why}"
 
 
@@ -189,6 +204,35 @@ def _may_be_a_value(args: Sequence[str], index: int, table: FlagTable) -> bool:
     return any(takes is None or index - behind - 1 < takes for takes in most)
 
 
+def _has_no_short(arg: str, short: Collection[str]) -> bool:
+    """As argparse finds a flag with one dash: whole, or its beginning, or the first letter with a value behind it; `-O3` is vLLM's own. A
+    number and a text with a space are values."""
+    name = arg.partition("=")[0]
+    if not name.startswith("-") or len(name) < 2 or " " in arg or _NEGATIVE.fullmatch(arg) or name.startswith("-O"):
+        return False
+    return name[:2] not in short and not any(flag.startswith(name) for flag in short)
+
+
+def _unknown_short(arg: str, table: FlagTable) -> str:
+    name = arg.partition("=")[0]
+    near = nearest(name.lstrip("-").replace("_", "-"), table.flags)
+    cure = f"Did you mean --{near}?" if near else "Remove it."
+    return f"{name[:48]}: vLLM {table.version} has no such flag. {cure}"
+
+
+def _surplus(args: Sequence[str], index: int, name: str, table: FlagTable) -> str | None:
+    """Whether more values stand behind a flag than it takes: vLLM takes such a one for the model (entrypoints/cli/serve.py, model_tag)."""
+    takes = table.flags[name].takes
+    if takes is None:
+        return None
+    allowed = 0 if "=" in args[index] else takes
+    behind = itertools.takewhile(lambda arg: not arg.startswith("-") or _NEGATIVE.fullmatch(arg), args[index + 1 :])
+    if sum(1 for _ in behind) <= allowed:
+        return None
+    rule = "it takes one value" if takes else "it takes no value"
+    return f"--{name}: {rule}, and vLLM would take what stands behind for the model. Remove that."
+
+
 def _unknown(name: str, table: FlagTable) -> str:
     near = nearest(name, table.flags)
     cure = f"Did you mean --{near}?" if near else "Remove it."
@@ -207,14 +251,27 @@ def _refused(name: str, value: str | None, joined: bool, table: FlagTable) -> st
     if name in _OPEN or (flag.none and value in _NONE) or (not joined and value.startswith("-")):
         return None
     if flag.json is not None:
-        return _broken(name, value, flag.json)
+        return _broken(name, value, flag.json) or _keyed(name, value, flag.keys)
     number = None if flag.number is None else _number(value, flag.number)
     if flag.number is not None and number is None:
         kind = {"float": "number", "int": "whole number"}.get(flag.number, "whole number, nor one such as 8k or 8K")
         return f"--{name}: its value is no {kind}. Give it one, or remove it."
-    if flag.choices is not None and (value if number is None else str(number)) not in flag.choices:
-        return f"--{name}: vLLM {table.version} does not take its value. {_among(value, flag.choices)}"
+    text = value.lower().replace("-", "_") if flag.folds else value
+    if flag.choices is not None and (text if number is None else str(number)) not in flag.choices:
+        return f"--{name}: vLLM {table.version} does not take its value. {among(value, flag.choices)}"
     return None
+
+
+def _keyed(name: str, value: str, keys: Sequence[str] | None) -> str | None:
+    """Why a class refuses the first key of this JSON that it does not have; None where it has all, or may take any."""
+    try:
+        given = json.loads(value)
+    except (ValueError, RecursionError):
+        return None  # with an amount in it
+    if keys is not None and given is not None and not isinstance(given, dict):
+        return f"--{name}: its value is no map of keys: give it as JSON, or each key as --{name}.KEY VALUE."
+    unknown = next((key for key in given if key not in keys), None) if keys is not None and given is not None else None
+    return None if unknown is None else f"--{name}: it has no key {_short(unknown)}. {among(unknown, sorted(keys or ()))}"
 
 
 def _number(value: str, kind: str) -> float | None:
@@ -247,11 +304,16 @@ def _broken(name: str, value: str, kind: str) -> str | None:
     return None
 
 
-def _among(value: str, choices: Sequence[str]) -> str:
+def among(value: str, choices: Sequence[str]) -> str:
+    """The nearest of the choices, or the first of them, as a sentence."""
     near = nearest(value, choices)
     shown = ", ".join(choices[:12]) + (", ..." if len(choices) > 12 else "")
     return f"Did you mean {near}?" if near else f"It takes {shown}."
 
 
 def _shown(name: str) -> str:
-    return f"--{name if len(name) <= 48 else name[:45] + '...'}"
+    return f"--{_short(name)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 48 else f"{text[:45]}..."

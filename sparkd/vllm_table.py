@@ -1,6 +1,6 @@
 """Owns the table of flags of each installed vLLM: read off once by a child in its Python environment, and kept on disk. Never imports it.
 
-What is installed beside it is part of the key, because a plugin may add flags.
+The packages beside it are part of the key, because a plugin may add flags.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 
 import workers
 from sparkd.errors import StateError
-from sparkd.installed import full_version_in, packages_of, parsers_of
+from sparkd.installed import drafts_of, formats_of, full_version_in, packages_of, parsers_of
 from sparkd.nearest import nearest
 from sparkd.owner import as_owner
+from sparkd.quantizing import LOAD_FORMAT
 from sparkd.safetensors import shown
-from sparkd.vllm_flags import flag_name, release_of, translated, values_of
-from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, misfits, unspeculative
+from sparkd.vllm_flags import SPECULATIVE, flag_name, release_of, speculative_config, translated, values_of
+from sparkd.vllm_known import ANOTHER_PARSER, FlagTable, among, misfits, unspeculative
 from workers.interpreter import inherited_environment
 
 # Imports of vLLM and torch: 15 s on two slow cores, and a disk may be cold.
@@ -36,9 +37,9 @@ _tables: dict[str, FlagTable | None] = {}
 def refused(
     args: Sequence[str], env: Mapping[str, str], runtime: Path | None, state_dir: Path, *, ask: bool, aloud: bool = False
 ) -> tuple[str, ...]:
-    """What the parser of the vLLM of this environment will refuse, a sentence for each; see vllm_known. Translated as the start translates
-    them. ask: see flag_table. aloud: somebody at a terminal is told that it takes a while."""
-    table = flag_table(runtime, places(state_dir), ask=ask, first=_say_so if aloud else None)
+    """The arguments that the parser of this environment's vLLM will refuse, a sentence for each; see vllm_known. Translated as the start
+    translates them. ask: see flag_table. aloud: somebody at a terminal is told that it takes a while."""
+    table = flag_table(runtime, places(state_dir), ask=ask, first=announce if aloud else None)
     if table is None:
         return ()
     args = translated(args, env, release_of(table.version)).args
@@ -59,7 +60,36 @@ def unknown_parsers(args: Sequence[str], env: Mapping[str, str], runtime: Path |
             yield f"{flag.replace('-', '_')}: this vLLM has no parser {shown(found[-1])}. {cure}"
 
 
-def _say_so() -> None:
+def unknown_formats(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
+    """A sentence for each value of --quantization and of --load-format that the vLLM of this environment does not have. None where plugins
+    may bring more."""
+    known = formats_of(runtime)
+    if known is None or any(name in env for name in ANOTHER_PARSER):
+        return
+    for flag, names in zip(("quantization", "load-format"), (known[0], known[1] | {LOAD_FORMAT}), strict=True):
+        given = [value for _, _, value in values_of(args, flag)]
+        if given and given[-1] not in names:
+            yield f"--{flag}: this vLLM has no {shown(given[-1])}. {among(given[-1], sorted(names))}"
+
+
+def unknown_drafts(args: Sequence[str], env: Mapping[str, str], runtime: Path | None) -> Iterator[str]:
+    """A sentence for the method and for each key of --speculative-config that the vLLM of this environment does not have; its class
+    refuses every other (config/speculative.py)."""
+    known = drafts_of(runtime)
+    config = speculative_config(args)
+    if known is None or config is None or any(name in env for name in ANOTHER_PARSER):
+        return
+    methods, keys = known
+    for key in config:
+        if key.replace("-", "_") not in keys:
+            yield f"{SPECULATIVE}: this vLLM has no key {shown(key)} there. {among(key, sorted(keys))}"
+    method = config.get("method")
+    if method is not None and method not in methods:
+        yield f"{SPECULATIVE}: this vLLM has no method {shown(str(method))}. {among(str(method), sorted(methods))}"
+
+
+def announce() -> None:
+    """Tell somebody at a terminal that the first reading takes a while."""
     if sys.stderr.isatty():
         sys.stderr.write("Reading the flags of the installed vLLM, once: that takes as long as its import.\n")
 
@@ -95,12 +125,12 @@ def places(state_dir: Path) -> list[Path]:
 
 def _key(interpreter: Path, version: str) -> str:
     chosen = [os.environ.get(name, "") for name in ANOTHER_PARSER]  # the child has these from us, as an engine has
-    parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *_neighbours(interpreter)]
+    parts = [str(interpreter), version, _PROGRAM.read_text(), *chosen, *neighbours(interpreter)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _neighbours(interpreter: Path) -> Iterator[str]:
-    """The names of what is installed, versions included."""
+def neighbours(interpreter: Path) -> Iterator[str]:
+    """The names of what is installed beside it, versions included."""
     own = [Path(entry) for entry in sys.path if entry.endswith("-packages")] if interpreter == Path(sys.executable) else []
     for packages in dict.fromkeys([*packages_of(interpreter), *own]):
         with contextlib.suppress(OSError):
@@ -122,13 +152,13 @@ def _asked(interpreter: Path, version: str, kept: Sequence[Path]) -> FlagTable |
         return None
     for path in kept:
         with contextlib.suppress(OSError, StateError):
-            as_owner(path.parent, partial(_write, path, text or ""))
+            as_owner(path.parent, partial(write_whole, path, text or ""))
             break
     return table
 
 
 def _run(interpreter: Path) -> str | None:
-    """What the program says; None where it fails or takes too long, and then nothing of it is left."""
+    """The program's output; None where it fails or takes too long, and then nothing of it is left."""
     command = [str(interpreter), "-P", "-c", _PROGRAM.read_text()]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
@@ -149,7 +179,7 @@ def _run(interpreter: Path) -> str | None:
     return said.decode(errors="replace") if child.returncode == 0 else None
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """By a rename, so that nobody reads half of it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
-from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
-from sparkd.errors import CheckpointError
+from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class
+from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.kv_cost import stages_of
-from sparkd.model_shape import Attention, Shape, text_config
+from sparkd.model_shape import Attention, Shape, of_layers, text_config
+from sparkd.tensor_class import WRAPPED
 from sparkd.tensors import alike
+from sparkd.unloaded import unloaded_part
+from workers.stream.assignment import is_unknown_expert
 from workers.stream.format import Format
 from workers.stream.packed_scale import packed_module_of
 from workers.stream.recipe import Recipe
@@ -40,6 +43,8 @@ _COLUMN = _words(
 )
 _KEYS = _words("k_proj v_proj wk wv")
 _ROW = _words("o_proj down_proj w2 out_proj fc2 c_proj wo linear_fc2 linear_2 output_linear dense_4h_to_h dense")
+# The layers that predict tokens ahead, which vLLM loads for speculative decoding.
+AHEAD = "mtp"
 # Kept as they are stored; every other parameter is made in the model's own precision (its class gives no other).
 _EXACT = _words("A_log D e_score_correction_bias expert_bias")
 _STORED = _words(
@@ -107,23 +112,33 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A checkpoint, with one tensor for all experts of a layer that are alike. stored_bytes: of what is loaded;
-    unloaded_bytes: of layers that vLLM leaves on the disk."""
+    """A checkpoint, with one tensor for all experts of a layer that are alike. stored_bytes: of what is loaded. unloaded: bytes of each
+    part that vLLM leaves on the disk: AHEAD, `lm_head`, or one of sparkd.unloaded."""
 
     checkpoint: Checkpoint
     shape: Shape
     parts: tuple[Part, ...]
     stored_bytes: int
-    unloaded_bytes: int
+    unloaded: Mapping[str, int]
     _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]] | CheckpointError] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    # What torch reserves for steps that were reckoned before, by tokens, requests, rows of logits, ranks, and whether a compiler runs.
+    # torch's reserved bytes for steps that were reckoned before, by tokens, requests, rows of logits, ranks, and whether a compiler runs.
     steps: dict[tuple[int, int, int, int, bool, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    def unknown_experts(self) -> dict[str, int]:
+        """Bytes of the routed experts that keep their precision in every format, because sparkd cannot quantize tensors of their names; by
+        name, with `*` for numbers. Empty where no format is made of the checkpoint."""
+        source = self.checkpoint.quantization
+        sizes: Counter[str] = Counter()
+        for part in self.parts if source is None or source.requantizable else ():
+            if is_unknown_expert(part.tensor.name, part.tensor):
+                sizes[_starred(part.tensor.name)] += part.tensor.nbytes * part.count
+        return dict(sizes)
+
     def alike(self, recipe: Recipe) -> tuple[tuple[Alike, ...], tuple[str, ...]]:
-        """What the recipe makes of the tensors, and what it could not do, one sentence each; made once.
+        """The recipe's results for the tensors, and what it could not do, one sentence each; made once.
 
         Raises CheckpointError as Recipe.assign, and the same one again: a rule that takes too many steps takes them once.
         """
@@ -140,7 +155,7 @@ class Inventory:
         return made
 
     def weights(self, recipe: Recipe, ranks: int = 1, stages: int = 1, platform: str = "cuda") -> Weights:
-        """Of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
+        """The bytes of the fullest rank; made once. platform: whose kernels pad what they are given. Raises CheckpointError as `alike`."""
         key = recipe, ranks, stages, platform
         if key not in self._weights:
             self._weights[key] = self._counted(*key)
@@ -174,13 +189,15 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     """ahead: with the layers beyond the model's own that predict tokens ahead, which vLLM loads for speculative decoding only."""
     counts: dict[str, int] = {}
     kept: dict[str, TensorRef] = {}
-    unloaded = 0
+    unloaded: Counter[str] = Counter()
     for group in alike(checkpoint.tensors, _EXPERT, ".experts.0."):
         # Experts of another kind than the first of their name are a group of their own.
         name = group.first.name if group.name in kept else group.name
         kept[name] = group.first._replace(name=name)
         counts[name] = group.total
     kinds = {name: tensor_class(name, tensor.shape) for name, tensor in kept.items()}
+    if not shape.layers and (numbers := [int(found[1]) for name in kept if kinds[name] != "vision" and (found := _LAYER.search(name))]):
+        shape = of_layers(shape, checkpoint.config, max(numbers) + 1)
     text = text_config(checkpoint.config)
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
         # Nobody says so, and the classes of most models say no: a head of its own settles it.
@@ -189,8 +206,9 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
     parts = []
     for name, tensor in kept.items():
         kind = kinds[name]
-        if (not ahead and _ahead(name, kind, shape)) or (shape.tied and kind == "lm_head"):
-            unloaded += tensor.nbytes * counts[name]
+        left = AHEAD if not ahead and _ahead(name, kind, shape) else kind if shape.tied and kind == "lm_head" else None
+        if left := left or unloaded_part(name, shape.architecture):
+            unloaded[left] += tensor.nbytes * counts[name]
             continue
         # Gemma 4: one matrix in both places of a fused layer.
         twice = values is not None and ".k_proj." in name and name.partition(".k_proj.")[0] not in values
@@ -201,7 +219,19 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         parts.append(Part(tensor, kind, counts[name], split, active, int(layer[1]) if layer else None, heads, 2 if twice else 1))
     loaded = {part.tensor.name: part.tensor for part in parts}
     stored = sum(part.tensor.nbytes * part.count for part in parts)
-    return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, unloaded)
+    return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
+
+
+def refuse_missing_layers(known: Inventory) -> None:
+    """Raises CheckpointIncomplete where the files have fewer layers than config.json says. Layers without numbers say nothing, nor does a
+    model that may leave layers out."""
+    checkpoint, layers = known.checkpoint, known.shape.layers
+    stored = {part.layer for part in known.parts if part.layer is not None}
+    missing = sorted(set(range(layers)) - stored)
+    if not stored or not missing or known.shape.gaps:
+        return
+    absent = f"layer {missing[0]} is" if len(missing) == 1 else f"{len(missing)} of them, from layer {missing[0]} on, are"
+    raise CheckpointIncomplete(f"its {CONFIG} says {layers} layers, and {absent} not in its files", file=checkpoint.folder, cure=COMPLETE)
 
 
 def _grouped(parts: Sequence[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:
@@ -277,7 +307,7 @@ def _active(name: str, kind: str, shape: Shape) -> float:
 
 
 def _split(name: str, tensor: TensorRef, kind: str) -> str:
-    parts = name.split(".")
+    parts = [part for part in name.split(".") if part != WRAPPED]
     leaf = parts[-2] if parts[-1] in _STORED and len(parts) > 1 else parts[-1]
     if kind in ("embedding", "lm_head") and len(tensor.shape) == 2:
         return "vocabulary"
@@ -293,7 +323,7 @@ def _split(name: str, tensor: TensorRef, kind: str) -> str:
 
 
 def _bytes(part: Part, form: Format | None, shape: Shape, ranks: int) -> int:
-    """Of one tensor on one rank."""
+    """The bytes of one tensor on one rank."""
     tensor = part.tensor
     if part.split == "vocabulary":
         rows = ceil(padded_vocabulary(tensor.shape[0]) / ranks)

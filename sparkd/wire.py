@@ -27,7 +27,7 @@ MAX_HEADERS = 128
 
 _CONNECT_AGAIN_S = 0.05
 _SLICE_BYTES = 64 * 1024
-# What a read may hold behind a head that is just within the bound; asyncio reads 256 KiB at most.
+# The bytes that a read may hold behind a head that is just within the bound; asyncio reads 256 KiB at most.
 _ONE_READ_BYTES = 256 * 1024
 _CRLF = b"\r\n"
 
@@ -46,7 +46,7 @@ RawHeaders = list[tuple[bytes, bytes]]  # names in lower case
 
 
 class Sink(Protocol):
-    """Who takes an answer: one `head`, then `body` until `ended`, or `broken` at any point and nothing after it.
+    """The receiver of an answer: one `head`, then `body` until `ended`, or `broken` at any point and nothing after it.
 
     All are called from within the connection's own callbacks and must not raise. `head` may be followed by `broken` at once:
     nothing of an answer should leave before the first `body`.

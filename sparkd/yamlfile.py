@@ -21,6 +21,7 @@ _BROKEN = "The text holds half a character (a lone surrogate, or bytes that are 
 # A shorter text stands in half of all words.
 SHORTEST_SECRET, SHORTEST_BEGINNING = 4, 8
 _ENV = re.compile(r"\$\{env\.([^}]*)(\}?)")
+_CUT = re.compile(r"\.\.\.|'")
 _DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH + 1}}}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -129,13 +130,15 @@ def _without(message: str, spellings: Mapping[str, str]) -> str:
     for spelt in sorted(spellings, key=len, reverse=True):
         message = message.replace(spelt, spellings[spelt])
         # Cut short by whoever showed it: the longest beginning of it that stands before dots or a quotation mark.
-        for cut in re.finditer(r"\.\.\.|'", message):
-            kept = message[: cut.start()]
+        start = 0
+        while cut := _CUT.search(message, start):
+            kept, rest = message[: cut.start()], message[cut.start() if cut[0] == "'" else cut.end() :]
             longest = min(len(spelt) - 1, len(kept))
             shown = next((size for size in range(longest, SHORTEST_BEGINNING - 1, -1) if kept.endswith(spelt[:size])), 0)
+            start = cut.end()
             if shown:
-                message = kept[:-shown] + spellings[spelt] + message[cut.end() if cut[0] != "'" else cut.start() :]
-                break
+                kept = kept[:-shown] + spellings[spelt]
+                message, start = kept + rest, len(kept) + rest.startswith("'")
     return message
 
 

@@ -36,6 +36,10 @@ ENGINES = (
     "test_reconcile.py",
     "security/test_ray_children.py",
     "test_raylink.py",
+    "test_known_architectures.py",
+    "test_rare_configs.py",
+    "test_node_vllm.py",
+    "test_model_answer.py",
 )
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -162,6 +163,10 @@ class DaemonProcess:
         self.end(signal.SIGINT)
         self.client.close()
         until(lambda: not self.leftovers(), 20, f"nothing is left: {self.leftovers()}")
+
+    def forget(self) -> None:
+        """Remove what a daemon leaves that was killed with all of its processes."""
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
     def ray_pids(self) -> list[int]:
         return [int(process["pid"]) for process in self.status().get("costs", {}).get("ray", [])]

@@ -14,6 +14,7 @@ from sparkd.abilities import Abilities
 from sparkd.config import Config, ModelConfig, load_config
 from sparkd.errors import MemoryReturns, NoRoom, RankError, SparkdError
 from sparkd.fabric_findings import Finding
+from sparkd.node_runtime import NodeRuntime
 from sparkd.parsers import Parsers
 from sparkd.placement import Placement
 from sparkd.room import Book, Held, Lack
@@ -22,7 +23,7 @@ from sparkd.snapshot import NodeView
 from sparkd.start import Attempt
 from sparkd.state import Progress, RankFact, RankHandle, Reading, Store
 from sparkd.supervisor import Supervisor
-from sparkd.upstream import Upstream
+from sparkd.upstream import ServedModels, Upstream
 
 READING = Reading("n", 0.0, 100, 90, 80, 5, 0, 0)
 
@@ -142,7 +143,7 @@ class FakeCluster:
     async def parsers(self, spec: ModelConfig) -> Parsers | None:
         return self.expected_parsers
 
-    async def served_abilities(self, upstream: Upstream, known: Abilities) -> Abilities:
+    async def served_abilities(self, upstream: Upstream, known: Abilities, models: ServedModels) -> Abilities:
         return self.told_abilities
 
     async def release(self, model: str) -> None:
@@ -152,11 +153,14 @@ class FakeCluster:
     async def upstream(self, handle: RankHandle) -> Upstream:
         return Upstream(socket_path=handle.socket_path)
 
-    async def served_names(self, upstream: Upstream) -> list[str] | None:
-        return self.names
+    async def served_models(self, upstream: Upstream) -> ServedModels | None:
+        return None if self.names is None else ServedModels(tuple(self.names))
 
     async def unlinked(self, *, rdma: bool) -> dict[int, str]:
         return self.links
+
+    async def runtime(self, interpreter: str) -> NodeRuntime:
+        return NodeRuntime({"platform": "cpu", "vllm": None, "entrypoint": None, "packages": ""}, "n")
 
     async def transport(self, handles: Sequence[RankHandle], configured: Mapping[str, str]) -> tuple[Finding, ...]:
         self.log.append(f"transport {' '.join(handle.node_id for handle in handles)}")

@@ -35,7 +35,7 @@ class Repository:
 
     refusals: status and X-Error-Code of an answer, by what the path ends with, as often as it stands there; cut: bytes after which an
     answer of the store ends; total: what the store says that a file's size is; held: what the store waits for before it answers for a file,
-    or the hub for a path that ends so, if it begins with a slash.
+    or the hub for a path that ends so, if it begins with a slash. heads: by branch, where that is at another commit than COMMIT.
     """
 
     folder: Path
@@ -46,6 +46,7 @@ class Repository:
     cut: dict[str, list[int]] = field(default_factory=dict)
     total: dict[str, int] = field(default_factory=dict)
     held: dict[str, threading.Event] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)
     listing: Any = None
     asked: list[Asked] = field(default_factory=list)
     hub: str = ""
@@ -58,12 +59,12 @@ class Repository:
     def ranges_of(self, name: str) -> list[str | None]:
         return [asked.range for asked in self.asked if asked.server == "store" and asked.path == f"/{name}"]
 
-    def answers(self) -> dict[str, Any]:
+    def answers(self, revision: str = "main") -> dict[str, Any]:
         files = sorted(file for file in self.folder.rglob("*") if file.is_file())
         names = [str(file.relative_to(self.folder)) for file in files]
         sizes = [self.listed.get(name, file.stat().st_size) for name, file in zip(names, files, strict=True)]
         siblings = [{"rfilename": name} | ({} if size is None else {"size": size}) for name, size in zip(names, sizes, strict=True)]
-        return {"id": self.hub_id, "sha": COMMIT, "siblings": siblings, "tags": ["safetensors"]}
+        return {"id": self.hub_id, "sha": self.heads.get(revision, COMMIT), "siblings": siblings, "tags": ["safetensors"]}
 
 
 @contextmanager
@@ -119,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.name == "store":
             return self._store(path.removeprefix("/"))
         if path.startswith(f"/api/models/{repository.hub_id}/revision/"):
-            answer = repository.listing if repository.listing is not None else repository.answers()
+            answer = repository.listing if repository.listing is not None else repository.answers(path.rpartition("/")[2])
             return self._answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
         if path.startswith("/api/models/"):
             return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})

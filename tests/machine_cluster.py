@@ -17,7 +17,7 @@ from sparkd.room import Book
 from sparkd.sight import Observation
 from sparkd.start import Attempt
 from sparkd.state import Progress, RankFact, RankHandle, Reading
-from sparkd.upstream import Upstream
+from sparkd.upstream import ServedModels, Upstream
 from tests.fakes import FakeCluster
 
 GIB = 1 << 30
@@ -121,9 +121,10 @@ class MachineCluster(FakeCluster):
         await made.close()
         return made
 
-    async def served_names(self, upstream: Any) -> list[str] | None:
+    async def served_models(self, upstream: Any) -> ServedModels | None:
         """Every engine answers for every name: which one is asked is the supervisor's to know."""
-        return ["a", "b", "c", "d"] if any(fact.alive and fact.progress.server_up for fact in self.live.values()) else None
+        is_up = any(fact.alive and fact.progress.server_up for fact in self.live.values())
+        return ServedModels(("a", "b", "c", "d")) if is_up else None
 
     def change(self, model: str, **changes: Any) -> None:
         for rank_id, fact in self.live.items():

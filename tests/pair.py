@@ -140,8 +140,9 @@ def two_sparks(folder: Path, models: dict[str, dict[str, Any]]) -> Iterator[Pair
 
     folder: short, for the sockets of Ray.
     """
-    with two_nodes() as (here, there), here.entered():
+    with contextlib.ExitStack() as afterwards, two_nodes() as (here, there), here.entered():
         made = _built(folder, here, there, models)
+        afterwards.callback(made.daemon.forget)
         try:
             made.daemon.start()
             made.daemon.settled()

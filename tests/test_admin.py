@@ -29,6 +29,7 @@ from sparkd.gateway.protocol import CONNECTION
 from sparkd.ledger import SLICE
 from sparkd.model_config import ModelConfig
 from sparkd.offers import Offers
+from sparkd.registry import Registries, Registry, Signature
 from sparkd.rows import Damage
 from sparkd.state import Event, OperationState, Want
 from tests.answers import check_answer
@@ -596,6 +597,24 @@ async def test_recipes_are_listed_shown_and_lent(tmp_path: Path) -> None:
         assert (spec.recipe, spec.max_num_seqs, spec.kv_cache) == ("mine", 4, "auto")
         for wrong in ({"recipe": f"{tmp_path}/mine.yaml"}, {"recipe": "nobody"}, {"recipe": "mine@x"}):
             assert (await made.refused("POST", "/models", 422, json={"name": "other", "spec": wrong}))["code"] == "invalid_config"
+
+
+async def test_a_recipe_of_a_registry_is_shown_and_lent_where_it_only_tunes(tmp_path: Path) -> None:
+    recipe = "description: d\nmodel: o/m\nsources: {s: s}\nsettings: {max_num_seqs: 8, trust_remote_code: true, extra_args: [%s]}\n"
+    texts = {"4x/mine": recipe % "", "loads": recipe % "--worker-cls, evil.Worker"}
+    Registries(tmp_path / "state").put(Registry("eugr", "https://host/r", "0" * 40, "2026-09-15", Signature("none"), texts, {}))
+    async with admin_of(tmp_path) as made:
+        for name in ("4x/mine@eugr", "mine@eugr", "loads@eugr"):
+            assert (await made.ask("GET", f"/recipes/{name}"))["spec"]["max_num_seqs"] == 8
+        for name in ("nobody@eugr", "mine@nobody", "etc/passwd@nobody"):
+            assert (await made.refused("GET", f"/recipes/{name}", 404))["code"] == "recipe_not_found"
+
+        for name in ("4x/mine@eugr", "mine@eugr"):
+            await made.ask("POST", "/models", 202, json={"name": name.replace("@", "-"), "spec": {"recipe": name}, "load": False})
+            assert not made.scene.supervisor.config.models[name.replace("@", "-")].trust_remote_code
+        for name in ("loads@eugr", "nobody@eugr", "etc/passwd@nobody"):
+            body = {"name": "other", "spec": {"recipe": name}}
+            assert (await made.refused("POST", "/models", 422, json=body))["code"] == "invalid_config"
 
 
 async def test_a_model_whose_environment_has_a_number_that_cannot_be_is_not_added(tmp_path: Path) -> None:

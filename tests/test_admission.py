@@ -72,7 +72,7 @@ def test_the_account_of_a_model(folder: Path) -> None:
     rotary = 131_072 * 128 * 2
     assert found.least - found.fixed == TOKEN_BYTES * (8192 + 16)  # and the block that vLLM keeps
     assert found.fixed > weights + rotary + 3 * GIB
-    assert found.asked is None
+    assert found.total is None
     assert "one request of 8,192 tokens" in found.sentence
     assert f"weights {(weights + rotary) / GIB:.1f} GiB" in found.sentence
 
@@ -88,8 +88,8 @@ def test_the_account_of_a_model(folder: Path) -> None:
 )
 def test_a_cache_of_a_given_size_is_reserved_and_no_more(folder: Path, size: dict[str, Any], tokens: float) -> None:
     found = of(folder, max_model_len=8192, kv_cache=size)
-    assert found.asked is not None
-    assert found.asked - found.fixed == pytest.approx(tokens * TOKEN_BYTES, abs=16 * TOKEN_BYTES)
+    assert found.total is not None
+    assert found.total - found.fixed == pytest.approx(tokens * TOKEN_BYTES, abs=16 * TOKEN_BYTES)
 
 
 def test_a_number_of_blocks_is_a_size_and_goes_before_any_other(folder: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_shorter_requests_of_layers_that_look_back_a_window_are_counted_as_such(
         at: of(tmp_path, max_model_len=65_536, max_num_batched_tokens=2048, kv_cache={"sequences": 3, "at": at})
         for at in (4096, 32_768, 65_536)
     }
-    held = {at: (found.asked or 0) - found.fixed for at, found in sizes.items()}
+    held = {at: (found.total or 0) - found.fixed for at, found in sizes.items()}
     kept = 4096 - 1 + 2 * 2048
     block = 16 * TOKEN_BYTES
     assert held == {4096: 3 * 257 * block + block, 32_768: 3 * (kept // 16 + 2) * block + block, 65_536: held[32_768]}
@@ -199,14 +199,26 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
         assert (found is None) == any(unsized(args)), each.choice
 
 
-@pytest.mark.parametrize("args", [["--block-size", "32"], ["--hf_overrides={}"], ["--max-num-b", "1"]])
+@pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker_cls=some.Worker"], ["--max-model-l", "1"]])
 def test_auto_beside_a_flag_that_is_not_counted_is_refused(folder: Path, args: list[str]) -> None:
     flag = args[0].partition("=")[0]
     with pytest.raises(ConfigError, match=f"{flag} and quantize: auto exclude each other"):
         spec_of(folder, quantize="auto", extra_args=args)
     assert resolved(spec_of(folder, quantize="auto", extra_args=["--moe-backend", "marlin"]), SPARK, {}, 15 * GIB).quantize
-    with pytest.raises(RankError, match="kv_cache_dtype: turboquant_4bit"):
-        resolved(spec_of(folder, quantize="auto", kv_cache_dtype="turboquant_4bit"), SPARK, {}, 15 * GIB)
+    for keys in ({"extra_args": ["--block-size", "32"]}, {"kv_cache_dtype": "turboquant_4bit"}):
+        # A format by what the formulas see, a length by vLLM, which measures.
+        found = resolved(spec_of(folder, quantize="auto", max_model_len="auto", **keys), SPARK, {}, 15 * GIB)
+        assert (found.quantize is not None, found.max_model_len) == (True, "auto")
+
+
+def test_a_flag_that_a_start_measures_has_no_machine_reserved(folder: Path) -> None:
+    """A model of 16 GiB with a cache of 2, of a machine that lends 118."""
+    sized = {"max_model_len": 8192, "kv_cache": {"bytes": "2GiB"}}
+    plain = spec_of(folder, **sized)
+    for flags in (["--max-num-seqs", "16"], ["--max-num-batched-tokens", "4096"], ["--compilation-config", "{}"], ["-O1"]):
+        spec = spec_of(folder, extra_args=flags, **sized)
+        gib = [needed_gib(one, "cuda", 121.6, {}, 118.0, account(one, SPARK, {})) for one in (plain, spec)]
+        assert max(gib) < 25, flags
 
 
 def test_nothing_is_said_of_files_that_are_not_here(tmp_path: Path) -> None:
@@ -429,7 +441,7 @@ class Runtime:
 
 
 def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where somebody wrote some, for a vLLM that is on this node."""
+    """A vLLM on this node is asked; for the values of keys alone only a kept answer counts."""
     asked: list[tuple[Path | None, Path, bool]] = []
 
     def refused(_flags: Any, _env: Any, runtime: Path | None, state: Path, *, ask: bool) -> tuple[str, ...]:
@@ -440,9 +452,8 @@ def test_the_flags_of_a_models_vllm_are_asked_for_where_it_is_placed(folder: Pat
     monkeypatch.setattr("sparkd.needs.full_version_in", lambda _runtime: "0.32.0")
     config = Config.model_validate({"state_dir": tmp_path})
     for vllm, more in (("0.32.0", {}), ("0.33.0", {"extra_args": ["--seed", "1"]}), ("0.32.0", {"extra_args": ["--seed", "1"]})):
-        assert asked == []
         said_to(spec_of(folder, max_model_len=8192, kv_cache={"sequences": 2}, **more), config, vllm, ask=True)
-    assert asked == [(None, tmp_path, True)]
+    assert asked == [(None, tmp_path, False), (None, tmp_path, True)]
 
 
 def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
@@ -451,8 +462,8 @@ def test_the_need_of_a_model(folder: Path, tmp_path: Path) -> None:
     found = need_of(sized, config, Runtime("e"), 100.0, 100.0)
     assert found.spec.quantize is None
     assert found.account is not None
-    assert found.account.asked is not None
-    assert found.gib - 1 < found.account.asked / GIB <= found.gib
+    assert found.account.total is not None
+    assert found.gib - 1 < found.account.total / GIB <= found.gib
     with pytest.raises(RankError, match="has no vLLM"):
         need_of(sized, config, Runtime(None), 100.0, 100.0)
     (tmp_path / "empty").mkdir()

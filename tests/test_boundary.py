@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from sparkd.boundary import KEPT_S, LOG_EVERY_S, Boundary
-from sparkd.gateway import GatewayServer
+from sparkd.gateway import GatewayServer, routes
 from sparkd.gateway.acceptor import Acceptor
 from sparkd.metrics import INTERNAL_ERRORS
+from sparkd.upstream import served_models
 from tests.fakes import FakeClock
 from tests.faulty_sparkd import ERRORS
 from tests.gateway.fakes import RawEngine, serving, soon
@@ -24,7 +27,7 @@ SPARKD = Path(__file__).parents[1] / "sparkd"
 STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Task"}
 WITHIN = {"guarded", "keep"}
 # module:function -> why no error of that task needs the boundary.
-OUTSIDE: dict[str, str] = {}
+OUTSIDE = {"node_inquiry:_call": "the thread that asks takes the result, and its error with it"}
 
 
 def started(path: Path) -> Iterator[tuple[str, bool]]:
@@ -150,12 +153,51 @@ async def test_a_task_that_is_cancelled_before_its_first_step_leaves_nothing(bou
     assert task.cancelled() and boundary.condition is None
 
 
-async def test_an_error_of_a_callback_is_noted(boundary: Boundary) -> None:
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(boundary.heard)
-    loop.call_soon({}.__getitem__, "node")
-    await asyncio.sleep(0)
-    assert "loop (KeyError)" in str(boundary.condition)
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest, boundary: Boundary) -> Iterator[asyncio.AbstractEventLoop]:
+    made: asyncio.AbstractEventLoop = request.param()
+    made.set_exception_handler(boundary.heard)
+    yield made
+    made.close()
+
+
+def turn(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_until_complete(asyncio.sleep(0))
+
+
+def test_an_error_of_our_callback_is_noted_with_the_words_of_the_loop(
+    boundary: Boundary, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop.call_soon(routes.find, "secret", None)
+    turn(loop)
+
+    assert "loop (AttributeError)" in str(boundary.condition)
+    (record,) = caplog.records
+    assert "Exception in callback" in record.getMessage() and "secret" not in record.getMessage()
+
+
+def test_an_error_of_our_task_that_nothing_waits_for_is_noted(
+    boundary: Boundary, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop.run_until_complete(asyncio.wait([loop.create_task(served_models(None))]))  # type: ignore[arg-type]
+    gc.collect()
+
+    assert "loop (AttributeError)" in str(boundary.condition)
+    (record,) = caplog.records
+    assert "Task exception was never retrieved" in record.getMessage()
+
+
+def test_an_error_of_a_library_is_logged_now_and_then_and_not_counted(
+    boundary: Boundary, clock: FakeClock, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = counted("loop")
+    for at_s in (0.0, 1.0, LOG_EVERY_S):
+        clock.now_s = 1000.0 + at_s
+        loop.call_soon({}.__getitem__, "node")
+        turn(loop)
+
+    assert boundary.condition is None and counted("loop") == before
+    assert ["Exception in callback" in record.getMessage() and bool(record.exc_info) for record in caplog.records] == [True] * 2
 
 
 async def test_a_time_limit_is_what_it_is_everywhere(boundary: Boundary) -> None:

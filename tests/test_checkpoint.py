@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.checkpoint import INDEX, read_checkpoint
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.source_quantization import SourceQuantization, source_quantization
 from tests.shards import Shape, checkpoint_of, write_folder, write_shard
 
@@ -328,3 +328,60 @@ def test_reading_needs_the_standard_library_only() -> None:
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert not {name for name in loaded if name not in sys.stdlib_module_names} - {"sparkd", "workers", "__main__", "__mp_main__"}
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("layout", ["plain", "parsed"])
+def test_numbers_that_python_writes_are_read_in_a_publishers_json(tmp_path: Path, constant: str, layout: str) -> None:
+    write_folder(tmp_path, SHARDS, index=True)
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "time_step_limit": [0.0, {constant}]}}')
+    index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    escape = {"plain": "", "parsed": "\\u0041"}[layout]  # an escape anywhere: the index is not split at its quotation marks
+    (tmp_path / INDEX).write_text(f'{{"metadata": {{"note": "{escape}", "loss": {constant}}}, "weight_map": {json.dumps(index)}}}')
+    (tmp_path / "hf_quant_config.json").write_text(f'{{"producer": {constant}}}')
+
+    found = read_checkpoint(tmp_path)
+
+    assert str(found.config["time_step_limit"][1]) == str(float(constant))
+    assert list(found.tensors) == [*A, *B]
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], ["model-00002-of-00003.safetensors"]),
+        (["model-00002-of-00003.safetensors"], ["model-00001-of-00003.safetensors", "1 more"]),
+        (["a-00001-of-00001.safetensors", "b-00001-of-00002.safetensors"], ["b-00002-of-00002.safetensors"]),
+    ],
+)
+def test_half_a_download_without_an_index_is_no_model(tmp_path: Path, files: list[str], missing: list[str]) -> None:
+    write_folder(tmp_path, {name: {f"{name}.weight": ("BF16", (4, 4))} for name in files})
+
+    with pytest.raises(CheckpointIncomplete) as caught:
+        read_checkpoint(tmp_path)
+
+    assert all(name in caught.value.message for name in missing)
+    assert caught.value.file == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("others", "kind", "named"),
+    [
+        ([], CheckpointIncomplete, "Download the model again"),
+        (["snapshots-of-it/config.json"], CheckpointError, "snapshots-of-it"),
+        (["q4.gguf"], CheckpointError, "q4.gguf"),
+    ],
+)
+def test_a_folder_without_a_configuration_is_told_what_may_be_meant(
+    tmp_path: Path, others: list[str], kind: type[CheckpointError], named: str
+) -> None:
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path)
+
+    assert type(caught.value) is kind
+    assert named in (caught.value.cure or "") + caught.value.reason
+    assert f"{tmp_path}." not in f"{caught.value.cure}.", "who gave the folder is not told to give it"

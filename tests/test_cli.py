@@ -159,8 +159,8 @@ def test_what_goes_wrong_is_an_object_with_json(
         assert told("--json", "--url", gone, *argv)["error"]["code"] == "unavailable"
     here = tmp_path / "none"
     for argv in (
-        ["plan", str(here)],
-        ["plan", str(here), "--nodes", "0"],
+        ["plan", "--quick", str(here)],
+        ["plan", "--quick", str(here), "--nodes", "0"],
         ["ls", "--layers", str(here)],
         ["ps", "--no-such-option"],
         ["no-such-verb"],
@@ -460,9 +460,10 @@ def test_check_says_what_is_longer_than_the_model(
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys}}}))
 
-    assert exit_code(["check", str(file)]) == 0
-    found = [line for line in capsys.readouterr().out.splitlines() if "models.m.max_model_len: " in line]
-    assert [told is not None and f"models.m.max_model_len: {told}" in line for line in found] == [True] * (told is not None)
+    assert exit_code(["check", str(file)]) == (0 if told is None else 2)
+    place = "models.m.max_model_len: " if "max_model_len" in keys else "models.m: --max-model-len: "
+    found = [line for line in capsys.readouterr().out.splitlines() if place in line]
+    assert [told is not None and f"{place}{told}" in line for line in found] == [True] * (told is not None)
 
 
 def test_check_leaves_a_longer_context_to_who_may_allow_it(
@@ -475,8 +476,7 @@ def test_check_leaves_a_longer_context_to_who_may_allow_it(
     file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4097}}}))
 
     def told() -> bool:
-        assert exit_code(["check", str(file)]) == 0
-        return "4,097 tokens" in capsys.readouterr().out
+        return exit_code(["check", str(file)]) == 2 and "4,097 tokens" in capsys.readouterr().out
 
     assert told()
     with monkeypatch.context() as own:
@@ -490,17 +490,17 @@ def test_check_leaves_a_longer_context_to_who_may_allow_it(
 
 
 def test_check_says_which_groups_are_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = mixture()
+    shape = mixture(num_hidden_layers=1)
     folder = write(tmp_path / "m", shape, [("model.layers.0.self_attn.o_proj.weight", (512, 576), "BF16")])
     models = {name: {"model": str(folder), "quantize": name} for name in ("int4-g128", "int4-g64")}
     models["stub"] = {"model": str(folder), "quantize": "int4-g128", "entrypoint": "workers.stub"}
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"models": models}))
 
-    assert exit_code(["check", str(file)]) == 0
+    assert exit_code(["check", str(file)]) == 2
     found = [line for line in capsys.readouterr().out.splitlines() if "whole groups" in line]
     told = "576 columns of model.layers.0.self_attn.o_proj.weight are no whole groups of 128: int4-g64 or int4-g32 would fit."
-    assert found == [f"{file}: warning: models.int4-g128.quantize: {told}"]
+    assert found == [f"{file}:1: models.int4-g128.quantize: {told}"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -558,8 +558,8 @@ _TABLES = {"rich", "sparkd.show", "sparkd.client"}
     [
         (["version"], {"yaml", "sparkd.config", *_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
         (["token"], {*_RAY, *_DAEMON, *_ENGINE, *_WEIGHTS, *_RECIPES, *_TABLES}),
-        (["recipes", "check"], {*_RAY, *_DAEMON, *_ENGINE, *_TABLES}),
-        (["ls", "--cached"], {*_RAY, *_DAEMON, *_ENGINE, *_RECIPES}),
+        (["recipes", "check"], {"sparkd.cached", "workers.stream.cache", *_RAY, *_DAEMON, *_ENGINE, *_TABLES}),
+        (["ls", "--cached"], {"workers.stream.recipe", *_RAY, *_DAEMON, *_ENGINE, *_RECIPES}),
     ],
 )
 def test_a_short_verb_imports_what_it_needs_and_no_more(words: list[str], kept_out: set[str], tmp_path: Path) -> None:
@@ -705,6 +705,18 @@ def test_serve_takes_its_folder_and_address_by_o_too(tmp_path: Path, monkeypatch
 
     assert exit_code(["serve", "-o", f"state_dir={tmp_path}", "-o", "listen=127.0.0.1:4321"]) == 0
     assert [(config.state_dir, config.port) for config in served] == [(tmp_path, 4321)]
+
+
+def test_a_model_on_the_command_line_keeps_what_o_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("sparkd.daemon.serve", lambda config, options: served.append(config))
+    monkeypatch.setattr("sparkd.logs.set_up", lambda level, folder: None)
+
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    argv = ["--state-dir", str(tmp_path / "s"), "--model", str(tmp_path / "m"), "--name", "it", "-o", "models.it.dtype=float32"]
+    assert exit_code(["serve", *argv]) == 0
+    assert [(config.models["it"].dtype, config.models["it"].model) for config in served] == [("float32", str(tmp_path / "m"))]
 
 
 @pytest.mark.parametrize(("width", "has_pid"), [(79, False), (80, False), (100, True)])

@@ -16,8 +16,9 @@ import pytest
 
 from sparkd.cluster import Cluster
 from sparkd.config import Config
-from sparkd.errors import AgentLost, ClusterError, NodeRefused, RayUnavailable
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RayUnavailable
 from sparkd.rayhead import MARK, RayHead, costs_of
+from sparkd.sight import NODE_GRACE_S
 from tests.fakes import FakeClock
 from tests.ranks import until
 from workers import processes, rank
@@ -53,7 +54,7 @@ class FakeLink:
         self.address: str | None = None
         self.error: ClusterError | None = None
         self.calls = 0
-        self.unmet: dict[str, str] = {}
+        self.unmet: dict[str, ClusterError] = {}
         self.port_of: dict[str, int] = {}
         self.gib_of: dict[str, float] = {}
         self.joins: list[ClusterError] = []
@@ -135,6 +136,36 @@ async def test_what_keeps_ray_from_starting_is_a_condition_and_it_is_tried_again
     assert cluster._trouble is None
 
 
+@pytest.mark.parametrize("credentials", [True, False], ids=["a unit with credentials", "none"])
+async def test_no_ray_starts_where_its_engines_could_read_the_daemons_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, credentials: bool
+) -> None:
+    """Below /run/credentials, in the mount namespace that every process of the unit has."""
+    started: list[RayHead] = []
+
+    def start(head: RayHead) -> str:
+        started.append(head)
+        raise RayUnavailable("Ray did not start.")
+
+    monkeypatch.setattr(RayHead, "_start", start)
+    environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)} if credentials else {}
+    made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), environ)
+    made._link = made._places._link = FakeLink()  # type: ignore[assignment]
+    assert not await made._connect()
+    assert (started == []) is credentials
+    assert ("`systemctl enable --now sparkd-ray`" in (made._trouble or "")) is credentials
+    made._here.sentry.stop()
+
+
+async def test_a_ray_that_a_keeper_has_is_joined_from_a_unit_with_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayHead, "living_address", lambda head: "127.0.0.1:6379")
+    made = Cluster(Config(state_dir=tmp_path / "state", runtime_dir=tmp_path / "run"), {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    monkeypatch.setattr(made._head, "keep_closed", lambda: None)
+    made._link = made._places._link = FakeLink()  # type: ignore[assignment]
+    assert await made._connect()
+    made._here.sentry.stop()
+
+
 async def test_a_head_is_not_ended_for_what_this_process_lacks(cluster: Cluster) -> None:
     head, joined = FakeHead(), asyncio.Event()
     cluster._head = head  # type: ignore[assignment]
@@ -204,7 +235,7 @@ async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_eve
         assert head.closed == joins, "a driver that joins opens Ray's folder"
         assert await cluster._kept_up()
         assert asked == [], "no look has happened since"
-        link.unmet = {"10.0.0.2": "It does not answer."}
+        link.unmet = {"10.0.0.2": AgentLost("It does not answer.")}
         await cluster.observe()
         await cluster._kept_up()
         await cluster._kept_up()
@@ -214,6 +245,30 @@ async def test_what_ray_keeps_is_compared_with_the_book_at_every_connect_and_eve
         await cluster._kept_up()
         assert len(asked) == 2
         asked.clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [(CodeDiffers("It has another."), False), (AgentLost("It does not answer."), True)],
+    ids=["its code", "silence"],
+)
+async def test_what_runs_on_a_node_with_other_code_is_unknown_for_as_long(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: ClusterError, lost: bool
+) -> None:
+    now = FakeClock()
+    monkeypatch.setattr("sparkd.cluster.time.monotonic", now)
+    cluster._head = FakeHead()  # type: ignore[assignment]
+    assert await cluster._connect()
+    cluster.expect({"10.0.0.2"})
+    link: FakeLink = cluster._link  # type: ignore[assignment]
+    link.unmet = {"10.0.0.2": error}
+    looks = []
+    for _ in range(int(NODE_GRACE_S) + 2):
+        looks.append(await cluster.observe())
+        now.now_s += 1.0
+    assert [look.unseen for look in (looks[0], looks[-1])] == [{"10.0.0.2"}, set() if lost else {"10.0.0.2"}]
+    assert (looks[1].trouble or "").partition(":")[0] == ("NodeUnseen" if lost else "CodeDiffers")
+    assert lost or looks[-1].dark_s == {"10.0.0.2": 0.0}
 
 
 # Without descriptors.

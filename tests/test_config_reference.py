@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from sparkd import yamlfile
-from sparkd.config import Config, ModelConfig, check, load_config
+from sparkd.config import Config, ModelConfig, load_config
+from sparkd.config_check import check
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 KEY = "sk-canary-0123456789"

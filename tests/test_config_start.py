@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, check, is_loopback, load_config
+from sparkd.config import Config, is_loopback, load_config
+from sparkd.config_check import check
 from sparkd.errors import ConfigError
 
 KEY = "sk-canary-0123456789"
@@ -149,8 +150,8 @@ def test_check_finds_errors(tmp_path: Path) -> None:
     file = tmp_path / "sparkd.yaml"
     for text, words, line in [
         ("a: 1", "not a known key", 1),
-        ("listen: 0.0.0.0:1", "there is no key", None),
-        ("keys: {admin_file: none}", "cannot be read", None),
+        ("listen: 0.0.0.0:1", "there is no key", 1),
+        ("keys: {admin_file: none}", "cannot be read", 1),
     ]:
         file.write_text(text)
         (problem,) = check(file, {})

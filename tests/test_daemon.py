@@ -591,6 +591,7 @@ def _refused(folder: Path, change: dict[str, Any], code: int, words: str) -> Non
     made.client.close()
     assert words in made.tail()
     assert "Traceback" not in made.tail()
+    assert not made.runtime_dir.exists()
 
 
 def _session(pid: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 from sparkd import admission
 from sparkd.admission import account
 from sparkd.checkpoint import Checkpoint, read_checkpoint
-from sparkd.drafting import METHODS, config_in, drafting, of_config
+from sparkd.drafting import METHODS, drafting, of_config
 from sparkd.errors import ConfigError
 from sparkd.fit import Wish, choose
 from sparkd.hardware import SPARK
@@ -21,6 +21,8 @@ from sparkd.model_shape import shape_of
 from sparkd.plan_question import Question, _counted, answer
 from sparkd.recipe_file import Speculation
 from sparkd.speculation import BATCH_LIMIT
+from sparkd.uncounted import CACHE, WEIGHTS
+from sparkd.vllm_flags import speculative_config
 from sparkd.weight_cost import inventory
 from tests.published_headers import checkpoint_of
 from tests.sketches import Tensor, dense, tensors_of, write
@@ -148,7 +150,7 @@ def test_a_neighbour_without_the_layers_that_draft_is_not_offered(tmp_path: Path
     ],
 )
 def test_its_configuration_is_found_among_the_flags(args: tuple[str, ...], found: Any) -> None:
-    assert config_in(args) == found
+    assert speculative_config(args) == found
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,17 @@ def test_a_draft_from_the_text_is_counted_however_an_entry_writes_it(config: dic
     assert (found.tokens, found.layers, found.draft) == (tokens, 0, None)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "dspark", "medusa", None])
+def test_a_draft_of_another_kind_is_a_guess_by_what_is_seen_of_it(method: str | None, folder: Path) -> None:
+    shape = shape_of(PREDICTS)
+    for name, layers in ((str(folder.parent.parent / "predicts" / "draft"), 2), ("/none", 1)):
+        config = {"model": name, "num_speculative_tokens": 3} | ({"method": method} if method else {})
+        found = of_config(config, shape, read_checkpoint)
+        assert (found.counted, found.layers, found.tokens, found.draft is not None) == (False, layers, 3, layers == 2)
+        assert found.serving(Serving(4096)).unknown == {WEIGHTS, CACHE}
+    assert not of_config(MTP, shape, read_checkpoint).serving(Serving(4096)).unknown
+
+
 def no_headers(name: str) -> Any:
     raise AssertionError(name)
 
@@ -178,7 +191,7 @@ def test_what_vllm_would_not_start_with_is_no_draft(folder: Path) -> None:
 def test_the_daemon_counts_a_draft_as_the_plan_does(folder: Path, tmp_path: Path) -> None:
     def least(*args: str) -> int | None:
         spec = ModelConfig(name="m", model=str(folder), max_model_len=4096, max_num_seqs=8, extra_args=args)
-        found = account(spec, SPARK, {}, None)
+        found = account(spec, SPARK, {})
         return None if found is None else found.fixed
 
     plain, drafted = least(), least("--speculative-config", json.dumps(MTP))

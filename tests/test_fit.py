@@ -204,14 +204,6 @@ def test_a_recipe_that_cannot_be_is_a_reason() -> None:
     assert found.best is None and "packed experts in FP8" in str(found.options[0].reason)
 
 
-def test_layers_that_stay_on_the_disk_are_told() -> None:
-    ahead: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", (1 << 15, 1 << 14), "BF16")]
-
-    assert chosen(known(dense(), tensors_of(dense()) + ahead)).notes == (
-        "1.0 GiB of its files are loaded for speculative decoding only, or not at all.",
-    )
-
-
 def test_the_floor_is_where_one_request_fits() -> None:
     hardware = machine(12 * GIB)
     best = chosen(plain(), hardware, max_model_len=8192).best

@@ -467,7 +467,7 @@ def test_nothing_is_written(repository: Repository) -> None:
 def test_the_daemons_plan_reads_what_the_cache_has_not_from_the_hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ(repository).items():
         monkeypatch.setenv(name, value)
-    source, found, configured = checkpoint_here(ID, lambda _: None)
+    source, found, configured = checkpoint_here(ID, None)
 
     assert (source, configured) == (ID, None) and content(found) == content(read(repository))
 
@@ -481,7 +481,7 @@ async def test_plans_take_no_thread_of_the_event_loop_and_are_refused_where_too_
         may_end.wait()
         return {"model": question.model}
 
-    monkeypatch.setattr(plan_here, "_answer", answered)
+    monkeypatch.setattr(plan_here, "_answer_of_process", answered)
     monkeypatch.setattr(plan_here, "_PLANS", Threads("plan", 2, 4))
     asking = []
     try:
@@ -509,4 +509,4 @@ async def test_the_daemons_plan_does_not_wait_for_ever(repository: Repository, m
     with pytest.raises(Unavailable, match=f"{ID}: its headers were not all read within 0 s. Ask again later"):
         await plan_here.planned_here(plan_here.QuestionHere(model=ID), lambda _: None, FakeCluster().unlinked)
     with pytest.raises(Unavailable, match="were not all read"):
-        plan_here._answer(plan_here.QuestionHere(model=ID), plan_here.hardware_here("spark"), lambda _: None, {})
+        plan_here._answer(plan_here.QuestionHere(model=ID), plan_here.hardware_here("spark"), None, {})

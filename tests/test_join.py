@@ -35,6 +35,7 @@ from tests.fabric_tree import readings
 from tests.fakes import FakeClock
 from workers import processes
 from workers.agent import Agent
+from workers.agent_version import VERSION
 from workers.fabric_knock import knock
 
 TOKEN = "0123456789abcdef" * 4
@@ -149,6 +150,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         (answer(ray="2.59.0"), "The head runs Ray 2.59.0 and this node 2.60.0.*install the same release of sparkd"),
         (answer(python="3.12.1"), "The head runs Python 3.12.1 and this node 3.11"),
         (answer(nodes={"192.168.100.10": {"sparkd-version": "9.9"}}), f"The head runs sparkd 9.9 and this node {__version__}"),
+        (answer(agent="x"), f"agent x of sparkd {__version__} and this node agent {VERSION}.*install the same release of sparkd"),
     ],
 )
 def test_a_head_that_does_not_fit_names_both_values(
@@ -164,6 +166,8 @@ def test_a_head_that_does_not_fit_names_both_values(
     [
         (answer(), None),
         (answer(nodes={}), None),
+        (answer(agent=VERSION), None),
+        (answer(agent=None), None),
         (answer(ray=None, python=None, ahead_s=None), None),
         (answer(ahead_s=4.0), None),
         (answer(ahead_s=61.4), "the clock of this node is 61 s ahead of the head's: `timedatectl set-ntp true` on both."),

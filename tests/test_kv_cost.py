@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from math import ceil
 from typing import Any
 
 import pytest
@@ -158,39 +157,6 @@ def test_a_pipeline_has_the_blocks_of_its_fullest_stage() -> None:
     assert found.block_bytes * 9 == whole.block_bytes * 5 and found.blocks == whole.blocks
     drafted = kv_cost(of([FULL] * 9), Serving(4096, pipeline_parallel=2, draft_layers=2))
     assert drafted.block_bytes * 9 == whole.block_bytes * 6
-
-
-def test_chunks_are_kept_whole_beside_a_draft_of_hidden_states() -> None:
-    chunk = Attention(8, 128, 128, window=1024, chunked=True)
-    shape, serving = of([chunk, chunk, chunk, FULL]), Serving(65536, max_num_batched_tokens=1024)
-
-    assert kv_cost(shape, replace(serving, draft_layers=1)) == kv_cost(of([FULL] * 5), serving)
-    assert kv_cost(shape, serving).blocks < kv_cost(of([FULL] * 4), serving).blocks * 4
-    # Without a layer that sees all tokens there is nothing that they could be kept with.
-    alone = of([chunk])
-    assert kv_cost(alone, replace(serving, draft_layers=1)) == kv_cost(alone, serving)
-
-
-def test_a_layer_that_predicts_ahead_has_an_indexer_of_its_own() -> None:
-    """DeepSeek-V3.2: a block of 64 tokens of 576 elements in 16 bits, and of 132 bytes."""
-    latent, keys = Attention(1, 576, 0, latent=True), Attention(1, 132, 0, latent=True, element_bytes=1)
-    shape, serving = replace(of([latent] * 4), beside=(keys, None, keys, None)), Serving(4096)
-    without, found = kv_cost(shape, serving), kv_cost(shape, replace(serving, draft_layers=2))
-
-    assert without.block_bytes == 64 * (4 * 1152 + 2 * 132)
-    assert found.block_bytes - without.block_bytes == 2 * 64 * (1152 + 132) and found.blocks == without.blocks
-
-
-def test_pages_of_several_sizes_lie_side_by_side_where_blocks_are_outermost() -> None:
-    """Gemma 4's way: five windows to one layer that sees all tokens and has larger heads."""
-    window, wide = Attention(4, 256, 256, window=1024), Attention(1, 512, 512)
-    shape, serving = of([*[window] * 5, wide] * 4), Serving(65536, max_num_batched_tokens=2048, block_outermost=True)
-    found = kv_cost(shape, serving)
-
-    # The four whole layers are a group of 4 x 32 KiB; the twenty windows of 64 KiB each go by twos.
-    assert found.block_bytes == 4 * 16 * 2048 and kv_layout(shape, serving).groups.count((16, 1024, False)) == 10
-    assert found.blocks == 4096 + 10 * (ceil((1023 + 2 * 2048) / 16) + 1)
-    assert kv_cost(of([FULL] * 4), serving) == kv_cost(of([FULL] * 4), replace(serving, block_outermost=False))
 
 
 HEADS, DIMS = st.sampled_from([1, 2, 4, 8]), st.sampled_from([64, 128, 256])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sparkd.admission import machine
-from sparkd.config import Engine, ModelConfig, check, config_hash, load_config, parse_model
+from sparkd.config import Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config_check import check
 from sparkd.errors import ConfigError
 from sparkd.resolving import room_of
 from workers.kv.settings import VARIABLE, Settings

@@ -15,9 +15,12 @@ from sparkd.__main__ import exit_code
 from sparkd.checkpoint import SourceQuantization
 from sparkd.errors import ConfigError, Unavailable
 from sparkd.layers import listing, listing_of
+from sparkd.model_answers import Answer, Question
 from sparkd.source import snapshot_of
 from tests.daemon_process import free_port
 from tests.shards import checkpoint_of, layered, write_folder
+from tests.sketches import Tensor, dense, tensors_of, write
+from tests.test_exact import FULL, answer
 from workers.stream.recipe import Recipe
 
 W = (256, 384)
@@ -243,7 +246,7 @@ def test_a_hub_id_is_looked_for_in_the_local_cache(tmp_path: Path) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
-    code = exit_code(["ls", "--url", f"127.0.0.1:{free_port()}", *arguments])
+    code = exit_code(["ls", "--url", f"127.0.0.1:{free_port()}", *arguments, *(["--quick"] if "--layers" in arguments else [])])
     told = capsys.readouterr()
     return code, told.out, told.err
 
@@ -256,6 +259,35 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["quantize"] == {"format": "nvfp4", "layers": []}
     assert set(told["layers"][0]) == set(COLUMNS) and told["count"] == 7
     assert run(capsys, ["--layers", str(model)])[1].startswith("NAME")
+
+
+def test_what_a_gpu_holds_is_vllms_word_where_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speech: list[Tensor] = [("talker.model.layers.0.mlp.gate_proj.weight", (256, 256), "BF16")]
+    folder = str(write(tmp_path / "m", dense(), [*tensors_of(dense()), *speech]))
+    questions: list[Question] = []
+
+    def ask(asked: Sequence[Question], *_: Any, **__: Any) -> list[Answer]:
+        questions.extend(asked)
+        return [answer(FULL, blocks=1) for _ in asked]
+
+    monkeypatch.setattr("sparkd.plan_command.ask", ask)
+    monkeypatch.setattr("sparkd.plan_command.full_version_in", lambda _: "0.32.0")
+    assert exit_code(["ls", "--json", "--layers", folder, "--quantize", "nvfp4"]) == 0
+    held = json.loads(capsys.readouterr().out)["held"]
+    assert (held["bytes"], held["sureness"], held["unloaded"]) == (1000, "exact", {"talker": 2 * 256 * 256})
+    assert len(questions) == 1 and "nvfp4" in questions[0].args[-1]
+    code, out, _ = run(capsys, ["--json", "--layers", folder])
+    assert code == 0 and json.loads(out)["held"]["sureness"] == "known" and len(questions) == 1
+
+
+def test_a_checkpoint_with_fewer_layers_than_it_says_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write(tmp_path / "m", dense(num_hidden_layers=6), tensors_of(dense(num_hidden_layers=4))))
+    code, out, _ = run(capsys, ["--json", "--layers", folder])
+    told = json.loads(out)
+    assert code == 0 and told["held"] is None and told["count"] > 0
+    assert any("6 layers" in note and "from layer 4" in note for note in told["notes"])
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def test_the_command_line_loads_neither_engine_nor_ray_nor_server() -> None:
     assert not loaded & {"torch", "vllm", "transformers", "numpy", "ray", "fastapi", "starlette", "uvicorn"}
 
 
+def test_a_plan_that_asks_nothing_loads_no_library() -> None:
+    loaded = imported_by("from sparkd import plan_command, plan_line")
+
+    assert "sparkd" in loaded
+    assert not loaded & {"typer", "rich", "pydantic", "yaml", "httpx", "numpy", "huggingface_hub"}
+
+
 def test_the_daemon_loads_no_engine_and_ray_only_when_it_connects() -> None:
     loaded = imported_by("import sparkd.daemon")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparkd import plan_command, planned
+from sparkd import planned
 from sparkd.__main__ import exit_code
-from sparkd.admission import account, machine
+from sparkd.admission import Evidence, account, machine
 from sparkd.config import Config, parse_model
 from sparkd.hardware import GIB
 from sparkd.learned import engine_of
@@ -52,8 +52,8 @@ def run(state: Path, spec: ModelConfig, ways: tuple[int, int] = (1, 1), rank: in
 
 
 def believed(config: Config, spec: ModelConfig, ways: tuple[int, int] = (1, 1), vllm: str = "0.32.0") -> bool:
-    plain = account(spec, SPARK, spec.environment(config.engine), None, ways, vllm)
-    found = account(spec, SPARK, spec.environment(config.engine), str(config.profiles_path()), ways, vllm)
+    plain = account(spec, SPARK, spec.environment(config.engine), Evidence(None, vllm), ways)
+    found = account(spec, SPARK, spec.environment(config.engine), Evidence(str(config.profiles_path()), vllm), ways)
     assert plain is not None and found is not None
     return found.fixed > plain.fixed + 4 * GIB
 
@@ -122,8 +122,8 @@ def test_a_plan_without_a_configuration_believes_the_engine_of_its_entry(
     monkeypatch.setattr(planned, "_release", lambda: "0.32.0")
 
     def peak_of(state: Path) -> tuple[dict[str, Any], int]:
-        monkeypatch.setattr(plan_command, "PROFILES", str(Config(state_dir=state).profiles_path()))
-        assert exit_code(["plan", "--json", folder, "--quantize", "nvfp4", "--ctx", "4096"]) == 0
+        monkeypatch.setenv("SPARKD_STATE_DIR", str(state))
+        assert exit_code(["plan", "--quick", "--json", folder, "--quantize", "nvfp4", "--ctx", "4096"]) == 0
         choice = json.loads(capsys.readouterr().out)["choice"]
         return choice["config"], choice["footprint"]["peak"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparkd.errors import CheckpointError
-from sparkd.legal import refusal
+from sparkd.legal import refusal, unfit
 from tests.sketches import Tensor, dense, known, mixture, published, tensors_of
 from workers.stream.recipe import Recipe
 
@@ -45,8 +45,8 @@ def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int 
         ({}, 1, 5, "4 layers are fewer than 5 stages"),
         ({}, 3, 1, "8 attention heads do not divide by 3 ranks"),
         ({}, 16, 1, "8 attention heads do not divide by 16 ranks"),
-        ({"architectures": ["Zamba2ForCausalLM"]}, 1, 2, "vLLM runs no Zamba2ForCausalLM in 2 stages"),
-        ({"architectures": ["Zamba2ForCausalLM"]}, 2, 1, None),
+        ({"architectures": ["NobodysForCausalLM"], "num_attention_heads": 12, "num_key_value_heads": 6}, 4, 1, None),
+        ({"architectures": ["NobodysForCausalLM"]}, 3, 1, "8 attention heads do not divide by 3 ranks"),
         ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, 1, "6 KV heads and 4 ranks: neither divides by the other"),
         ({"num_attention_heads": 12, "num_key_value_heads": 2}, 4, 1, None),
         (DELTA, 4, 1, None),
@@ -59,6 +59,21 @@ def said(config: dict[str, Any], tensors: list[Tensor], ranks: int, stages: int 
 )
 def test_heads_and_layers(more: dict[str, Any], ranks: int, stages: int, told: str | None) -> None:
     assert said(dense(**more), [], ranks, stages) == told
+
+
+def test_blocks_that_end_within_a_row_are_for_a_cpu_alone() -> None:
+    odd: list[Tensor] = [(f"{MLP}.down_proj.weight", (512, 2112), "BF16"), (f"{MLP}.norm.scale", (), "F32")]
+    model, recipe = known(dense(), odd), Recipe.parse("fp8-block")
+    assert refusal(model, recipe, 1, 1) == f"2112 columns of {MLP}.down_proj.weight are no whole blocks of 128: fp8 would fit"
+    assert refusal(model, recipe, 1, 1, "cpu") is None and refusal(model, Recipe.parse("fp8"), 1, 1) is None
+
+
+def test_a_format_that_ranks_would_tear_is_refused_whatever_vllm_makes_room_for() -> None:
+    model = known(dense(), [(f"{MLP}.down_proj.weight", (512, 2112), "BF16")])
+    assert unfit(model, Recipe.parse("mxfp4"), 2) is None
+    assert unfit(model, Recipe.parse("mxfp4"), 4) == f"2112 columns of {MLP}.down_proj.weight over 4 ranks are no whole groups of 32"
+    # The split itself is vLLM's to judge.
+    assert unfit(model, Recipe.parse("bf16"), 3) is None
 
 
 @pytest.mark.parametrize(

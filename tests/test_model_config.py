@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, Engine, ModelConfig, check, config_hash, load_config, parse_model
+from sparkd.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config_check import check
 from sparkd.errors import ConfigError
 from workers.stream.recipe import Recipe
 

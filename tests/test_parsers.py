@@ -10,14 +10,15 @@ import pytest
 
 from sparkd import parser_choice
 from sparkd.__main__ import exit_code
-from sparkd.config import check, load_config, parse_model
+from sparkd.config import load_config, parse_model
+from sparkd.config_check import check
 from sparkd.embedded import CHAT_TEMPLATE
 from sparkd.errors import CheckpointError
 from sparkd.hub_model import Remote
 from sparkd.installed import full_version_in, parsers_of
 from sparkd.needs import said_to
 from sparkd.parser_choice import ENTRY, RECIPE, UNREAD, expected, explained, in_words, with_parsers
-from sparkd.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest
+from sparkd.parsers import _ALWAYS, FAMILY, OFF, REASONING_RULES, TEMPLATE, TOOL_RULES, Parsers, chosen, nearest, of_handle
 from sparkd.vllm_table import unknown_parsers
 
 # A template that opens a thought before every answer, as that of QwQ and of DeepSeek-R1's distillations.
@@ -88,6 +89,21 @@ def test_families(family: str, template: str | None, tool: str | None, reasoning
     found = chosen({"model_type": family}, template)
 
     assert (found.tool, found.reasoning) == (tool, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parsers"),
+    [
+        (None, None),
+        ({}, None),
+        ({"reasoning": "qwen3"}, None),
+        ({"tool": None}, Parsers()),
+        ({"tool": None, "nearest": "hermes", "of a later release": "x"}, Parsers(nearest="hermes")),
+        ({"tool": "hermes", "reasoning": "qwen3", "nearest": None}, Parsers("hermes", "qwen3")),
+    ],
+)
+def test_a_handle_of_another_release_may_have_other_fields(fields: dict[str, str | None] | None, parsers: Parsers | None) -> None:
+    assert of_handle(fields) == parsers
 
 
 def test_the_text_model_inside_a_larger_one_counts() -> None:
@@ -209,7 +225,7 @@ def test_check_tells_the_parsers_of_each_entry(tmp_path: Path, capsys: pytest.Ca
     models = {
         "own": {"model": str(made(tmp_path / "m", template=QWEN3))},
         "laid": {"recipe": "qwen3.5-27b", "model": str(made(tmp_path / "n"))},
-        "other": {"model": str(tmp_path / "m"), "entrypoint": "my.engine"},
+        "other": {"model": str(tmp_path / "m"), "entrypoint": "workers.stub"},
     }
     file = tmp_path / "sparkd.yaml"
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models}))

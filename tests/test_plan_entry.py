@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,11 +21,13 @@ import yaml
 from sparkd import container, needs, plan_entry, plan_here
 from sparkd.__main__ import exit_code
 from sparkd.admission import machine
+from sparkd.checkpoint import read_checkpoint
 from sparkd.client import Client
 from sparkd.config import Config, load_config, parse_model
 from sparkd.fabric_environment import expected, wants_rdma
 from sparkd.fabric_nodes import FabricNodes
 from sparkd.hardware import GIB, JIT_CAPS, SPARK
+from sparkd.model_answers import Refusal
 from sparkd.model_config import ModelConfig
 from sparkd.needs import need_of
 from sparkd.placement import Placement
@@ -34,13 +36,17 @@ from sparkd.plan_question import Question
 from sparkd.planned import OWN
 from sparkd.recipe_book import AsWritten, Book
 from sparkd.start import Attempt, Starter
+from sparkd.trust import pinned
 from sparkd.vllm_flags import values_of
 from tests.hub_server import COMMIT
 from tests.published_headers import checkpoint_of
 from tests.sketches import mixture, tensors_of, write
+from tests.test_consultation import Vllm
+from tests.test_exact import FULL
+from tests.test_exact import answer as model_answer
 from tests.test_start import FakeAgents
 from workers.command import build_command, build_environment
-from workers.kv.settings import VARIABLE
+from workers.kv.settings import CPU_KV_SPACE, VARIABLE
 from workers.runtime import API_SERVER, probe
 from workers.spec import RankSpec
 
@@ -62,9 +68,11 @@ def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("SPARKD_CONFIG", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # No answer of vLLM that another test has kept.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(needs, "_this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
+    monkeypatch.setattr(needs, "this_node", lambda platform: machine(platform, SPARK.memory_bytes, SPARK.system_bytes))
     monkeypatch.setattr(plan_entry, "probe", asked)
     monkeypatch.setattr(container, "_plugin", dict)  # of an installed sparkd
     return tmp_path / "hub"
@@ -101,7 +109,7 @@ async def started(config: Config, spec: ModelConfig, ways: tuple[int, int]) -> l
     async def read(_node: str) -> Any:
         raise AssertionError("a rank alone asks for no cables")
 
-    need = need_of(spec, config, Runtime(), FREE / GIB, FREE / GIB, ways)
+    need = need_of(pinned(spec, config), config, Runtime(), FREE / GIB, FREE / GIB, ways)
     agents = Agents()
     peers = (OTHER,) if ways != (1, 1) else ()
     placement = Placement(HEAD, "m", need.gib, need.platform, need.entrypoint, need.vllm, need.spec, peers, *ways)
@@ -142,7 +150,7 @@ def told_of(spec: RankSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    code = exit_code(["plan", "--json", *map(str, argv)])
+    code = exit_code(["plan", "--quick", "--json", *map(str, argv)])
     out, err = capsys.readouterr()
     assert code == 0, err or json.loads(out)["options"]
     found: dict[str, Any] = json.loads(out)
@@ -157,6 +165,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "sized": {"kv_cache": {"sequences": 3, "at": 4096}, "max_model_len": 8192, "kv_margin_gib": 2.5, "kv_cache_dtype": "fp8"},
     "bytes": {"kv_cache": {"bytes": "4GiB"}, "max_model_len": 8192, "memory_gib": 40, "enforce_eager": True},
     "stock": {"gpu_memory_utilization": 0.5, "max_model_len": 8192, "trust_remote_code": True},
+    "numbers": {"extra_args": ["--max-num-seqs", "4", "--max_num_batched_tokens=4k", "--max-model-len", "8192", "-O1"]},
     "flags": {
         "aliases": ["gpt-4o"],
         "revision": "main",
@@ -213,19 +222,19 @@ def test_what_is_secret_is_no_part_of_a_plan(folder: Path, hub: Path, tmp_path: 
     found = plan(capsys, "m", "--config", file)["choice"]["ranks"][0]["environment"]
     assert {name: found[name] for name in env} == {name: f"${{{name}}}" for name in env} | {"VLLM_ATTENTION": "shown"}
 
-    assert exit_code(["plan", "m", "--config", str(file), "--docker", "--image", "vllm/vllm-openai:v1"]) == 0
+    assert exit_code(["plan", "--quick", "m", "--config", str(file), "--docker", "--image", "vllm/vllm-openai:v1"]) == 0
     words = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
     assert [words[at + 1] for at, word in enumerate(words) if word == "-e" and "VLLM_ATTENTION" in words[at + 1]] == [
         "VLLM_ATTENTION=shown"
     ]
     assert {"HF_TOKEN", "MY_WORD", "VLLM_API_KEY_FILE"} <= {words[at + 1] for at, word in enumerate(words) if word == "-e"}
-    assert exit_code(["plan", "m", "--config", str(file), "--compose", "--image", "vllm/vllm-openai:v1"]) == 0
+    assert exit_code(["plan", "--quick", "m", "--config", str(file), "--compose", "--image", "vllm/vllm-openai:v1"]) == 0
     (service,) = yaml.safe_load(capsys.readouterr().out)["services"].values()
     assert service["environment"]["HF_TOKEN"] == "${HF_TOKEN}"
 
 
 def fits(capsys: pytest.CaptureFixture[str], file: Path, *argv: object) -> tuple[bool, list[str], dict[str, Any]]:
-    exit_code(["plan", "--json", "m", "--config", str(file), *map(str, argv)])
+    exit_code(["plan", "--quick", "--json", "m", "--config", str(file), *map(str, argv)])
     found = json.loads(capsys.readouterr().out)
     return found["choice"] is not None, [one["reason"] for one in found["options"]], found
 
@@ -337,7 +346,7 @@ def served(folder: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             question = plan_here.QuestionHere.model_validate(asked)
-            self._say(plan_here._answer(question, plan_here.hardware_here(question.hardware), config.lookup, {}, config))
+            self._say(plan_here._answer(question, plan_here.hardware_here(question.hardware), config.lookup(question.model), {}, config))
 
         def _say(self, body: dict[str, Any]) -> None:
             time.sleep(told["slow_s"])
@@ -370,7 +379,7 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
         found = plan(capsys, *there, name, *argv)
         assert found["entry"] == {"name": "m", "origin": f"sparkd at {served['url']}"}
         assert found["asked"]["requests"] == requests and found["choice"]["max_model_len"] == 4096
-    assert exit_code(["plan", *there, "m"]) == 0
+    assert exit_code(["plan", "--quick", *there, "m"]) == 0
     assert f"\nas the entry m of sparkd at {served['url']} has it\n" in capsys.readouterr().out
     # An entry goes before the recipe of its name, and a sparkd.yaml that is named before the daemon.
     assert plan(capsys, *there, "qwen3-coder-next-fp8")["choice"]["max_model_len"] == 2048
@@ -380,7 +389,7 @@ def test_a_name_that_the_daemon_knows_is_planned_by_its_entry_there(
     assert found["choice"]["max_model_len"] == 1024 and found["entry"]["origin"] == str(file)
     small = tmp_path / "small.yaml"
     small.write_text("{}")
-    assert exit_code(["plan", *there, "m", "--hardware", str(small)]) == 2
+    assert exit_code(["plan", "--quick", *there, "m", "--hardware", str(small)]) == 2
     assert f"m is a model of sparkd at {served['url']}, which knows no such file" in capsys.readouterr().err
 
 
@@ -397,7 +406,7 @@ def test_one_client_asks_the_daemon_all_that_a_plan_needs(
         make(self, *given, **named)
 
     monkeypatch.setattr(httpx.Client, "__init__", counted)
-    assert exit_code(["plan", *({"FILE": str(file), "URL": served["url"]}.get(word, word) for word in argv)]) == 0
+    assert exit_code(["plan", "--quick", *({"FILE": str(file), "URL": served["url"]}.get(word, word) for word in argv)]) == 0
     assert len(made) == 1 and made[0].is_closed
 
 
@@ -425,7 +434,7 @@ def test_an_entry_is_planned_for_the_nodes_of_a_daemon_in_reach(
         (["mine", "--config", str(file), "--hardware", "spark"], "\non spark with 121.6 GiB each, "),
         ([str(folder)], "\non spark with 121.6 GiB each, "),
     ):
-        exit_code(["plan", *argv])
+        exit_code(["plan", "--quick", *argv])
         assert head in capsys.readouterr().out
     served["status"] = 401
     found = plan(capsys, "mine", "--config", file)
@@ -448,19 +457,19 @@ def test_a_daemon_that_is_too_slow_is_named(
     late = f"sparkd at {served['url']} took too long to answer; try again, or see its log."
     nodes = f"This is for a Spark, since the daemon did not say what its nodes are: {late}"
     for more in ([], ["--docker", "--image", "vllm/vllm-openai:v1"]):
-        assert exit_code(["plan", "mine", "--config", str(file), *more]) == 0
+        assert exit_code(["plan", "--quick", "mine", "--config", str(file), *more]) == 0
         out, err = capsys.readouterr()
         assert nodes not in out and err == f"{nodes}\n"
-    assert exit_code(["plan", "mine", "--config", str(file), "--json"]) == 0
+    assert exit_code(["plan", "--quick", "mine", "--config", str(file), "--json"]) == 0
     out, err = capsys.readouterr()
     assert nodes in json.loads(out)["notes"] and err == ""
     # A hub id and a recipe need no daemon, and may yet be the name of an entry there.
     for name in ("owner/model", "qwen3-coder-next-fp8"):
         cached(hub, name if "/" in name else "Qwen/Qwen3-Coder-Next-FP8", folder)
-        assert exit_code(["plan", name]) == 0
+        assert exit_code(["plan", "--quick", name]) == 0
         assert capsys.readouterr().err == f"Whether the daemon has an entry for {name} is not known: {late}\n"
     # Of any other name only the daemon can tell.
-    assert exit_code(["plan", "m"]) == 7
+    assert exit_code(["plan", "--quick", "m"]) == 7
     assert capsys.readouterr().err == f"error: {late}\n"
 
 
@@ -485,6 +494,26 @@ async def test_the_daemon_plans_an_entry_for_as_many_nodes_as_it_would_spread_it
     assert [await nodes(model="m", hardware="spark"), await nodes(model=str(folder))] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("env", "more", "gib"),
+    [({}, {}, None), ({CPU_KV_SPACE: "2"}, {}, 2), ({CPU_KV_SPACE: "2"}, {"kv_cache": {"bytes": "1GiB"}}, 1)],
+)
+async def test_the_cache_that_a_variable_gives_a_cpus_engine_is_counted(
+    folder: Path, hub: Path, tmp_path: Path, env: dict[str, str], more: dict[str, Any], gib: int | None
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entries = {"m": {"model": str(folder), "env": env, "max_model_len": 1024, **more}}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": entries, "engine": {"platform": "cpu"}}))
+    config = load_config(file, environ={})
+
+    async def unlinked(*, rdma: bool) -> Mapping[int, str]:
+        return {}
+
+    found = await plan_here.planned_here(plan_here.QuestionHere(model="m"), config.lookup, unlinked, config)
+    size = found["options"][0]["footprint"]["kv"]
+    assert size == gib * GIB if gib is not None else size < GIB
+
+
 def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
     served: dict[str, Any], folder: Path, hub: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -494,7 +523,7 @@ def test_a_daemon_that_wants_a_key_keeps_no_hub_id_and_no_recipe_from_a_plan(
         found = plan(capsys, name)
         assert (found["entry"] or {}).get("origin") == entry
         assert any(note.startswith(f"Whether the daemon has an entry for {name} is not known: ") for note in found["notes"])
-    assert exit_code(["plan", "m"]) == 6
+    assert exit_code(["plan", "--quick", "m"]) == 6
     assert "wants an admin key" in capsys.readouterr().err
 
 
@@ -511,7 +540,7 @@ def test_auto_is_what_the_daemon_decides(
     entry = {"model": str(large), "quantize": "auto", "max_model_len": "auto", "max_num_seqs": 16}
     file.write_text(json.dumps({"engine": {"platform": "cuda"}, "models": {"m": entry}}))
     loaded = load_config(file, environ={})
-    monkeypatch.setattr(needs, "_this_node", lambda platform: machine(platform, total, 4 * GIB))
+    monkeypatch.setattr(needs, "this_node", lambda platform: machine(platform, total, 4 * GIB))
     for ways in ((1, 1), (2, 1)):
         decided = need_of(loaded.models["m"], loaded, Runtime(), float(free_gib), float(free_gib), ways).spec
         _, _, found = fits(capsys, file, "--hardware", hardware, "--nodes", ways[0])
@@ -533,7 +562,7 @@ def test_an_image_is_the_recipes_unless_another_is_named(
         cached(hub, each.model, folder)
 
     def printed(*argv: str) -> tuple[list[str], str]:
-        assert exit_code(["plan", *argv, "--config", str(file)]) == 0
+        assert exit_code(["plan", "--quick", *argv, "--config", str(file)]) == 0
         out = capsys.readouterr().out
         kept = "\n".join(line for line in out.splitlines() if not line.startswith("#"))
         return shlex.split(kept.replace("\\\n", "")), out
@@ -558,13 +587,84 @@ def test_a_recipes_name_is_a_model(folder: Path, hub: Path, capsys: pytest.Captu
     assert found["model"] == "Qwen/Qwen3-Coder-Next-FP8" and found["choice"]["container"]["recipe"] == "qwen3-coder-next-fp8"
 
 
-def test_what_is_not_counted_is_said(folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"extra_args": ["--block-size", "32"]}, "--block-size"),
+        ({"extra_args": ["--hf-overrides", "{}"], "max_model_len": "auto"}, "--hf-overrides"),
+        ({"extra_args": ["--kv-offloading-size", "4"]}, "--kv-offloading-size"),
+        ({"quantization": "fp8"}, "quantization: fp8"),
+        ({"dtype": "float32"}, "dtype: float32"),
+        ({"kv_cache_dtype": "turboquant_4bit_nc", "quantize": "auto"}, "kv_cache_dtype: turboquant_4bit_nc"),
+        ({"extra_args": ["--speculative-config", '{"model": "o/none", "method": "eagle3", "num_speculative_tokens": 2}']}, "draft"),
+    ],
+)
+def test_a_flag_that_no_formula_has_leaves_a_guess_and_is_named(
+    keys: dict[str, Any], named: str, folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "sparkd.yaml"
-    flags = {"a": {"extra_args": ["--block-size", "32"]}, "b": {"quantization": "fp8"}, "c": {"kv_cache_dtype": "turboquant_4bit"}}
-    file.write_text(json.dumps({"models": {name: {"model": str(folder), **keys} for name, keys in flags.items()}}))
-    for name, told in (("a", "--block-size in extra_args"), ("b", "quantization: fp8"), ("c", "kv_cache_dtype: turboquant_4bit")):
-        assert exit_code(["plan", name, "--config", str(file)]) == 2
-        assert told in capsys.readouterr().err
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), **keys}, "plain": {"model": str(folder)}}}))
+    found = plan(capsys, "m", "--config", file)
+    assert found["choice"]["footprint"]["sureness"] == "guess"
+    assert [note for note in found["notes"] if named in note]
+    assert not any("guess" in note for note in plan(capsys, "plain", "--config", file)["notes"])
+
+
+def test_a_plan_says_what_kept_vllm_from_an_answer(folder: Path, tmp_path: Path) -> None:
+    spec = parse_model("m", {"model": str(folder), "kv_cache_dtype": "nvfp4"}, over_admin=False)
+    doubt = Refusal("model", "ValueError", "No valid attention backend found." + " x" * 1000, False)
+    for refusal, quoted in ((doubt, True), (replace(doubt, certain=True), False), (None, False)):
+        reply = replace(model_answer(FULL, blocks=1), refusal=refusal)
+        entry = Entry(spec, Config.model_validate({"state_dir": tmp_path}), None, API_SERVER)
+        checkpoint, ask = read_checkpoint(str(folder)), Vllm(reply)
+        found = plan_entry.answer(entry, Question("m"), checkpoint, SPARK, read_checkpoint, {}, ask=ask)
+        assert any("No valid attention" in note and len(note) < 600 for note in found["notes"]) is quoted
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        (["--max-num-seqs", "4"], {"max_num_seqs": 4}),
+        (["--max-num-seqs=4", "--max-num-seqs", "512"], {"max_num_seqs": 512}),
+        (["--max_num_batched_tokens", "8K"], {"max_num_batched_tokens": 8192}),
+        (["--max-model-len=4096"], {"max_model_len": 4096}),
+        (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
+        (["--enforce-eager"], {"enforce_eager": True}),
+        (["--gpu-memory-utilization", "0.3"], {"gpu_memory_utilization": 0.3}),
+    ],
+)
+@pytest.mark.parametrize("base", [{}, {"quantize": "auto"}, {"kv_cache": {"tokens": 300_000}}])
+def test_a_number_in_a_flag_counts_as_the_key_of_its_name(
+    base: dict[str, Any],
+    flags: list[str],
+    keys: dict[str, Any],
+    folder: Path,
+    hub: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "kv_cache" in base and "gpu_memory_utilization" in keys:
+        return  # the two exclude each other
+    file = tmp_path / "sparkd.yaml"
+    entries = {"flags": {"extra_args": flags}, "keys": keys}
+    file.write_text(json.dumps({"models": {name: {"model": str(folder), **base, **one} for name, one in entries.items()}}))
+
+    by_flags, by_keys = (plan(capsys, name, "--config", file) for name in entries)
+
+    assert [option["footprint"] for option in by_flags["options"]] == [option["footprint"] for option in by_keys["options"]]
+    assert by_flags["choice"] is not None
+
+
+def test_what_a_start_measures_is_said_and_not_refused(folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sparkd.yaml"
+    flags = ["--compilation-config", "{}", "-O2", "--api-server-count=2", "--max-num-sch", "256", "--max-num-seqs", "4"]
+    file.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096, "extra_args": flags}}}))
+
+    found = plan(capsys, "m", "--config", file)
+
+    named = [note for note in found["notes"] if "--compilation-config" in note]
+    assert len(named) == 1
+    assert [flag for flag in flags if flag[0] == "-" and flag.partition("=")[0] in named[0]] == [*flags[:1], *flags[3:5]]
 
 
 # Recipe -> the fixture whose headers are its model's, and how they are stored.
@@ -611,7 +711,7 @@ def test_the_admin_api_answers_the_same(folder: Path, hub: Path, tmp_path: Path,
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
     config = load_config(file, environ={})
     question = plan_here.QuestionHere(model="m", hardware="spark")
-    found = plan_here._answer(question, plan_here.hardware_here("spark"), config.lookup, {}, config)
+    found = plan_here._answer(question, plan_here.hardware_here("spark"), config.lookup("m"), {}, config)
     here = plan(capsys, "m", "--config", file)
     assert found.pop("entry") == {"name": "m", "origin": None} and here.pop("entry") == {"name": "m", "origin": str(file)}
     assert json.loads(json.dumps(found)) == here

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ import yaml
 from sparkd import plan_command, plan_line, plan_verb, quantizing
 from sparkd.__main__ import command_line, exit_code
 from sparkd.config import load_config, parse_model
+from sparkd.errors import ModelUnusable
 from sparkd.hardware import UNKNOWN_RATES
+from sparkd.model_shape import shape_of
+from sparkd.needs import refuse_unloadable
+from sparkd.weight_cost import inventory, refuse_missing_layers
+from tests import published_headers
 from tests.daemon_process import ROOT
-from tests.sketches import dense, mixture, tensors_of, write
+from tests.sketches import CONFIGS, dense, mixture, tensors_of, write
 from workers.kv.settings import VARIABLE
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
@@ -31,6 +37,8 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SPARKD_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # No answer of vLLM that another test has kept.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def model(folder: Path, **more: Any) -> Path:
@@ -44,15 +52,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    assert exit_code(["--json", "plan", *map(str, argv)]) == 0
+    assert exit_code(["--json", "plan", "--quick", *map(str, argv)]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: object, columns: int = 200, code: int = 0) -> str:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert exit_code(["plan", *map(str, argv)]) == code
+    assert exit_code(["plan", "--quick", *map(str, argv)]) == code
     return capsys.readouterr().out
+
+
+def test_a_recipe_in_place_of_a_model_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, cure in (
+        ("own", "model: o/m\nsources: {a: b}\n", "recipes_dir"),
+        ("eugr", "model: o/m\ncommand: vllm serve o/m\n", "import"),
+    ):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        assert exit_code(["plan", "--quick", str(tmp_path / f"{name}.yaml")]) == 2
+        assert cure in capsys.readouterr().err
+
+
+def test_a_range_is_drawn_only_where_its_ends_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = drawn(capsys, monkeypatch, model(tmp_path / "m", architectures=["NobodysForCausalLM"]), "--ctx", "1024")
+    assert " guess " in out and "0.0-0.0" not in out
 
 
 def test_the_picture_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +94,7 @@ def test_the_picture_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str],
     assert entry["models"]["tiny-moe"]["model"] == str(folder)
     assert re.search(rf"-m vllm\.entrypoints\.openai\.api_server --model {folder} .*--max-model-len 4096", out)
     assert out.count("the smallest that works") == 1
+    assert re.search(r"^as stored +1 .* <1s +<1s$", out, re.MULTILINE), "no load takes no time"
 
 
 def test_the_entry_is_one_that_sparkd_takes(
@@ -80,7 +106,7 @@ def test_the_entry_is_one_that_sparkd_takes(
     file.write_text(out[out.index("models:") : out.index("\nWhat sparkd runs")])
     spec = load_config(file, environ={}).models["tiny-moe"]
 
-    assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens) == (str(folder), 4096, 2048)
+    assert (spec.model, spec.max_model_len, spec.max_num_batched_tokens, spec.max_num_seqs) == (str(folder), 4096, 2048, 4)
     assert (spec.kv_cache, spec.kv_margin_gib, spec.kv_cache_dtype, spec.enforce_eager) == ({"sequences": 4}, 2.5, "fp8", True)
     assert spec.quantize is not None and spec.quantize["format"] == "nvfp4"
     flags = spec.vllm_flags()
@@ -196,7 +222,7 @@ def test_nothing_fits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     out = drawn(capsys, monkeypatch, folder, "--hardware", small, code=4)
 
     assert "Nothing fits." in out and "for the loader" in out and "before any KV cache." in out and "In sparkd.yaml" not in out
-    assert exit_code(["plan", "--json", str(folder), "--hardware", str(small)]) == 4
+    assert exit_code(["plan", "--quick", "--json", str(folder), "--hardware", str(small)]) == 4
     found = json.loads(capsys.readouterr().out)
     assert found["choice"] is None and found["floor"] == [] and all(one["reason"] for one in found["options"])
     out = drawn(capsys, monkeypatch, folder, "--ctx", "5000", code=4)
@@ -238,7 +264,7 @@ def test_a_model_may_be_configured_by_name(folder: Path, tmp_path: Path, capsys:
 def test_a_name_that_would_steer_the_terminal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model(tmp_path / "a\x1b[31m[red]b")
 
-    assert exit_code(["plan", str(folder)]) == 2
+    assert exit_code(["plan", "--quick", str(folder)]) == 2
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err and "control characters" in err and err.count("\n") == 1
 
@@ -285,7 +311,7 @@ def test_a_wrong_command_line_is_one_sentence(
     argv: list[str], code: int, told: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert exit_code(["plan", *(str(folder) if word == "MODEL" else word for word in argv)]) == code
+    assert exit_code(["plan", "--quick", *(str(folder) if word == "MODEL" else word for word in argv)]) == code
 
     out, err = capsys.readouterr()
     assert out == "" and told in err and err.startswith("error: ") and err.count("\n") == 1
@@ -300,8 +326,9 @@ def test_tokens_are_read_as_vllm_reads_them(folder: Path, capsys: pytest.Capture
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "m", {}, tensors_of(dense()))
 
-    assert exit_code(["plan", str(folder)]) == 2
-    assert "there is no usable num_hidden_layers in it" in capsys.readouterr().err
+    assert exit_code(["plan", "--quick", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert "num_hidden_layers" in told and "memory_gib" in told and f"{folder}." not in told
 
 
 @pytest.mark.parametrize(
@@ -309,7 +336,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_its_command_is_that_of_its_entry(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     """A plan reads no configuration: what it prints for sparkd.yaml has to come to the same flags there."""
-    assert exit_code(["plan", "--json", str(folder), *argv]) == 0
+    assert exit_code(["plan", "--quick", "--json", str(folder), *argv]) == 0
     choice = json.loads(capsys.readouterr().out)["choice"]
     spec = parse_model(choice["name"], choice["config"], over_admin=False)
     command = choice["ranks"][0]["command"]
@@ -339,9 +366,9 @@ def test_a_plain_command_line_is_read_as_typer_reads_it(argv: list[str], monkeyp
         return 0
 
     monkeypatch.setattr(plan_command, "run", run)
-    assert exit_code(["plan", *argv]) == 0
+    assert exit_code(["plan", "--quick", *argv]) == 0
     monkeypatch.setattr(plan_line, "read", lambda words: None)
-    assert exit_code(["plan", *argv]) == 0
+    assert exit_code(["plan", "--quick", *argv]) == 0
     plain, by_typer = read
     assert by_typer == {**_defaults(), **plain}
 
@@ -388,10 +415,60 @@ def test_a_plain_command_line_has_every_option() -> None:
 
 
 def test_a_plan_loads_no_engine(folder: Path) -> None:
-    code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
+    code = "import sys, sparkd.__main__ as m; m.exit_code(['plan', '--quick', '--json', sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
 
     heavy = {"torch", "vllm", "numpy", "transformers", "ray", "fastapi", "yaml", "huggingface_hub", "sparkd.config", "sparkd.talk"}
     heavy |= {"typer", "pydantic"}
     assert heavy.isdisjoint(done.stderr.split())
     assert json.loads(done.stdout)["choice"]["format"] == "as stored"
+
+
+@pytest.mark.parametrize("constant", [float("nan"), float("inf"), -float("inf")])
+def test_a_configuration_with_numbers_that_json_has_not_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], constant: float
+) -> None:
+    plain, odd = (
+        dense(),
+        dense(time_step_limit=[0.0, constant], rope_scaling={"rope_type": "linear", "factor": constant}, head_dim=constant),
+    )
+    folders = [write(tmp_path / name, config, tensors_of(plain)) for name, config in (("plain", plain), ("odd", odd))]
+
+    expected, found = (planned(capsys, folder) for folder in folders)
+
+    # A key whose value is no number counts as absent. The seconds of a load go by the disk as it was measured just then.
+    counted, as_expected = (
+        [{key: value for key, value in option["footprint"].items() if not key.endswith("_load_s")} for option in answer["options"]]
+        for answer in (found, expected)
+    )
+    assert counted == as_expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "missing"), [(range(3), ["layer 3"]), ((0, 1), ["2 of them", "layer 2"]), ((0, 2, 3), ["layer 1"]), (range(4), [])]
+)
+def test_fewer_layers_than_the_configuration_says_are_half_a_download(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: Iterable[int], missing: list[str]
+) -> None:
+    config = dense()
+    kept = [one for one in tensors_of(config) if ".layers." not in one[0] or int(one[0].split(".")[2]) in layers]
+    folder = write(tmp_path / "half", config, kept)
+    entries = tmp_path / "sparkd.yaml"
+    entries.write_text(json.dumps({"models": {"m": {"model": str(folder), "max_model_len": 4096}}}))
+
+    for argv in (["plan", "--quick", str(folder)], ["plan", "m", "--config", str(entries)]):
+        assert exit_code(argv) == (2 if missing else 0)
+        assert all(part in capsys.readouterr().err for part in missing[:1])
+    if missing:
+        with pytest.raises(ModelUnusable):
+            refuse_unloadable(load_config(entries, environ={}).models["m"], load_config(entries, environ={}))
+
+
+# But for a separate file of ModelOpt's, and a draft whose tensors are not written down here.
+PUBLISHED = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.endswith(("hf_quant_config", "-assistant")))
+
+
+@pytest.mark.parametrize("fixture", PUBLISHED)
+def test_no_published_model_is_taken_for_half_a_download(fixture: str) -> None:
+    checkpoint = published_headers.checkpoint_of(fixture)
+    refuse_missing_layers(inventory(checkpoint, shape_of(checkpoint.config)))

@@ -19,7 +19,7 @@ from sparkd.drafting import Drafting
 from sparkd.fit import Wish, choose
 from sparkd.hardware import Hardware, hardware_of
 from sparkd.kv_cost import BLOCK_TOKENS, LATENT_BLOCK_TOKENS, Serving, kv_cost, stages_of
-from sparkd.legal import WITHOUT_PIPELINES, refusal
+from sparkd.legal import refusal
 from sparkd.model_shape import Attention, Mixer, Shape, State, shape_of
 from sparkd.planned import how_of, to_json
 from sparkd.source_quantization import source_quantization
@@ -35,15 +35,12 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.interfaces import supports_pp
-    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
     from vllm.platforms.interface import Platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheSpec,
         MambaSpec,
@@ -56,8 +53,8 @@ MUCH = 1 << 60
 DTYPES = {"float32": torch.float32, None: torch.bfloat16}
 PER_KIND = 40
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
-LATENT, INDEXER = Attention(1, 576, 0, latent=True), Attention(1, 132, 0, latent=True, element_bytes=1)
-KINDS = ("full", "window", "windows", "sizes", "wild", "gemma4", "delta_net", "mamba", "latent", "chunks", "indexer", "kimi", "both")
+LATENT = Attention(1, 576, 0, latent=True)
+KINDS = ("full", "window", "windows", "sizes", "wild", "gemma4", "delta_net", "mamba", "latent")
 
 
 class Backend:
@@ -86,10 +83,10 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def vllm_config(serving: Serving, *, whole: bool = False) -> Any:
-    """What the functions read of a VllmConfig, the number of batches in flight by its own property. whole: all layers keep all tokens."""
+def vllm_config(serving: Serving) -> Any:
+    """What the functions read of a VllmConfig, the number of batches in flight by its own property."""
     scheduler = SimpleNamespace(
-        disable_hybrid_kv_cache_manager=whole,
+        disable_hybrid_kv_cache_manager=False,
         async_scheduling=serving.batches_in_flight == 2,
         max_num_batched_tokens=serving.max_num_batched_tokens,
     )
@@ -97,7 +94,7 @@ def vllm_config(serving: Serving, *, whole: bool = False) -> Any:
         decode_context_parallel_size=1, tensor_parallel_size=serving.tensor_parallel, pipeline_parallel_size=serving.pipeline_parallel
     )
     cache = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC if serving.block_outermost else KVCacheLayout.LBNHC,
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         num_gpu_blocks_override=None,
         prefix_cache_retention_interval=None,
         mamba_cache_mode="align" if serving.prefix_caching else "none",
@@ -129,8 +126,6 @@ def state_spec(one: State, serving: Serving, block: int = -1, padded: int | None
     of = MambaStateShapeCalculator
     if one.groups:
         shapes = of.mamba2_state_shape(ranks, one.channels, one.groups, one.heads, one.rows, one.group_size, one.taps + 1, kept)
-    elif one.channels == 3 * one.heads * one.rows:
-        shapes = of.kda_state_shape(ranks, one.heads, one.rows, conv_kernel_size=one.taps + 1, num_spec=kept)
     else:
         shapes = of.gated_delta_net_state_shape(ranks, one.key_heads, one.heads, one.columns, one.rows, one.taps + 1, kept)
     dtypes = (torch.bfloat16, DTYPES[one.matrix_dtype])
@@ -141,9 +136,7 @@ def attention_spec(one: Attention, serving: Serving, block: int) -> Any:
     heads = max(1, one.heads // serving.tensor_parallel)
     plain = {"block_size": block, "head_size": one.key_dim, "dtype": torch.float8_e4m3fn if serving.kv_dtype == "fp8" else torch.bfloat16}
     if one.latent:
-        return MLAAttentionSpec(num_kv_heads=1, **plain | ({"dtype": torch.uint8} if one.element_bytes else {}))
-    if one.chunked:
-        return ChunkedLocalAttentionSpec(num_kv_heads=heads, attention_chunk_size=one.window, **plain)
+        return MLAAttentionSpec(num_kv_heads=1, **plain)
     if one.window:
         return SlidingWindowSpec(num_kv_heads=heads, head_size_v=one.value_dim, sliding_window=one.window, **plain)
     return FullAttentionSpec(num_kv_heads=heads, head_size_v=one.value_dim, **plain)
@@ -164,11 +157,9 @@ def aligned(config: Any, attention: Attention, state: State, serving: Serving, m
 
 def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """(bytes of a block, blocks of a request)."""
-    chunked = any(isinstance(one, Attention) and one.chunked for one in shape.mixers)
-    # What VllmConfig sets for attention in chunks and a method with use_eagle().
-    config = vllm_config(serving, whole=chunked and serving.draft_layers > 0)
+    config = vllm_config(serving)
     attentions = [one for one in shape.mixers if isinstance(one, Attention)]
-    states = [one for one in (*shape.mixers, *shape.beside) if isinstance(one, State)]
+    states = [one for one in shape.mixers if isinstance(one, State)]
     sizes = LATENT_BLOCK_TOKENS if any(one.latent for one in attentions) else BLOCK_TOKENS
     config.cache_config.block_size = sizes[serving.platform]
     if states and attentions:
@@ -177,8 +168,7 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
     workers: list[dict[str, KVCacheSpec]] = []
     for stage in range(serving.pipeline_parallel):
         start, end = get_pp_indices(shape.layers, stage, serving.pipeline_parallel)
-        both = ((f"{number}.{name}", one) for name in ("mixers", "beside") for number, one in enumerate(getattr(shape, name)))
-        layers = [(name, one) for name, one in both if start <= int(name.partition(".")[0]) < end]
+        layers = list(enumerate(shape.mixers))[start:end]
         workers.append(
             {
                 f"layers.{number}": state_spec(one, serving, block, padded)
@@ -189,10 +179,8 @@ def counted_by_vllm(shape: Shape, serving: Serving, monkeypatch: pytest.MonkeyPa
             }
         )
     whole = next((one for one in attentions if not one.window), None)
-    keys = next((one for one in shape.beside if isinstance(one, Attention)), None)
-    for number in range(serving.draft_layers if whole is not None else 0):
-        own = {"attention": whole, "indexer": keys}
-        workers[-1] |= {f"draft.{number}.{name}": attention_spec(one, serving, block) for name, one in own.items() if one is not None}
+    if whole is not None:
+        workers[-1] |= {f"draft.{number}": attention_spec(whole, serving, block) for number in range(serving.draft_layers)}
     made = kv_cache_utils.get_kv_cache_configs(config, workers, [MUCH] * len(workers))
     requests = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, made[0])
     return MUCH // made[0].num_blocks, round(made[0].num_blocks / requests)
@@ -206,7 +194,6 @@ def model(kind: str, draw: random.Random) -> Shape:
     delta = State((2 * key_heads + value_heads) * 128, 3, value_heads, 128, 128, key_heads=key_heads, matrix_dtype=precision)
     width = draw.choice([16, 64])
     mamba = State(width * 64, 3, width, 64, 128, draw.choice([1, 8]), 128, matrix_dtype=precision)
-    kimi = State(3 * width * 128, 3, width, 128, 128, key_heads=width, matrix_dtype="float32")
     global_dim = draw.choice([256, 512, 96])
     wild = [full, window, Attention(2 * heads, dim // 2, dim // 2), replace(window, heads=2 * heads, key_dim=dim // 2, value_dim=dim // 2)]
     wild += [replace(full, value_dim=dim // 2), replace(window, window=33)]
@@ -218,10 +205,6 @@ def model(kind: str, draw: random.Random) -> Shape:
         "wild": draw.sample([*wild], draw.choice([2, 3])),
         "mamba": [mamba, mamba, None, full],
         "latent": [LATENT],
-        "chunks": [full, replace(full, window=draw.choice([512, 8192]), chunked=True)],
-        "indexer": [LATENT],
-        "kimi": [LATENT, kimi, kimi],
-        "both": [full],
     }
     if kind == "delta_net":
         mixers: list[Mixer | None] = [delta if number % 4 < 3 else full for number in range(count)]
@@ -229,8 +212,7 @@ def model(kind: str, draw: random.Random) -> Shape:
         mixers = [window if number % 6 < 5 else Attention(draw.choice([1, heads]), global_dim, global_dim) for number in range(count)]
     else:
         mixers = [draw.choice(choices[kind]) for _ in range(count)]
-    beside: list[Mixer | None] = {"both": [mamba] * count, "indexer": [draw.choice([INDEXER, None]) for _ in range(count)]}.get(kind, [])
-    return replace(shape_of(dense()), layers=count, mixers=tuple(mixers), beside=tuple(beside))
+    return replace(shape_of(dense()), layers=count, mixers=tuple(mixers))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,7 +231,6 @@ def test_a_cache_costs_what_vllm_counts(kind: str, monkeypatch: pytest.MonkeyPat
             batches_in_flight=draw.choice([1, 2]),
             speculative_tokens=draw.choice([0, 0, 2]),
             draft_layers=draw.choice([0, 0, 1]),
-            block_outermost=draw.random() < 0.3,
         )
         if not all(
             any(shape.mixers[at] for at in range(shape.layers) if stages_of(shape.layers, serving.pipeline_parallel)[at] == stage)
@@ -257,14 +238,8 @@ def test_a_cache_costs_what_vllm_counts(kind: str, monkeypatch: pytest.MonkeyPat
         ):
             continue  # vLLM has no cache at all for such a stage.
 
-        try:
-            counted = counted_by_vllm(shape, serving, monkeypatch)
-        except AssertionError as error:
-            # Windows of two sizes of pages, not as many of one as of the other: vLLM 0.32 does not start with them packed.
-            assert "not assigned to any group" in str(error) and serving.block_outermost and kind == "wild"
-            continue
         found = kv_cost(shape, serving)
-        assert (found.block_bytes, found.blocks) == counted, (number, shape.mixers, serving)
+        assert (found.block_bytes, found.blocks) == counted_by_vllm(shape, serving, monkeypatch), (number, shape.mixers, serving)
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(10, 1), (10, 2), (11, 2), (61, 4), (62, 4), (63, 4), (3, 3), (2, 3)])
@@ -422,17 +397,3 @@ def test_a_checkpoints_own_cache_is_vllms(fixture: str) -> None:
     found = source_quantization({"quantization_config": details}, None, {})
     said = get_kv_cache_quant_algo_string({"quant_method": "modelopt", **details})
     assert found is not None and found.kv_dtype == {"fp8_e4m3": "fp8"}.get(str(said), "auto")
-
-
-def test_pipelines_are_refused_where_vllms_class_has_none() -> None:
-    """Of every class that can be imported: some need packages that only images or sound need."""
-    able: dict[str, bool] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in {**_TEXT_GENERATION_MODELS, **_MULTIMODAL_MODELS}:
-            try:
-                able[name] = supports_pp(ModelRegistry.models[name].load_model_cls())
-            except ImportError:
-                continue
-    assert len(able) > 150
-    assert {name for name, runs in able.items() if not runs} == WITHOUT_PIPELINES & able.keys()

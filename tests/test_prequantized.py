@@ -124,7 +124,7 @@ def machine(folder: Path, memory_mib: int) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    exit_code(["plan", "--json", *argv])
+    exit_code(["plan", "--quick", "--json", *argv])
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -163,7 +163,7 @@ def test_it_goes_before_quantizing(model: Path, tmp_path: Path, capsys: pytest.C
         found["choice"]["config"] == {**found["choice"]["config"], "model": f"{model}-AWQ"} and "quantize" not in found["choice"]["config"]
     )
     assert any("It goes before quantizing" in note for note in found["notes"])
-    assert exit_code(["plan", str(model), *ASKED, "--hardware", small]) == 0
+    assert exit_code(["plan", "--quick", str(model), *ASKED, "--hardware", small]) == 0
     assert "awq (m-awq)" in capsys.readouterr().out
     # Who names a format gets that one.
     assert planned(capsys, str(model), *ASKED, "--hardware", small, "--quantize", "fp8")["choice"]["model"] == str(model)

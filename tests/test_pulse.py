@@ -48,6 +48,8 @@ class Scene:
         self.cpu(0.0)
         self.readings: dict[str, Reading] = {}
         self.asked: list[float] = []
+        self.way = asyncio.Event()
+        self.way.set()
         # What the engine says to a question; None: nothing, for as long as it is waited for.
         self.answer: Callable[[], None] | None = lambda: None
         self.pulse = Pulse(lambda work, name: asyncio.ensure_future(work), self.ask, self.clock, self.page_of)
@@ -60,7 +62,10 @@ class Scene:
             self.answer()
 
     async def page_of(self, upstream: Upstream) -> str | None:
-        return self.page
+        # What it says when it is asked, though it may arrive later.
+        said = self.page
+        await self.way.wait()
+        return said
 
     def cpu(self, used_s: float) -> None:
         ranks = [RankFact(one.handle, True, 1, None, False, Progress(), cpu_s=used_s) for one in (FIRST, SECOND)]
@@ -465,3 +470,17 @@ async def test_the_grace_between_its_order_and_its_kill(tmp_path: Path, server_u
 
     assert await cluster.destroy(fact, hangs=hangs) == (), "an agent of an earlier release says nothing of what is left"
     assert asked == [("n", "destroy", grace_s, grace_s + DESTROY_TIMEOUT_S)]
+
+
+async def test_an_answer_that_was_on_its_way_while_the_daemon_was_held_ends_no_engine() -> None:
+    scene = Scene()
+    await scene.after(0)
+    scene.way.clear()
+    await scene.after(1)
+    scene.clock.now_s += IDLE_S + 2
+    scene.page = page(200)
+    scene.way.set()
+
+    assert [await scene.after(0) for _ in range(6)] == [None] * 6
+    assert await scene.after(IDLE_S - 1) is None
+    assert await scene.after(1) is not None

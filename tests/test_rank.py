@@ -132,7 +132,7 @@ def test_a_foreign_interpreter_needs_nothing_of_ours(place: Place) -> None:
         ({"model": ""}, "is empty"),
         ({"flags": ("--a\0b",)}, "NUL"),
         ({"env": {"A=B": "c"}}, "no variable's name"),
-        ({"socket_path": "/" + "s" * 120}, "shorter --state-dir"),
+        ({"socket_path": "/" + "s" * 120}, "shorter folder"),
         ({"socket_path": None, "host": "10.0.0.2"}, "needs a port and an api_key_path"),
         ({"socket_path": None, "host": "10.0.0.2", "port": 9, "api_key_path": "/nonexistent/key"}, "cannot be read"),
     ],

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray import cloudpickle
+from ray.exceptions import ActorDiedError, RayTaskError
 
-from sparkd.errors import AgentLost, ClusterError, NodeRefused, RankError, RayUnavailable
-from sparkd.raylink import RayLink
+from sparkd import __version__
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers, NodeRefused, RankError, RayUnavailable
+from sparkd.raylink import OTHER_CODE_S, Code, RayLink, code_here
 from tests.daemon_process import ROOT
-from workers.agent import VERSION
+from tests.fakes import FakeClock
+from workers.agent_version import VERSION
 
 LEAVES_WHILE_CONNECTING = """
 import threading
@@ -131,8 +135,71 @@ async def test_a_node_whose_folders_are_refused_is_not_met_and_is_tried_again(mo
     monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: actor)
     monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
 
-    assert (await link.refresh(), link.unmet, link.nodes()) == (set(), {"n": "Node n cannot use /run/x."}, [])
+    assert (await link.refresh(), link.nodes()) == (set(), [])
+    assert link.unmet["n"].message == "Node n cannot use /run/x."
     assert (await link.refresh(), link.unmet, link.nodes()) == ({"n"}, {}, ["n"])
+
+
+class OtherActor:
+    """The agent of a node with other code. dies: Ray ends it, since its constructor takes other arguments."""
+
+    def __init__(self, version: str, *, dies: bool) -> None:
+        self._told, self._dies = version, dies
+        self.version, self.open = SimpleNamespace(remote=self._version), SimpleNamespace(remote=self._open)
+
+    async def _version(self) -> str:
+        if self._dies:
+            raise ActorDiedError
+        return self._told
+
+    async def _open(self) -> None:
+        raise AssertionError("it is not used")
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_an_agent_of_another_release_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    clock, codes, starts = FakeClock(), [Code("0.0.9", "1", "/opt/other"), Code("0.0.9", "1", "/opt/other")], list[str]()
+    link = RayLink({}, lambda node_ip: ())
+
+    def start(node_ip: str, node_id: str) -> OtherActor:
+        starts.append(node_id)
+        return OtherActor("1" if codes else VERSION, dies=dies)
+
+    monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
+    monkeypatch.setattr(link, "_start_agent", start)
+    monkeypatch.setattr(link, "_replace_agent", lambda agent, node_ip, node_id: agent)
+    monkeypatch.setattr(link, "_code_of", lambda node_id: codes.pop())
+    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+    monkeypatch.setattr("sparkd.raylink.time.monotonic", clock)
+
+    assert (await link.refresh(), link.nodes(), starts) == (set(), [], ["id"])
+    assert type(link.unmet["n"]) is CodeDiffers
+    assert {"n", "0.0.9", "1,", VERSION, "`/opt/other/bin/pip"} <= {word.strip(":") for word in link.unmet["n"].message.split()}
+    assert (await link.refresh(), type(link.unmet["n"]), starts) == (set(), CodeDiffers, ["id"]), "not looked at for a while"
+    clock.now_s += OTHER_CODE_S
+    assert (await link.refresh(), type(link.unmet["n"]), starts) == (set(), CodeDiffers, ["id", "id"])
+
+
+async def test_an_agent_of_this_code_that_died_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = RayLink({}, lambda node_ip: ())
+    monkeypatch.setattr(link, "_alive_nodes", lambda: {"n": "id"})
+    monkeypatch.setattr(link, "_start_agent", lambda node_ip, node_id: OtherActor(VERSION, dies=True))
+    monkeypatch.setattr(link, "_code_of", lambda node_id: Code(__version__, VERSION, "/opt/sparkd"))
+    monkeypatch.setattr("sparkd.raylink._knock", lambda address: None)
+    assert (await link.refresh(), type(link.unmet["n"])) == (set(), AgentLost)
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["it tells", "it has no such names"])
+def test_a_node_tells_its_own_code_and_not_the_daemons(tmp_path: Path, installed: bool) -> None:
+    """The function arrives there as Ray sends it; the code there has no such function."""
+    for package, module, text in (("sparkd", "__init__", '__version__ = "0.0.9"'), ("workers", "agent", 'VERSION = "1"')):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / f"{module}.py").write_text(text if installed else "")
+    (tmp_path / "function").write_bytes(cloudpickle.dumps(code_here))
+    program = "import pickle, pathlib; print(pickle.loads(pathlib.Path('function').read_bytes())())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str((*(("0.0.9", "1") if installed else ("none", "none")), sys.prefix))
 
 
 async def test_only_a_call_that_was_not_sent_surely_did_not_reach_its_agent() -> None:

@@ -102,7 +102,7 @@ async def test_the_plan_is_told_from_what_the_last_tick_saw(tmp_path: Path) -> N
 READ_VERBS = (
     ["check", "CONFIG"],
     ["version"],
-    ["plan", "MODEL", "--config", "CONFIG", "--hardware", "spark"],
+    ["plan", "--quick", "MODEL", "--config", "CONFIG", "--hardware", "spark"],
     ["recipes", "ls"],
     ["ls", "--cached"],
     ["ps"],

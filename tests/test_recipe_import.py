@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 
 from sparkd.errors import ConfigError
 from sparkd.recipe_book import AsWritten, Book
-from sparkd.recipe_check import checked, load
+from sparkd.recipe_check import Choice, checked, described, load, resolve, summary
 from sparkd.recipe_file import parse_recipe
 from sparkd.recipe_import import Imported, imported, substituted
+from sparkd.vllm_flags import draft_method
+from sparkd.vllm_known import Flag, FlagTable
 
 # SPACES: blanks behind a backslash, which people leave there.
 ONE = """
@@ -72,13 +75,20 @@ def with_command(command: str, **keys: Any) -> str:
     return f'recipe_version: "2"\nmodel: owner/model\n{lines}command: |\n{textwrap.indent(command, "  ")}\n'
 
 
+def table_of_the_fixture() -> FlagTable:
+    """Names alone, of vLLM 0.32.0."""
+    text = (Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt").read_text()
+    lines = [line.split()[1:] for line in text.splitlines() if not line.startswith("#")]
+    return FlagTable("0.32.0", {name[2:]: Flag(number) for number, line in enumerate(lines) for name in line if name.startswith("--")})
+
+
 def test_eugrs_first_version() -> None:
     found = taken(ONE)
 
     assert found.recipe == {
         "description": "one Spark",
         "model": "owner/model",
-        "sources": {"file": "a recipe of eugr/spark-vllm-docker"},
+        "sources": {"file": "a recipe in the format of eugr/spark-vllm-docker"},
         "container": {"image": "vllm-node", "kind": "other"},
         "nodes": {"max": 1},
         "settings": {
@@ -103,7 +113,7 @@ def test_sparkruns_second_version_without_a_command() -> None:
     assert found.recipe == {
         "description": "from the metadata",
         "model": "owner/model",
-        "sources": {"file": "a recipe of sparkrun"},
+        "sources": {"file": "a recipe in the format of sparkrun"},
         "container": {"image": "vllm/vllm-openai:nightly", "kind": "vllm-openai"},
         "nodes": {"min": 2, "max": 4},
         "settings": {
@@ -114,10 +124,12 @@ def test_sparkruns_second_version_without_a_command() -> None:
             "max_num_seqs": 6,
             "revision": "abc123",
             "served_model_name": ["short"],
-            "extra_args": ["--no-enable-prefix-caching", "--moe-backend", "marlin"],
+            "extra_args": [
+                "--no-enable-prefix-caching", "--speculative-config",
+                '{"method": "dflash", "model": "owner/draft", "num_speculative_tokens": 15}', "--moe-backend", "marlin",
+            ],
         },
-        "speculative": {"default": "dflash", "dflash": {"num_speculative_tokens": 15, "model": "owner/draft"}},
-    }
+    }  # fmt: skip
     assert [note for note in found.notes if "--port" in note]
 
 
@@ -140,21 +152,34 @@ def test_what_is_imported_is_a_recipe_of_ours_and_can_be_used(text: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "values", "collapse", "becomes"),
+    ("text", "values", "becomes"),
     [
-        ("--port {port}", {"port": 1}, False, "--port 1"),
-        ("{a}", {"a": "{b}", "b": "{c}", "c": 3}, False, "3"),
-        ("{a}{nobody}", {"a": 1}, False, "1{nobody}"),
-        ('{"method":"mtp","n":{n}}', {"n": 3}, False, '{"method":"mtp","n":3}'),
-        ('{{"n": {n}}}', {"n": 3}, True, '{"n": 3}'),
-        ('{{"n": {n}}}', {"n": 3}, False, '{"n": 3}'),
-        ("{{port}}", {"port": 1}, True, "{port}"),
-        ("{a}", {"a": "{a}"}, False, "{a}"),
-        ("{a}", {"a": {"x": [1]}}, False, '{"x": [1]}'),
+        ("--port {port}", {"port": 1}, "--port 1"),
+        ("{a}", {"a": "{b}", "b": "{c}", "c": 3}, "3"),
+        ("{a}{nobody}", {"a": 1}, "1{nobody}"),
+        ("{max-num-seqs}", {"max-num-seqs": 16}, "16"),
+        ('{"method":"mtp","n":{n}}', {"n": 3}, '{"method":"mtp","n":3}'),
+        ('{{"n": {n}}}', {"n": 3}, '{"n": 3}'),
+        ('{{"a": {{"b": {n}}}}}', {"n": 3}, '{"a": {"b": 3}}'),
+        ('{"a": {"b": {"c": {n}}}}', {"n": 3}, '{"a": {"b": {"c": 3}}}'),
+        ('{"a": {"b": {"c": 1}}} {n}', {"n": 3}, '{"a": {"b": {"c": 1}}} 3'),
+        ("{{port}}", {"port": 1}, "{port}"),
+        ("${port}", {"port": 1}, "${port}"),
+        ("{a}", {"a": "{a}"}, "{a}"),
+        ("{a}", {"a": {"x": [1]}}, '{"x": [1]}'),
+        ("{{}} {a}", {"a": '{"x": {"y": {"z": 1}}}'}, '{} {"x": {"y": {"z": 1}}}'),
     ],
 )
-def test_placeholders(text: str, values: dict[str, Any], collapse: bool, becomes: str) -> None:
-    assert substituted(text, values, collapse) == becomes
+def test_placeholders(text: str, values: dict[str, Any], becomes: str) -> None:
+    assert substituted(text, values) == becomes
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_three_braces_at_the_end_of_plain_json_stay(version: str) -> None:
+    """A recipe of version 1 with plain JSON is one that eugr's launcher cannot read and sparkrun can."""
+    flag = '--hf-overrides \'{"text_config": {"rope": {"factor": {n}}}}\''
+    text = with_command(f"vllm serve owner/model {flag}", defaults="{n: 4}").replace('"2"', f'"{version}"')
+    assert settings(text)["extra_args"] == ["--hf-overrides", '{"text_config": {"rope": {"factor": 4}}}']
 
 
 def test_the_command_line_wins_over_the_defaults() -> None:
@@ -162,6 +187,12 @@ def test_the_command_line_wins_over_the_defaults() -> None:
     assert settings(ONE, tensor_parallel=2)["tensor_parallel"] == 2
     assert settings(TWO, max_num_seqs=1, enable_prefix_caching=True)["max_num_seqs"] == 1
     assert "--no-enable-prefix-caching" not in settings(TWO, enable_prefix_caching=True)["extra_args"]
+
+
+def test_a_model_may_be_given_in_place_of_theirs() -> None:
+    assert taken(with_command("vllm serve {model}"), model="/models/here").recipe["model"] == "/models/here"
+    assert taken("runtime: vllm\nmodel: o/m\ndefaults: {seed: 1}\n", model="/models/here").recipe["model"] == "/models/here"
+    assert taken(with_command("vllm serve o/m", defaults="{model: x/y}")).recipe["model"] == "o/m"
 
 
 def test_what_only_a_shell_knows_is_left_out_or_named() -> None:
@@ -214,7 +245,9 @@ def test_on_how_many_nodes(keys: str, nodes: dict[str, int] | None) -> None:
         ("solo_only: true", {}, 1, "tensor_parallel is 1 in place of 2: the recipe is for one node."),
         ("max_nodes: 1", {}, 1, "tensor_parallel is 1 in place of 2"),
         ("solo_only: true", {"tensor_parallel": 2}, 2, None),
-        ("solo_only: false", {}, 2, None),
+        ("solo_only: false", {}, 1, "on one node. On 2 nodes it takes 2: import it with -o tensor_parallel=2"),
+        ("solo_only: false", {"tensor_parallel": 2}, 2, None),
+        ("min_nodes: 2", {}, 2, None),
         ("cluster_only: true", {}, 2, None),
         ("cluster_only: true", {"tensor_parallel": 1}, None, "its nodes are the stages of a pipeline, and auto decides"),
     ],
@@ -249,11 +282,140 @@ def test_a_command_line_becomes_keys(command: str, expected: dict[str, Any]) -> 
     assert found.recipe["settings"] == expected
 
 
+@pytest.mark.parametrize("version", ["2", "3", "4", "7", "2.1", "v2"])
+def test_every_version_but_the_first_is_sparkruns(version: str) -> None:
+    found = taken(with_command("vllm serve {model} -tp {tensor_parallel}", defaults="{tensor_parallel: 2}").replace('"2"', f'"{version}"'))
+    assert found.recipe["sources"] == {"file": "a recipe in the format of sparkrun"} and found.recipe["settings"]["tensor_parallel"] == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [("vllm serve o/m", 1), ("vllm serve o/m -tp 2", 2), ("vllm serve o/m -pp 2", None), ("vllm serve o/m -pp 1", 1)],
+)
+def test_eugrs_version_without_a_cluster_is_one_rank_unless_its_command_says_another_number(command: str, ranks: int | None) -> None:
+    text = f"recipe_version: '1'\ndefaults: {{tensor_parallel: 2}}\ncommand: {command}\n"
+    assert settings(text).get("tensor_parallel") == ranks
+    assert settings(text + "cluster_only: true\n").get("tensor_parallel") == (2 if ranks == 2 else None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"method": "mtp", "num_speculative_tokens": 2}',
+        '{"method": "deepseek_mtp", "num_speculative_tokens": 2}',
+        '{"method": "mtp", "num_speculative_tokens": 2, "attention_backend": "TRITON_ATTN"}',
+        '{"method": "dspark", "num_speculative_tokens": 5, "draft_sample_method": "probabilistic"}',
+        '{"method": "eagle3", "model": "owner/draft", "num_speculative_tokens": 2}',
+        '{"model": "owner/draft", "num_speculative_tokens": 1}',
+    ],
+)
+def test_what_a_recipe_says_of_drafts_is_kept_whole_and_comes_to_the_engine(config: str, tmp_path: Path) -> None:
+    text = with_command(f"vllm serve owner/model --kv-cache-dtype fp8 --attention-backend flashinfer --speculative-config '{config}'")
+    assert settings(text)["extra_args"][-2:] == ["--speculative-config", config]
+    (tmp_path / "their.yaml").write_text(text)
+    file, _ = load(tmp_path / "their.yaml", AsWritten())
+    assert file is not None
+    book = Book(None, AsWritten())
+    book.keep(file)
+    found = resolve(Choice("their"), book)
+    assert found.args[-2:] == ("--speculative-config", config) and found.model.kv_cache_dtype == "fp8"
+    assert found.args.count("--attention-backend") == 1 and found.env == {}
+    assert not {"--speculative-config"} & {*resolve(Choice("their", speculative="off"), book).args}
+    method = draft_method(json.loads(config))
+    assert described(file, found)["speculation"]["method"] == summary(file)["speculative"] == method
+    if method == "mtp":
+        assert resolve(Choice("their", speculative="mtp"), book).args == found.args
+
+
+def test_drafts_in_parts_become_one_flag() -> None:
+    command = "vllm serve o/m --speculative-config.method dspark --speculative_config.a.b 1 -sc.num_speculative_tokens=3 --seed 1"
+    args = settings(with_command(command))["extra_args"]
+    assert args[:3] == ["--seed", "1", "--speculative-config"]
+    assert json.loads(args[3]) == {"method": "dspark", "a": {"b": 1}, "num_speculative_tokens": 3}
+
+
+def test_flags_that_are_cut_short_are_those_that_vllms_parser_takes_them_for() -> None:
+    command = (
+        "vllm serve o/m --gpu-mem 0.5 --max-model 9K --tensor-parallel 2 --served-model a b --spec '{}' --trust-rem --distributed-e ray"
+    )
+    text = with_command(command.replace("--spec ", "--speculative "))
+    table = table_of_the_fixture()
+
+    def asked() -> FlagTable:
+        asks.append(1)
+        return table
+
+    asks: list[int] = []
+    found = imported(text.encode(), "their.yaml", table=asked).recipe["settings"]
+    assert found == {
+        "gpu_memory_utilization": 0.5, "max_model_len": "9K", "tensor_parallel": 2, "trust_remote_code": True,
+        "served_model_name": ["a", "b"], "extra_args": ["--speculative-config", "{}"],
+    }  # fmt: skip
+    assert imported(text.encode(), "their.yaml").recipe["settings"] == found, "and without a vLLM by the flags that sparkd reads"
+    asks.clear()
+    imported(ONE.encode(), "their.yaml", table=asked)
+    assert not asks
+    with pytest.raises(ConfigError, match="--max-num may be any of"):
+        imported(with_command("vllm serve o/m --max-num 3").encode(), "their.yaml", table=asked)
+
+
+def test_a_size_in_gib_goes_before_a_share() -> None:
+    found = taken(with_command("vllm serve o/m --gpu-memory-utilization 0.9 --gpu-memory-utilization-gb 96.5"))
+    assert found.recipe["settings"] == {"memory_gib": 96.5}
+    assert [note for note in found.notes if note.startswith("gpu_memory_utilization is left out")]
+    found = taken(with_command("vllm serve o/m --gpu-memory-utilization 0.9 --kv-cache-memory-bytes 1000"))
+    assert found.recipe["settings"] == {"kv_cache": {"bytes": 1000}}
+
+
+def test_variables_that_place_ranks_are_left_out_with_a_word() -> None:
+    names = ("RAY_memory_usage_threshold", "NNODES", "MASTER_ADDR", "VLLM_HOST_IP", "WORLD_SIZE")
+    env = ", ".join(f"{name}: '1'" for name in names[1:])
+    found = taken(with_command("export RAY_memory_usage_threshold=1;\nvllm serve o/m --nnodes $NNODES", env=f"{{{env}, A: b}}"))
+    assert found.recipe["settings"] == {"env": {"A": "b"}}
+    assert {note.partition(" ")[0] for note in found.notes if "is left out: " in note} >= {*names}
+
+
+def test_a_number_of_nodes_that_a_launcher_fills_in_is_left_out_with_a_word() -> None:
+    command = "vllm serve o/m -tp {num_nodes} --nnodes {num_nodes} --node-rank {node_rank} --master-addr $HEAD --seed 1"
+    found = taken(with_command(command))
+    assert found.recipe["settings"] == {"extra_args": ["--seed", "1"]}
+    assert [note for note in found.notes if "{num_nodes}" in note]
+    found = taken("runtime: vllm\nmodel: o/m\ndefaults: {num_nodes: 2, nnodes: 2, seed: 1}\n")
+    assert found.recipe["settings"] == {"extra_args": ["--seed", "1"]}
+    assert len([note for note in found.notes if "number of nodes" in note]) == 2
+
+
+@pytest.mark.parametrize("mods", ["5", "x", "{a: b}", "[[x], 3]"])
+def test_mods_of_another_kind_are_no_crash(mods: str) -> None:
+    missing = taken(with_command("vllm serve o/m --chat-template a.jinja", mods=mods)).missing
+    assert len(missing) == 1 and "(a, b)" not in missing[0] and (" (x)" in missing[0]) is (mods == "x")
+
+
+def test_one_rank_in_quotes_is_one_rank() -> None:
+    text = 'recipe_version: "1"\nmodel: o/m\ndefaults: {tensor_parallel: "1"}\ncommand: vllm serve o/m -tp {tensor_parallel}\n'
+    assert taken(text).notes == ()
+
+
+def test_what_a_mod_brings_and_the_command_uses_is_told_first_and_apart() -> None:
+    command = "vllm serve o/m --chat-template unsloth.jinja --turbo-mode 3 --seed 1"
+    text = with_command(command, mods="[mods/a]").encode()
+    found = imported(text, "their.yaml", table=table_of_the_fixture)
+    assert len(found.missing) == 2 and "--chat-template unsloth.jinja" in found.missing[0] and "--turbo-mode" in found.missing[1]
+    assert not {*found.missing} & {*found.notes} and all("its mods (mods/a) may bring" in line for line in found.missing)
+    lines = found.text.splitlines()
+    assert lines[1:6] == ["#", "# MISSING:", *(f"# {line}" for line in found.missing), "#"]
+    assert found.recipe["settings"]["extra_args"] == command.split()[3:]
+    assert taken(with_command("vllm serve o/m --chat-template /a/b.jinja", mods="[x]")).missing == ()
+    assert taken(with_command("vllm serve o/m --chat-template '{{ messages }}'")).missing == ()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("model: o/m\nsettings: {}\n", "in neither of the formats"),
-        (ONE.replace('"1"', '"3"'), "recipe_version is '3'"),
+        (with_command("vllm serve o/m --max-model-len {length}"), "-o length=VALUE"),
+        (with_command("vllm serve o/m --max-num 3"), "--max-num may be any of --max-num-batched-tokens, --max-num-seqs"),
+        (with_command("vllm serve o/m --speculative-config.a 1 --speculative-config.a.b 2"), "no map"),
         ("recipe_version: '1'\nmodel: o/m\n", "command is missing"),
         ("runtime: sglang\nmodel: o/m\ndefaults: {}\n", "sparkd runs vLLM only"),
         (with_command("sglang serve o/m"), "does not start with `vllm serve`"),

@@ -13,10 +13,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from sparkd import recipe_verbs
 from sparkd.__main__ import command_line, exit_code
 from sparkd.launch import _is_recipe
 from tests.test_recipe_import import ONE
 from tests.test_recipes import BOOK, OURS, RECIPE
+from workers import parse_args
 
 SECRET = "sk-canary-0123456789"
 
@@ -25,6 +27,8 @@ SECRET = "sk-canary-0123456789"
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SPARKD_")]:
         monkeypatch.delenv(name)
+    # Else the first recipe with mods would import vLLM; tests/test_recipe_import.py has a table.
+    monkeypatch.setattr(recipe_verbs, "_flags", lambda: None)
 
 
 @pytest.fixture
@@ -140,9 +144,10 @@ def test_check_asks_the_parser_of_a_python_once(tmp_path: Path, capsys: pytest.C
     (tmp_path / "r.yaml").write_text(RECIPE)
 
     out, _ = run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(python), code=2)
-    assert out.count("vLLM's parser says: no such flag") == 47
+    assert out.count("vLLM's parser says: no such flag") == 1 and " and 46 more: " in out, "a fault of all ways stands there once"
     assert run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", str(tmp_path / "no"), code=1)[1].count("\n") == 1
     assert "has no parser to ask" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/false", code=1)[1]
+    assert "/bin/true gave no answer" in run(capsys, "check", str(tmp_path / "r.yaml"), "--parser", "/bin/true", code=1)[1]
 
 
 def test_import_prints_or_writes_and_tells_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +163,62 @@ def test_import_prints_or_writes_and_tells_what_it_left_out(tmp_path: Path, caps
     found = as_json(capsys, "import", str(theirs), "--vllm", "0.19.0")
     assert found["recipe"]["settings"]["env"]["VLLM_USE_FLASHINFER_MOE_FP4"] == "0"
     assert "KEY=VALUE" in run(capsys, "import", str(theirs), "-o", "x", code=2)[1]
+
+
+def test_one_line_that_ends_the_parser_keeps_no_other_from_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = {"exit": SystemExit(0), "odd": RuntimeError(), "value": ValueError("no\nflag")}
+
+    def taken(line: list[str]) -> None:
+        if line[0] in raised:
+            raise raised[line[0]]
+
+    monkeypatch.setattr(parse_args, "_checks", lambda: taken)
+    assert parse_args.parse([["good"], ["exit"], ["odd"], ["value"], ["good"]]) == [None, "0", "RuntimeError", "no flag", None]
+
+
+def test_a_bad_recipe_among_others_is_named_and_the_others_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, good = tmp_path / "bad.yaml", tmp_path / "good.yaml"
+    bad.write_text(ONE.replace("vllm serve", "sglang serve"))
+    good.write_text(ONE)
+    python = tmp_path / "python"
+    answer = "import json,sys; json.dump([None] * len(json.load(sys.stdin)), sys.stdout)"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{answer}"\n')
+    python.chmod(0o755)
+    found = as_json(capsys, "check", str(bad), str(good), "--parser", str(python), code=2)
+    errors = [problem for problem in found["problems"] if problem["severity"] == "error"]
+    assert [problem["file"] for problem in errors] == [str(bad)] and found["recipes"] == 2 and found["choices"] > 0
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "options"),
+    [
+        ("--max-num-seqs=4", "--max-num-seqs=many", ()),
+        ("--max-num-seqs=4", "--max-num-seqs=4", ("-o", "max_model_len=-5")),
+        ("solo_only: true", "solo_only: true", ("-o", "tensor_parallel=2")),
+    ],
+)
+def test_what_could_not_be_used_is_not_written(
+    there: str, here: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(ONE.replace(there, here))
+    out, err = run(capsys, "import", str(theirs), *options, "--to", str(ours), code=2)
+    assert out == "" and not ours.exists() and err
+    assert run(capsys, "import", str(theirs), *options, code=2)[0] == ""
+    assert as_json(capsys, "import", str(theirs), *options, code=2)["problems"]
+
+
+def test_the_file_of_another_launcher_is_told_how_to_become_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(ONE)
+    ours.write_text(RECIPE)
+    hint = f"`sparkd recipes import {theirs} --to"
+    assert hint in run(capsys, "show", str(theirs), code=2)[1]
+    for argv in (["run", str(theirs)], ["serve", "--model", str(theirs)]):
+        assert exit_code(argv) == 2
+        assert hint in capsys.readouterr().err
+    assert exit_code(["run", str(ours)]) == 2
+    assert "recipes_dir" in capsys.readouterr().err
 
 
 def test_the_help_fits() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sparkd.config import Config, Engine, ModelConfig, check, config_hash, load_config, parse_model
+from sparkd.config import Config, Engine, ModelConfig, config_hash, load_config, parse_model
+from sparkd.config_check import check
 from sparkd.errors import ConfigError
-from sparkd.recipe_book import AsWritten, Book, split
+from sparkd.recipe_book import AsWritten, Book
 from sparkd.recipe_check import checked, choices
 from sparkd.recipe_file import parse_recipe
 from sparkd.recipes import METHODS, PROFILES, offered
@@ -28,6 +29,8 @@ MODELS = {
     "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-NVFP4", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4",
     "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4", "openai/gpt-oss-120b", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-122B-A10B",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "Qwen/Qwen3.5-397B-A17B-FP8",
+    "unsloth/Qwen3.8-27B-NVFP4", "local-inference-lab/Qwen3.8-Flash-Next-NVFP4", "local-inference-lab/GLM-5.3-Flash-NVFP4-Spark",
+    "deepseek-ai/DeepSeek-V4.1-Flash", "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4", "XiaomiMiMo/MiMo-V2.6-Flash-RL",
 }  # fmt: skip
 RECIPE = """
 description: a recipe
@@ -47,7 +50,7 @@ profiles:
 speculative:
   default: ngram
   mtp: {num_speculative_tokens: 3, moe_backend: triton, needs: {kv_cache_dtype: fp8}, source: paper}
-  dflash: {model: owner/draft, num_speculative_tokens: 15}
+  dflash: {model: owner/draft, num_speculative_tokens: 15, needs: {kv_cache_dtype: bfloat16}}
 variants:
   long: {description: longer, model: owner/long, settings: {max_model_len: 1M, env: {B: variant}, extra_args: [--seed, "1"]}}
 """
@@ -207,6 +210,62 @@ def test_dflash_brings_the_rules_that_go_with_it(folder: Path) -> None:
     assert "needs fp8" in refused(folder, recipe="r", speculative="mtp", kv_cache_dtype="nvfp4")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "keys", "both"),
+    [
+        ("kv_cache_dtype: fp8", {}, ("kv_cache_dtype auto or bfloat16", "fp8")),
+        ("kv_cache_dtype: auto", {}, None),
+        ("kv_cache_dtype: fp8", {"kv_cache_dtype": "auto"}, None),
+        ("extra_args: [--attention-backend, FLASHINFER]", {}, ("--attention-backend TRITON_ATTN", "FLASHINFER")),
+        ("extra_args: [--attention-backend=triton_attn]", {}, None),
+        ("max_num_seqs: 4", {"extra_args": ["--attention-backend", "FLASH_ATTN"]}, ("TRITON_ATTN", "FLASH_ATTN")),
+        ("env: {VLLM_USE_DEEP_GEMM: '1'}", {}, ("VLLM_USE_DEEP_GEMM=0", "env of the recipe")),
+        ("env: {VLLM_USE_DEEP_GEMM: '0'}", {}, None),
+        ("max_num_seqs: 4", {"env": {"VLLM_USE_DEEP_GEMM": "1"}}, ("VLLM_USE_DEEP_GEMM=0", "env of models.m")),
+    ],
+)
+def test_what_dflash_needs_never_overwrites_what_a_recipe_says(
+    folder: Path, recipe: str, keys: dict[str, Any], both: tuple[str, str] | None
+) -> None:
+    text = f"description: d\nmodel: o/m\nsources: {{s: s}}\nsettings: {{{recipe}}}\nspeculative: {{dflash: {{model: o/d}}}}\n"
+    (folder / "recipes" / "d.yaml").write_text(text)
+    if both is not None:
+        message = refused(folder, recipe="d", speculative="dflash", **keys)
+        assert all(side in message for side in both)
+        return
+    found = model(folder, recipe="d", speculative="dflash", **keys)
+    if recipe.startswith("kv"):
+        assert found.kv_cache_dtype == "auto"
+    else:
+        assert found.kv_cache_dtype == "bfloat16"
+    assert found.env["VLLM_USE_DEEP_GEMM"].get_secret_value() == "0"
+
+
+def test_a_profile_leaves_the_cache_to_the_flags_of_a_recipe(folder: Path) -> None:
+    recipe = {"description": "d", "model": "o/m", "sources": {"s": "s"}, "settings": {"extra_args": ["--worker-cls", "a.B"]}}
+    (folder / "recipes" / "d.yaml").write_text(json.dumps(recipe))
+    found = model(folder, recipe="d", profile="single-user")
+    assert found.kv_cache is None and found.max_num_seqs == 2
+    assert "exclude each other" in refused(folder, recipe="d", kv_cache="auto")
+
+
+def test_what_a_recipe_says_of_drafts_in_vllms_words_counts_until_somebody_chooses(folder: Path) -> None:
+    config = {"method": "dspark", "num_speculative_tokens": 5, "draft_sample_method": "probabilistic"}
+    args = ["--speculative-config", json.dumps(config), "--seed", "1"]
+    recipe = {"description": "d", "model": "o/m", "sources": {"s": "s"}, "settings": {"extra_args": args}}
+    (folder / "recipes" / "d.yaml").write_text(json.dumps(recipe))
+    for keys in ({}, {"profile": "balanced"}, {"profile": "single-user", "max_num_seqs": 64}):
+        assert speculation(model(folder, recipe="d", **keys)) == config
+    assert speculation(model(folder, recipe="d", speculative="off")) is None
+    assert speculation(model(folder, recipe="d", profile="throughput")) is None
+    chosen = speculation(model(folder, recipe="d", speculative="ngram"))
+    assert chosen is not None and chosen["method"] == "ngram"
+    own = {"method": "mtp", "num_speculative_tokens": 1}
+    assert model(folder, recipe="d", extra_args=["--speculative-config", json.dumps(own)]).extra_args[-1] == json.dumps(own)
+    (folder / "recipes" / "d.yaml").write_text(json.dumps(recipe | {"speculative": {"default": "ngram"}}))
+    assert "in the extra_args of the recipe and 'speculative:' contradict each other" in refused(folder, recipe="d")
+
+
 def test_a_method_that_drafts_on_the_cpu_leaves_out_what_vllm_does_not_start_with_beside_it() -> None:
     args = {how: model(Path(), recipe="qwen3.6-35b-a3b-nvfp4", speculative=how).extra_args for how in ("off", "ngram", "suffix", "mtp")}
 
@@ -330,7 +389,7 @@ def test_the_operators_recipe_counts_before_ours(folder: Path) -> None:
     assert book.find("gpt-oss-120b").recipe.model == "owner/model"
     assert book.find(str(folder / "recipes" / "r.yaml")).name == "r"
     assert book.find("gpt-oss-120b") is book.find("gpt-oss-120b")
-    assert split("a@b") == ("a", "b") and split("a") == ("a", None)
+    assert BOOK.split("a@b") == ("a", "b") and BOOK.split("a") == ("a", None)
 
 
 def test_a_file_names_recipes_by_folder_path_and_variable(folder: Path) -> None:

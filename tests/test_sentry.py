@@ -26,7 +26,7 @@ from sparkd.pressure import told_of
 from sparkd.sight import Observation, facts_of
 from sparkd.start import Attempt
 from sparkd.state import RankFact, RankHandle, Want
-from sparkd.upstream import Upstream, served_names
+from sparkd.upstream import ServedModels, Upstream, served_models
 from tests import memory_hog
 from tests.fakes import FakeCluster, scene
 from tests.memory_hog import show
@@ -179,8 +179,8 @@ class RealNode(FakeCluster):
         ended = await asyncio.to_thread(self.agent.destroy, {"rank_id": fact.handle.rank_id}, 0.0)
         return list(ended["left"])
 
-    async def served_names(self, upstream: Upstream) -> list[str] | None:
-        return await served_names(upstream)
+    async def served_models(self, upstream: Upstream) -> ServedModels | None:
+        return await served_models(upstream)
 
 
 async def test_the_model_comes_back_when_the_hog_is_gone(agents: Agents, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

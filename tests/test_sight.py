@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sparkd.errors import AgentLost, ClusterError, CodeDiffers
 from sparkd.sight import NODE_GRACE_S, Sight, told_of, told_of_strangers
 from sparkd.snapshot import NodeView
 from tests.fakes import READING
@@ -68,13 +69,14 @@ def nodes(*names: str) -> list[NodeView]:
         ({}, {"b": 73.2}, "ClockSkew: the clock of b is 73 s ahead of this node's: `timedatectl set-ntp true` on both."),
         ({}, {"b": -6.0}, "ClockSkew: the clock of b is 6 s behind this node's: `timedatectl set-ntp true` on both."),
         (
-            {"b": "Its agent did not start."},
+            {"b": AgentLost("Its agent did not start.")},
             {"b": 73.2},
             "NodeUnmet: b has joined Ray and its agent cannot be reached: Its agent did not start;",
         ),
+        ({"b": CodeDiffers("Ray on node b runs another.")}, {"b": 73.2}, "CodeDiffers: Ray on node b runs another."),
     ],
 )
-def test_nodes_that_cannot_be_used_as_they_are(unmet: dict[str, str], ahead_s: dict[str, float], told: str | None) -> None:
+def test_nodes_that_cannot_be_used_as_they_are(unmet: dict[str, ClusterError], ahead_s: dict[str, float], told: str | None) -> None:
     found = told_of_strangers(unmet, ahead_s)
 
     assert found == told or (told is not None and found is not None and found.startswith(told))

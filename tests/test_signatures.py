@@ -45,6 +45,7 @@ LINES = {
     "ContextTooLong": "  Value error, User-specified max_model_len (300000) is greater than the derived max_model_len "
     "(max_position_embeddings=262144",
     "RemoteCode": "  Value error, The repository /models/x contains custom code which must be executed to correctly load the model.",
+    "CodeUntrusted": "RuntimeError: Code of other/code is not trusted at any commit: trust_remote_code is for owner/name here. Read that",
     "Gated": "huggingface_hub.errors.GatedRepoError: 401 Client Error. Cannot access gated repo for url "
     "https://huggingface.co/api/models/x.",
     "Offline": "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the disk cache and outgoing traffic "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class FakeLink:
         self.devices: set[str] = set()
         self.without: set[str] = set()
         self.silent: set[str] = set()
+        self.runtimes: dict[str, Mapping[str, Any]] = {}
 
     async def holds(self, model: str, gib: int, nodes: Sequence[str]) -> bool:
         return self.groups.get(model) == (gib, tuple(nodes))
@@ -49,8 +51,23 @@ class FakeLink:
     async def call(self, node: str, method: Callable[[Any], Awaitable[Any]], timeout_s: float) -> Any:
         if node in self.silent:
             raise AgentLost(f"The agent of node {node} did not answer.")
+        named: list[str] = []
+        method(Named(named))
+        if named == ["runtime"]:
+            return self.runtimes.get(node, VLLM)
         files = None if node in self.without else {"config.json": [1, "d"]}
         return {"vllm": "0.32.0", "platform": "cpu", "plugin": "p", "files": files}
+
+
+class Named:
+    """An agent that notes which of its methods is called."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        self._names.append(name)
+        return SimpleNamespace(remote=lambda *_: None)
 
 
 class FakeFabric:
@@ -66,9 +83,18 @@ class FakeFabric:
         return (found[:size], "") if len(found) >= size else ((), "no cable between them. Plug one in")
 
 
+VLLM = {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": "0.32.0", "packages": "p"}
+
+
 class Runtime:
+    """This node's; trouble: why it has none."""
+
+    trouble: RankError | None = None
+
     def runtime(self, _interpreter: str) -> Mapping[str, Any]:
-        return {"platform": "cpu", "entrypoint": "vllm.entrypoints.openai.api_server", "vllm": "0.32.0"}
+        if self.trouble is not None:
+            raise self.trouble
+        return VLLM
 
 
 class Scene:
@@ -77,7 +103,8 @@ class Scene:
         self.fabric = FakeFabric(linked)
         self.link = FakeLink()
         self.places = Places(self.link, A, lambda: offered)  # type: ignore[arg-type]
-        self.siting = Siting(self.link, self.fabric, self.places, Runtime(), lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
+        self.here = Runtime()
+        self.siting = Siting(self.link, self.fabric, self.places, self.here, lambda: list(offered), int(offered[A]))  # type: ignore[arg-type]
 
     async def place(self, model: str, **keys: Any) -> Placement:
         keys = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "kv_cache": {"sequences": 1}} | keys
@@ -127,6 +154,46 @@ async def test_what_one_node_holds_stays_on_one(model: str, tmp_path: Path) -> N
     assert scene.link.groups == {"m": (found.memory_gib, (A,))}
 
 
+async def test_a_node_without_the_runtime_leaves_a_model_to_those_that_have_it(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
+    scene.here.trouble = RankError("The runtime cannot be run.")
+    placed = await scene.place(model)
+    assert (placed.nodes, placed.vllm) == ((B,), "0.32.0")
+    await scene.places.release("m")
+    assert (await scene.place(model, tensor_parallel=2)).nodes == (B, C)
+    await scene.places.release("m")
+    scene.places.shut = frozenset({B})
+    assert (await scene.place(model)).nodes == (C,)
+
+
+async def test_what_goes_to_another_node_is_counted_by_the_release_there(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0, C: 20.0})
+    scene.link.runtimes = {B: VLLM | {"vllm": "0.33.0"}}
+    assert (await scene.place(model)).vllm == "0.32.0", "there is room here"
+    await scene.places.release("m")
+    scene.places.shut = frozenset({A})
+    placed = await scene.place(model)
+    assert (placed.nodes, placed.vllm) == ((B,), "0.33.0")
+
+
+async def test_what_goes_to_a_node_without_the_runtime_waits_for_this_one(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    scene.link.runtimes = {B: VLLM | {"vllm": None, "entrypoint": None}}
+    scene.places.hold("other", 19, [A])
+    with pytest.raises(NoRoom) as caught:
+        await scene.place(model)
+    assert caught.value.only == A
+
+
+async def test_where_no_node_has_the_runtime_this_one_says_why(model: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {A: 20.0, B: 20.0})
+    scene.here.trouble = RankError("The runtime cannot be run.")
+    scene.link.silent.add(B)
+    with pytest.raises(RankError) as caught:
+        await scene.place(model)
+    assert caught.value is scene.here.trouble
+
+
 async def test_a_node_that_is_shut_takes_nothing(model: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path, {A: 20, B: 20})
     scene.places.shut = frozenset({A})
@@ -172,6 +239,26 @@ async def test_what_an_engine_would_end_over_is_refused_before_one_starts(
         await scene.place(model_of(tmp_path / "m", inner=INNER - 64), **keys)
     assert caught.value.message.startswith("m cannot be loaded: ") and told in caught.value.message
     assert kind.__name__ in LASTING and scene.link.groups == {}
+
+
+@pytest.mark.parametrize(
+    ("offered", "keys", "lasts"),
+    [
+        ({A: 4.0}, {}, True),
+        ({A: 4.0}, {"tensor_parallel": 1}, True),
+        ({A: 4.0, B: 4.0}, {"kv_cache": {"bytes": "64GiB"}}, True),
+        ({A: 20.0, B: 20.0, C: 20.0}, {"tensor_parallel": 3}, True),
+        ({A: 20.0}, {"tensor_parallel": 2}, False),  # a node may join
+        ({A: 20.0, B: 20.0}, {"tensor_parallel": 2}, False),  # a cable may be plugged in
+    ],
+)
+async def test_only_what_an_empty_cluster_could_not_hold_is_refused_for_good(
+    offered: Mapping[str, float], keys: dict[str, Any], lasts: bool, model: str, tmp_path: Path
+) -> None:
+    scene = Scene(tmp_path, offered, linked=())
+    with pytest.raises(DoesNotFit) as caught:
+        await scene.place(model, **keys)
+    assert caught.value.lasts is lasts
 
 
 @pytest.mark.parametrize("keys", [{"quantize": "int4-g128"}, {"max_model_len": 4097}])

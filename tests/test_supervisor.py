@@ -41,7 +41,7 @@ from sparkd.errors import (
 from sparkd.lease import KEEP_EVERY_S, KEPT_S, is_nearly_ready
 from sparkd.model_config import ModelConfig
 from sparkd.model_folder import unusable
-from sparkd.parsers import Parsers
+from sparkd.parsers import Parsers, of_handle
 from sparkd.plan import Backoff
 from sparkd.record import Record
 from sparkd.state import STARTING, Desired, ModelState, OperationState, Progress, Want
@@ -214,7 +214,7 @@ async def test_the_parsers_of_an_adopted_engine_are_those_it_was_started_with(tm
             await second.tick(3)
             assert second.supervisor.snapshot().models["m"].parsers == known
             async with second.supervisor.lease("m") as lease:
-                assert lease.parsers == known
+                assert lease.parsers == of_handle(known)
 
 
 async def ask_with_tools(made: Scene, *, tools: bool = True) -> None:
@@ -384,6 +384,23 @@ async def test_what_was_refused_before_it_was_started_rests_as_long(tmp_path: Pa
         await made.tick()
         view = made.supervisor.snapshot().models["m"]
         assert (view.reason, view.retry_in_s) == ("FlagRefused", 3600.0)
+
+
+async def test_what_no_node_can_ever_hold_rests_as_long_and_takes_no_turn(tmp_path: Path) -> None:
+    async with stage(tmp_path, models={"m": {"model": "/m"}, "n": {"model": "/n"}}) as made:
+        made.cluster.place_error = DoesNotFit("m needs at least 200 GiB; this node offers 118 GiB.", lasts=True)
+        made.supervisor.want("m", Want.RUNNING, "config")
+        await made.tick()
+        view = made.supervisor.snapshot().models["m"]
+        assert (view.state, view.reason, view.retry_in_s) == ("FAILED", "DoesNotFit", 3600.0)
+
+        made.cluster.log.clear()
+        made.cluster.place_error = None
+        made.supervisor.want("n", Want.RUNNING, "admin")
+        await made.tick(2, seconds=10)
+        assert [line for line in made.cluster.log if line.startswith("place")] == ["place n"]
+        with pytest.raises(ModelFailed, match="waiting does not heal it"):
+            await enter(made, "m")
 
 
 async def test_who_brought_a_model_in_is_told_what_mends_it_there(tmp_path: Path) -> None:

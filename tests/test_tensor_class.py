@@ -23,6 +23,8 @@ NAMES = {
     "Phi, GPT-NeoX, Falcon": {
         "model.layers.0.self_attn.qkv_proj.weight": "attention",
         "model.layers.0.mlp.gate_up_proj.weight": "mlp",
+        "model.layers.0.self_attn.qkv_proj.base_layer.weight": "attention",
+        "model.layers.0.mlp.down_proj.base_layer.weight": "mlp",
         "gpt_neox.layers.0.attention.query_key_value.weight": "attention",
         "gpt_neox.layers.0.attention.dense.weight": "attention",
         "gpt_neox.layers.0.mlp.dense_h_to_4h.weight": "mlp",

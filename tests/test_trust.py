@@ -11,13 +11,13 @@ import pytest
 
 from sparkd import hub_model
 from sparkd.config import ModelConfig, load_config, parse_model
-from sparkd.errors import LoadRefused
+from sparkd.errors import CommitUnknown, LoadRefused
 from sparkd.hub_model import Remote, look, looked_at, note_commit
-from sparkd.needs import need_of
-from sparkd.trust import FILE, pinned, remember
-from tests.test_siting import Runtime
+from sparkd.trust import FILE, at_trusted_commit, commits_of, pinned, refusal, remember
+from workers.trusted_code import Commits
 
 FIRST, SECOND = "1" * 40, "2" * 40
+DRAFT, ITS = "other/draft", "3" * 40
 
 
 class Place:
@@ -28,22 +28,26 @@ class Place:
         self.state.mkdir()
         self.cache = tmp_path / "cache"
         self.env = {"HF_HUB_CACHE": str(self.cache)}
+        self.config = load_config(None, flags={"state_dir": str(self.state), "engine.env": self.env}, environ={})
 
-    def has(self, commit: str, ref: str = "main", **config: Any) -> None:
+    def has(self, commit: str, ref: str = "main", hub_id: str = "owner/name", file: str = "config.json", **config: Any) -> None:
         """The files of a commit, to which the ref leads."""
-        folder = self.cache / "models--owner--name"
+        folder = self.cache / f"models--{hub_id.replace('/', '--')}"
         (folder / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
-        (folder / "snapshots" / commit / "config.json").write_text(json.dumps({"model_type": "odd"} | config))
+        (folder / "snapshots" / commit / file).write_text(json.dumps({"model_type": "odd"} | config))
         (folder / "refs").mkdir(exist_ok=True)
         (folder / "refs" / ref).write_text(commit)
 
     def pinned(self, spec: ModelConfig) -> ModelConfig:
-        return pinned(spec, self.env, self.state)
+        return pinned(spec, self.config)
 
-    def start(self, spec: ModelConfig) -> tuple[str | None, str | None]:
-        """The commit that an engine is started with, and what the operator is told."""
+    def start(self, spec: ModelConfig) -> tuple[str | None, tuple[str, ...]]:
+        """The commit that an engine is started with, and the messages for the operator."""
         decided = self.pinned(spec)
-        return decided.revision, remember(spec, decided, self.env, self.state)
+        return decided.revision, tuple(remember(spec, decided, self.config))
+
+    def table(self) -> dict[str, str]:
+        return dict(json.loads((self.state / FILE).read_text()))
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_the_commit_of_the_first_start_is_the_revision_of_code_and_tokenizer_too
 
 def test_the_commit_of_files_that_only_another_node_has_is_known(place: Place) -> None:
     note_commit(entry(), place.env, SECOND)
-    assert place.start(entry()) == (SECOND, None)
+    assert place.start(entry()) == (SECOND, ())
 
 
 def test_what_the_hub_showed_is_found_by_the_commit_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,26 +88,41 @@ def test_what_the_hub_showed_is_found_by_the_commit_too(place: Place, monkeypatc
 
 def test_a_branch_that_moved_is_told_and_not_followed(place: Place) -> None:
     place.has(FIRST)
-    assert place.start(entry()) == (FIRST, None)
+    assert place.start(entry()) == (FIRST, ())
     place.has(SECOND)
 
-    revision, message = place.start(entry())
+    revision, messages = place.start(entry())
 
-    assert revision == FIRST
-    assert message is not None and FIRST in message and f"revision: {SECOND}" in message
-    assert place.start(entry(revision=SECOND)) == (SECOND, None)
-    assert place.start(entry()) == (FIRST, message)
+    assert (revision, len(messages)) == (FIRST, 1)
+    assert FIRST in messages[0] and SECOND in messages[0]
+    assert place.start(entry(revision=SECOND)) == (SECOND, ())
+    assert place.start(entry()) == (FIRST, messages)
+
+
+def test_whoever_reads_the_files_reads_those_of_the_trusted_commit(place: Place) -> None:
+    place.has(FIRST)
+    assert at_trusted_commit(entry(), place.config) == entry()
+    place.start(entry())
+    place.has(SECOND)
+
+    assert at_trusted_commit(entry(), place.config).revision == FIRST
+    flagged = at_trusted_commit(entry(extra_args=["--revision", "main"]), place.config)
+    assert (flagged.revision, flagged.extra_args) == (FIRST, ["--revision", "main", "--revision", FIRST])
+    assert at_trusted_commit(flagged, place.config) == flagged
+    assert at_trusted_commit(entry(trust=False), place.config).revision is None
+    (place.state / FILE).write_text("{")
+    assert at_trusted_commit(entry(), place.config) == entry(), "a start refuses it"
 
 
 def test_a_branch_and_a_tag_are_pinned_each_by_its_name(place: Place) -> None:
     place.has(FIRST, "v1")
     place.has(SECOND)
 
-    assert place.start(entry(revision="v1")) == (FIRST, None)
-    assert place.start(entry()) == (SECOND, None)
+    assert place.start(entry(revision="v1")) == (FIRST, ())
+    assert place.start(entry()) == (SECOND, ())
     flagged = place.pinned(entry(extra_args=["--revision", "v1"]))
     assert (flagged.revision, flagged.vllm_flags()[-6:-4]) == (FIRST, ["--revision", FIRST])
-    assert json.loads((place.state / FILE).read_text()) == {"owner/name@main": SECOND, "owner/name@v1": FIRST}
+    assert place.table() == {"owner/name@main": SECOND, "owner/name@v1": FIRST}
 
 
 def test_nothing_is_written_before_a_start_and_the_file_is_private(place: Place) -> None:
@@ -123,18 +142,27 @@ def test_nothing_is_written_before_a_start_and_the_file_is_private(place: Place)
 def test_other_entries_are_left_as_they_are(spec: ModelConfig, place: Place) -> None:
     place.has(FIRST)
     assert place.pinned(spec) is spec
-    assert remember(spec, spec, place.env, place.state) is None
+    assert remember(spec, spec, place.config) == ()
     assert list(place.state.iterdir()) == []
 
 
 def test_another_hub_is_left_alone(place: Place) -> None:
-    spec = entry()
-    assert pinned(spec, place.env | {"VLLM_USE_MODELSCOPE": "1"}, place.state) is spec
+    spec = entry(env={"VLLM_USE_MODELSCOPE": "1"})
+    assert place.pinned(spec) is spec
+
+
+def test_another_engine_than_vllm_is_left_alone_and_its_branch_is_no_commit(place: Place) -> None:
+    place.has(FIRST)
+    spec = entry(entrypoint="my.engine", revision="v1")
+    assert place.pinned(spec) is spec
+    assert place.start(spec) == ("v1", ())
+    assert list(place.state.iterdir()) == []
 
 
 def test_a_commit_that_nobody_knows_is_refused_and_the_hub_may_tell_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LoadRefused, match="sparkd pull m"):
+    with pytest.raises(CommitUnknown, match="sparkd pull m"):
         place.pinned(entry())
+    assert refusal(entry(), place.config) is None, "the hub may know it"
     assert place.pinned(entry(revision=SECOND)).revision == SECOND
 
     monkeypatch.setattr(hub_model, "_asked", lambda *_: Remote(("config.json",), lambda _: b"{}", FIRST))
@@ -149,6 +177,8 @@ def test_code_of_another_repository_needs_a_commit_of_its_own(place: Place) -> N
         place.pinned(entry())
     flags = place.pinned(entry(extra_args=["--code-revision", SECOND])).vllm_flags()
     assert flags.count("--code-revision") == 1
+    reason = refusal(entry(), place.config)
+    assert reason is not None and "other/code" in reason and "--code-revision" in reason
     with pytest.raises(LoadRefused, match="--tokenizer-revision"):
         place.pinned(entry(extra_args=["--code-revision", SECOND, "--tokenizer", "other/tokenizer"]))
 
@@ -160,14 +190,132 @@ def test_a_damaged_file_is_refused_and_a_commit_in_the_entry_needs_none(text: st
 
     with pytest.raises(LoadRefused, match="cannot be used"):
         place.pinned(entry())
-    assert place.start(entry(revision=FIRST)) == (FIRST, None)
+    assert place.start(entry(revision=FIRST)) == (FIRST, ())
 
 
-def test_a_placement_has_the_pinned_entry(place: Place) -> None:
+def test_a_table_that_cannot_be_read_is_no_damaged_one(place: Place) -> None:
     place.has(FIRST)
-    config = load_config(None, flags={"state_dir": str(place.state), "engine.platform": "cpu"}, environ={})
+    (place.state / FILE).mkdir()
+    with pytest.raises(CommitUnknown, match=r"Is a directory"):
+        place.pinned(entry())
 
-    need = need_of(entry(env=place.env), config, Runtime(), 20.0, 20.0)
 
-    assert need.spec.revision == FIRST
-    assert need.spec.extra_args[-4:] == ["--code-revision", FIRST, "--tokenizer-revision", FIRST]
+@pytest.mark.parametrize("flag", ["--code-revision", "--tokenizer-revision"])
+def test_a_branch_in_place_of_a_commit_is_refused_by_its_flag(flag: str, place: Place) -> None:
+    place.has(FIRST)
+    with pytest.raises(LoadRefused, match=rf"{flag} main"):
+        place.pinned(entry(extra_args=[flag, "main"]))
+
+
+def test_an_engine_is_held_to_the_commits_of_all_its_repositories(place: Place) -> None:
+    place.has(FIRST)
+    place.has(ITS, hub_id=DRAFT)
+
+    def commits(*args: str) -> Commits | None:
+        return commits_of(place.pinned(entry(extra_args=args)))
+
+    assert commits() == Commits({"owner/name": [FIRST]})
+    assert commits("--code-revision", SECOND) == Commits({"owner/name": [FIRST, SECOND]}, [SECOND])
+    tokenizer = ["--tokenizer", "other/tokenizer", "--tokenizer-revision", SECOND]
+    assert commits(*tokenizer) == Commits({"owner/name": [FIRST], "other/tokenizer": [SECOND]})
+    assert commits(*drafting()) == Commits({"owner/name": [FIRST], DRAFT: [ITS]})
+    assert commits(*drafting(code_revision=SECOND)) == Commits({"owner/name": [FIRST], DRAFT: [ITS, SECOND]}, [SECOND])
+    assert commits_of(entry()) is None, "not pinned"
+    assert commits_of(place.pinned(entry(trust=False, revision=FIRST))) is None
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json", "preprocessor_config.json"])
+def test_every_file_that_names_code_counts(file: str, place: Place) -> None:
+    place.has(FIRST, file=file, auto_map={"AutoTokenizer": [None, "other/code--its.Tokenizer"]})
+    with pytest.raises(LoadRefused, match="other/code"):
+        place.pinned(entry())
+
+
+# Drafts
+
+
+def drafting(**config: Any) -> list[str]:
+    return ["--speculative-config", json.dumps({"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 3} | config)]
+
+
+def speculation(spec: ModelConfig) -> dict[str, Any]:
+    return dict(json.loads(spec.extra_args[spec.extra_args.index("--speculative-config") + 1]))
+
+
+def test_a_draft_is_pinned_to_the_commit_of_the_first_start_too(place: Place) -> None:
+    place.has(FIRST)
+    place.has(ITS, hub_id=DRAFT)
+    spec = entry(extra_args=drafting())
+    assert place.start(spec) == (FIRST, ())
+    assert place.table() == {"owner/name@main": FIRST, f"{DRAFT}@main": ITS}
+    place.has("4" * 40, hub_id=DRAFT)
+
+    decided = place.pinned(spec)
+    revision, messages = place.start(spec)
+
+    assert speculation(decided) == {
+        "method": "eagle3", "model": DRAFT, "num_speculative_tokens": 3, "revision": ITS, "code_revision": ITS,
+    }  # fmt: skip
+    assert revision == FIRST
+    assert len(messages) == 1 and DRAFT in messages[0] and "4" * 40 in messages[0]
+
+
+def test_a_draft_keeps_the_commits_that_the_entry_names(place: Place) -> None:
+    place.has(FIRST)
+    own = entry(extra_args=drafting(revision=ITS, code_revision=SECOND))
+    assert speculation(place.pinned(own)) == json.loads(own.extra_args[1])
+    assert place.start(own) == (FIRST, ())
+    assert place.table() == {"owner/name@main": FIRST}
+
+
+def test_a_draft_without_a_commit_is_refused_with_its_key(place: Place) -> None:
+    place.has(FIRST)
+    with pytest.raises(LoadRefused, match=rf"{DRAFT}.*`revision` in --speculative-config"):
+        place.pinned(entry(extra_args=drafting()))
+    place.has(ITS, hub_id=DRAFT, auto_map={"AutoModel": "third/code--its.Model"})
+    with pytest.raises(LoadRefused, match=r"third/code.*`code_revision` in --speculative-config"):
+        place.pinned(entry(extra_args=drafting()))
+    assert speculation(place.pinned(entry(extra_args=drafting(code_revision=SECOND))))["revision"] == ITS
+    with pytest.raises(LoadRefused, match="code_revision main"):
+        place.pinned(entry(extra_args=drafting(code_revision="main")))
+
+
+def test_the_layers_of_the_model_itself_draft_at_its_commit(place: Place) -> None:
+    """vLLM would take them, and the code with them, from the head of the branch."""
+    place.has(FIRST, "v1")
+    args = ["--speculative-config", '{"method": "deepseek_mtp", "num-speculative-tokens": 1}']
+    decided = place.pinned(entry(revision="v1", extra_args=args))
+    assert (speculation(decided)["revision"], speculation(decided)["code_revision"]) == (FIRST, FIRST)
+    assert place.start(entry(revision="v1", extra_args=args)) == (FIRST, ())
+    assert place.table() == {"owner/name@v1": FIRST}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'],
+        ["--speculative-config", '{"model": "[ngram]", "num_speculative_tokens": 4}'],
+        ["--speculative-config", '{"model": "/models/draft", "num_speculative_tokens": 4}'],
+        ["--spec-method", "ngram", "--spec-tokens", "4"],
+    ],
+)
+def test_what_drafts_without_a_repository_is_left_as_it_is(args: list[str], place: Place) -> None:
+    place.has(FIRST)
+    assert place.pinned(entry(extra_args=args)).extra_args[: len(args)] == args
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--speculative-config.model", DRAFT],
+        ["--speculative_conf", "{}"],
+        ["-sc", "{}"],
+        ["--spec-model", DRAFT],
+        ["--spec-method", "mtp"],
+    ],
+)
+def test_other_spellings_of_a_draft_are_refused_by_name(args: list[str], place: Place) -> None:
+    place.has(FIRST)
+    with pytest.raises(LoadRefused, match=args[0]):
+        place.pinned(entry(extra_args=args))
+    assert list(place.pinned(entry(trust=False, extra_args=args)).extra_args) == args

@@ -20,7 +20,22 @@ from sparkd.sight import Observation
 from sparkd.snapshot import NodeView
 from sparkd.state import ModelState, OperationState, Want
 from sparkd.swap import bar_of
-from sparkd.turns import Turn, turn
+from sparkd.turns import WHOLE, Turn, turn
+from sparkd.waits import (
+    AGENT_SILENT,
+    ASKED_FIRST,
+    ENDS,
+    EXCLUDED,
+    LEAVE,
+    LOADS,
+    NO_ROOM,
+    PASS,
+    RAY_STARTS,
+    STARTED_FIRST,
+    STAY,
+    UNCLAIMED,
+    Wait,
+)
 from tests.fakes import READING, Scene, stage
 
 NOW_S = 1000.0
@@ -39,15 +54,20 @@ def waits(name: str, gib: int | None = 10, asked_since_s: float = 900.0, **chang
     return there(name, **(given | changes))
 
 
-def decided(*models: ModelFacts, ties: Ties | None = None, offered: float = 20, **held: int) -> Turn:
+def decided(*models: ModelFacts, ties: Ties | None = None, budget: Budget = WHOLE, offered: float = 20, **held: int) -> Turn:
     book = Book({"n": offered}, {name: (("n", gib),) for name, gib in held.items()})
-    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S)
+    return turn({facts.name: facts for facts in models}, book, ties or Ties(), NOW_S, budget=budget)
+
+
+def reason(whose: Turn, name: str) -> tuple[str, tuple[str, ...], float | None]:
+    wait = whose.waits[name]
+    return wait.kind, wait.models, wait.stay_s
 
 
 def test_who_claims_goes_first_then_who_asked_first() -> None:
     found = decided(waits("a", claims=False, asked_since_s=1), waits("b", asked_since_s=7), waits("c", asked_since_s=5), waits("d"))
     assert (found.first, found.line) == ("c", ("c", "b", "d", "a"))
-    assert found.told.keys() == {"a", "b", "d"}
+    assert found.waits.keys() == {"a", "b", "d"}
 
 
 @pytest.mark.parametrize(
@@ -68,34 +88,46 @@ def test_who_claims_goes_first_then_who_asked_first() -> None:
 def test_those_go_that_nobody_would_miss(others: list[ModelFacts], held: dict[str, int], leave: list[str]) -> None:
     found = decided(waits("c"), *others, **held)
     assert (found.first, dict(found.leave)) == (None, dict.fromkeys(leave, "c"))
-    assert found.told["c"].startswith("It waits for room, 10 GiB: ")
+    assert (found.waits["c"].kind, found.waits["c"].lack) == (LEAVE, Lack(10))
 
 
 def test_nobody_goes_before_its_time_and_who_asked_later_waits_behind() -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", stay=Stay(NOW_S, 0, 42)), a=16)
     assert (found.first, found.leave, found.line) == (None, {}, ("c", "d"))
-    assert found.told["c"] == "It waits for room, 10 GiB: a may stay for another 42 s."
-    assert found.told["d"] == "It waits for its turn: c asked first and waits for room."
+    assert reason(found, "c") == (STAY, ("a",), 42)
+    assert reason(found, "d") == (ASKED_FIRST, ("c",), None)
 
 
 def test_an_idle_model_goes_once_the_budget_covers_its_load() -> None:
-    idle = Stay(NOW_S - 10, 39, 60, NOW_S, Budget(78, 39, NOW_S))
-    assert dict(decided(waits("c"), there("a", stay=idle), a=16).leave) == {"a": "c"}
-    early = there("a", stay=replace(idle, budget=Budget(78, 79, NOW_S)))
-    assert decided(waits("c"), early, a=16).told["c"] == f"It waits for room, 10 GiB: a may stay for another {40 / EARNED_S:.0f} s."
+    idle = there("a", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
+    assert dict(decided(waits("c"), idle, budget=Budget(78, 39, NOW_S), a=16).leave) == {"a": "c"}
+    early = decided(waits("c"), idle, budget=Budget(78, 79, NOW_S), a=16)
+    assert reason(early, "c") == (STAY, ("a",), pytest.approx(40 / EARNED_S))
+
+
+@pytest.mark.parametrize(("spent_s", "leave"), [(0, ["a", "b"]), (1, []), (39, [])])
+def test_two_go_together_once_the_budget_covers_the_loads_of_both(spent_s: float, leave: list[str]) -> None:
+    idle = [there(name, stay=Stay(NOW_S - 10, 39, 60, NOW_S)) for name in "ab"]
+    assert sorted(decided(waits("c", 20), *idle, budget=Budget(78, spent_s, NOW_S), a=10, b=10).leave) == leave
+
+
+def test_who_leaves_already_needs_no_budget() -> None:
+    leaves = there("a", state=ModelState.DRAINING, yields=True, stay=Stay(NOW_S - 10, 39, 60, NOW_S))
+    stays = there("b", stay=Stay(NOW_S - 10, 39, 60, NOW_S))
+    assert sorted(decided(waits("c", 20), leaves, stays, budget=Budget(78, 39, NOW_S), a=10, b=10).leave) == ["a", "b"]
 
 
 def test_what_nobody_asks_for_waits_and_lets_others_pass() -> None:
     found = decided(waits("c", claims=False), waits("d", gib=1, claims=False, asked_since_s=950), there("a"), a=16)
     assert (found.first, found.leave) == ("d", {})
-    assert found.told["c"] == "It waits for room, 10 GiB: until that is free or somebody asks for c."
+    assert reason(found, "c") == (UNCLAIMED, (), None)
 
 
 @pytest.mark.parametrize(("room_gib", "first"), [(9.0, None), (10.0, "c")])
 def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: float, first: str | None) -> None:
     models = {one.name: one for one in (waits("c"), waits("d", gib=1, asked_since_s=950))}
     found = turn(models, Book({"n": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
-    assert (found.first, found.line, "c" in found.told) == (first, ("c", "d"), first is None)
+    assert (found.first, found.line, "c" in found.waits) == (first, ("c", "d"), first is None)
     elsewhere = turn(models, Book({"n": 20, "o": 20}, {}, (), {"n": room_gib}), Ties(), NOW_S)
     assert elsewhere.first == "c"
 
@@ -103,7 +135,7 @@ def test_the_first_waits_for_memory_that_returns_to_its_nodes_only(room_gib: flo
 def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
     found = decided(waits("c"), waits("d", gib=1, asked_since_s=950), there("a", pinned=True), a=16)
     assert (found.first, found.line) == ("d", ("d",))
-    assert "a holds the rest" in found.refused["c"]
+    assert (found.refused["c"].kind, found.refused["c"].models, found.refused["c"].lack) == (NO_ROOM, ("a",), Lack(10))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +145,7 @@ def test_who_would_wait_in_vain_is_told_so_and_holds_up_nobody() -> None:
 def test_what_is_on_its_way_is_waited_for(state: ModelState, want: Want) -> None:
     found = decided(waits("c"), there("a", state=state, want=want), a=16)
     assert (found.first, found.leave, found.refused) == (None, {}, {})
-    assert found.told["c"].endswith("what is being started or ended comes first.")
+    assert reason(found, "c") == (PASS, (), None)
 
 
 @pytest.mark.parametrize(
@@ -130,16 +162,18 @@ def test_over_several_nodes() -> None:
     models = {"c": waits("c", lack=Lack(12, 2)), "a": there("a"), "b": there("b"), "d": there("d")}
     assert dict(turn(models, book, Ties(), NOW_S).leave) == {"a": "c", "d": "c"}
     models["a"] = there("a", pinned=True)
-    assert "12 GiB on each of 2 nodes" in turn(models, book, Ties(), NOW_S).refused["c"]
+    refusal = turn(models, book, Ties(), NOW_S).refused["c"]
+    assert (refusal.kind, refusal.lack) == (NO_ROOM, Lack(12, 2))
+    assert "12 GiB on each of 2 nodes" in refusal.sentence
 
 
 def test_rivals_go_even_where_there_is_room_and_companions_with_them() -> None:
     ties = Groups(exclude=(("a", "c"),), accompany=(("a", "b"), ("c", "d"))).ties(NAMES)
     found = decided(waits("c", gib=None), there("a"), there("b"), there("d"), there("e"), ties=ties, a=1, b=1, d=1, e=1)
     assert dict(found.leave) == {"a": "c", "b": "c"}
-    assert found.told["c"] == "It waits for a to go (groups.exclude): a and b is unloaded for it."
+    assert reason(found, "c") == (LEAVE, ("a", "b"), None)
     pinned = decided(waits("c", gib=None), there("a"), there("b", pinned=True), ties=ties, a=1, b=1)
-    assert pinned.refused["c"] == "c cannot run beside a (groups.exclude), and that is pinned. Unload what is pinned first."
+    assert (pinned.refused["c"].kind, pinned.refused["c"].models) == (EXCLUDED, ("a",))
 
 
 def test_a_companion_makes_no_room_for_its_own() -> None:
@@ -150,10 +184,18 @@ def test_a_companion_makes_no_room_for_its_own() -> None:
 def test_groups_name_models_and_do_not_contradict_each_other(tmp_path: Path) -> None:
     model = {"model": str(tmp_path)}
     models = {"a": model, "b": model | {"aliases": ["bee"]}}
-    with pytest.raises(ConfigError, match=r"groups\.exclude names 'x', which no model is called\. Known: a, b, bee"):
+    with pytest.raises(ConfigError, match=r"groups\.exclude.*'x'.*a, b, bee"):
         load_config(None, flags={"models": models, "groups.exclude": [["a", "x"]]}, environ={})
-    with pytest.raises(ConfigError, match="a and b exclude each other here and accompany each other"):
+    with pytest.raises(ConfigError, match=r"a and b exclude.*accompany"):
         load_config(None, flags={"models": models, "groups.exclude": [["a", "bee"]], "groups.accompany": [["a", "b"]]}, environ={})
+
+
+def test_only_another_reason_is_news() -> None:
+    stays = Wait(STAY, "b may stay for another 42 s", ("b",), stay_s=42)
+    assert stays.is_as(replace(stays, sentence="b may stay for another 41 s", stay_s=41))
+    assert not stays.is_as(replace(stays, models=("d",)))
+    assert not stays.is_as(replace(stays, kind=LEAVE))
+    assert not stays.is_as(None)
 
 
 # The supervisor's part.
@@ -171,6 +213,10 @@ async def fill(made: Scene, by: str) -> None:
     await make_ready(made, "a")
 
 
+def waits_of(made: Scene, name: str) -> str:
+    return made.supervisor._swap.waits[name].kind
+
+
 async def make_ready(made: Scene, name: str) -> None:
     made.cluster.names = ["a", "b", "m"]
     made.cluster.serve(name)
@@ -179,46 +225,48 @@ async def make_ready(made: Scene, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "kind"),
     [
-        (there("a", state=ModelState.LOADING), "It waits for a to be loaded: one model is started at a time."),
-        (there("a", state=ModelState.STOPPED, busy="place"), "It waits for a to be loaded: one model is started at a time."),
-        (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - 1), "It waits for a to end, whose memory is not free before."),
-        (there("a", state=ModelState.STOPPED, busy="destroy"), "It waits for a to end, whose memory is not free before."),
+        (there("a", state=ModelState.LOADING), LOADS),
+        (there("a", state=ModelState.STOPPED, busy="place"), LOADS),
+        (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - 1), ENDS),
+        (there("a", state=ModelState.STOPPED, busy="destroy"), ENDS),
         (there("a", state=ModelState.STOPPING, state_since_s=NOW_S - ENDS_S), None),
         (there("a"), None),
     ],
     ids=["loads", "is placed", "ends", "is removed", "does not die", "serves"],
 )
-def test_the_first_is_told_what_is_started_or_ended_before_it(other: ModelFacts, told: str | None) -> None:
+def test_the_first_waits_for_what_is_started_or_ended_before_it(other: ModelFacts, kind: str | None) -> None:
     found = decided(waits("c", gib=None), waits("d", gib=None, asked_since_s=950), other)
-    assert (found.first, found.line, found.told.get("c")) == ("c", ("c", "d"), told)
-    assert found.told["d"] == "It waits for its turn: c is started first."
+    assert (found.first, found.line) == ("c", ("c", "d"))
+    assert (reason(found, "c") if "c" in found.waits else None) == (None if kind is None else (kind, ("a",), None))
+    assert reason(found, "d") == (STARTED_FIRST, ("c",), None)
 
 
 async def test_the_first_says_what_it_waits_for_from_the_first_moment(tmp_path: Path) -> None:
     async with stage(tmp_path, models=two(tmp_path)) as made:
         made.cluster.offered = {"n": 100}
 
-        def told(name: str) -> tuple[str, int | None, str | None]:
-            view = made.supervisor.snapshot().models[name]
-            return view.state.value, view.turn, view.message
+        def shown(name: str) -> tuple[str, int | None, str | None]:
+            view, wait = made.supervisor.snapshot().models[name], made.supervisor._swap.waits.get(name)
+            assert view.message == (None if wait is None else wait.sentence)
+            return view.state.value, view.turn, None if wait is None else wait.kind
 
         made.cluster.connected = False
         made.supervisor.want("a", Want.RUNNING, "config")
         made.supervisor.want("b", Want.RUNNING, "config")
         await made.tick()
-        assert told("a") == ("STOPPED", 1, "It waits for this node's agent to answer.")
-        assert told("b") == ("STOPPED", 2, "It waits for its turn: a is started first.")
+        assert shown("a") == ("STOPPED", 1, AGENT_SILENT)
+        assert shown("b") == ("STOPPED", 2, STARTED_FIRST)
         made.cluster.connected = True
         await made.tick()
-        assert told("a") == ("LOADING", None, None)
+        assert shown("a") == ("LOADING", None, None)
         # Now it is the first of those that wait.
         await made.tick()
-        assert told("b") == ("STOPPED", 1, "It waits for a to be loaded: one model is started at a time.")
+        assert shown("b") == ("STOPPED", 1, LOADS)
         await make_ready(made, "a")
         await made.tick(2)
-        assert told("b")[1:] == (None, None) and made.state("b") != "STOPPED"
+        assert shown("b")[1:] == (None, None) and made.state("b") != "STOPPED"
 
 
 class Bars:
@@ -237,25 +285,27 @@ class Bars:
 
 
 @pytest.mark.parametrize(
-    ("connected", "trouble", "pressure", "release", "told"),
+    ("connected", "trouble", "pressure", "release", "kind"),
     [
         (True, None, Bars(), Bars(), None),
-        (False, "RayStarting: Ray is not connected yet.", Bars(), Bars(), "It waits for Ray to start."),
-        (False, "RayUnavailable: Ray has ended.", Bars("MemoryShort: n has 1 GiB."), Bars(), "Ray has ended."),
-        (True, "GpuSilent: n.", Bars("MemoryShort: n has 1 GiB."), Bars(), "n has 1 GiB."),
+        (False, None, Bars(), Bars(), AGENT_SILENT),
+        (False, "RayStarting: Ray is not connected yet.", Bars(), Bars(), RAY_STARTS),
+        (False, "RayUnavailable: Ray has ended.", Bars("MemoryShort: n has 1 GiB."), Bars(), "RayUnavailable"),
+        (True, "GpuSilent: n.", Bars("MemoryShort: n has 1 GiB."), Bars(), "MemoryShort"),
         (True, None, Bars(), Bars("MemoryReturns: a on n."), None),
-        (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"n"})), "a."),
+        (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"n"})), "MemoryNotReleased"),
         (True, None, Bars(), Bars("MemoryNotReleased: a.", frozenset({"o"})), None),
     ],
 )
-def test_what_keeps_every_load_from_beginning(connected: bool, trouble: str | None, pressure: Any, release: Any, told: str | None) -> None:
+def test_what_keeps_every_load_from_beginning(connected: bool, trouble: str | None, pressure: Any, release: Any, kind: str | None) -> None:
     node = NodeView("n", "n", True, True, READING, 100.0, 0.0)
     observation = Observation((), READING, connected, nodes=(node,), trouble=trouble)
     unused: Any = None
     gate = Gate(unused, unused, unused, unused, unused)
     gate.pressure, gate.release = pressure, release
     gate.look(observation, {})
-    assert bar_of(observation, gate, ()) == told
+    bar = bar_of(observation, gate, ())
+    assert (None if bar is None else bar.kind) == kind
 
 
 async def enter(made: Scene, name: str, order: list[str] | None = None) -> str:
@@ -277,8 +327,7 @@ async def test_a_requested_model_takes_the_place_of_one_in_use_after_its_time_an
         await made.tick(2)
         view = made.supervisor.snapshot().models["b"]
         assert (made.state("a"), view.state, view.turn) == ("READY", "STOPPED", 1)
-        assert view.message is not None
-        assert view.message.startswith("It waits for room, 10 GiB: a may stay for another ")
+        assert waits_of(made, "b") == STAY
 
         await made.tick(seconds=made.config.swap_idle_s)
         await made.tick(2)
@@ -370,7 +419,7 @@ async def test_loads_for_which_no_model_goes_cost_the_budget_nothing(tmp_path: P
             await made.tick(40)
             await make_ready(made, name)
         await made.tick(1)
-        assert made.supervisor._swap.budget.spent_s == 0
+        assert made.supervisor._swap._loads.budget.spent_s == 0
 
 
 @pytest.mark.parametrize("when", ["it drains", "it ends", "b is placed", "b loads"])
@@ -547,7 +596,7 @@ async def test_nobody_makes_room_for_a_load_whose_operator_was_told_that_it_fail
         await made.tick(6)
         view = made.supervisor.snapshot().models["b"]
         assert (made.state("a"), view.state, view.want, view.wanted_by) == ("READY", "STOPPED", "RUNNING", "retry")
-        assert view.message == "It waits for room, 10 GiB: until that is free or somebody asks for b."
+        assert waits_of(made, "b") == UNCLAIMED
         # It is what the next daemon goes by, too.
         assert made.store.desired()["b"].by == "retry"
         made.supervisor.want("b", Want.RUNNING, "admin")
@@ -583,7 +632,7 @@ async def test_a_wish_of_its_own_keeps_its_place_while_its_clients_are_sent_away
         await made.tick()
         made.cluster.reading = replace(READING, level="critical")
         await made.tick(2)
-        with pytest.raises(Unavailable, match="a cannot be loaded now"):
+        with pytest.raises(Unavailable):
             await waiting
         await made.tick()
         assert line(made) == [("a", 1), ("b", 2)]

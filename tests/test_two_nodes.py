@@ -132,8 +132,9 @@ def folder() -> Iterator[Path]:
 def stage(folder: Path) -> Iterator[Stage]:
     shards = {f"model-{number}.safetensors": layered(2, {"weight": (512, 512 * number)}, f"part{number}") for number in (1, 2)}
     repository = Repository(write_folder(folder / "repository", shards, {"model_type": "llama"}, index=True))
-    with two_nodes() as (here, there), here.entered(), serving(repository):
+    with contextlib.ExitStack() as afterwards, two_nodes() as (here, there), here.entered(), serving(repository):
         made = _built(folder, here, there, repository)
+        afterwards.callback(made.daemon.forget)
         try:
             made.daemon.start()
             made.daemon.settled()

@@ -12,7 +12,19 @@ from sparkd.config import parse_model
 from sparkd.kv_sizing import WORKERS, vllm_sizes
 from sparkd.model_config import ModelConfig
 from sparkd.placement import needed_gib
-from sparkd.uncounted import _FLAGS, blocks_of, reserved_whole, switched, uncounted, unsized
+from sparkd.uncounted import (
+    _FLAGS,
+    CACHE,
+    OTHER,
+    WEIGHTS,
+    blocks_of,
+    changed_by,
+    reserved_whole,
+    switched,
+    unanswered,
+    uncounted,
+    unsized,
+)
 
 FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
 # Of releases before 0.32.
@@ -27,11 +39,11 @@ REFUSED = {"config"}
         (["--block-size", "32"], ["--block-size"]),
         (["--block_size=32"], ["--block_size"]),
         (["--block", "32"], ["--block"]),
-        (["--no-enforce-eager"], ["--no-enforce-eager"]),
+        (["--no-enforce-eager", "--max-num-seqs", "4", "--max-num-b=8k", "-cc.mode", "3"], []),
         (["--hf-overrides.rope_theta", "1"], ["--hf-overrides.rope_theta"]),
         (["-q", "fp8"], ["-q"]),
         (["-qfp8"], ["-q"]),
-        (["-O3"], ["-O"]),
+        (["-O3", "-asc", "2"], []),
         (["-dcp", "2", "-ep"], ["-dcp", "-ep"]),
         (["-sc", "{}"], ["-sc"]),
         (["--speculative-config.method", "ngram"], ["--speculative-config.method"]),
@@ -47,11 +59,11 @@ def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> 
     ("args", "keys", "told"),
     [
         (
-            ["--max-num-seq", "4", "--block-size=32"],
+            ["--kv-cache-dt", "fp8", "--block-size=32"],
             {},
-            "--max-num-seq and --block-size in .* all that a node lends is .* max_num_seqs of the",
+            "--kv-cache-dt and --block-size in .* all that a node lends is .* kv_cache_dtype of the",
         ),
-        (["--block-size", "32"], {}, "Better set memory_gib to what it really needs"),
+        (["--block-size", "32"], {}, "until vLLM was asked .* all that a node lends .* set memory_gib to what it really needs"),
         (["--block-size", "32"], {"memory_gib": 4}, None),
         (["--block-size", "32"], {"gpu_memory_utilization": 0.5}, None),
         (["--gpu-memory-utilization", "0.5", "--block-size", "32"], {}, None),
@@ -62,6 +74,7 @@ def test_what_changes_the_account_is_named(args: list[str], told: list[str]) -> 
         (["--kv-cache-memory-bytes", "1G", "--block-size", "32"], {}, "^--kv-cache-memory-bytes and --block-size .*all that a node lends"),
         (["--worker-cls", "some.Worker"], {}, "--worker-cls in .* all that a node lends is reserved"),
         (["--worker-cls", "workers.kv.SparkWorker"], {}, None),
+        (["--max-num-seqs", "4", "--max-num-b", "8k", "-O3", "--enforce-eager"], {"kv_cache": {"bytes": "1GiB"}}, None),
         (["--seed", "1"], {}, None),
     ],
 )
@@ -76,6 +89,33 @@ def test_check_says_what_has_a_whole_machine_reserved(args: list[str], keys: dic
         assert (on_gpu, on_cpu) == (90, 3 if "on a CPU" in told else 90)
     elif not any("blocks" in arg for arg in args):  # which is a size where the headers are here
         assert on_cpu < 90
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        ([], set()),
+        (["--block-size"], {CACHE}),
+        (["--mamba", "--kv-cache-dtype"], {CACHE}),
+        (["--hf-overrides.rope_theta", "--block"], {WEIGHTS, CACHE}),
+        (["-q"], {WEIGHTS, CACHE}),
+        (["-sc"], {WEIGHTS, CACHE}),
+        (["--speculative-config.method"], {WEIGHTS, CACHE}),
+        (["--spec"], {WEIGHTS, CACHE}),
+        (["--kv-offloading-size"], {OTHER}),
+        (["--kv"], {OTHER}),
+        (["-dcp", "--block-size"], {OTHER, CACHE}),
+        (["--worker-cls"], {OTHER}),
+    ],
+)
+def test_what_a_flag_may_change_is_known_by_its_kind(flags: list[str], changed: set[str]) -> None:
+    assert changed_by(flags) == changed
+    assert list(unanswered(flags)) == [flag for flag in flags if OTHER in changed_by([flag])]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "half", "float32", "float"])
+def test_a_type_of_half_width_changes_nothing_that_is_counted(dtype: str) -> None:
+    assert list(unsized(["--dtype", dtype])) == (["--dtype"] if dtype.startswith("float") else [])
 
 
 @pytest.mark.parametrize(

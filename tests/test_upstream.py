@@ -10,7 +10,9 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import pytest
 
-from sparkd.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, Upstream, served_length, served_names, served_routes
+from sparkd.abilities import Abilities
+from sparkd.cluster import Cluster
+from sparkd.upstream import MAX_MODEL_LIST_BYTES, MAX_OPENAPI_BYTES, ServedModels, Upstream, served_models, served_routes
 from tests.gateway.fakes import JSON_ANSWER, RawEngine, until_gone
 
 KEY = "an-engines-own-key"
@@ -103,7 +105,7 @@ async def test_once_closed_it_stays_closed(engine: RawEngine, upstream: Upstream
 
     with pytest.raises(aiohttp.ClientConnectionError):
         await get(upstream)
-    assert await served_names(upstream) is None
+    assert await served_models(upstream) is None
 
 
 async def test_closed_before_it_was_used() -> None:
@@ -122,15 +124,17 @@ def answer(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-MANY = [f"model-{number}" for number in range(5000)]
+MANY = tuple(f"model-{number}" for number in range(5000))
 
 
 @pytest.mark.parametrize(
-    ("raw", "names"),
+    ("raw", "models"),
     [
-        (answer(b'{"data": [{"id": "m"}, {"id": "alias", "more": 1}]}'), ["m", "alias"]),
-        (answer(b'{"data": []}'), []),
-        (answer(b'{"data": [%s]}' % b",".join(b'{"id": "%s"}' % name.encode() for name in MANY)), MANY),
+        (answer(b'{"data": [{"id": "m"}, {"id": "alias", "max_model_len": 1}]}'), ServedModels(("m", "alias"))),
+        (answer(b'{"data": [{"id": "m", "max_model_len": 4096}]}'), ServedModels(("m",), 4096)),
+        (answer(b'{"data": [{"id": "m", "max_model_len": null}]}'), ServedModels(("m",))),
+        (answer(b'{"data": []}'), ServedModels(())),
+        (answer(b'{"data": [%s]}' % b",".join(b'{"id": "%s"}' % name.encode() for name in MANY)), ServedModels(MANY)),
         (answer(b'{"data": [{"id": "m"}]}', b"503 Service Unavailable"), None),
         (answer(b'{"data": [{"id": "m"}]}', b"401 Unauthorized"), None),
         (answer(b'{"data": [{"name": "m"}]}'), None),
@@ -143,18 +147,18 @@ MANY = [f"model-{number}" for number in range(5000)]
         (b"garbage\r\n\r\n", None),
     ],
 )
-async def test_served_names(engine: RawEngine, upstream: Upstream, raw: bytes, names: list[str] | None) -> None:
+async def test_served_models(engine: RawEngine, upstream: Upstream, raw: bytes, models: ServedModels | None) -> None:
     engine.replies(raw)
 
-    assert await served_names(upstream, 20.0) == names
+    assert await served_models(upstream, 20.0) == models
     assert engine.heard[0].head.startswith(b"GET /v1/models HTTP/1.1")
 
 
-async def test_served_names_of_a_server_that_hangs_or_is_not_there(engine: RawEngine, upstream: Upstream) -> None:
+async def test_served_models_of_a_server_that_hangs_or_is_not_there(engine: RawEngine, upstream: Upstream) -> None:
     engine.script = until_gone
-    assert await served_names(upstream, 0.05) is None
+    assert await served_models(upstream, 0.05) is None
     await engine.stop()
-    assert await served_names(upstream, 20.0) is None
+    assert await served_models(upstream, 20.0) is None
 
 
 @pytest.mark.parametrize(
@@ -175,15 +179,13 @@ async def test_served_routes(engine: RawEngine, upstream: Upstream, raw: bytes, 
     assert await served_routes(upstream, 20.0) == routes
 
 
-@pytest.mark.parametrize(
-    ("raw", "length"),
-    [
-        (answer(b'{"data": [{"id": "m", "max_model_len": 4096}]}'), 4096),
-        (answer(b'{"data": [{"id": "m", "max_model_len": null}]}'), None),
-        (answer(b'{"data": []}'), None),
-        (answer(b"hello"), None),
-    ],
-)
-async def test_served_length(engine: RawEngine, upstream: Upstream, raw: bytes, length: int | None) -> None:
-    engine.replies(raw)
-    assert await served_length(upstream, 20.0) == length
+async def test_an_engine_is_asked_for_its_models_once(engine: RawEngine, upstream: Upstream) -> None:
+    engine.replies(answer(b'{"data": [{"id": "m", "max_model_len": 4096}]}'))
+    cluster = object.__new__(Cluster)
+    models = await cluster.served_models(upstream)
+    assert models is not None
+
+    abilities = await cluster.served_abilities(upstream, Abilities(max_model_len=8192), models)
+
+    assert abilities.max_model_len == 4096
+    assert [request.head.split()[1] for request in engine.heard] == [b"/v1/models", b"/openapi.json"]

@@ -15,7 +15,8 @@ import pytest
 
 from sparkd import added_flags, vllm_table
 from sparkd.cluster import Cluster
-from sparkd.config import Config, check, parse_model
+from sparkd.config import Config, parse_model
+from sparkd.config_check import check
 from sparkd.errors import RankError
 from sparkd.needs import Need, said_to
 from sparkd.start import Attempt
@@ -59,6 +60,11 @@ TAKEN = [
     "--cudagraph-capture-sizes 1 2 4",
     "--limit-mm-per-prompt.image 2",
     "--moe-backend marlin",
+    "--moe-backend MARLIN",
+    "--mamba-ssu-algorithm None",
+    "--spec-method mtp",
+    "-q fp8 -asc 1 --seed 1",
+    "-ep",
     "--max-model-len auto",
     "--max-model-len -1",
     "--max-model-len=1.5k",
@@ -86,6 +92,14 @@ TAKEN = [
     "--additional-config '{bad'",
 ]
 REFUSED = {
+    "-max-num-seqs 8": "-max-num-seqs: vLLM {} has no such flag. Did you mean --max-num-seqs?",
+    "-x --seed 1": "-x: vLLM {} has no such flag. Remove it.",
+    "--compilation-config 7": "--compilation-config: its value is no map of keys",
+    "--moe-backend cutlas": "--moe-backend: vLLM {} does not take its value. Did you mean cutlass?",
+    "--spec-method ngrm": "--spec-method: vLLM {} does not take its value. Did you mean ngram?",
+    "--mamba-ssu-algorithm simpel": "--mamba-ssu-algorithm: vLLM {} does not take its value. Did you mean simple?",
+    """--compilation-config '{"bakend": "eager"}'""": "--compilation-config: it has no key bakend. Did you mean backend?",
+    """'--kv-transfer-config={"kv_conector": "x"}'""": "--kv-transfer-config: it has no key kv_conector. Did you mean kv_connector?",
     "--max-model-length 8192": "--max-model-length: vLLM {} has no such flag. Did you mean --max-model-len?",
     "--max_model_length=8192": "--max-model-length: vLLM {} has no such flag. Did you mean --max-model-len?",
     "--no-enforce-eagr": "--no-enforce-eagr: vLLM {} has no such flag. Did you mean --no-enforce-eager?",
@@ -262,7 +276,13 @@ def test_a_draft_that_vllms_own_class_refuses_is_told_before_and_no_other(table:
         ("""--speculative-config '{"method": "ngram"}' --speculative-config.num_speculative_tokens 3""", None),
         ("""--speculative-config '{"method": "ngram"}' --spec-tokens 3""", None),
         ("""--speculative-config '{"method": "mtp", "model": "/draft"}'""", None),
-        ("""--speculative-config '{"method": "a-newer-one", "num_speculative_tokens": 3}'""", None),
+        ("""--speculative-config '{"method": "ngrm", "num_speculative_tokens": 3}'""", "this vLLM has no method ngrm. Did you mean ngram?"),
+        ("""--speculative-config '{"method": "ngrm"}'""", "this vLLM has no method ngrm. Did you mean ngram?"),
+        (
+            """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3, "promt_lookup_max": 4}'""",
+            "this vLLM has no key promt_lookup_max there. Did you mean prompt_lookup_max?",
+        ),
+        ("""--speculative-config '{"method": "dspark", "model": "o/d", "num-speculative-tokens": 3}'""", None),
         ("--speculative-config None", None),
         (f"--speculative-config {'[' * 5000}", None),
     ],
@@ -289,6 +309,14 @@ def test_a_release_whose_class_nobody_has_looked_at_is_not_foretold(version: str
     args = ["--speculative-config", '{"method": "ngram"}']
     assert bool(list(unspeculative(args, {}, version))) == judged
     assert not list(unspeculative(args, {"VLLM_PLUGINS": "mine"}, version))
+
+
+@pytest.mark.parametrize(
+    "line", ["--enforce-eager 8", "--enable-prefix-caching true --seed 1", "--max-num-seqs 8 9", "--max-num-seqs=8 9", "--enforce-eager -5"]
+)
+def test_a_value_that_vllm_would_take_for_the_model_is_told(line: str, table: FlagTable) -> None:
+    (told,) = misfits(shlex.split(line), {}, table)
+    assert told.startswith(f"{line.partition(' ')[0].partition('=')[0]}: ") and "for the model" in told
 
 
 def test_what_begins_as_an_override_and_is_no_json_is_refused_though_the_parser_takes_the_text(table: FlagTable) -> None:
@@ -360,13 +388,15 @@ def test_a_check_finds_it_and_a_load_does(tmp_path: Path, table: FlagTable, monk
         f"--enforce-eagr: vLLM {table.version} has no such flag. Did you mean --enforce-eager?",
     ]
     problems = [problem for problem in check(file, {}) if "no such flag" in problem.message]
-    assert [problem.message for problem in problems] == [f"models.m: it will not start: {each}" for each in wanted]
-    assert {problem.severity for problem in problems} == {"warning"}
+    assert [problem.message for problem in problems] == [f"models.m: {each}" for each in wanted]
+    assert {(problem.severity, problem.line) for problem in problems} == {("error", 5)}
 
     config = Config(state_dir=state)
     spec = parse_model("m", {"model": "o/m", "extra_args": ["--max-num-seq-s", "8", "--enforce-eagr"]}, over_admin=False)
     assert list(said_to(spec, config, table.version).refused) == wanted
     assert said_to(spec, config, "0.1.0").refused == (), "another node's vLLM may know it"
+    by_keys = parse_model("m", {"model": "o/m", "dtype": "float99"}, over_admin=False)
+    assert [sentence.partition(":")[0] for sentence in said_to(by_keys, config, table.version).refused] == ["--dtype"]
     stub = parse_model("m", {"model": "o/m", "entrypoint": "workers.stub", "extra_args": ["--enforce-eagr"]}, over_admin=False)
     assert said_to(stub, config, table.version).refused == ()
 
@@ -426,7 +456,7 @@ def python(folder: Path, script: str, *packages: str) -> Path:
     return made
 
 
-FLAG = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False}
+FLAG = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "keys": None, "none": False, "folds": False}
 SAYS = "echo '" + json.dumps({"abbreviations": True, "flags": {"--one": FLAG, "--two": FLAG | {"of": 2}}}) + "'"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkd.errors import CheckpointError
-from sparkd.weight_cost import Inventory, Weights
+from sparkd.weight_cost import AHEAD, Inventory, Weights
 from tests.sketches import Tensor, architecture, dense, known, mixture, models, tensors_of
 from workers.stream.format import Format
 from workers.stream.recipe import Recipe
@@ -173,10 +173,10 @@ def test_layers_that_predict_ahead_are_left_on_the_disk() -> None:
     vision: list[Tensor] = [("visual.blocks.7.mlp.linear_fc1.weight", (512, 512), "BF16")]
     found = known(config, plain + ahead + mtp)
 
-    assert found.unloaded_bytes == 2 * (512 * 1024 + 1000 * 512 + 1024 * 512 + 512)
+    assert found.unloaded[AHEAD] == 2 * (512 * 1024 + 1000 * 512 + 1024 * 512 + 512)
     assert found.weights(BF16) == known(config, plain).weights(BF16)
     assert known(config, plain + vision).weights(BF16).by_kind["vision"] == 2 * 512 * 512
-    assert known(dense(), plain + ahead).unloaded_bytes == 0
+    assert known(dense(), plain + ahead).unloaded == {}
 
 
 def test_tied_embeddings_are_held_once_and_read_as_the_head() -> None:
@@ -187,7 +187,7 @@ def test_tied_embeddings_are_held_once_and_read_as_the_head() -> None:
     assert tied.weights(BF16).bytes + matrix == untied.weights(BF16).bytes
     assert tied.weights(BF16).active_bytes == untied.weights(BF16).active_bytes == untied.weights(BF16).bytes - matrix
     # A copy of it on the disk is not loaded, and where nobody says whether they are tied, a head of its own settles it.
-    assert known(config, tensors_of(dense())).unloaded_bytes == 1000 * 512 * 2
+    assert known(config, tensors_of(dense())).unloaded == {"lm_head": 1000 * 512 * 2}
     silent = known(dense(tie_word_embeddings=None), tensors_of(dense()))
     assert silent.weights(BF16) == untied.weights(BF16) and not silent.shape.tied
     assert known(dense(tie_word_embeddings=None), tensors_of(config)).weights(BF16) == tied.weights(BF16)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkd.yamlfile import MAX_BYTES, Items, Place, Table, parse
+from sparkd.yamlfile import MAX_BYTES, Items, Place, Problem, Table, masked, parse
 
 
 def problems(text: str | bytes, **environ: str) -> list[str]:
@@ -149,3 +149,12 @@ def test_malformed_text_is_not_repeated() -> None:
 )
 def test_no_text_raises(raw: bytes) -> None:
     parse(raw, "f.yaml", {})
+
+
+def test_a_value_that_is_cut_short_twice_is_hidden_twice() -> None:
+    value = "Canary-4f1c9e77d2" * 8
+    quoted = f"{value[:20]}... is no recipe, and {value[:64]!r} no registry"
+
+    (hidden,) = masked([Problem("f", 1, quoted)], ["S"], {"S": value})
+
+    assert hidden.message == "${env.S} is no recipe, and '${env.S}' no registry"

@@ -13,16 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparkd import errors
 from sparkd.errors import NodeRefused, RankError, refused_by
 from workers import fabric_reading, host_reading, incidents, meminfo, memlock, rank
+from workers.agent_version import VERSION
 from workers.fabric_knock import knock
 from workers.foreign import foreign
 from workers.hub_cache import cache_places
 from workers.identity import identity
+from workers.inquiry import Inquiries
 from workers.kvfile import kv_path
 from workers.loadfile import load_path
 from workers.node_variables import NODE_CACHE_DIR, NODE_KV_DIR, NODE_LINKS, NODE_LOG_DIR, NODE_RUN_DIR
+from workers.plugin_folder import expose
 from workers.private import private_folder
 from workers.rating import Rating
 from workers.runtime import GUARDED, probe
@@ -32,19 +34,8 @@ from workers.staging.manifest import Manifest, lacking, manifest_of
 
 log = logging.getLogger("sparkd.agent")
 
-# Raised with every change of what an agent does, so that a daemon replaces an agent of an older release. Its ranks live on.
-VERSION = "17"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 DROP_SOCKET = Path("/run/sparkd-dropcache.sock")
-# What an interpreter finds in our folder besides vLLM: the plugin's two packages, and the bare folder of a distribution that tells vLLM
-# of the entry point with nothing installed. Both names differ from those of sparkd's own distribution, the entry point's does not.
-_SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
-_PLUGIN = "sparkd_plugin-0.dist-info"
-_PLUGIN_FILES = {
-    "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
-    "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n\n"
-    "[vllm.platform_plugins]\nsparkd = workers.ray_engine:platform\n",
-}
 
 
 class Agent:
@@ -69,7 +60,7 @@ class Agent:
         self.log_dir = log_dir = os.environ.get(NODE_LOG_DIR, log_dir) if elsewhere else log_dir
         self._cache_dir = os.environ.get(NODE_CACHE_DIR) if elsewhere else None
         self._kv_dir = os.environ.get(NODE_KV_DIR) if elsewhere else None
-        self._copies, self._rating = Jobs(), Rating()
+        self._copies, self._rating, self._inquiries = Jobs(), Rating(), Inquiries()
         self._proc = Path(proc)
         self.unlocked = memlock.lock() if actor else None
         if self.unlocked:
@@ -130,7 +121,7 @@ class Agent:
         return {"node_id": self.node_id, "now_s": time.time(), "reading": self.sentry.reading, "ranks": ranks}
 
     def incidents(self) -> list[dict[str, Any]]:
-        """What the guard did here, oldest first: see workers.incidents.SUMMARY."""
+        """The guard's deeds here, oldest first: see workers.incidents.SUMMARY."""
         return incidents.summaries(self.sentry.folder)
 
     def incident(self, incident_id: str) -> dict[str, Any] | None:
@@ -138,7 +129,7 @@ class Agent:
         return incidents.read(self.sentry.folder, incident_id)
 
     def fabric(self) -> dict[str, Any]:
-        """What this node's network looks like now: see workers.fabric_reading.sample, and `answers`, what workers.fabric_knock.knock says.
+        """This node's network now: see workers.fabric_reading.sample, and `answers`, what workers.fabric_knock.knock says.
 
         Takes as long as `ip` does, at most some seconds.
         """
@@ -207,15 +198,16 @@ class Agent:
             raise RankError(f"The key of rank {rank_id} cannot be read on node {self.node_id}: {error.strerror}.") from error
 
     def runtime(self, interpreter: str) -> dict[str, Any]:
-        """{"platform", "vllm", "entrypoint"} of a Python interpreter of this node. Raises RankError."""
+        """{"platform", "vllm", "entrypoint", "packages"} of a Python interpreter of this node. Raises RankError."""
         return probe(interpreter).to_dict()
 
     def identity(self, interpreter: str, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any]:
-        """What this node would serve the model with: see workers.identity. environ: the model's own, over this node's. Raises RankError."""
+        """The identity of what this node would serve the model with: see workers.identity. environ: the model's own, over this node's.
+        Raises RankError."""
         return identity(interpreter, model, revision, {**os.environ, **environ})
 
     def staged(self, model: str, revision: str | None, environ: dict[str, str]) -> dict[str, Any] | None:
-        """What this node has of a model's files: workers.staging.manifest.Manifest, None where it has none. Raises RankError."""
+        """This node's files of a model: workers.staging.manifest.Manifest, None where it has none. Raises RankError."""
         found = manifest_of(model, revision, {**os.environ, **environ})
         return found.to_dict() if found else None
 
@@ -228,7 +220,7 @@ class Agent:
         return self._copies.start(program, order | {"environ": cache_places({**os.environ, **environ})})
 
     def copying(self, job: str) -> dict[str, Any]:
-        """What a copy said last. Raises RankError for one that is not known."""
+        """A copy's last words. Raises RankError for one that is not known."""
         return self._copies.state(job)
 
     def end_copy(self, job: str) -> None:
@@ -239,11 +231,22 @@ class Agent:
         return self._rating.start(interpreter, order, environ)
 
     def rating(self, job: str) -> dict[str, Any]:
-        """What it said last. Raises RankError for one that is not known."""
+        """Its last words. Raises RankError for one that is not known."""
         return self._rating.state(job)
 
     def end_rate(self, job: str) -> None:
         self._rating.end(job)
+
+    def inquire(self, interpreter: str, request: str) -> str:
+        """Ask this node's vLLM about models: see workers.inquiry.Inquiries.start. Raises RankError."""
+        return self._inquiries.start(interpreter, request)
+
+    def inquiry(self, name: str, first: int) -> dict[str, Any]:
+        """Its words from that number on. Raises RankError for one that is not known."""
+        return self._inquiries.read(name, first)
+
+    def end_inquiry(self, name: str) -> None:
+        self._inquiries.end(name)
 
     def destroy(self, handle: dict[str, Any], grace_s: float) -> dict[str, Any]:
         """Stop a rank, verify that every process is gone, and forget it: see workers.rank.stop."""
@@ -314,18 +317,7 @@ class Agent:
     def _expose_plugin(self) -> str:
         """A folder that holds the plugin and nothing else, so that a foreign interpreter sees no other package of sparkd's environment."""
         folder = Path(self.run_dir) / "plugin"
-        for one in (folder, folder / _PLUGIN):
-            one.mkdir(mode=0o700, exist_ok=True)
-        # Made beside and renamed: the daemon's own agent and Ray's may come here at the same time.
-        fresh = folder / f".{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        for name, target in _SHOWN.items():
-            if not (folder / name).is_symlink() or (folder / name).resolve() != target:
-                fresh.symlink_to(target)
-                fresh.replace(folder / name)
-        for name, text in _PLUGIN_FILES.items():
-            fresh.write_text(text, encoding="ascii")
-            fresh.replace(folder / _PLUGIN / name)
+        expose(folder)
         return str(folder)
 
 

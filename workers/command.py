@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from workers import door, media_rules, ray_place
+from workers import door, media_rules, ray_place, trusted_code
 from workers.interpreter import inherited_environment, module_command
 from workers.kv.settings import CPU_KV_CACHE_GIB, CPU_KV_SPACE
 from workers.kv.settings import VARIABLE as KV_VARIABLE
@@ -70,6 +70,8 @@ def build_environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str,
         environment.pop(CPU_KV_SPACE, None)  # its number is in there; vLLM would log it as the size, whatever comes out
     if spec.media is not None:
         environment[media_rules.VARIABLE] = json.dumps(dict(spec.media), sort_keys=True)
+    if spec.trusted_code is not None:
+        environment[trusted_code.VARIABLE] = json.dumps(dict(spec.trusted_code), sort_keys=True)
     if spec.host and spec.api_key_path:
         environment[door.KEY_FILE] = spec.api_key_path
     environment |= {
@@ -127,7 +129,7 @@ def _platform_flags(spec: RankSpec) -> list[str]:
 
 
 def _defaults(spec: RankSpec) -> dict[str, str]:
-    """What sparkd prefers and the operator may change."""
+    """The flags that sparkd prefers and the operator may change."""
     defaults = {
         "LANG": "C.UTF-8",
         "PYTHONUNBUFFERED": "1",

@@ -1,6 +1,7 @@
 """Asks who is at the other end of each QSFP link: one echo request to all nodes of the link. Never joins, never leaves the link.
 
-What answers, and is none of the cluster, `sparkd nodes` offers. The kernel learns its addresses by that, which the neighbours then show.
+`sparkd nodes` offers a machine that answers and is none of the cluster. The kernel learns its addresses by that, which the neighbours then
+show.
 """
 
 from __future__ import annotations

@@ -11,12 +11,15 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
+from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 
+from workers import regular_file
+
 ROOT = Path("/")
 IP_TIMEOUT_S = 3.0
-# What is asked, and the file that has the answer where the root is not /. `ip` reads netlink, which answers for the network namespace
+# The questions, and the file that has the answer where the root is not /. `ip` reads netlink, which answers for the network namespace
 # that one is in; /sys shows the namespace that it was mounted from. -details adds phys_port_name and the PCI address (iproute2 5.13).
 QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "ip-address.json": ("-details", "address", "show"),
@@ -35,6 +38,14 @@ GPUS = "proc/driver/nvidia/gpus"
 # NVIDIA's GPUs whose memory is the host's, as their driver calls them. Where none is named the engine is one for CPUs.
 _UNIFIED = re.compile(r"^Model:.*\b(GB10|Thor|Orin)\b", re.MULTILINE)
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+# The keys of an answer of `ip` that are read, and what each holds: another release may write something else.
+_KINDS: Mapping[str, type] = {
+    "ifname": str, "ifindex": int, "address": str, "mtu": int, "flags": list, "addr_info": list, "parentdev": str, "phys_port_name": str,
+    "phys_switch_id": str, "dst": str, "dev": str, "gateway": str, "metric": int, "lladdr": str, "state": list,
+}  # fmt: skip
+# As the kernel names an interface (net/core/dev.c, dev_valid_name).
+_NAME = re.compile(r"(?!\.{1,2}$)[^/:\s\x00-\x1f]{1,15}")
+_MOST = 2**63
 WORD_BYTES = 4  # of port_xmit_data and port_rcv_data: Documentation/ABI/stable/sysfs-class-infiniband
 
 
@@ -48,7 +59,7 @@ def sample(root: Path = ROOT) -> dict[str, Any]:
     trouble: list[str] = []
     answers = {name: _asked(name, (lambda name: _ip(QUESTIONS[name])) if here else _file(root), trouble) for name in QUESTIONS}
     return {
-        "host": socket.gethostname() if here else _text(root / "etc/hostname") or root.name,
+        "host": socket.gethostname() if here else (_text(root / "etc/hostname") or root.name).partition("\n")[0],
         "interfaces": _interfaces(root, answers["ip-address.json"]),
         "rdma": [port for name in _names(root / "sys/class/infiniband") for port in _rdma(root / "sys/class/infiniband" / name)],
         "routes": [_picked(one, "dst", "dev", "gateway", "metric") for one in answers["ip-route.json"] or []],
@@ -75,12 +86,19 @@ def _asked(name: str, ask: Callable[[str], str], trouble: list[str]) -> list[dic
         trouble.append(f"`{command}`: no answer within {IP_TIMEOUT_S:g} s")
     except subprocess.CalledProcessError as error:
         trouble.append(f"`{command}`: {(error.stderr or '').strip()[:200] or f'exit code {error.returncode}'}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         trouble.append(f"`{command}`: {getattr(error, 'strerror', None) or 'its answer is no JSON'}")
     else:
         # A question without an answer is an empty object in some releases.
-        return [one for one in found if one] if isinstance(found, list) else []
+        return [entry for one in found if (entry := _entry(one))] if isinstance(found, list) else []
     return None
+
+
+def _entry(answer: Any) -> dict[str, Any]:
+    """The keys of one of its objects that hold what they should."""
+    if not isinstance(answer, dict):
+        return {}
+    return {name: value for name, value in answer.items() if name in _KINDS and type(value) is _KINDS[name]}
 
 
 def _ip(question: tuple[str, ...]) -> str:
@@ -98,14 +116,15 @@ def _ip(question: tuple[str, ...]) -> str:
 
 
 def _file(root: Path) -> Callable[[str], str]:
-    return lambda name: (root / name).read_text()
+    return lambda name: regular_file.read(root / name).decode()
 
 
 def _interfaces(root: Path, links: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Every interface but loopback; by name from /sys alone where `ip` said nothing."""
     folder = root / "sys/class/net"
-    known = [{"ifname": name} for name in _names(folder)] if links is None else links
-    return [_interface(folder / str(link["ifname"]), link) for link in known if link.get("ifname", "lo") != "lo"]
+    known: list[dict[str, Any]] = [{"ifname": name} for name in _names(folder)] if links is None else links
+    named = [link for link in known if _NAME.fullmatch(link.get("ifname", "")) and link["ifname"] != "lo"]
+    return [_interface(folder / link["ifname"], link) for link in named]
 
 
 def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +156,19 @@ def _interface(path: Path, link: Mapping[str, Any]) -> dict[str, Any]:
         "wireless": here and ((path / "wireless").exists() or (path / "phy80211").exists()),
         "physical": (here and device.exists()) or (not here and "parentdev" in link),
         "rdma": _names(device / "infiniband") if here else [],
-        "addresses": [
-            {"address": str(one["local"]), "prefix": int(one["prefixlen"])}
-            for one in link.get("addr_info", ())
-            if one.get("family") == "inet" and "local" in one and "prefixlen" in one
-        ],
+        "addresses": [found for one in link.get("addr_info", ()) if (found := _address(one))],
     }
+
+
+def _address(entry: Any) -> dict[str, Any] | None:
+    """None for one of IPv6, and for what is no address."""
+    if not isinstance(entry, dict) or entry.get("family") != "inet":
+        return None
+    try:
+        interface = IPv4Interface(f"{entry.get('local')}/{entry.get('prefixlen')}")
+    except ValueError:
+        return None
+    return {"address": str(interface.ip), "prefix": interface.network.prefixlen}
 
 
 def _is_the_same(path: Path, link: Mapping[str, Any]) -> bool:
@@ -155,7 +181,7 @@ def _is_the_same(path: Path, link: Mapping[str, Any]) -> bool:
 
 def _rdma(path: Path) -> Iterable[dict[str, Any]]:
     """One for each port of an RDMA device; those of a Spark have one each."""
-    for number in _names(path / "ports"):
+    for number in filter(_is_number, _names(path / "ports")):
         port = path / "ports" / number
         yield {
             "name": path.name,
@@ -174,7 +200,7 @@ def _rdma(path: Path) -> Iterable[dict[str, Any]]:
 
 def _gids(port: Path) -> Iterable[dict[str, Any]]:
     """The entries that are in use. An empty one is all zero, and its type cannot be read (EINVAL)."""
-    for index in sorted(map(int, _names(port / "gids"))):
+    for index in sorted(map(int, filter(_is_number, _names(port / "gids")))):
         gid = _text(port / f"gids/{index}")
         if gid and gid != _ZERO_GID:
             kind, device = _text(port / f"gid_attrs/types/{index}"), _text(port / f"gid_attrs/ndevs/{index}")
@@ -184,6 +210,10 @@ def _gids(port: Path) -> Iterable[dict[str, Any]]:
 def _bytes(path: Path) -> int | None:
     words = _number(_text(path))
     return None if words is None else int(words * WORD_BYTES)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) < 10
 
 
 def _picked(entry: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -200,7 +230,7 @@ def _names(folder: Path) -> list[str]:
 def _text(path: Path) -> str | None:
     """None for what is not there, what the driver does not know (EOPNOTSUPP), and what cannot be told now (EINVAL)."""
     try:
-        return path.read_text(errors="replace").strip()
+        return regular_file.read(path).decode(errors="replace").strip()
     except OSError:
         return None
 
@@ -212,7 +242,7 @@ def _number(text: str | None) -> int | float | None:
         value = float(word)
     except ValueError:
         return None
-    if value < 0 or value != value or value == float("inf"):
+    if not 0 <= value < _MOST:
         return None
     return int(value) if value.is_integer() else value
 

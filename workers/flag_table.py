@@ -2,14 +2,16 @@
 
 A program of its own for the Python environment that has vLLM; sparkd/vllm_table.py runs it by its text, so it imports nothing of ours.
 stdout gets one JSON object: {"abbreviations": whether a flag may be cut short, "flags": {spelling: {"of": the number of its argument,
-"takes": 0, 1 or null where it is neither, "choices": those of its values or null, "number": one of NUMBERS or null, "json": one of JSON
-or null, "none": whether `None` is one of its values too}}}. JSON is a `text` that json.loads reads, one for a `class`, in which numbers may
-be amounts such as 80m, or one only within `braces`. An `amount` is a whole number, 8k or 8K.
+"takes": 0, 1 or null where it is neither, "choices": those of its values or null, "number": one of NUMBERS or null, "json": one of JSON or
+null, "keys": those of the JSON of a class or null, "none": whether `None` is one of its values too, "folds": whether `A-b` is read as
+`a_b`}}}. JSON is a `text` that json.loads reads, one for a `class`, in which numbers may be amounts such as 80m, or one only within
+`braces`. An `amount` is a whole number, 8k or 8K.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -49,10 +51,37 @@ def _described(action: argparse.Action) -> dict[str, Any]:
     takes = 1 if action.nargs is None else 0 if action.nargs == 0 else None
     kind, none = _kind(action.type)
     choices = None
-    if action.choices is not None and kind in ("str", "int"):
-        choices = [str(one) for one in action.choices] if all(type(one).__name__ == kind for one in action.choices) else None
+    if action.choices is not None:
+        texts = [one for one in action.choices if one is not None]
+        if kind in ("str", "int") and all(type(one).__name__ == kind for one in action.choices):
+            choices = [str(one) for one in action.choices]
+        elif all(type(one) is str for one in texts) and (_optional_text(action.type) or _folds(action.type)):
+            choices, none = texts, _optional_text(action.type)
     number, json_ = (kind if kind in known else None for known in (NUMBERS, JSON))
-    return {"takes": takes, "choices": choices, "number": number, "json": json_, "none": none}
+    keys = _keys(action.type) if json_ == "class" else None
+    return {
+        "takes": takes, "choices": choices, "number": number, "json": json_, "keys": keys, "none": none, "folds": _folds(action.type),
+    }  # fmt: skip
+
+
+def _optional_text(type_: Any) -> bool:
+    inside = [cell.cell_contents for cell in getattr(type_, "__closure__", None) or ()]
+    return getattr(type_, "__qualname__", "").startswith("optional_type.") and inside == [str]
+
+
+def _folds(type_: Any) -> bool:
+    """Whether `A-b` is read as `a_b` (engine/arg_utils.py, the flags of kernels)."""
+    return getattr(type_, "__qualname__", "").endswith("<lambda>") and type_("A-b") == "a_b"
+
+
+def _keys(type_: Any) -> list[str] | None:
+    """The fields of the class that a value becomes, where it takes no others (engine/arg_utils.py, parse_dataclass; config/utils.py)."""
+    inside = [cell.cell_contents for cell in getattr(type_, "__closure__", None) or ()]
+    for one in (type_, *filter(callable, inside)):
+        for made in getattr(one, "__defaults__", None) or ():
+            if dataclasses.is_dataclass(made) and (getattr(made, "__pydantic_config__", None) or {}).get("extra") == "forbid":
+                return [field.name for field in dataclasses.fields(made) if field.init]
+    return None
 
 
 def _kind(type_: Any) -> tuple[str | None, bool]:

@@ -78,7 +78,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the guard remembers between two looks. Times are those of the looks."""
+    """The guard's memory between two looks. Times are those of the looks."""
 
     level: str = OK
     low_looks: int = 0
@@ -137,7 +137,8 @@ def decide(
 
 
 def choose(engines: Sequence[Engine], needed: int) -> Engine | None:
-    """Who goes: one whose end is enough; idle before busy, unpinned first, low priority first, then who is starting, then the largest."""
+    """The engine to kill: one whose end is enough; idle before busy, unpinned first, low priority first, then who is starting, then the
+    largest."""
     enough = [one for one in engines if one.held is None or one.held >= needed]
     largest = max((one.held or 0 for one in engines), default=0)
     # Where nobody's end is enough, small ones would only cost the time that is left.
@@ -186,7 +187,7 @@ def _proof(trend: Trend, reclaiming: bool) -> str:
 
 
 def _needed(look: Look, trend: Trend, limits: Limits) -> int:
-    """What must come back for the fall to end above the hard limit, with the time that a kill takes."""
+    """The bytes that must come back for the fall to end above the hard limit, with the time that a kill takes."""
     return max(0, int(limits.hard - look.available - min(trend.short, 0.0) * SETTLE_S))
 
 

@@ -1,6 +1,8 @@
-"""Who holds a node's memory: the engines' processes, held by descriptors, and what they take on the host and on the device. Never ends one.
+"""Owns the holders of a node's memory: the engines' processes, held by descriptors, and what they take on the host and on the device. Never
+ends one.
 
-Slow, and on a thread of its own: /proc/PID and nvidia-smi may hang where a driver does. What is asked for in a hurry was made ready here.
+Slow, and on a thread of its own: /proc/PID and nvidia-smi may hang where a driver does. Answers that are wanted in a hurry are made ready
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ GPU_COMMAND = ("nvidia-smi", "--query-gpu=power.draw,utilization.gpu,temperature
 DEVICE_TIMEOUT_S = 4.0
 DEVICE_EVERY_S = 5.0
 RETIRED_S = 60.0
-# What an engine shares between its processes it makes while it starts; later hardly anything comes.
+# An engine makes the memory that its processes share while it starts; later hardly anything comes.
 SHARED_EVERY_S = 10.0
 MIB = 1 << 20
 
@@ -43,7 +45,7 @@ class Held:
 
     @property
     def held_bytes(self) -> int | None:
-        """What its end gives back: without the device's share nobody can tell."""
+        """The memory that its end gives back: without the device's share nobody can tell."""
         return None if self.device_bytes is None else self.host_bytes + self.device_bytes
 
 
@@ -57,7 +59,7 @@ class Holders:
     def __init__(self, run_dir: str, *, unified: bool = True) -> None:
         self.ranks: tuple[Held, ...] = ()
         self.device_trouble: str | None = None
-        # Of the first GPU: gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it says.
+        # The first GPU's gpu_power_w, gpu_busy_percent, gpu_celsius, as far as it says.
         self.gpu: dict[str, float] = {}
         self.has_device = unified
         self._can_ask = True
@@ -90,7 +92,8 @@ class Holders:
             kept.update(members)
             found.append(self._held(rank_id, status, shim, engine, members))
         self.ranks = tuple(found)
-        # Who kills may still hold the tuple before this one: a number that is closed now could be another process's a moment later.
+        # A thread that kills may still hold the tuple before this one: a number that is closed now could be another process's a moment
+        # later.
         self._retired += [(now_s, self._fds.pop(who)) for who in self._fds.keys() - kept]
         while self._retired and now_s - self._retired[0][0] >= RETIRED_S:
             os.close(self._retired.pop(0)[1])
@@ -139,7 +142,7 @@ class Holders:
         return self._fds[who]
 
     def _ask_device(self) -> None:
-        # What it drew before it fell silent is no evidence of what it does now.
+        # Its draw before it fell silent is no evidence of what it does now.
         self.gpu = {}
         if stuck():
             # One that hangs is enough: the next would hang beside it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import socket
 import stat
 import time
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from workers import regular_file
 from workers.child import ask
 from workers.hub_cache import hub_cache
 from workers.identity import plugin
@@ -55,7 +57,7 @@ ENGINE_NAMES = ("VLLM::", "vllm", "sglang", "llama-server", "ollama")
 
 
 def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
-    """One look; blocks, for two TIMEOUT_S at most where a program hangs. What cannot be read is left out.
+    """One look; blocks, for two TIMEOUT_S at most where a program hangs. Values that cannot be read are left out.
 
     runtime: the Python of the node's engines, whose vLLM is older or newer than what was compiled for it. Sizes in bytes, ages in seconds.
     """
@@ -64,7 +66,7 @@ def sample(root: Path = ROOT, runtime: str | None = None) -> dict[str, Any]:
     homes = [Path.home()] if here else [path for path in (root / "root", *_listed(root / "home")) if path.is_dir()]
     hubs = [hub_cache(environ)] if here else [home / ".cache/huggingface/hub" for home in homes]
     return {
-        "host": socket.gethostname() if here else (_text(root / "etc/hostname") or root.name).strip(),
+        "host": socket.gethostname() if here else (_text(root / "etc/hostname") or root.name).strip().partition("\n")[0],
         "user": _user() if here else "",
         "root": os.geteuid() == 0,
         "files": {name: text for name in FILES if (text := _text(root / name)) is not None},
@@ -98,13 +100,14 @@ def _asked(root: Path, name: str) -> dict[str, Any]:
 def _engines(root: Path) -> Iterator[dict[str, Any]]:
     """Processes that hold a model, ours and others', and what they hold on the host's side."""
     for folder in _listed(root / "proc"):
-        if not folder.name.isdigit():
+        if not (folder.name.isascii() and folder.name.isdecimal() and len(folder.name) < 10):
             continue
         name = (_text(folder / "comm") or "").strip()
         if name.startswith(ENGINE_NAMES):
-            words = (_text(folder / "statm") or "0 0").split()
+            pages = re.match(r"[0-9]+ ([0-9]{1,15})\b", _text(folder / "statm") or "")
+            resident_bytes = int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
             ours = "SPARKD_RANK_ID=" in (_text(folder / "environ") or "")
-            yield {"pid": int(folder.name), "name": name, "resident_bytes": int(words[1]) * os.sysconf("SC_PAGE_SIZE"), "ours": ours}
+            yield {"pid": int(folder.name), "name": name, "resident_bytes": resident_bytes, "ours": ours}
 
 
 def _shared(folder: Path) -> Iterator[dict[str, Any]]:
@@ -187,7 +190,6 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 def _text(path: Path, limit: int = TEXT_BYTES) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(limit)
+        return regular_file.read(path, limit).decode(errors="replace")
     except OSError:
         return None

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from workers import regular_file
+
 PLACES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
 
 # A branch, a tag, refs/pr/1 or a commit, and OWNER/NAME, each of them only below the cache's folder.
@@ -40,7 +42,7 @@ def snapshot_of(hub_id: str, revision: str | None, environ: Mapping[str, str]) -
     folder = hub_cache(environ) / f"models--{hub_id.replace('/', '--')}"
     wanted = revision or "main"
     try:
-        commit = (folder / "refs" / wanted).read_text().strip()
+        commit = regular_file.read(folder / "refs" / wanted).decode().strip()
     except (OSError, ValueError):
         commit = wanted
     snapshot = folder / "snapshots" / commit

@@ -1,5 +1,5 @@
-"""What a node would serve a model with: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine, never reads a whole
-weight."""
+"""Owns the identity of what a node would serve a model with: vLLM's release, the plugin's build, the checkpoint's files. Imports no engine,
+never reads a whole weight."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from workers.hub_cache import snapshot_of
 from workers.runtime import probe
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-# What decides shapes and names besides the weights. Rank 0 alone uses the tokenizer.
+# The files that decide shapes and names besides the weights. Rank 0 alone uses the tokenizer.
 CONFIG = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
 DIGITS = 12
-# Of each file of weights; what differs in a twentieth of a file is seen in 32 of 33 cases, and in one of a hundred such files for certain.
+# The part of each file of weights that is read; what differs in a twentieth of a file is seen in 32 of 33 cases, and in one of a hundred
+# such files for certain.
 SAMPLES, SAMPLE_BYTES = 64, 4096
 _PREFIX_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # of the reference reader (safetensors/src/tensor.rs, MAX_HEADER_SIZE)

@@ -26,7 +26,7 @@ LIMITED = "limited_by_other_rank"
 # vLLM's log has whole hundredths of a GiB: of less, a token's share of it says little.
 EXACT_GIB = 1.0
 _TOLD_OF_ALL = ("bytes_per_token", "sequences", "source_why", "peak_why", "why")
-# What is told of each rank; of its arithmetic, all that may differ.
+# The fields of each rank; those of its arithmetic are all that may differ.
 BY_RANK = ("rank", "phase", "source", *_SIZES, *_DIFFERENCES, LIMITED)
 
 
@@ -36,7 +36,7 @@ def kv_path(run_dir: str, rank_id: str) -> Path:
 
 
 def read_kv(path: Path) -> dict[str, Any]:
-    """What the workers of a rank's engine say together; empty where none says anything that can be read.
+    """The reports of the workers of a rank's engine put together; empty where none says anything that can be read.
 
     vLLM gives every rank the cache of the one that has the least, so the numbers are that one's (`rank`); slack_bytes is the least of
     all. why: what was refused, why vLLM sized it itself, or which rank decides among several; source_why: which rank had all of them
@@ -60,7 +60,7 @@ def read_kv(path: Path) -> dict[str, Any]:
 
 
 def over_nodes(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What read_kv says on several nodes, as one: the smallest rank of all decides, and `why` says which it is. Empty for nobody."""
+    """The answers of read_kv on several nodes, as one: the smallest rank of all decides, and `why` says which it is. Empty for nobody."""
     if len(told) < 2:
         return dict(told[0]) if told else {}
     by_rank = sorted((one for node in told for one in node.get("by_rank") or ()), key=lambda one: one["rank"])
@@ -80,7 +80,7 @@ def over_nodes(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def with_kv(progress: Mapping[str, Any], kv: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's progress with what its worker says of the cache, or where vLLM sized it, its log. What is rehearsed is sizing, whatever the
+    """A rank's progress with what its worker says of the cache, or where vLLM sized it, its log. A rehearsal is sizing, whatever the
     log has said by then."""
     found = {**progress, "kv": _of_log(progress, kv) or None}
     if kv.get("tokens") is not None and kv.get("pool_bytes") is not None:
@@ -123,7 +123,7 @@ def _deciding(files: Sequence[dict[str, Any]], phase: str) -> dict[str, Any]:
 
 
 def _phase(node: Mapping[str, Any]) -> str:
-    """What an agent of another release says may have another name: then nothing is ready yet."""
+    """A phase of an agent of another release may have another name: then nothing is ready yet."""
     return node["phase"] if node.get("phase") in PHASES else "rehearsing"
 
 

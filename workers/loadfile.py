@@ -28,7 +28,8 @@ def load_path(run_dir: str, rank_id: str) -> Path:
 
 
 def read_load(path: Path, now_s: float) -> dict[str, Any]:
-    """What the loader's ranks say together, by the names of sparkd.state.Progress; empty where none says anything that can be read.
+    """The reports of the loader's ranks put together, by the names of sparkd.state.Progress; empty where none says anything that can be
+    read.
 
     now_s: this node's wall clock. Bytes, units and rates add up over the ranks, an ETA is the slowest rank's and None unless each has one.
     """
@@ -78,7 +79,7 @@ def remove_load(run_dir: str, rank_id: str) -> None:
     remove(load_path(run_dir, rank_id))
 
 
-# What several ranks' caches are together: one that is being written says most of now, one that failed of the end.
+# Several ranks' caches as one: one that is being written says most of now, one that failed of the end.
 _WORST = ("none", "written", "skipped", "failed", "writing")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 LINE_BYTES = 16 * 1024
 MODE = 0o640
 SHORTEST_SECRET = 8
-# What the shim writes when it starts an engine: one file holds the lines of several starts.
+# The line that the shim writes when it starts an engine: one file holds the lines of several starts.
 STARTED = "engine started as process"
 
 _KEYS = re.compile(
@@ -73,7 +73,7 @@ class LineSplitter:
 
 
 class RotatingLog:
-    """path, path.1 ... path.N: the newest first, at most max_bytes each. What cannot be written is counted in dropped_lines."""
+    """path, path.1 ... path.N: the newest first, at most max_bytes each. Lines that cannot be written are counted in dropped_lines."""
 
     def __init__(self, path: str, *, max_bytes: int, backups: int) -> None:
         self.path = path
@@ -192,7 +192,7 @@ def lines_since(path: str, mark: str, words: Iterable[str], *, most: int = 20_00
 
 
 def _rest_of_rotated(path: str, inode: int, offset: int, max_bytes: int) -> dict[str, Any] | None:
-    """What is left of the file that the cursor was in; None once that was read, or is gone."""
+    """The rest of the file that the cursor was in; None once that was read, or is gone."""
     try:
         with open(f"{path}.1", "rb") as log:
             if os.fstat(log.fileno()).st_ino != inode:

@@ -25,8 +25,8 @@ def parse_meminfo(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for line in text.splitlines():
         words = line.replace(":", " ").split()
-        if len(words) >= 2 and words[0] in _FIELDS and words[1].isdigit():
-            found[_FIELDS[words[0]]] = int(words[1]) * 1024
+        if len(words) >= 2 and words[0] in _FIELDS and (size_kib := count_of(words[1])) is not None:
+            found[_FIELDS[words[0]]] = size_kib * 1024
     for name in _ALWAYS:
         found.setdefault(name, 0)
     return found
@@ -38,13 +38,19 @@ def parse_fields(text: str) -> dict[str, int]:
     for line in text.splitlines():
         name, colon, rest = line.partition(":")
         words = rest.split()
-        if colon and words and words[0].isdigit():
-            found[name.strip()] = int(words[0]) * (1024 if len(words) > 1 else 1)
+        if colon and words and (count := count_of(words[0])) is not None:
+            found[name.strip()] = count * (1024 if len(words) > 1 else 1)
     return found
 
 
+def count_of(word: str) -> int | None:
+    """A count as the kernel writes it; None for anything else."""
+    return int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else None
+
+
 def unaccounted_bytes(fields: Mapping[str, int]) -> int | None:
-    """What no line of /proc/meminfo accounts for: the driver's, so CUDA's, and 1.1 to 1.35 GiB on an idle Spark. None where lines lack.
+    """The bytes that no line of /proc/meminfo accounts for: the driver's, so CUDA's, and 1.1 to 1.35 GiB on an idle Spark. None where lines
+    lack.
 
     Shmem is part of Cached, SReclaimable of KReclaimable. Memory of CUDA is in no line, as 12 GiB of cudaMalloc beside an unchanged
     Shmem have shown.

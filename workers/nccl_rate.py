@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-# What both nodes send together, the first exchange included, which connects and is not timed.
+# The bytes that both nodes send together, the first exchange included, which connects and is not timed.
 MOST_BYTES = 512 << 20
 MESSAGE_BYTES = 32 << 20
 LINES, LINE_CHARS = 400, 600

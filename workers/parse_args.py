@@ -19,7 +19,7 @@ _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_
 
 
 def parse(lines: Sequence[Sequence[str]]) -> list[str | None]:
-    """What the parser of the installed vLLM says of each list of arguments, None where it takes it.
+    """The error of the installed vLLM's parser for each list of arguments, None where it takes it.
 
     Beside the flags themselves, what vLLM looks at only when it starts: the names of tool and reasoning parsers, of the attention backend,
     and of the fields of speculative decoding.
@@ -37,8 +37,9 @@ def main() -> None:
 def _said(checks: Callable[[Sequence[str]], None], line: Sequence[str]) -> str | None:
     try:
         checks(line)
-    except (ValueError, TypeError, KeyError) as error:
-        return " ".join(str(error).split())
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        # One line must not keep the others from an answer: plugins and validators raise what they like, and --version ends.
+        return " ".join(str(error).split()) or type(error).__name__
     return None
 
 

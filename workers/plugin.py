@@ -1,5 +1,5 @@
-"""What vLLM finds of us: one entry point that registers the load format `spark_stream` and the quantization method `spark`. Never
-touches a device.
+"""Owns the part of sparkd that vLLM finds: one entry point that registers the load format `spark_stream` and the quantization method
+`spark`. Never touches a device.
 
 vLLM calls `register` in every process (front end, engine core, workers, the model registry's own), sometimes more than once, so it is
 idempotent and cheap.
@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from sparkd.errors import MissingSymbol
-from workers import media, ray_engine
+from workers import media, ray_engine, remote_code
 from workers.media_rules import CONNECTOR, CONNECTOR_VARIABLE
 from workers.stream.symbols import lacking
 
@@ -31,6 +31,7 @@ def register() -> None:
         return
     _registered = True
     ray_engine.settle(os.environ)
+    remote_code.enforce(os.environ)
     _guard_media()
     try:
         from vllm.engine.arg_utils import EngineArgs

@@ -1,4 +1,4 @@
-"""What a vLLM log says about how far one rank is, line by line. Never opens a file, never asks a process.
+"""Owns reading from a vLLM log how far one rank is, line by line. Never opens a file, never asks a process.
 
 The strings are those of vLLM 0.5 to 0.33, read in its source and in captured logs (tests/fixtures/vllm-logs). A line nobody knows
 changes nothing, so a new release costs detail and not correctness: READY is decided by asking the engine, never by its log.
@@ -247,7 +247,8 @@ class Parser:
 
 
 def _loss_of(text: str, *, caused: bool) -> str | None:
-    """What of the engine is gone, and by which signal where that is told. caused: an error was told before it, which may be why."""
+    """The part of the engine that is gone, and by which signal where that is told. caused: an error was told before it, which may be
+    why."""
     if match := _WORKER_LOST.match(text):
         number = int(match[2] or 0)
         # By SIGTERM an engine that fails ends its workers itself.

@@ -240,7 +240,7 @@ def _engine_of(rank_id: str, run_dir: str, status: Mapping[str, Any], shim: Iden
 
 
 def _kill_from_outside(rank_id: str, run_dir: str, shim: Identity | None, engine: Identity | None) -> list[int]:
-    """What a healthy shim has done by itself. Members first, while the shim's session still tells them."""
+    """The steps that a healthy shim takes by itself. Members first, while the shim's session still tells them."""
 
     def find() -> dict[int, Identity]:
         return processes.members(rank_id, run_dir, shim=shim, engine=engine)

@@ -39,7 +39,7 @@ class Rating:
         return name
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the program said last, and {"running": bool}. Raises RankError for one that is not known."""
+        """The program's last words, and {"running": bool}. Raises RankError for one that is not known."""
         with self._lock:
             run = self._run if name == self._name else None
         if run is None:

@@ -1,4 +1,5 @@
-"""What an engine on vLLM's Ray executor does in its own processes: it takes sparkd's placement group for its own. Never starts a worker."""
+"""Owns the steps of an engine on vLLM's Ray executor in its own processes: it takes sparkd's placement group for its own. Never starts a
+worker."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ GROUP = "SPARKD_RAY_GROUP"
 # Names of the rank's whole environment: each worker has its own node's, so none of them crosses.
 OWN = "SPARKD_RAY_OWN"
 ON_CPU = "SPARKD_RAY_ON_CPU"
-# What Ray calls it. Of each bundle and each worker: a node has one GPU, and how many models share it is a matter of its memory.
+# Ray's name of it. Each bundle and each worker asks for it: a node has one GPU, and how many models share it is a matter of its memory.
 DEVICE, DEVICE_SHARE = "GPU", 0.01
 # Run by a shell of each node (ray/_private/runtime_env/context.py), so that each takes its own interpreter.
 _WORKER = "${SPARKD_RAY_PYTHON} -P -m workers.ray_worker"
 
 
 def environment(spec: RankSpec, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Of the rank's variables, those that lead into Ray. inherited: those of a process that is in it already, for its token."""
+    """Those of the rank's variables that lead into Ray. inherited: those of a process that is in it already, for its token."""
     if spec.ray is None:
         return {}
     attempt = spec.attempt or spec.rank_id

@@ -1,9 +1,9 @@
 """Asks a Ray head what it is, before a node joins it: versions, session, living nodes. Never joins, never starts a process of Ray.
 
 A program of its own, `python -m workers.ray_probe HOST:PORT`, since Ray's import stays in the memory of whoever asks. The token comes by
-RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}}, with `--clock` also "ahead_s",
-by which this clock is ahead of the head's, null where no daemon of its tells the time; or {"refused": "token"},
-{"refused": "silent", "why"}.
+RAY_AUTH_TOKEN_PATH. One line of JSON on stdout: {"ray", "python", "session", "nodes": {address: labels}, "agent"}, the last the version of
+the agent that the head's daemon has, null where none tells it; with `--clock` also "ahead_s", by which this clock is ahead of the head's,
+null where no daemon of its tells the time; or {"refused": "token"}, {"refused": "silent", "why"}.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import time
 from typing import Any
 
 ANSWER_TIMEOUT_S = 10
+# By how much two nodes' clocks may differ. Ages of readings are worked out on each node; what needs the clock is certificates, tokens of a
+# hub and whoever reads two logs.
+CLOCK_S = 5.0
 # Where the head's daemon writes its time, every two seconds; a value that has just changed is of this moment.
-CLOCK_KEY, CLOCK_NAMESPACE = b"clock", b"sparkd"
+CLOCK_KEY, AGENT_KEY, KEYS_NAMESPACE = b"clock", b"agent", b"sparkd"
 CLOCK_WAIT_S, CLOCK_LOOK_S = 5.0, 0.1
 
 
@@ -32,6 +35,7 @@ def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
         nodes = head.get_all_node_info(timeout=ANSWER_TIMEOUT_S)
         versions = json.loads(head.internal_kv_get(b"CLUSTER_METADATA", b"cluster", ANSWER_TIMEOUT_S) or b"{}")
         session = head.internal_kv_get(b"session_name", b"session", ANSWER_TIMEOUT_S) or b""
+        agent = head.internal_kv_get(AGENT_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
         ahead = {"ahead_s": _ahead_s(head)} if clock else {}
     except AuthenticationError:
         return {"refused": "token"}
@@ -41,15 +45,16 @@ def probe(address: str, *, clock: bool = False) -> dict[str, Any]:
         "ray": versions.get("ray_version"),
         "python": versions.get("python_version"),
         "session": session.decode(),
+        "agent": None if agent is None else agent.decode(),
         # 0 is ALIVE of GcsNodeInfo.GcsNodeState (src/ray/protobuf/gcs.proto).
         "nodes": {node.node_manager_address: dict(node.labels) for node in nodes.values() if node.state == 0},
     } | ahead
 
 
 def _ahead_s(head: Any) -> float | None:
-    first, until_s = head.internal_kv_get(CLOCK_KEY, CLOCK_NAMESPACE, ANSWER_TIMEOUT_S), time.monotonic() + CLOCK_WAIT_S
+    first, until_s = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S), time.monotonic() + CLOCK_WAIT_S
     while first is not None and time.monotonic() < until_s:
-        told = head.internal_kv_get(CLOCK_KEY, CLOCK_NAMESPACE, ANSWER_TIMEOUT_S)
+        told = head.internal_kv_get(CLOCK_KEY, KEYS_NAMESPACE, ANSWER_TIMEOUT_S)
         if told != first:
             return time.time() - float(told)
         time.sleep(CLOCK_LOOK_S)

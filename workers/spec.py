@@ -1,4 +1,4 @@
-"""What one rank is started from, and what of it cannot be. Never starts anything, never touches a file.
+"""Owns the values that one rank is started from, and which of them cannot be. Never starts anything, never touches a file.
 
 It crosses from the control plane to a node as plain JSON, so that both sides may run in different Python environments.
 """
@@ -30,7 +30,8 @@ class RankSpec:
     model, attempt: the rank_id of rank 0 of this start; flags tell the engine how they meet (workers.command.parallel_flags). ray: under
     vLLM's Ray executor, {"address", "group"} of Ray and of the placement group whose bundles its workers take, in the order of the ranks.
     memory_gib: what is reserved for it on its node. parsers: the fields of a sparkd.parsers.Parsers; the engine's flags say the same.
-    media: where it may fetch what a request names by a URL (workers.media_rules.Rules); None: from nowhere.
+    media: where it may fetch what a request names by a URL (workers.media_rules.Rules); None: from nowhere. trusted_code: the commits whose
+    code it may run (workers.trusted_code.Commits); None: it runs none of a hub's.
     """
 
     rank_id: str
@@ -67,6 +68,7 @@ class RankSpec:
     memory_gib: int = 0
     parsers: Mapping[str, str | None] | None = None
     media: Mapping[str, Any] | None = None
+    trusted_code: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(json.loads(json.dumps(asdict(self))))
@@ -105,7 +107,8 @@ class RankSpec:
             if not _VARIABLE.fullmatch(name):
                 raise RankError(f"{name!r} in env of the rank {self.rank_id} is no variable's name: use letters, digits and '_'.")
         if self.socket_path and len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES:
-            raise RankError(f"The socket {self.socket_path} is longer than {SOCKET_PATH_BYTES} bytes (unix(7)): use a shorter --state-dir.")
+            size = f"is longer than {SOCKET_PATH_BYTES} bytes (unix(7))"
+            raise RankError(f"The socket {self.socket_path} {size}: set runtime_dir to a shorter folder.")
         if self.host and (self.socket_path or not self.port or not self.api_key_path):
             raise RankError(f"The rank {self.rank_id} on the address {self.host} needs a port and an api_key_path, and no socket_path.")
 

@@ -49,7 +49,7 @@ _CHILD = [sys.executable, "-I", "-S", "-c", "import signal\nwhile True: signal.p
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What the stub takes from vLLM's flags. `headless`: a rank other than 0, which serves no HTTP."""
+    """The values that the stub takes from vLLM's flags. `headless`: a rank other than 0, which serves no HTTP."""
 
     model: str
     names: tuple[str, ...]

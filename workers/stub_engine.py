@@ -1,4 +1,4 @@
-"""What a stub engine decides and counts: routes, refusals, metrics. Never parses HTTP, paces an answer or reads the environment."""
+"""Owns a stub engine's decisions and counts: routes, refusals, metrics. Never parses HTTP, paces an answer or reads the environment."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class StubEngine:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a route decided: a whole body, or a stream of `tokens` chunks when `stream` is set. `behaviour` None: at once, no fault.
+    """A route's decision: a whole body, or a stream of `tokens` chunks when `stream` is set. `behaviour` None: at once, no fault.
 
     With a behaviour it is a request to the model: running while it lasts, its tokens generated. `hang`: nothing is ever sent.
     """

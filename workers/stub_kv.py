@@ -15,7 +15,7 @@ from workers.stub_load import pause
 
 _FLAG = "worker-cls"
 _OURS = "workers.kv."
-# What the stub's log says where vLLM sizes: 1.0 GiB for 524,288 tokens.
+# The cache in the stub's log where vLLM sizes: 1.0 GiB for 524,288 tokens.
 BYTES_PER_TOKEN = 2048
 BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 4096

@@ -1,4 +1,5 @@
-"""What a node's memory does, look by look: reads three files of /proc, keeps two minutes of it, and works out where it goes. Never acts.
+"""Owns the course of a node's memory, look by look: reads three files of /proc, keeps two minutes of it, and works out where it goes. Never
+acts.
 
 A look opens nothing and allocates nothing larger than a number: files are held open, buffers and the ring are made beforehand, because
 this must work on a machine that has no page left.
@@ -29,7 +30,7 @@ _VMSTAT = (b"pgscan_direct ", b"pswpin ", b"pswpout ")
 class Look:
     """One moment, bytes. at_s is monotonic. scanned and swapped are pages since boot; psi_full_us microseconds since boot.
 
-    What the kernel does not print is None; unaccounted is meminfo.unaccounted_bytes.
+    A line that the kernel does not print is None; unaccounted is meminfo.unaccounted_bytes.
     """
 
     at_s: float
@@ -195,7 +196,7 @@ class Vitals:
         )
 
     def rows(self) -> list[list[float]]:
-        """Of the last KEPT_S, oldest first, in the order of COLUMNS."""
+        """The looks of the last KEPT_S, oldest first, in the order of COLUMNS."""
         if not self._count:
             return []
         last = self._back(KEPT_S, min(self._count, ROWS))

@@ -63,7 +63,7 @@ def model_of_json(body: bytes | bytearray) -> str | None:
     most one such name.
 
     msgspec checks what it skips without building it, so that a hostile body of n bytes costs no memory: pydantic and orjson
-    built 16 MB of `[0,0,…` into 240 MiB. What msgspec lets through is looked for here: UTF-8 within skipped strings, a repeated
+    built 16 MB of `[0,0,…` into 240 MiB. This module looks for what msgspec lets through: UTF-8 within skipped strings, a repeated
     `model` (the hook is called once for each), integers too long to read. It holds the interpreter lock while it parses, so
     a thread would not keep the loop free; it takes 0.5 ms per MB.
     """
@@ -72,7 +72,7 @@ def model_of_json(body: bytes | bytearray) -> str | None:
             _PLAIN.decode(body)  # a `model` that is a huge list fails here before the hook's decoder would build it
         _seen.clear()
         _COUNTING.decode(body)
-        found = _seen[0] if _seen else None
+        model = _seen[0] if _seen else None
         _seen.clear()
         if not body.isascii():
             _check_utf8(body)
@@ -86,11 +86,11 @@ def model_of_json(body: bytes | bytearray) -> str | None:
         raise BadRequest(f"The body is not valid UTF-8: {error.reason}. Send JSON in UTF-8.") from None
     except RecursionError:
         raise BadRequest("The body is not usable JSON: it is nested too deeply.") from None
-    if found is not None and not isinstance(found, str):
+    if model is not None and not isinstance(model, str):
         raise BadRequest("`model` must be a string.", param="model")
     if _has_long_number(body):
         raise BadRequest(f"The body holds a number of {LONG_DIGITS} digits or more; send it as a string.")
-    return found
+    return model
 
 
 def wants_stream(body: bytes | bytearray) -> bool:
@@ -105,11 +105,12 @@ def wants_functions(body: bytes | bytearray) -> bool:
     """Whether a body that `model_of_json` has taken gives the model functions that it may call: of OpenAI's APIs and of Anthropic's. Tools
     of other types are the server's own, and the engine's to refuse."""
     try:
-        found = _TOOLS.decode(body)
+        request = _TOOLS.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return False
-    choice = found.tool_choice.type if isinstance(found.tool_choice, _Choice) else found.tool_choice
-    return choice != "none" and any(tool.type in _FUNCTIONS for tool in found.tools or ())
+    choice = request.tool_choice
+    kind = choice.type if isinstance(choice, _Choice) else choice
+    return kind != "none" and any(tool.type in _FUNCTIONS for tool in request.tools or ())
 
 
 def wants_storing(body: bytes | bytearray) -> bool:

@@ -129,10 +129,10 @@ class Edge:
             exchange.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        found = find(scope["path"], scope["raw_path"])
-        if found is None:
+        match = find(scope["path"], scope["raw_path"])
+        if match is None:
             raise UnknownRoute(f"There is nothing at this path{self._meant(scope['path'], headers)}. The README lists the routes.")
-        route, name = found
+        route, name = match
         exchange.route = route.label
         page = self._page(route, headers)
         if page is not None:

@@ -1,4 +1,4 @@
-"""What an engine is told of a client's request, and a client of an engine's answer: which headers go and come back. Never sees a body."""
+"""Owns which headers of a client's request go to an engine, and which of an engine's answer come back. Never sees a body."""
 
 from __future__ import annotations
 

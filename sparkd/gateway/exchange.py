@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("sparkd.access")
 
-# Asked every few seconds by whoever watches; only their failures are news. What is done through the admin API is an event besides.
+# Asked every few seconds by whoever watches; only their failures are news. A change through the admin API is an event besides.
 _POLLED = frozenset((*(path for path, route in EXACT.items() if route.kind in (Kind.LIVE, Kind.READY)), "/metrics", "/admin/v1"))
 
 CLIENT_GONE = 499  # nginx's code for a client that closed before the answer; never sent, only counted

@@ -1,4 +1,5 @@
-"""What a client that asked for a stream hears while its model loads: comments, or words in the reasoning field. Never ends the wait.
+"""Owns the signs of life for a client that asked for a stream while its model loads: comments, or words in the reasoning field. Never ends
+the wait.
 
 A comment is what the HTML standard's "Server-sent events" proposes against proxies that drop silent connections. The first thing said
 sends the status: what goes wrong afterwards can only be an error event.
@@ -22,7 +23,7 @@ from sparkd.gateway.routes import Route
 # Words are for people, who look at them: soon, and again when there is news.
 _WORDS_AFTER_S, _WORDS_EVERY_S = 1.0, 2.0
 _CHAT = "/v1/chat/completions"
-# Of a model that is waited for, in words for people.
+# The states of a model that is waited for, in words for people.
 _STATES = {
     "STOPPED": "waits for its turn",
     "PLANNED": "is given its room",
@@ -37,10 +38,10 @@ _STATES = {
 class Heartbeat:
     """Begins with its construction, ends with `stop` or `refuse`. begun: the client has its status, 200, and an event stream.
 
-    every_s: 0 is never. told: the `loading` object. in_words: for streamed chats.
+    every_s: 0 is never. loading: makes the `loading` object. in_words: for streamed chats.
     """
 
-    __slots__ = ("_client", "_every_s", "_exchange", "_in_words", "_said", "_timer", "_told", "anthropic", "begun")
+    __slots__ = ("_client", "_every_s", "_exchange", "_in_words", "_last_words", "_loading", "_timer", "anthropic", "begun")
 
     def __init__(
         self,
@@ -48,17 +49,17 @@ class Heartbeat:
         exchange: Exchange,
         route: Route,
         every_s: float,
-        told: Callable[[], Mapping[str, Any]],
+        loading: Callable[[], Mapping[str, Any]],
         in_words: bool,
     ) -> None:
         self.begun = False
         self.anthropic = route.anthropic
         self._client = client
         self._exchange = exchange
-        self._told = told
+        self._loading = loading
         self._in_words = in_words and route.label == _CHAT
         self._every_s = _WORDS_EVERY_S if self._in_words else every_s
-        self._said = ""
+        self._last_words = ""
         self._timer: asyncio.TimerHandle | None = None
         if self._every_s > 0:
             self._timer = client.loop.call_later(_WORDS_AFTER_S if self._in_words else every_s, self._beat)
@@ -104,14 +105,14 @@ class Heartbeat:
         self._client.transport.write(self._client.begin_answer(200, head))
 
     def _comment(self) -> bytes:
-        return f": {how_far(self._told())}\n\n".encode()
+        return f": {how_far(self._loading())}\n\n".encode()
 
     def _words(self) -> bytes:
-        loading = self._told()
+        loading = self._loading()
         words = how_far(loading)
-        if words == self._said:
+        if words == self._last_words:
             return f": {words}\n\n".encode()
-        self._said = words
+        self._last_words = words
         # vLLM 0.26 says reasoning, earlier ones and many programs reasoning_content.
         delta = {"role": "assistant", "reasoning": f"{words}\n", "reasoning_content": f"{words}\n"}
         chunk = {

@@ -10,7 +10,7 @@ from hmac import compare_digest
 
 
 class Role(IntEnum):
-    """Who is asking; a greater role may do everything that a smaller one may."""
+    """The role of a caller; a greater role may do everything that a smaller one may."""
 
     NOBODY = 0
     INFERENCE = 1
@@ -41,12 +41,12 @@ class Keys:
         """
         role = Role.NOBODY
         for key in _presented(headers):
-            found = hashlib.sha256(key).digest()
+            presented = hashlib.sha256(key).digest()
             for known in self.inference:
-                if compare_digest(found, known):
+                if compare_digest(presented, known):
                     role = max(role, Role.INFERENCE)
             for known in self.admin:
-                if compare_digest(found, known):
+                if compare_digest(presented, known):
                     role = Role.ADMIN
         return role
 

@@ -10,7 +10,7 @@ _MIB = 1024 * _KIB
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client, and all of them together, may take.
+    """The most that one client, and all of them together, may take.
 
     header_bytes, header_count   request line and headers of one request; beyond: 431
     header_s                     from the first byte (or the connection) to the end of the headers; beyond: 408, or a close if silent

@@ -18,7 +18,7 @@ from sparkd.wire import Connection
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _CHUNK_ENDS = tuple(end + b"\r\n" for end in _EVENT_ENDS)
 
-# Of an engine's answer that was to be a stream and is none: an error of vLLM's is a few hundred bytes.
+# The bytes that are kept of an engine's answer that was to be a stream and is none: an error of vLLM's is a few hundred bytes.
 _FOREIGN_BYTES = 64 * 1024
 
 Peek = Callable[[bytes], bool]

@@ -26,7 +26,7 @@ from sparkd.gateway.limits import Limits
 
 CONNECTION = "sparkd.connection"
 
-# RFC 9112 3.2: uri-host [":" port]. What some servers take for a path (CVE-2026-48710) has no place in it.
+# RFC 9112 3.2: uri-host [":" port]. Bytes that some servers take for a path (CVE-2026-48710) have no place in it.
 _NO_UPGRADE = "No protocol upgrade is offered here; use HTTP/1.1 (in Java: HttpClient.Version.HTTP_1_1)."
 _NO_WEBSOCKET = "sparkd serves no WebSocket, so no /v1/realtime; send an HTTP request, such as POST /v1/chat/completions with stream: true."
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
@@ -41,7 +41,7 @@ _LAST_S = 0.25
 
 
 class Source(Protocol):
-    """What an answer comes from; it pauses while the client does not take what there is."""
+    """The source of an answer; it pauses while the client does not take what there is."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -242,7 +242,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if name == b"host":
                 hosts += 1
                 host = value
-        # What was read may hold a body too, so it says only that there is something to add up.
+        # The bytes that were read may hold a body too, so it says only that there is something to add up.
         large = self._unparsed_bytes > self.limits.header_bytes and self._head_bytes() > self.limits.header_bytes
         if large or len(self.headers) > self.limits.header_count:
             self._refusal = self._too_large()

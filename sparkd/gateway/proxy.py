@@ -36,6 +36,7 @@ from sparkd.gateway.outline import outline
 from sparkd.gateway.pipe import Peek, Pipe
 from sparkd.gateway.protocol import CONNECTION, BoundedProtocol
 from sparkd.gateway.routes import Kind, Route
+from sparkd.parsers import Parsers
 from sparkd.snapshot import Snapshot
 from sparkd.state import ModelState
 from sparkd.upstream import Upstream
@@ -63,11 +64,11 @@ class Lease(Protocol):
     @property
     def upstream(self) -> Upstream: ...
     @property
-    def parsers(self) -> Mapping[str, str | None] | None: ...
+    def parsers(self) -> Parsers | None: ...
 
 
 class Leases(Protocol):
-    """What the gateway knows of the supervisor."""
+    """The part of the supervisor that the gateway knows."""
 
     def lease(
         self, name: str, *, wait_s: float | None = None, probe: bool = False, waits: Waits | None = None, need: Need | None = None
@@ -140,7 +141,7 @@ class Proxy:
         connection: BoundedProtocol = scope["extensions"][CONNECTION]
         connection.call_when_gone(partial(leave, exchange, asyncio.current_task()))
         exchange.model = "unknown"
-        asked_s = perf_counter()
+        begun_s = perf_counter()
         try:
             waits = partial(self._wait, connection, exchange, route) if route.kind is Kind.JSON else None
             need = _need(route, exchange)
@@ -149,7 +150,7 @@ class Proxy:
                     exchange.heartbeat.stop()
                 exchange.model = lease.model
                 _check_tools(lease, route, exchange)
-                exchange.queued_s = perf_counter() - asked_s
+                exchange.queued_s = perf_counter() - begun_s
                 gauge = in_flight(lease.model)
                 gauge.inc()
                 try:
@@ -174,12 +175,12 @@ class Proxy:
                 exchange.heartbeat.stop()
 
     def _wait(
-        self, connection: BoundedProtocol, exchange: Exchange, route: Route, told: Callable[[], Mapping[str, Any]], in_words: bool
+        self, connection: BoundedProtocol, exchange: Exchange, route: Route, loading: Callable[[], Mapping[str, Any]], in_words: bool
     ) -> None:
-        exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, told, in_words)
+        exchange.heartbeat = Heartbeat(connection, exchange, route, self.limits.heartbeat_s, loading, in_words)
 
     async def _relay(self, lease: Lease, scope: Scope, route: Route, headers: dict[bytes, bytes], exchange: Exchange) -> None:
-        """The engine's whole answer. What comes of it goes from socket to socket within sparkd.wire's callbacks; this only waits."""
+        """The engine's whole answer. Its bytes go from socket to socket within sparkd.wire's callbacks; this only waits."""
         wire = lease.upstream.wire
         target = scope["raw_path"]
         if route.kind is Kind.RESPONSE and scope["query_string"]:
@@ -300,9 +301,9 @@ def _need(route: Route, exchange: Exchange) -> Need | None:
 def _check_tools(lease: Lease, route: Route, exchange: Exchange) -> None:
     """Raises NoToolParser where the engine has no parser for the calls that the request asks for: vLLM would answer with its own flags."""
     parsers = lease.parsers
-    if parsers is not None and parsers.get("tool", "") is None and route.label in _WITH_TOOLS and wants_functions(exchange.outline):
+    if parsers is not None and parsers.tool is None and route.label in _WITH_TOOLS and wants_functions(exchange.outline):
         lease.answered = None
-        raise NoToolParser(lease.model, parsers.get("nearest"))
+        raise NoToolParser(lease.model, parsers.nearest)
 
 
 @lru_cache(maxsize=128)

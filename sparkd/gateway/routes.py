@@ -15,7 +15,7 @@ ADMIN_ROOT = "/admin/v1"
 
 
 class Kind(Enum):
-    """Who answers."""
+    """The part that answers a route."""
 
     ROOT = "root"
     LIVE = "live"

@@ -35,9 +35,11 @@ class GatewayServer(uvicorn.Server):
 
     acceptor: Acceptor | None = None
 
-    def __init__(self, config: uvicorn.Config, boundary: Boundary) -> None:
+    def __init__(self, config: uvicorn.Config, boundary: Boundary, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config)
         self._boundary = boundary
+        self._clock = clock
+        self._ticked_at_s = clock()
 
     async def run_until_told(self, sockets: list[socket.socket]) -> None:
         """`serve`, begun again where it ends by an error before it is told to."""
@@ -67,10 +69,21 @@ class GatewayServer(uvicorn.Server):
             self.acceptor.close()
         await super().shutdown(sockets=sockets)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second, from when it accepts until it is told to end."""
+        is_over: bool = await super().on_tick(counter)
+        self._ticked_at_s = self._clock()
+        return is_over
+
     @property
     def condition(self) -> str | None:
         """Why clients cannot connect."""
         return self.acceptor.condition if self.acceptor is not None else None
+
+    @property
+    def tick_age_s(self) -> float:
+        """Seconds since its loop last turned, which it does only while it accepts. 0 once it was told to end."""
+        return 0.0 if self.should_exit else self._clock() - self._ticked_at_s
 
     async def finish(self, serving: asyncio.Task[None], at_once: asyncio.Event, running: Callable[[], int] | None = None) -> None:
         """Take no more, and return once `serving`, the task of `serve`, has ended: when all that is open was answered, after drain_s, or
@@ -123,7 +136,14 @@ def map_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, _TRIMMED_FROM_BYTES)
 
 
-def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0, boundary: Boundary | None = None) -> GatewayServer:
+def gateway_server(
+    app: App,
+    limits: Limits,
+    *,
+    drain_s: float = 30.0,
+    boundary: Boundary | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> GatewayServer:
     """A server for `app`, not yet listening. Runs on whatever loop `serve` is awaited on; the daemon chooses uvloop where it can.
 
     Sets how this process's malloc keeps large blocks (map_large_blocks).
@@ -144,7 +164,7 @@ def gateway_server(app: App, limits: Limits, *, drain_s: float = 30.0, boundary:
         timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=drain_s,
     )
-    return GatewayServer(config, boundary or Boundary(time.monotonic))
+    return GatewayServer(config, boundary or Boundary(clock), clock)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -157,7 +177,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        why = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
-        raise ConfigError(f"listen: {host}:{port} cannot be bound: {why}. Choose another port with --listen HOST:PORT.") from None
+        reason = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
+        raise ConfigError(f"listen: {host}:{port} cannot be bound: {reason}. Choose another port with --listen HOST:PORT.") from None
     listening.setblocking(False)
     return listening

@@ -3,7 +3,8 @@
 A real daemon with the stub engine serves short answers over kept connections, streams, now and then a refusal, and clients that send a
 whole request and close at once. All are spread evenly over --steps steps; behind each, once no request is at work, the memory is read
 (anonymous pages of /proc/PID/smaps_rollup). Before the first reading that counts, --warm steps come over twice as many connections:
-caches and what is kept of the last minutes fill, and pools grow beyond what the rest can need at once, so that what is left is growth.
+caches and what is kept of the last minutes fill, and pools grow beyond what the rest can need at once, so that what is left is growth. The
+heap's own steps become rarer for some 40 steps. How many come before is settled beforehand: who waited for a flat stretch would choose it.
 
 The slope is a least-squares line through all readings after it, with what it may be off by in 95 of 100 runs (trend.py). The bar is 1 KiB
 for each 1000 of what was done: MISSED where the slope is surely above it, ok where it surely is not, else `unsure`: run it for longer.
@@ -52,7 +53,7 @@ def main() -> int:
     parser.add_argument("--streams", type=count, default=10_000)
     parser.add_argument("--leavers", type=count, default=60_000, help="clients that send a whole request and close at once")
     parser.add_argument("--steps", type=count, default=60, help="readings that count")
-    parser.add_argument("--warm", type=count, default=20, help="further steps of the same size, before")
+    parser.add_argument("--warm", type=count, default=60, help="further steps of the same size, before")
     parser.add_argument("--connections", type=count, default=16)
     parser.add_argument("--limit-s", type=amount, default=3600)
     parser.add_argument("--json", type=new, help="write the readings there")

@@ -9,6 +9,8 @@ memory comes back within --returns-s. Patterns, all of clients that wait for eac
     batch    a batch of four requests at a time of 20 s each, beside a chat of three questions every four minutes with another model
     four     four models, asked for by two people at random, an answer of 8 s, then 5 to 30 s of reading
     circle   four models in a circle, each asked for as soon as the last has answered in 1 s: no demand alternates more
+    fails    two agents that alternate, and one of the two models loads for as long as the first load takes and fails
+    unequal  two agents that alternate, and one of the two models takes --cold-s for each load
 
 Rules: `today` is sparkd's, `before` its earlier one (a model stays for min_residency_s and for as long as its load took, used or not),
 `at once` is llama-swap's (each request evicts as soon as running requests have ended). Columns: requests answered, time to
@@ -37,12 +39,14 @@ from rich.console import Console
 from rich.table import Table
 
 from sparkd.config import ModelConfig
+from sparkd.errors import Unavailable
 from sparkd.placement import Placement
 from sparkd.pulse import Pulse
-from sparkd.residency import Stay
+from sparkd.residency import Budget, Stay
 from sparkd.sight import Observation
 from sparkd.start import Attempt
 from sparkd.state import STARTING, ModelState, Progress, RankFact, RankHandle, Reading
+from sparkd.upstream import ServedModels
 from tests.fakes import FakeClock, FakeCluster, Loop, Scene, stage
 
 GIB = 1 << 30
@@ -61,7 +65,12 @@ def at_once(stay: Stay) -> float:
     return float("-inf")
 
 
-RULES = {"before": property(before), "at once": property(at_once), "today": Stay.until_s}
+def unlimited(budget: Budget, loads_s: float) -> float:
+    return float("-inf")
+
+
+# Until when a model stays, and when the budget covers its load.
+RULES = {"before": (property(before), unlimited), "at once": (property(at_once), unlimited), "today": (Stay.until_s, Budget.covers_at_s)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +100,11 @@ class Outcome:
 class Node(FakeCluster):
     """One node whose engines load for as long as they are told to, and whose memory comes back after their end."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Times, failing: str = "", slow: str = "") -> None:
+        """failing, slow: names of models whose loads all fail, or all are as long as a first one."""
         super().__init__()
         self.times = times
+        self._failing, self._slow = failing, slow
         self.clock = FakeClock()
         self.offered = {"n": float(OFFERED_GIB)}
         self.names = list(MODELS)
@@ -104,7 +115,11 @@ class Node(FakeCluster):
     async def observe(self) -> Observation:
         now_s = self.clock.now_s
         for rank_id, fact in list((self.ranks or {}).items()):
-            if now_s >= self._up_at_s[rank_id] and not fact.progress.server_up:
+            if now_s < self._up_at_s[rank_id]:
+                continue
+            if fact.handle.model in self._failing:
+                self.ranks[rank_id] = replace(fact, alive=False, processes=0, exit_code=1)  # type: ignore[index]
+            elif not fact.progress.server_up:
                 self.ranks[rank_id] = replace(fact, progress=Progress(phase="serving", server_up=True))  # type: ignore[index]
         living = len(self.ranks or {})
         away = sum(
@@ -116,7 +131,8 @@ class Node(FakeCluster):
 
     async def start(self, placement: Placement, spec: ModelConfig, attempt: Attempt, tell: Any = None) -> tuple[RankHandle, ...]:
         handles = await super().start(placement, spec, attempt, tell)
-        load_s = self.times.warm_s if spec.name in self.loads else self.times.cold_s
+        cold = spec.name not in self.loads or spec.name in self._failing + self._slow
+        load_s = self.times.cold_s if cold else self.times.warm_s
         self.loads.append(spec.name)
         for handle in handles:
             self._up_at_s[handle.rank_id] = self.clock.now_s + load_s
@@ -128,8 +144,8 @@ class Node(FakeCluster):
         self._returns_from_s.append(self.clock.now_s)
         return await super().destroy(fact, hangs=hangs)
 
-    async def served_names(self, upstream: Any) -> list[str] | None:
-        return list(MODELS) if any(fact.progress.server_up for fact in (self.ranks or {}).values()) else None
+    async def served_models(self, upstream: Any) -> ServedModels | None:
+        return ServedModels(tuple(MODELS)) if any(fact.progress.server_up for fact in (self.ranks or {}).values()) else None
 
 
 Request = Callable[[str, float], Awaitable[None]]
@@ -185,12 +201,15 @@ async def circle(ask: Request, rng: random.Random) -> None:
 
 
 PATTERNS: Mapping[str, Callable[[Request, random.Random], Awaitable[None]]] = {
-    "mind": mind, "agents": agents, "batch": batch, "four": four, "circle": circle,
+    "mind": mind, "agents": agents, "batch": batch, "four": four, "circle": circle, "fails": agents, "unequal": agents,
 }  # fmt: skip
+ODD: Mapping[str, Mapping[str, str]] = {"fails": {"failing": "b"}, "unequal": {"slow": "b"}}
+# Who is sent away comes again after so long.
+AGAIN_S = 5.0
 
 
 async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Times, seed: int) -> Outcome:
-    node = Node(times)
+    node = Node(times, **ODD.get(pattern, {}))
     models = {name: {"model": str(folder), "memory_gib": MODEL_GIB} for name in MODELS}
     waits_s: list[float] = []
     async with stage(folder, cluster=node, models=models, wait_for_load_s=1e6, health_check_timeout_s=1e6) as made:
@@ -198,10 +217,13 @@ async def simulate(loop: Loop, folder: Path, pattern: str, rule: str, times: Tim
 
         async def ask(model: str, seconds: float) -> None:
             since_s = made.clock.now_s
-            async with made.supervisor.lease(model) as lease:
-                waits_s.append(made.clock.now_s - since_s)
-                await asyncio.sleep(seconds)
-                lease.answered = True
+            try:
+                async with made.supervisor.lease(model) as lease:
+                    waits_s.append(made.clock.now_s - since_s)
+                    await asyncio.sleep(seconds)
+                    lease.answered = True
+            except Unavailable:
+                await asyncio.sleep(AGAIN_S)
 
         client = asyncio.ensure_future(PATTERNS[pattern](ask, random.Random(seed)))
         loading_share = await _pass(made, times.hours * 3600)
@@ -234,11 +256,12 @@ async def _pass(made: Scene, seconds: float) -> float:
 def run(times: Times, patterns: Sequence[str], seed: int) -> list[Outcome]:
     outcomes = []
     for pattern in patterns:
-        for rule, until_s in RULES.items():
+        for rule, (until_s, covers_at_s) in RULES.items():
             loop = Loop()
             # The fake engines have no counters that a watchdog could read.
             unwatched = patch.object(Pulse, "look", lambda *_: None)
-            with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), unwatched:
+            budget = patch.object(Budget, "covers_at_s", covers_at_s)
+            with tempfile.TemporaryDirectory() as folder, patch.object(Stay, "until_s", until_s), budget, unwatched:
                 outcomes.append(loop.run_until_complete(simulate(loop, Path(folder), pattern, rule, times, seed)))
             loop.close()
     return outcomes
@@ -252,11 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--returns-s", type=float, default=1.0, help="seconds until its memory is back; on a Spark up to 60 (1)")
     parser.add_argument("--pattern", choices=PATTERNS, action="append", help="only this one; may be given again")
     parser.add_argument("--seed", type=int, default=17, help="of what is random in `mind` and `four` (17)")
-    parser.add_argument("--smallest", action="store_true", help="ten minutes of `agents` alone, with loads of 40 and 10 s")
+    parser.add_argument("--smallest", action="store_true", help="ten minutes of `agents` and `fails`, with loads of 40 and 10 s")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     times = Times(options.hours, options.cold_s, options.warm_s, options.returns_s)
-    times, patterns = (SMALLEST, ["agents"]) if options.smallest else (times, options.pattern or list(PATTERNS))
+    times, patterns = (SMALLEST, ["agents", "fails"]) if options.smallest else (times, options.pattern or list(PATTERNS))
     outcomes = run(times, patterns, options.seed)
     print(json.dumps([asdict(one) for one in outcomes])) if options.json else Console(width=100).print(_table(outcomes))
     missed = [one for one in outcomes if one.rule == "today" and one.loading_share > BAR]

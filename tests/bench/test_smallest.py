@@ -17,6 +17,7 @@ LIMIT_S, END_S = 300, 90
 NO_MEMORY_CGROUP = 2
 # The arguments that a bench needs besides --smallest; FOLDER is an empty folder.
 RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "answers": ((),),
     "architectures": ((),),
     "change": ((),),
     "chaos": ((),),
@@ -38,6 +39,8 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
 # Programs that a bench starts, by themselves no bench.
 PARTS = {"footprint_case", "gateway_target", "kv_ballast", "kv_case", "load", "loader_case", "sampling", "speak_case"}
 WRONG = (
+    ("answers", "--only", "no such model"),
+    ("answers", "--platform", "tpu"),
     ("architectures", "--only", "no such architecture"),
     ("architectures", "--jobs", "0"),
     ("chaos", "--model", "no/such/folder"),

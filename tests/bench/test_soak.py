@@ -106,6 +106,15 @@ def test_without_schemathesis_nothing_begins(monkeypatch: pytest.MonkeyPatch, ca
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_leak"),
+    [((230, 231, 237, 237.4), False), ((230, 237, 237.1, 237.2), False), ((230, 235, 240, 245), True), ((230, 236, 231, 237), True)],
+)
+def test_a_leak_grows_in_most_rounds(sizes: tuple[float, ...], is_leak: bool) -> None:
+    """MiB."""
+    assert (soak.growth(sizes) * 1024 > soak.MEMORY_BAR_KIB) is is_leak
+
+
 class Steps(Beside):
     """`ends_at`: the step that raises."""
 

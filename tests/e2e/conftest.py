@@ -91,7 +91,8 @@ def served(chat_model: Path, foreign_python: Path, kinds: Kinds, tmp_path_factor
     settings = {
         "backoff": {"initial_s": 0.5, "max_s": 2},
         "models": {
-            NAME: engine | {"aliases": ["gpt-4o", "claude-sonnet"], "preload": True},
+            # In float32, as `make serve` starts it: a CPU with AMX rounds its first word to the wrong side in bfloat16.
+            NAME: engine | {"dtype": "float32", "aliases": ["gpt-4o", "claude-sonnet"], "preload": True},
             "quantized": engine | {"runtime": str(foreign_python), "quantize": "int4-g64"},
         },
     }

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sparkd.errors import RouteNotServed, SparkdError, UnknownModel
 from sparkd.gateway import Edge, GatewayServer, Keys, Limits, gateway_server
 from sparkd.gateway.answers import Receive, Scope, Send
 from sparkd.gateway.proxy import Waits
+from sparkd.parsers import Parsers
 from sparkd.snapshot import ModelView, Snapshot
 from sparkd.state import ModelState, Want
 from sparkd.upstream import Upstream
@@ -66,7 +67,7 @@ def view(name: str, **changes: Any) -> ModelView:
 class FakeLease:
     model: str
     upstream: Upstream
-    parsers: Mapping[str, str | None] | None = None
+    parsers: Parsers | None = None
     answered: bool | None = False
 
 
@@ -80,7 +81,7 @@ class FakeSupervisor:
         self.gate.set()
         self.refusal: SparkdError | None = None
         self.in_words = False
-        self.parsers: Mapping[str, str | None] | None = None
+        self.parsers: Parsers | None = None
         self.waiting = 0
         self.withdrawn = 0
         self.held = 0

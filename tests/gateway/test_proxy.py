@@ -12,6 +12,7 @@ import pytest
 from sparkd.errors import Draining, ModelFailed, ModelLoading, TooManyRequests
 from sparkd.gateway import Keys, Limits
 from sparkd.gateway.routes import EXACT, Kind
+from sparkd.parsers import Parsers
 from sparkd.state import ModelState
 from tests.gateway.fakes import (
     ANSWER,
@@ -347,7 +348,7 @@ def with_tools(tools: bytes, more: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
 async def test_tools_without_a_parser_are_refused_with_the_key_that_helps(gateway: Running, path: str) -> None:
-    gateway.supervisor.parsers = {"tool": None, "reasoning": None, "nearest": "llama3_json"}
+    gateway.supervisor.parsers = Parsers(nearest="llama3_json")
     custom = b'[{"name":"f","input_schema":{}}]'
     for tools in (TOOLS, custom) if path == "/v1/messages" else (TOOLS,):
         answer = await gateway.post(path, with_tools(tools))
@@ -359,7 +360,7 @@ async def test_tools_without_a_parser_are_refused_with_the_key_that_helps(gatewa
 
 
 async def test_what_needs_no_parser_reaches_the_engine(gateway: Running) -> None:
-    gateway.supervisor.parsers = {"tool": None, "reasoning": None, "nearest": "hermes"}
+    gateway.supervisor.parsers = Parsers(nearest="hermes")
     bodies = (
         (CHAT, with_tools(TOOLS, b',"tool_choice":"none"')),
         ("/v1/messages", with_tools(b'[{"name":"f","input_schema":{}}]', b',"tool_choice":{"type":"none"}')),
@@ -372,7 +373,7 @@ async def test_what_needs_no_parser_reaches_the_engine(gateway: Running) -> None
     for path, body in bodies:
         assert (await gateway.post(path, body)).status == 200
     assert not any(need and need.tools for need in gateway.supervisor.needs)
-    for parsers in ({"tool": "hermes", "reasoning": None, "nearest": None}, None):
+    for parsers in (Parsers("hermes"), None):
         gateway.supervisor.parsers = parsers
         assert (await gateway.post(CHAT, with_tools(TOOLS))).status == 200
     assert len(gateway.engine.heard) == len(bodies) + 2

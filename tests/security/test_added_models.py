@@ -129,7 +129,9 @@ def test_no_variable_that_opens_a_log_or_loads_code_may_be_set() -> None:
     assert not [name for name in ENVIRONMENT if "LOGGING" in name or "PLUGIN" in name or "PATH" in name or "PRELOAD" in name]
 
 
-@pytest.mark.parametrize("load_format", ["pt", "npcache", "tensorizer", "runai_streamer", "modelexpress", "sharded_state", "anything"])
+@pytest.mark.parametrize(
+    "load_format", ["pt", "npcache", "tensorizer", "runai_streamer", "modelexpress", "sharded_state", "instanttensor", "anything"]
+)
 def test_a_load_format_that_reads_more_than_plain_numbers_is_of_the_file(load_format: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model("m", {"model": "o/m", "load_format": load_format}, over_admin=True)

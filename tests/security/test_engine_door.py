@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sparkd.embedded import FOLDER_NAME, is_prepared, prepare
-from sparkd.upstream import Upstream, served_names
+from sparkd.upstream import Upstream, served_models
 from tests.daemon_process import ROOT
 from tests.ranks import until
 from workers.agent import Agent
@@ -157,7 +157,8 @@ def _ended(agent: Agent, engine: Engine) -> bool:
 async def test_the_daemon_has_the_key_and_is_answered(engine: Engine) -> None:
     upstream = Upstream(base_url=engine.url, api_key=engine.key)
     try:
-        assert await served_names(upstream) == ["m"]
+        models = await served_models(upstream)
+        assert models is not None and models.names == ("m",)
         for path in ("/health", "/metrics"):
             async with upstream.session().get(path) as response:
                 assert response.status == 200

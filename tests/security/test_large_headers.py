@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from sparkd import apart as module
+from sparkd import bounded_call
 from sparkd.apart import SMALL_BYTES
 from sparkd.errors import CheckpointError
 from sparkd.safetensors import MAX_HEADER_BYTES, MAX_VALUES, header_length, loads, parse_header
@@ -129,11 +130,11 @@ ENDS = {"raise KeyError('it')": (1, "KeyError: 'it'"), "import os; os.kill(os.ge
 @pytest.mark.parametrize("program", ENDS)
 def test_any_other_end_of_the_process_is_no_limit(program: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     code, words = ENDS[program]
-    monkeypatch.setattr(module, "module_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(bounded_call, "module_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(CheckpointError) as caught:
         module.apart(len, b"", PATH)
     assert caught.value.file == PATH and caught.value.reason.endswith(f" {code}")
-    (record,) = [record for record in caplog.records if record.name == "sparkd.apart"]
+    (record,) = [record for record in caplog.records if record.name == "sparkd.bounded_call"]
     assert words in record.getMessage()
     caplog.clear()
 
@@ -148,7 +149,7 @@ def test_a_machine_that_can_start_no_process_says_so(monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_that_does_not_begin_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "START_S", -module.TIME_S)
+    monkeypatch.setattr(bounded_call, "START_S", -module.TIME_S)
     with pytest.raises(CheckpointError, match="no answer within 0 s"):
         module.apart(len, b"", PATH)
 
@@ -158,13 +159,13 @@ def test_the_time_of_a_process_is_that_of_its_reading(monkeypatch: pytest.Monkey
     order: list[str] = []
     monkeypatch.setattr(signal, "setitimer", lambda which, seconds: order.append(f"timer of {seconds}"))
     monkeypatch.setattr("resource.setrlimit", lambda *_: None)
-    request = pickle.dumps((1 << 40, 5, os.path.join, PATH, ())) + b"rest"
+    request = pickle.dumps((1 << 40, 5, os.path.join, (PATH,))) + b"rest"
     stdin = io.TextIOWrapper(io.BytesIO(request))
     stdout = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr("sys.stdin", stdin)
     monkeypatch.setattr("sys.stdout", stdout)
     monkeypatch.setattr("os.path.join", lambda raw, path: order.append("read"))
-    module.main()
+    bounded_call.main()
     assert order == ["timer of 5", "read"] and stdin.buffer.read() == b""
 
 

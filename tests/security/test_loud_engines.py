@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config import check, load_config, parse_model
+from sparkd.config import load_config, parse_model
+from sparkd.config_check import check
 from sparkd.errors import ConfigError
 from sparkd.loud import loud
 from sparkd.roster import Roster

@@ -271,7 +271,7 @@ def test_a_table_that_root_keeps_in_another_users_folder_is_that_users(folder: P
     theirs, ours = given(folder / "theirs"), folder / "ours"
     ours.mkdir()
     (theirs / "vllm-flags").symlink_to(ours)
-    flag = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False}
+    flag = {"of": 1, "takes": 1, "choices": None, "number": None, "json": None, "none": False, "keys": None, "folds": False}
     table = json.dumps({"abbreviations": True, "flags": {"--one": flag, "--two": flag}})
     monkeypatch.setattr(vllm_table, "_run", lambda interpreter: table)
     vllm_table._asked(Path(sys.executable), "0.32.0", [theirs / "vllm-flags" / "x.json", theirs / "own" / "x.json"])

@@ -26,5 +26,5 @@ def test_defaults_that_name_each_other_come_to_an_end(names: int, copies: int) -
 
 def test_a_default_that_names_itself_comes_to_an_end() -> None:
     with pytest.raises(ConfigError):
-        substituted("{a}", {"a": "{a}" * 100}, collapse=False)
-    assert substituted("{a} {b}", {"a": "{b}", "b": "{b}"}, collapse=False) == "{b} {b}"
+        substituted("{a}", {"a": "{a}" * 100})
+    assert substituted("{a} {b}", {"a": "{b}", "b": "{b}"}) == "{b} {b}"

@@ -8,6 +8,7 @@ import os
 import pickle
 import stat
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sparkd import apart, doctor_fix, export, join_head, join_verb, pulls, recipe_check, vllm_table
+from sparkd import apart, doctor_fix, export, join_head, join_verb, model_answers, pulls, recipe_check, registry_fetch, vllm_table
 from sparkd.cached import Chosen
 from sparkd.errors import ClusterError, SparkdError
 from sparkd.rayhead import RayHead
@@ -36,7 +37,7 @@ STARTS = {
 }  # fmt: skip
 # file -> how many programs it starts. A new one needs a case in PROGRAMS below, which runs it.
 SITES = {
-    "sparkd/apart.py": 1,
+    "sparkd/bounded_call.py": 1,
     "sparkd/doctor_fix.py": 1,
     "sparkd/export.py": 1,
     "sparkd/join_head.py": 1,
@@ -44,9 +45,11 @@ SITES = {
     "sparkd/pulls.py": 1,
     "sparkd/rayhead.py": 1,
     "sparkd/recipe_check.py": 1,
+    "sparkd/registry_fetch.py": 1,
     "sparkd/vllm_table.py": 1,
     "workers/child.py": 1,
     "workers/fabric_reading.py": 1,
+    "workers/model_question.py": 1,
     "workers/rank.py": 1,
     "workers/rating.py": 1,
     "workers/ray_worker.py": 1,
@@ -120,7 +123,7 @@ class Recorder:
 
 async def _pull(python: Path, folder: Path) -> None:
     with suppress(ClusterError, KeyError):
-        await pulls._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {})  # type: ignore[arg-type]
+        await pulls._Pull(None, lambda *_: None, lambda: 0.0)._fetch("o/n", None, {}, None)  # type: ignore[arg-type]
 
 
 async def _ray(python: Path, folder: Path) -> None:
@@ -195,13 +198,27 @@ async def _systemctl(python: Path, folder: Path) -> None:
     join_verb._systemctl("-I")
 
 
+async def _git(python: Path, folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "git").symlink_to(python)
+    os.environ["PATH"] = f"{folder}/bin"
+    with suppress(SparkdError, ValueError):
+        registry_fetch.fetched("x", registry_fetch.Source(str(folder), "file"), folder / "registries")
+
+
 def _spec(python: Path, folder: Path, **changes: Any) -> RankSpec:
     (folder / "rank").mkdir(exist_ok=True)
     return Place(folder / "rank").spec(runtime=str(python), entrypoint="vllm.entrypoints.cli.main", **changes)
 
 
+async def _question(python: Path, folder: Path) -> None:
+    with suppress(SparkdError):
+        runtime = model_answers.Runtime(python, [])
+        list(model_answers._run([model_answers.Question()], model_answers.OWN, runtime, "0.32.0", print, threading.Event()))
+
+
 PROGRAMS: tuple[Callable[[Path, Path], Awaitable[None]], ...] = (
-    _apart, _pull, _ray, _join, _parser, _export, _flags, _probe, _copy, _rate, _shim, _nvidia_smi, _ip, _fix, _systemctl,
+    _apart, _pull, _ray, _join, _parser, _export, _flags, _question, _probe, _copy, _rate, _shim, _nvidia_smi, _ip, _fix, _systemctl, _git,
 )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkd.config import check, load_config
+from sparkd.config import load_config
+from sparkd.config_check import check
 from sparkd.errors import ConfigError
 from sparkd.yamlfile import Problem, masked
 

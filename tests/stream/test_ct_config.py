@@ -110,6 +110,19 @@ def test_several_formats_are_several_groups() -> None:
     assert formats["lm_head"] is None
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_values_that_are_the_keys_have_their_format(kept: bool) -> None:
+    """vLLM asks for all three parts of the matrix that it builds, whichever of them a checkpoint has (Gemma 4)."""
+    modules = [name for name in ATTENTION if name != "model.layers.1.self_attn.v_proj"]
+    assigned = {name: Chosen("nvfp4" if ".1." in name else "fp8") for name in modules if not (kept and ".1." in name)}
+    config = quantization_config(assigned, modules)
+
+    for fused in ("model.layers.0.self_attn.qkv_proj", "model.layers.1.self_attn.qkv_proj"):
+        scheme = read_by_vllm(config, [fused])[fused]
+        bits = scheme["weights"].num_bits if scheme is not None else None
+        assert bits == (8 if ".0." in fused else None if kept else 4)
+
+
 def test_packed_experts_match_the_names_that_vllm_asks_for() -> None:
     packed = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
     asked = [f"model.layers.1.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")]

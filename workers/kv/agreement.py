@@ -1,4 +1,4 @@
-"""What the ranks of one engine settle before any of them rehearses, since dummy runs hold collectives. Never measures, never runs one.
+"""Owns the agreement of one engine's ranks before any of them rehearses, since dummy runs hold collectives. Never measures, never runs one.
 
 Each rank has profiles and memory of its own, perhaps on another node: one that rehearses alone would wait for the others for ever.
 """
@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from workers.kv.symbols import imported
 
 V = TypeVar("V")
-# What every rank has to say is handed to every rank, in the order of ranks.
+# Every rank's finding is handed to every rank, in the order of ranks.
 Gather = Callable[[V], Sequence[V]]
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank found. engine: a key of what must be the same on all, empty where the rank has no cache and goes with the others.
+    """One rank's finding. engine: a key of what must be the same on all, empty where the rank has no cache and goes with the others.
     plenty: nothing has to be rehearsed for its sake. setbacks: rehearsals in a row that ran out of memory there. refusal: why it cannot
     begin, a sentence for the user; missing: why it cannot rehearse.
     """
@@ -34,8 +34,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What all ranks do. source: profile, plenty or rehearsal. setbacks: after how many. why: which rank's finding decided, None where all
-    found the same. refusal, missing: of the rank that has one."""
+    """The way that all ranks take. source: profile, plenty or rehearsal. setbacks: after how many. why: which rank's finding decided, None
+    where all found the same. refusal, missing: of the rank that has one."""
 
     source: str
     setbacks: int = 0

@@ -46,7 +46,7 @@ class Demand:
 
     @property
     def ahead(self) -> int:
-        """What must stay free for it beside the cache."""
+        """The bytes that must stay free for it beside the cache."""
         return self.graphs + int(max(0, self.peak - self.reusable) * PEAK_FACTOR)
 
     def figures(self) -> dict[str, int]:
@@ -56,7 +56,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the model's cache costs. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
+    """The costs of the model's cache. per_request: bytes of one request of max_model_len tokens. least: bytes below which vLLM cannot serve
     one such request. batch_tokens, sequences: of the largest batches (max_num_batched_tokens, max_num_seqs), for the message alone; 0 where
     nobody knows. of: bytes of a request of fewer tokens, which is no proportion of a long one's where layers keep a state or a window;
     None: it is one. weight_bits: of most weights, 16 or 8, or 4 where they are as narrow as can be or nobody knows; for the message alone.
@@ -110,14 +110,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the whole engine may take on a node (memory_gib); of that, what it holds already. ranks: that share it and the node's memory."""
+    """The bytes that the whole engine may take on a node (memory_gib), and those of them that it holds already. ranks: that share it and
+    the node's memory."""
 
     bytes: int
     taken: int
     ranks: int = 1
 
     def left(self, demand: Demand) -> int:
-        """Of it, what a rank's cache may have; negative where the rest does not fit in."""
+        """The part of it that a rank's cache may have; negative where the rest does not fit in."""
         return (self.bytes - self.taken) // self.ranks - demand.ahead
 
 
@@ -137,8 +138,8 @@ class Pool:
 
     @property
     def expected_slack(self) -> int:
-        """What should be left when the engine is ready and idle, its allocator's own reserve included: the margin, what the largest batch
-        needs for a moment, and the spare."""
+        """The bytes that should be left when the engine is ready and idle, its allocator's own reserve included: the margin, what the
+        largest batch needs for a moment, and the spare."""
         return self.room - self.bytes - self.demand.graphs + self.demand.reusable
 
 
@@ -230,8 +231,8 @@ def smaller_batch(demand: Demand, missing: int, need: Need) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What is known when a cache does not fit, so that no advice breaks another limit. asked: bytes of a cache of a given size, by the
-    need; the others as in `pool`."""
+    """The limits that are known when a cache does not fit, so that no advice breaks another limit. asked: bytes of a cache of a given size,
+    by the need; the others as in `pool`."""
 
     room: int
     margin: int
@@ -248,7 +249,7 @@ class _Case:
 
     @property
     def within(self) -> int:
-        """Of it, what memory_gib leaves."""
+        """The part of it that memory_gib leaves."""
         return self.left if self.reserved is None else min(self.left, self.reserved.left(self.demand))
 
     def fits(self, *, need: Need | None = None, demand: Demand | None = None, freed: int = 0) -> bool:
@@ -268,7 +269,7 @@ class _Case:
 
     @property
     def larger(self) -> str:
-        """What else is needed where the cache's own size or limit is below one request, whatever is left; empty where it is not."""
+        """The further cure where the cache's own size or limit is below one request, whatever is left; empty where it is not."""
         if all(one is None or one >= self.need.floor for one in (self.asked(self.need), self.at_most)):
             return ""
         way = f"{BLOCKS_FLAG} {self.least // self.need.per_block}" if self.by_blocks else f"kv_cache; {_gib(self.least)}"
@@ -283,12 +284,12 @@ class _Case:
         return [cure + self.larger] if self.larger and free.fits(**change) and sized.fits(**change) else []
 
     def offered(self, size: int) -> int:
-        """Of a size, what the words for it say: they are followed to the letter."""
+        """A size as the words for it say it: they are followed to the letter."""
         return size // self.need.per_block * self.need.per_block if self.by_blocks else _rounded(size, math.floor)
 
 
 def _of_too_little(asked: int, case: _Case) -> list[str]:
-    """What helps a cache whose given size is less than one request."""
+    """The cures for a cache whose given size is less than one request."""
     need = case.need
     way = f"{BLOCKS_FLAG} {-(-need.floor // need.per_block)} would do" if case.by_blocks else "kv_cache"
     cures = [f"a larger cache ({way})"] if case.left >= case.least else []
@@ -362,7 +363,7 @@ def _sentence(
 
 
 def _smaller(case: _Case, missing: int) -> list[str]:
-    """What frees `missing` bytes of the engine's own, and is enough."""
+    """A cure that frees `missing` bytes of the engine's own, and is enough."""
     demand, need = case.demand, case.need
     cures: list[str] = []
     if demand.ahead - demand.graphs > missing:

@@ -1,4 +1,4 @@
-"""What this process may still take under its control groups' memory limits, of both versions. Never sets one.
+"""Owns the bytes that this process may still take under its control groups' memory limits, of both versions. Never sets one.
 
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; a host may have both, the memory controller in one of them.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
-# Of the page cache that is clean and not in use, the kernel gives back most at once; some of it is mapped or under write-back.
+# The kernel gives back most of the page cache that is clean and not in use at once; some of it is mapped or under write-back.
 RECLAIMABLE_SHARE = 0.8
 # No limit is PAGE_COUNTER_MAX there, which is as many bytes as there are pages in a signed word.
 _NO_LIMIT = 1 << 62

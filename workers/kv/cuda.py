@@ -48,7 +48,7 @@ class CudaRehearsal:
         self._idle_allocated: int | None = None
 
     def warm(self) -> int:
-        # What is left of reading the checkpoint is what the driver cannot take; by now every rank has read it.
+        # The page cache of the checkpoint is memory that the driver cannot take; by now every rank has read it.
         forget_files(folders_of(self._worker.vllm_config))
         with _refusals(), self._configured():
             peak = self._peak(self._worker.model_runner.profile_run)
@@ -69,7 +69,8 @@ class CudaRehearsal:
             before = self._free()
             graphs = graphs_of(runner)
             self._settle()
-        # What a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken again.
+        # The memory that a first capture leaves behind (modules that the driver has loaded, its own tables) is in memory now and not taken
+        # again.
         left_behind = max(0, before - self._free())
         weights = int(runner.model_memory_usage)
         return Demand(max(0, graphs - left_behind), reusable=self.idle(), weights=weights).with_peaks(max(prefill), max(decoding))
@@ -124,7 +125,7 @@ class CudaRehearsal:
         return max(0, torch.cuda.max_memory_allocated(device) - base)
 
     def _whole(self, run: Callable[[], float]) -> int:
-        """What a batch would take of which `run` runs a share."""
+        """The bytes that a batch would take of which `run` runs a share."""
         share = [1.0]
         peak = self._peak(lambda: share.append(run()))
         return int(peak / share[-1])

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-# Of the whole memory: with less than this nothing can start anyway.
+# A share of the whole memory: with less than this nothing can start anyway.
 GATE = 0.01
 
 

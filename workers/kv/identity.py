@@ -16,10 +16,10 @@ import vllm
 from workers.hub_cache import snapshot_of
 from workers.kv.profiles import checkpoint_of, key_of
 
-# Of the loader's settings, those that change what is in memory; the rest are paths and limits.
+# Those of the loader's settings that change what is in memory; the rest are paths and limits.
 _RECIPE = "quantize"
-# Of other libraries, what sizes buffers, pools and workspaces: torch's allocator (torch/docs, "CUDA environment variables"), cuBLAS's and
-# NCCL's own (their documentation, "Environment variables"), the C allocators', threads that each have scratch memory.
+# The variables of other libraries that size buffers, pools and workspaces: torch's allocator (torch/docs, "CUDA environment variables"),
+# cuBLAS's and NCCL's own (their documentation, "Environment variables"), the C allocators', threads that each have scratch memory.
 VARIABLES = (
     *(
         "PYTORCH_ALLOC_CONF",
@@ -37,7 +37,8 @@ VARIABLES = (
     *("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_MAX_IMAGE_PIXELS"),
     *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"),
 )
-# Of vLLM's configuration, what its compiled graphs do not depend on and memory does: (part, field). A field that a release lacks is None.
+# The parts of vLLM's configuration that its compiled graphs do not depend on and memory does: (part, field). A field that a release lacks
+# is None.
 FIELDS = (
     *(("model_config", name) for name in ("max_logprobs", "logprobs_mode", "logits_processors", "disable_cascade_attn", "runner_type")),
     *(("cache_config", name) for name in ("enable_prefix_caching", "mamba_cache_mode", "block_size")),
@@ -47,13 +48,14 @@ FIELDS = (
     *(("scheduler_config", name) for name in ("max_num_active_seqs", "disable_chunked_mm_input")),
     *(("kernel_config", name) for name in ("enable_flashinfer_autotune", "enable_jit_warmup", "enable_cutedsl_warmup")),
     ("lora_config", "max_cpu_loras"),
-    # Of a draft vLLM's hash has the model alone; probabilities of drafts are as large as logits.
+    # vLLM's hash has the model of a draft alone; probabilities of drafts are as large as logits.
     *(("speculative_config", name) for name in ("draft_sample_method", "rejection_sample_method", "parallel_drafting")),
     *(("speculative_config", name) for name in ("draft_tensor_parallel_size", "max_model_len", "disable_padded_drafter_batch")),
     ("speculative_config", "num_speculative_tokens_per_batch_size"),
     *(("parallel_config", name) for name in ("disable_custom_all_reduce", "distributed_executor_backend")),
 )
-# What a request may bring besides text; the encoder is profiled with as many and as large items as these allow (vllm/config/multimodal.py).
+# The items that a request may bring besides text; the encoder is profiled with as many and as large items as these allow
+# (vllm/config/multimodal.py).
 MULTIMODAL = (
     *("limit_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "skip_mm_profiling", "enable_mm_embeds", "language_model_only"),
     *("mm_encoder_only", "mm_encoder_tp_mode", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "video_pruning_rate"),
@@ -109,7 +111,7 @@ def folders_of(vllm_config: Any) -> list[str]:
 
 
 def _folder(model: Any, loader: Any) -> str:
-    """Of a hub id its snapshot in the local cache, whose revision `main` is another one tomorrow; the name where it is not there."""
+    """A hub id's snapshot in the local cache, whose revision `main` is another one tomorrow; the name where it is not there."""
     name = str(model.model)
     if os.path.isdir(name):
         return name

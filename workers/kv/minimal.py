@@ -22,7 +22,7 @@ from workers.kv.symbols import Missing, function, imported, method, need_of
 MINIMAL_BLOCKS = 8
 # Where every sequence cannot have a block of its own within this, fewer sequences are run.
 MOST_BYTES = 1 << 30
-# What a captured graph takes at least: its nodes and the driver's own (the floor that vLLM's estimate has, too).
+# The bytes that a captured graph takes at least: its nodes and the driver's own (the floor that vLLM's estimate has, too).
 GRAPH_BYTES = 1 << 20
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 
@@ -45,8 +45,8 @@ def minimal_cache(runner: Any) -> Iterator[None]:
 
 
 def largest_prefill(runner: Any, scale: float = 1.0) -> float:
-    """Of what the scheduler may ask at most: max_num_batched_tokens at the end of the longest context. scale: of them. The share of them
-    that was run, as all of these. Raises Missing."""
+    """A share of the most that the scheduler may ask: max_num_batched_tokens at the end of the longest context. scale: of them. The share
+    of them that was run, as all of these. Raises Missing."""
     tokens = max(1, int(runner.max_num_tokens * scale))
     each = -(-tokens // min(tokens, runner.max_num_reqs))  # of one sequence
     # Releases of V2 before 0.30 take no notice of context_len.

@@ -1,7 +1,7 @@
-"""Of which NUMA nodes this process takes its memory, and what those have. Never binds anything: vLLM's CPU backend does.
+"""Owns the NUMA nodes that this process takes its memory from, and their readings. Never binds anything: vLLM's CPU backend does.
 
 It binds a worker's memory to the node of its CPUs (VLLM_CPU_OMP_THREADS_BIND; csrc/cpu/utils.cpp: numa_set_membind), and a container may be
-held to some (cpuset.mems). What the other nodes have is then not there for it.
+held to some (cpuset.mems). The other nodes' memory is then not there for it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def nodes_bound(proc: Path, nodes: Path = NODES, bound: Callable[[], frozenset[i
 
 
 def memory_of(kept: frozenset[int], whole: Mapping[str, int], nodes: Path = NODES) -> Memory | None:
-    """What these nodes have together; None where one does not say. whole: of /proc/meminfo (parse_fields).
+    """The readings of these nodes together; None where one does not say. whole: of /proc/meminfo (parse_fields).
 
     A node has no MemAvailable of its own. The kernel's is free memory, page cache and what can be reclaimed of the slabs, less its
     watermarks and half of what is little (mm/show_mem.c, si_mem_available): a node bears its part of what is less.

@@ -1,4 +1,5 @@
-"""What earlier starts of the same engine needed: one small JSON file for each, so that the next start need not rehearse. Never measures.
+"""Owns the profiles of earlier starts of the same engine: one small JSON file for each, so that the next start need not rehearse. Never
+measures.
 
 The demand is kept, not the size that came of it: the next start takes what is left then.
 """
@@ -56,8 +57,8 @@ def checkpoint_of(model: str, revision: str = "None") -> str:
 
 
 def profiles_of(folder: str, about: Mapping[str, Any], engine: str, device: str = "") -> list[Learned]:
-    """What engines of this name learned whose description has all of `about`, the newest first; a file that cannot be read is passed over.
-    engine: as whoever starts one names it (settings.engine). device: a word of the device's name."""
+    """The profiles of engines of this name whose description has all of `about`, the newest first; a file that cannot be read is passed
+    over. engine: as whoever starts one names it (settings.engine). device: a word of the device's name."""
     kept = Profiles(folder)
     found: list[tuple[float, Learned]] = []
     with contextlib.suppress(OSError):

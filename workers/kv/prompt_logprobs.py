@@ -39,7 +39,8 @@ def bound(runner: Any) -> None:
 
 
 def rehearse(runner: Any, hidden: Any) -> None:
-    """What one step of it takes. hidden: hidden states [tokens, hidden size] of a forward pass; anything else is not the last stage's."""
+    """The bytes that one step of it takes. hidden: hidden states [tokens, hidden size] of a forward pass; anything else is not the last
+    stage's."""
     if not isinstance(hidden, torch.Tensor):
         return
     logits = runner.model.compute_logits(hidden[:ROWS])

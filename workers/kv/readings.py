@@ -1,4 +1,4 @@
-"""What a machine and a device have left, as numbers read at one moment. Never decides how much of it may be taken.
+"""Owns the readings of a machine's and a device's free memory, as numbers read at one moment. Never decides how much of it may be taken.
 
 On a GB10 cudaMemGetInfo's free memory is MemFree, so page cache counts against it, while vLLM counts MemAvailable: both are kept.
 """
@@ -45,7 +45,8 @@ class Reading:
 
     @property
     def room(self) -> int:
-        """What this rank can take now: on a discrete GPU of its own memory, else its part of the host's, by every number there is."""
+        """The bytes that this rank can take now: on a discrete GPU of its own memory, else its part of the host's, by every number there
+        is."""
         part = self._whole_room // self.sharers
         return part if self.cgroup_left is None or not self.is_shared else min(part, self.cgroup_left // self.ranks_here)
 

@@ -1,4 +1,4 @@
-"""What the operator asked of the KV cache, as the worker gets it: one JSON object in SPARKD_KV. Never measures anything.
+"""Owns the operator's settings of the KV cache, as the worker gets it: one JSON object in SPARKD_KV. Never measures anything.
 
 An environment variable rather than an engine argument: vLLM hashes its arguments into the key of its compile cache, and a margin is no
 reason to compile again.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 VARIABLE = "SPARKD_KV"
-# What the forerunner of this project understood (MiB); kept for those who have it in their scripts.
+# The variable of this project's forerunner (MiB); kept for those who have it in their scripts.
 MARGIN_VARIABLE = "VLLM_KV_CACHE_MEM_MARGIN"
 SIZES = ("bytes", "tokens", "sequences")
 # vLLM's own ways to give the cache a size.

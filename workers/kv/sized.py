@@ -1,4 +1,4 @@
-"""What both worker classes do around vLLM's own methods once their cache was sized. Never sizes anything."""
+"""Owns the steps of both worker classes around vLLM's own methods once their cache was sized. Never sizes anything."""
 
 from __future__ import annotations
 

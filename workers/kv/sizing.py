@@ -22,15 +22,17 @@ from workers.kv.wish import Wish
 
 logger = logging.getLogger("vllm.sparkd.kv")
 
-# What is left is read as a minimum over so long: other processes breathe, and freed memory comes back late. A GPU's own memory is known.
+# The bytes that are left are read as a minimum over so long: other processes breathe, and freed memory comes back late. A GPU's own memory
+# is known.
 WINDOW_S, KNOWN_WINDOW_S = 1.0, 0.2
 # So far may free memory be from what was expected before a profile counts as wrong.
 ERROR_BYTES, ERROR_SHARE = GIB // 4, 0.01
 # A batch is not made smaller than an eighth: its peak is then taken times eight.
 MOST_SETBACKS = 3
-# What one compile run takes more or less than another of the same batch: Triton's autotuner alone holds 256 MiB while it measures.
+# The bytes that one compile run takes more or less than another of the same batch: Triton's autotuner alone holds 256 MiB while it
+# measures.
 WARM_BYTES, WARM_SHARE = GIB // 2, 0.1
-# Of an engine's identity, what its ranks have in common on any two nodes; the rest names folders and devices.
+# The parts of an engine's identity that its ranks have in common on any two nodes; the rest names folders and devices.
 OF_ALL_RANKS = ("vllm", "torch", "dtype", "kv_dtype", "quantize", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eager")
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the next try may do
 
@@ -39,8 +41,8 @@ class Rehearsal(Batches, Protocol):
     """The platform's part."""
 
     def warm(self) -> int:
-        """What every start does before its cache is there: the model is compiled. Bytes that its batch took for a moment, 0 where nobody
-        knows. Raises RanOut."""
+        """The first step of every start, before its cache is there: the model is compiled. Bytes that its batch took for a moment, 0 where
+        nobody knows. Raises RanOut."""
 
     def rehearse(self, scale: float) -> Demand:
         """The largest batches on a minimal cache, torn down again; the compile run's own peak is not counted. Raises Missing, RanOut."""
@@ -48,7 +50,7 @@ class Rehearsal(Batches, Protocol):
     def read(self) -> Reading: ...
 
     def untouched(self, pool_bytes: int) -> int:
-        """Of an allocated cache, the bytes that the system still counts as free."""
+        """The bytes of an allocated cache that the system still counts as free."""
 
     def taken(self) -> int:
         """Bytes that the whole engine holds of the memory that the cache will be in, all its processes on this host together."""
@@ -148,7 +150,7 @@ class Sizing:
         # More than a block: another rank had less.
         other = self._pool.bytes - given > 2 * self._need.per_block and self._pool.bytes > given
         if other:
-            # What is left over for the other's sake is no error of this rank's profile.
+            # Memory that is left over for the other's sake is no error of this rank's profile.
             self._pool = replace(self._pool, bytes=given)
         self._sentence = (
             f"{given / GIB:.2f} GiB of KV cache = {tokens:,} tokens = {requests:.1f} requests of {self._need.max_model_len:,} tokens "
@@ -200,7 +202,7 @@ class Sizing:
         self.under_load = UnderLoad(self._rehearsal, planned, lambda taken: self._report.tell("ready", load_peak_bytes=taken), beyond)
 
     def _course(self) -> Course:
-        """What all ranks do, once each has said what it found. Raises DoesNotFit, Missing, _Stock."""
+        """The way that all ranks take, once each has said what it found. Raises DoesNotFit, Missing, _Stock."""
         votes = self._gather(self._vote())
         self._ranks = len(votes)
         course = course_of(votes, self._rank)

@@ -42,7 +42,7 @@ def in_place_of(error: ImportError) -> type:
 
 
 def _keep(cache_config: Any, why: str, rank: int) -> None:
-    """Of what was asked, a size in bytes; the rest is said."""
+    """The wish's size in bytes, if it has one; the rest is said."""
     settings = Settings.parse(os.environ)
     size = settings.bytes or settings.at_most_bytes
     if size is not None and getattr(cache_config, "kv_cache_memory_bytes", size) is None:

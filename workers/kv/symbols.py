@@ -21,7 +21,7 @@ class Missing(Exception):
 
 
 def need_of(vllm_config: Any, specs: dict[str, Any]) -> Need | None:
-    """What the cache of this model costs, as this release counts it; None for a model without one. Raises Missing.
+    """The costs of this model's cache, as this release counts it; None for a model without one. Raises Missing.
 
     specs: the worker's get_kv_cache_spec(). All layer types are vLLM's own affair here: full, grouped, latent and sliding attention
     and states of Mamba or linear attention differ in how many blocks of the one pool a request takes.
@@ -73,7 +73,7 @@ def lookahead_of(vllm_config: Any) -> int:
 
 
 def weight_bits(vllm_config: Any) -> int:
-    """Of most weights, as far as their names say: 16, 8, or 4 where they are quantized in another way."""
+    """The bits of most weights, as far as their names say: 16, 8, or 4 where they are quantized in another way."""
     method = getattr(vllm_config.model_config, "quantization", None)
     if method is None:
         return 16

@@ -1,4 +1,4 @@
-"""What was asked of a cache, in bytes of the memory that there is: its size, its limits, the margin. Never measures, never rehearses."""
+"""Owns the wish for a cache, in bytes of the memory that there is: its size, its limits, the margin. Never measures, never rehearses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Wish:
         return None
 
     def why(self) -> str | None:
-        """What else than the wish decides; None for nothing."""
+        """The limit that decides in place of the wish; None for nothing."""
         settings = self._settings
         if settings.blocks is None:
             return None

@@ -106,7 +106,7 @@ def digest(data: memoryview | bytes) -> str:
 
 
 def sha256_of(path: Path, buffer: Buffer) -> str:
-    """Of what lies on the disk: O_DIRECT asks the disk itself. Blocks."""
+    """The digest of the bytes that lie on the disk: O_DIRECT asks the disk itself. Blocks."""
     total, offset, file = hashlib.sha256(), 0, ChunkFile(path)
     try:
         while len(data := file.read(buffer, offset, CHUNK_BYTES)):

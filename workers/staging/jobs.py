@@ -41,7 +41,7 @@ class Jobs:
         return {"job": name} | first
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the program said last, and {"running": bool}. Raises RankError for one that is not known: the agent was started again."""
+        """The program's last words, and {"running": bool}. Raises RankError for one that is not known: the agent was started again."""
         with self._lock:
             job = self._jobs.get(name)
         if job is None:
@@ -49,7 +49,7 @@ class Jobs:
         return job.state()
 
     def _end_earlier(self, model: str) -> None:
-        """Of a daemon that was killed: two must not write one file."""
+        """End the copies of a daemon that was killed: two must not write one file."""
         with self._lock:
             alike = [name for name, job in self._jobs.items() if job.fetches == model]
         for name in alike:

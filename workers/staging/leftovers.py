@@ -55,7 +55,7 @@ def _note(folder: Path, names: Iterable[str]) -> None:
 
 
 def _noted(folder: Path) -> Mapping[str, list[int]]:
-    """What the last complete copy put there, or found to be the source's; nothing where none did."""
+    """The files that the last complete copy put there, or found to be the source's; nothing where none did."""
     try:
         found = json.loads((folder / NOTE).read_bytes())
     except (OSError, ValueError):

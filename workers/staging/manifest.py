@@ -116,7 +116,7 @@ class Place:
 
 
 def manifest_of(model: str, revision: str | None, environ: Mapping[str, str]) -> Manifest | None:
-    """What this node has of a model; None where it has nothing. Raises RankError for what cannot be read."""
+    """This node's files of a model; None where it has nothing. Raises RankError for what cannot be read."""
     folder = Path(model) if model.startswith("/") else snapshot_of(model, revision, environ)
     if folder is None or not folder.is_dir():
         return None
@@ -177,13 +177,13 @@ def _files(folder: Path) -> Any:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether an engine that loads a folder may take this file of it for weights, or for what says which weights count. Of a folder below
+    """Whether an engine that loads a folder may take this file of it for weights, or for what says which weights count. In a folder below
     it an engine takes nothing by itself."""
     return "/" not in name and (is_weights(name) or name.endswith(INDEX_END))
 
 
 def _lacks_weights(folder: Path, names: Set[str]) -> bool:
-    """Of a snapshot, whose files appear once each is whole; of a folder, as far as names tell."""
+    """Whether a snapshot is whole, whose files appear once each is; a folder counts as far as names tell."""
     return not any(map(is_weights, names)) or bool(lacking_weights(names, lambda name: (folder / name).read_bytes()))
 
 
@@ -210,7 +210,7 @@ def _blocks(path: Path) -> int:
 
 
 def _free(path: Path) -> int:
-    """Of the file system that the nearest folder that is there lies on, for this user."""
+    """The free bytes of the file system that the nearest folder that is there lies on, for this user."""
     while not path.is_dir() and path != path.parent:
         path = path.parent
     found = os.statvfs(path)

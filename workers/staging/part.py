@@ -45,7 +45,7 @@ class Part:
         return self._anew(every)
 
     def replace(self) -> list[tuple[int, str]]:
-        """What stood there is another file: all of it is fetched. The old one stays until then."""
+        """The file that stood there is another one: all of it is fetched. The old one stays until then."""
         with self._lock:
             if not self._stands:
                 return []
@@ -60,7 +60,7 @@ class Part:
         return _reads(self._open, buffer, offset, size) == self._known.get(index)
 
     def sum_of(self, index: int, buffer: Buffer) -> str | None:
-        """Of a chunk of the file that stands there; None where that is being replaced."""
+        """The digest of a chunk of the file that stands there; None where that is being replaced."""
         with self._lock:
             file = self._open if self._stands else None
         return _reads(file, buffer, *span(self.file.size, index)) if file else None

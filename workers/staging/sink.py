@@ -2,8 +2,8 @@
 
 A program: `python -m workers.staging.sink` reads one line of JSON from stdin, {"manifest", "environ", "ways", "key", "connections"}, where
 a way is [own address, other address, port]; prints {"done_bytes", "total_bytes", "fetched_bytes"} each PROGRESS_S, at the end {"ended":
-true} with "removed" and "left" where there are any (see leftovers), or {"error"}; and ends when stdin does. What it has verified by then
-is there for the next try.
+true} with "removed" and "left" where there are any (see leftovers), or {"error"}; and ends when stdin does. The chunks that it has verified
+by then is there for the next try.
 """
 
 from __future__ import annotations

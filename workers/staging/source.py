@@ -63,7 +63,7 @@ class Source:
             with link, suppress(WireError, OSError):
                 link.settimeout(TIMEOUT_S)
                 greet_as_server(link, self._key)
-                # Who has the key may take its time: a disk at the other end may be slower than the cable.
+                # A peer that has the key may take its time: a disk at the other end may be slower than the cable.
                 link.settimeout(None)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 while (request := next_request(link)) is not None:

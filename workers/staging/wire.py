@@ -1,7 +1,7 @@
 """Owns what two nodes say to each other while files are copied: the proof of the key, a request, an answer. Never opens a file.
 
-Who connects sends a nonce; who listens answers with its proof and a nonce; who connects proves itself. The key never travels. Then each
-request names a file, an offset and a length, and is answered by the bytes and their SHA-256, or by the reason why not.
+The side that connects sends a nonce; the other one answers with its proof and a nonce; then the first proves itself. The key never travels.
+Then each request names a file, an offset and a length, and is answered by the bytes and their SHA-256, or by the reason why not.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def ask(
     quantized: bool,
     check: bool,
 ) -> Trace | None:
-    """What the model takes of `virtual`; None, with the reason in the log, where its weight loaders cannot be asked.
+    """The tensors of `virtual` that the model takes; None, with the reason in the log, where its weight loaders cannot be asked.
 
     folder: the user's own checkpoint, for messages; quantized: by us; check: whether a checkpoint that lacks a weight is refused. Raises
     CheckpointError for that, and where the model wants what the checkpoint does not have.

@@ -28,7 +28,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided about one weight alone. level: between fused siblings the larger holds. named: by a rule that spells it out."""
+    """The decision about one weight alone. level: between fused siblings the larger holds. named: by a rule that spells it out."""
 
     format: Format
     level: tuple[int, int]
@@ -36,7 +36,7 @@ class Choice:
 
 
 def order(choice: Choice) -> tuple[tuple[int, int], int]:
-    """Of fused siblings' choices the largest holds for all."""
+    """The largest of fused siblings' choices holds for all."""
     return choice.level, choice.format.precision
 
 
@@ -70,8 +70,8 @@ class _Group:
 def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assignment:
     """choose: (module path, tensor_class) -> Choice. It is asked once for all experts of a layer, with number 0.
 
-    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. What vLLM cannot load in blocks of
-    128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts in a layout that is not known or without
+    A weight of an FP8 checkpoint that keeps its precision gets FP8 as its format: that is its own. A weight that vLLM cannot load in blocks
+    of 128x128 gets FP8 with a scale for each row. Raises CheckpointError for packed FP8 experts in a layout that is not known or without
     scales, for a weight that is unlike those that vLLM runs with it (likeness.py), and for one that cannot have the blocks that a rule
     names it for.
     """
@@ -82,6 +82,8 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     for name, tensor in checkpoint.tensors.items():
         module = _module(name, tensor)
         if module is None:
+            if is_unknown_expert(name, tensor) and not choose(name, "expert").format.keeps:
+                strange.setdefault(_NUMBERS.sub("*", name))
             continue
         before, found, after = module.partition(".experts.")
         number, _, rest = after.partition(".")
@@ -94,7 +96,7 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
         if tensor.dtype == "F8_E4M3" and kind == "expert" and len(tensor.shape) == 3:
             _refuse_unknown_fp8(module, tensor, checkpoint)
         if not _can_be_quantized(module, tensor):
-            if kind == "expert" and len(tensor.shape) == 3:
+            if not choice.format.keeps and is_unknown_expert(name, tensor):
                 strange.setdefault(_NUMBERS.sub("*", module))
             choice = BARRED
         group = groups.get(group_name)
@@ -125,6 +127,15 @@ def assign(checkpoint: Checkpoint, choose: Callable[[str, str], Choice]) -> Assi
     told = [_counted(told, len(found)) for told, found in (*split.items(), *odd.items())]
     told += [f"{name} holds experts in a layout that is not known here: they keep their precision." for name in strange]
     return Assignment(order_of, told)
+
+
+def is_unknown_expert(name: str, tensor: TensorRef) -> bool:
+    """Whether it holds routed experts under a name or in a layout that no format is known for."""
+    large = len(tensor.shape) in (2, 3) and min(tensor.shape[-2:]) >= MIN_DIMENSION and tensor.dtype in _DTYPES
+    if not large or name.endswith("bias") or tensor_class(name, tensor.shape) != "expert":
+        return False
+    module = _module(name, tensor)
+    return module is None or (len(tensor.shape) == 3 and packed_of(module) is None)
 
 
 def _module(name: str, tensor: TensorRef) -> str | None:

@@ -60,7 +60,7 @@ def _parts(leaf: str, rows: int, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
-    """Of the language model, where the checkpoint has others beside it; 0 where it is not said."""
+    """The number for the language model, where the checkpoint has others beside it; 0 where it is not said."""
     text = config.get("text_config")
     value = (text if isinstance(text, Mapping) else config).get(key)
     return value if isinstance(value, int) else 0

@@ -41,12 +41,12 @@ class Read:
 
     @property
     def length(self) -> int:
-        """What is asked of the file: a multiple of its alignment, which may reach over the file's end."""
+        """The bytes that the file is asked for: a multiple of its alignment, which may reach over the file's end."""
         return -(-self.wanted // self.file.alignment) * self.file.alignment
 
 
 class Block(NamedTuple):
-    """What one block of the ring is filled with, and the pieces that are then in it."""
+    """The content of one block of the ring, and the pieces that are then in it."""
 
     reads: list[Read]
     spans: list[Span]

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 GIB = 1 << 30
-# What is left to others on the cache's disk: a full one stops more than this cache.
+# The bytes that are left to others on the cache's disk: a full one stops more than this cache.
 RESERVE_BYTES = 2 * GIB
 RESERVE_FRACTION = 0.02
 
@@ -72,7 +72,7 @@ logger = logging.getLogger("vllm.sparkd.stream")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What lies in the cache. manifest: None where it cannot be read, and `fault` says why; used_s: epoch seconds."""
+    """An entry of the cache. manifest: None where it cannot be read, and `fault` says why; used_s: epoch seconds."""
 
     folder: str
     manifest: Manifest | None
@@ -178,7 +178,7 @@ def fault_of(entry: Entry) -> str | None:
 
 
 def remove(folder: str) -> bool:
-    """Removes an entry; False where it is being read. What dies half-way is swept by the next writer. Raises OSError."""
+    """Removes an entry; False where it is being read. The next writer sweeps a removal that died half-way. Raises OSError."""
     manifest = os.path.join(folder, MANIFEST)
     lock = _hold(manifest, fcntl.LOCK_EX) if os.path.exists(manifest) else None
     if lock is None and os.path.exists(manifest):

@@ -1,8 +1,8 @@
 """Writes a quantized checkpoint into the cache beside a load. Never makes the load wait, never fails it: a mishap costs the cache only.
 
-What the load hands over is copied into a bounded ring and written from a thread. Where the disk writes slower than the load makes
-tensors, the ring is full and a tensor is left out; after the load `finish` gets what was left out once more, tensors that pass through
-from the source's files, quantized ones from the loader, and so the cache becomes whole while the model already answers. Its folder
+The tensors that the load hands over are copied into a bounded ring and written from a thread. Where the disk writes slower than the load
+makes tensors, the ring is full and a tensor is left out; after the load `finish` gets what was left out once more, tensors that pass
+through from the source's files, quantized ones from the loader, and so the cache becomes whole while the model already answers. Its folder
 appears by one rename, after everything is on the disk for good; a process that ends before that leaves a folder that the next writer
 sweeps.
 """
@@ -120,7 +120,7 @@ class CacheWriter:
 
     @property
     def bytes_total(self) -> int:
-        """Of the shards; known from the beginning."""
+        """The bytes of the shards; known from the beginning."""
         return self._writer.bytes_total if self._writer is not None else 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ def companions(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def companions_bytes(folder: str) -> int:
-    """What the copies need at most. Raises OSError."""
+    """The bytes that the copies need at most. Raises OSError."""
     return sum(os.path.getsize(path) for _, path in companions(folder))
 
 

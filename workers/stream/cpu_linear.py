@@ -1,7 +1,7 @@
 """Linear layers on vLLM's CPU backend whose weights are decoded a few rows at a time. Never quantizes, never keeps a decoded weight.
 
-vLLM's own CPU kernels need AVX-512 (int4) or AMX (FP8 blocks), and there are none for weight-only FP8, MXFP4 and NVFP4. What is here runs
-wherever torch does. Importing this module imports no vLLM: `cpu_scheme` and `register_cpu_linear_kernels` do, and name what is missing.
+vLLM's own CPU kernels need AVX-512 (int4) or AMX (FP8 blocks), and there are none for weight-only FP8, MXFP4 and NVFP4. The kernels here
+run wherever torch does. Importing this module imports no vLLM: `cpu_scheme` and `register_cpu_linear_kernels` do, and name what is missing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SYMBOLS = {
 
 
 def cpu_scheme(form: Format) -> CpuScheme | None:
-    """What serves a linear layer of this format on a CPU; None where vLLM's own compressed-tensors scheme does.
+    """The scheme that serves a linear layer of this format on a CPU; None where vLLM's own compressed-tensors scheme does.
 
     The result belongs into `layer.scheme`, under CompressedTensorsLinearMethod. Raises MissingSymbol.
     """
@@ -136,7 +136,7 @@ class CpuScheme:
 
 
 class _Kernel:
-    """What vLLM asks of a linear kernel class before it uses one."""
+    """Answer vLLM's question to a linear kernel class before it uses one."""
 
     def __init__(self, config: Any, **_names: Any) -> None:
         self.config = config
@@ -290,7 +290,7 @@ def _scale_blocks(values: Tensor, scale: Tensor) -> Tensor:
 
 @functools.cache
 def _pairs(integer: bool) -> Tensor:
-    """What the two codes of each byte mean, low nibble first: two float32 as one int64, [1, 256]."""
+    """The values of the two codes of each byte, low nibble first: two float32 as one int64, [1, 256]."""
     table = torch.arange(-8, 8, dtype=torch.float32) if integer else torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32)
     byte = torch.arange(256)
     return torch.stack([table[byte & 15], table[byte >> 4]], dim=1).view(torch.int64).view(1, 256)

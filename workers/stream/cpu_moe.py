@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 def cpu_moe_method(form: Format, layer: torch.nn.Module) -> CpuMoEMethod | None:
-    """What serves a RoutedExperts of this format on a CPU; None where vLLM's own compressed-tensors method does.
+    """The method that serves a RoutedExperts of this format on a CPU; None where vLLM's own compressed-tensors method does.
 
     layer: as RoutedExperts.__init__ hands it to a quantization configuration: with moe_config, activation and the swiglu_* values. Raises
     CheckpointError for an activation that is not built.
@@ -270,7 +270,8 @@ def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Ten
     return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(min=-limit, max=limit))
 
 
-# What vLLM's MoEActivation values mean. Its own functions (fused_moe/activation.py) are operators that its CPU build mostly leaves out.
+# The meaning of vLLM's MoEActivation values. Its own functions (fused_moe/activation.py) are operators that its CPU build mostly leaves
+# out.
 _ACTIVATIONS: dict[str, Callable[[Tensor, float, float, float | None], Tensor]] = {
     "silu": _silu,
     "gelu": lambda x, *_: F.gelu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],

@@ -34,7 +34,7 @@ _RENAMED = {"self_attn": "(self_)?attn", "mamba": "(mamba|mixer)"}
 # Modules outside the layers that one of vLLM's models has elsewhere than its mapping says (gemma3n.py: `self_decoder`).
 _MOVED = ("per_layer_model_projection", "altup_projections")
 
-# What vLLM's models call a vision tower, its projector, and a part of it that they put beside it, whatever its checkpoint does
+# The names that vLLM's models give a vision tower, its projector, and a part of it that they put beside it, whatever its checkpoint does
 # (lightonocr.py, minicpmv4_6.py, opencua.py, phi4mm.py, pixtral.py).
 _TOWERS = r"re:(.*\.)?(visual|vision_(tower|encoder|language_adapter)|vpm|(vit_)?merger|multi_modal_projector)\..*"
 
@@ -52,6 +52,10 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
         return {}
     # A head that shares the embedding's weight is not in the checkpoint, and transformers would quantize it as it does every Linear.
     universe = list(dict.fromkeys([*map(in_vllm, all_linear_modules), *quantized, "lm_head"]))
+    for value, key in _values_of_keys(universe).items():
+        universe.append(value)
+        if key in quantized:
+            quantized[value] = quantized[key]
     groups: dict[Format, list[str]] = {}
     for module, chosen in quantized.items():
         groups.setdefault(chosen, []).append(module)
@@ -74,6 +78,14 @@ def quantization_config(assignments: Mapping[str, Format], all_linear_modules: I
         "ignore": patterns([module for module in universe if module not in quantized], universe, towers=True),
         "kv_cache_scheme": None,
     }
+
+
+def _values_of_keys(modules: Iterable[str]) -> dict[str, str]:
+    """Module of the values that vLLM has for layers whose keys are their values too (gemma4.py, `attention_k_eq_v`) -> that of the keys."""
+    known = frozenset(modules)
+    keys = (module for module in known if module.endswith(".self_attn.k_proj"))
+    values = {f"{key.removesuffix('k_proj')}v_proj": key for key in sorted(keys)}
+    return {value: key for value, key in values.items() if value not in known}
 
 
 def in_our_formats(described: Mapping[str, Any]) -> bool:
@@ -170,7 +182,7 @@ def _front_patterns(front: tuple[str, ...], tail: str, members: list[str], other
 
 
 def _tail(module: str) -> str:
-    """What follows the layer's number, as a regex in which further numbers (experts) are any number."""
+    """The part behind the layer's number, as a regex in which further numbers (experts) are any number."""
     position = _index_of(module)
     if position is None:
         return module

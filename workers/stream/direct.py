@@ -15,7 +15,7 @@ from sparkd.errors import CheckpointError
 
 # Offset, length and memory of an O_DIRECT read: 4096 suits every file system and disk that does not name its own (open(2), "O_DIRECT").
 ALIGNMENT = 4096
-# What open and read answer where O_DIRECT is not known: EINVAL (open(2)); FUSE and network file systems also say EOPNOTSUPP.
+# The errors of open and read where O_DIRECT is not known: EINVAL (open(2)); FUSE and network file systems also say EOPNOTSUPP.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _AGAIN = "Download it again"
 

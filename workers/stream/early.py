@@ -1,7 +1,7 @@
 """A module's weights are put into its kernel's layout as soon as they are all there, while the disk reads on. Never computes a layout.
 
 vLLM calls every `quant_method.process_weights_after_loading` after the last byte was read. For experts that is a second or more in which
-the disk stands still. What each module waits for is known from the trace, so its own method is called when the last of it has been placed;
+the disk stands still. The trace tells which tensors each module waits for, so its own method is called when the last of it has been placed;
 vLLM's call that comes later is then skipped, once. A module of which anything is doubtful is left to vLLM.
 
 On a GPU the methods run in a thread of their own: they are hundreds of launches and some waits for the device, 60 ms for 128 experts, in

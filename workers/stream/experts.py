@@ -81,7 +81,7 @@ def stretches(found: Sequence[Family], straight: Mapping[str, Target]) -> Iterat
 
 
 def place(target: Target, tensor: torch.Tensor) -> None:
-    """What vLLM's loader would do with a tensor: its part, in the target's order of dimensions, copied into the parameter."""
+    """The work of vLLM's loader on a tensor: its part, in the target's order of dimensions, copied into the parameter."""
     place_stacked([target], tensor.unsqueeze(0))
 
 

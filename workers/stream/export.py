@@ -165,7 +165,7 @@ def _quantize(checkpoint: Checkpoint, formats: Mapping[str, Format], folder: str
     into.total = pipeline.bytes_total
     try:
         for _ in pipeline.tensors():
-            # What is made goes into the sink; here nobody else wants it.
+            # The sink takes what is made; here nobody else wants it.
             pass
         writer.settle()
         left = next(writer.gaps(), None)
@@ -232,7 +232,7 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """What an FP8 source is dequantized to: the model's own dtype, as vLLM takes it from config.json."""
+    """The dtype that an FP8 source is dequantized to: the model's own dtype, as vLLM takes it from config.json."""
     text = config.get("text_config")
     holders = [config, text] if isinstance(text, Mapping) else [config]
     named = [str(holder.get(key)).removeprefix("torch.") for holder in holders for key in ("dtype", "torch_dtype")]

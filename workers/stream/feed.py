@@ -97,8 +97,8 @@ class Feed:
 
     @contextlib.contextmanager
     def _beside(self, after: torch.cuda.Event | None = None, *, fresh: bool = False) -> Iterator[None]:
-        """What is copied meanwhile is copied on a GPU's other stream: where kernels are still to run it does not queue behind them, and
-        the ring's blocks come back at the speed of the bus. What is asked of the current stream afterwards waits for it.
+        """Copies go meanwhile over a GPU's other stream: where kernels are still to run it does not queue behind them, and
+        the ring's blocks come back at the speed of the bus. Work that the current stream gets afterwards waits for it.
 
         after: what the copies wait for; fresh: their memory was allocated just now, and the current stream may still work on what was
         there before.

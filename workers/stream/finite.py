@@ -25,8 +25,9 @@ _NAN_OF_E8M0 = 0xFF
 # of activations of an expert that calibration never reached (14 of 92,400 in a published Qwen3.5-397B-A17B NVFP4; vllm-project/
 # compressed-tensors pull request 595), which no kernel for 16-bit activations reads.
 _MAY_BE_INFINITE = ("_min", "_max", ".input_scale", ".input_global_scale")
-# What is a weight by the last part of its name: packed experts, their biases and every scale of a weight included. Anything else may be a
-# buffer that its model fills itself, such as a causal mask of -inf, which older checkpoints hold and no model of vLLM's takes.
+# The tensors that are weights by the last part of their name: packed experts, their biases and every scale of a weight included. Anything
+# else may be a buffer that its model fills itself, such as a causal mask of -inf, which older checkpoints hold and no model of vLLM's
+# takes.
 _WEIGHT = re.compile(r"(?:^|\.)(?:weight(?:_\w+)?|bias|scales?|\w+_proj(?:_\w+)?)$")
 
 
@@ -79,7 +80,7 @@ class Finite:
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:
-    """Of a tensor of fractions that no load has looked at; what else it holds may be a mask."""
+    """Whether a tensor of fractions that no load has looked at is finite; what else it holds may be a mask."""
     return tensor.numel() > 0 and any(not flag.isfinite() for flag in _flags(tensor, may_mask=True))
 
 

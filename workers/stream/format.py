@@ -14,7 +14,7 @@ GROUP_SIZES = (32, 64, 128)
 # int4 without a group size: 4.125 bits a weight, and the only size that every kernel in vLLM takes, its CPU MoE included.
 DEFAULT_GROUP_SIZE = 128
 SPELLINGS = ("nvfp4", "mxfp4", *(f"int4-g{size}" for size in GROUP_SIZES), "fp8", "fp8-block", "bf16")
-# What the groups of the other formats are by definition (NVFP4: 16; OCP MX v1.0: 32).
+# The group sizes of the other formats, by definition (NVFP4: 16; OCP MX v1.0: 32).
 _FIXED_GROUPS = {"nvfp4": 16, "mxfp4": 32}
 _SPELLING = re.compile(r"(?P<name>[a-z]+[0-9]+(?:-block)?)(?:-g(?P<group>[0-9]{1,6}))?")
 # By the relative Frobenius error of Gaussian weights, smallest first: fp8 .0264, nvfp4 .0817, int4 g32 .0820 to g128 .0973, mxfp4 .1117.

@@ -1,5 +1,5 @@
-"""What a model leaves out of its checkpoint, and whether its quantized cache holds that all the same. Never reads a weight, never knows
-vLLM.
+"""Owns the weights that a model leaves out of its checkpoint, and whether its quantized cache holds that all the same. Never reads a
+weight, never knows vLLM.
 
 A model leaves out layers that predict tokens ahead (MTP) where nothing speculates, a vision tower that `limit_mm_per_prompt` or
 `language_model_only` takes away, a head that pools. An entry without them would have a name of its own, because another start may want

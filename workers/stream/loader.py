@@ -71,7 +71,7 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
     except SparkdError as error:
         given_config = engine_args.model_loader_extra_config
         if isinstance(given_config, Mapping) and isinstance(path := given_config.get("progress"), str):
-            # What cannot be read may be read once it is whole; what was read stays as it is.
+            # A file that cannot be read may be read once it is whole; the tensors that were read stay as they are.
             ProgressFile(path).failed(error.message, lasting=checkpoint is not None)
         raise ValueError(error.message) from None
     for sentence in (*settings.recipe.notes, *formats.adjustments):
@@ -99,7 +99,7 @@ def describe(engine_args: Any, environ: Mapping[str, str]) -> None:
 
 
 def _quantized_elsewhere(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the checkpoint says of itself, where our CPU kernels serve it and vLLM's may not (no AMX, no AVX-512); else {}."""
+    """The checkpoint's own configuration, where our CPU kernels serve it and vLLM's may not (no AMX, no AVX-512); else {}."""
     said = checkpoint.quantization.details if checkpoint.quantization is not None else {}
     return dict(said) if in_our_formats(said) else {}
 
@@ -209,7 +209,7 @@ class SparkStreamLoader(DefaultModelLoader):
             self._source.close()
 
     def _refusal(self, error: BaseException, model: torch.nn.Module) -> CheckpointError | None:
-        """What is raised in place of `error`, or None; the daemon is told of either."""
+        """The error to raise in place of `error`, or None; the daemon is told of either."""
         if self._progress is None or isinstance(error, SparkdError):
             return None
         known = isinstance(error, _MISMATCHES) and not isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

@@ -1,4 +1,4 @@
-"""What a cached checkpoint says about itself: its source, its recipe and its files. Never touches weights, never imports torch."""
+"""Owns a cached checkpoint's own description: its source, its recipe and its files. Never touches weights, never imports torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Source:
         return cls(os.path.realpath(checkpoint.folder), shards, file_sha256(os.path.join(checkpoint.folder, "config.json")))
 
     def change(self, now: Source) -> str | None:
-        """What is different in the source now, in words; None where it is the same."""
+        """The differences of the source now, in words; None where it is the same."""
         if self.config_sha256 != now.config_sha256:
             return "config.json of its source has changed"
         before = {shard.name: shard for shard in self.shards}
@@ -127,7 +127,7 @@ class Manifest:
 def cache_key(checkpoint: Checkpoint, recipe: Mapping[str, Any], tp_slice: TpSlice = None) -> str:
     """16 hex digits over where the source lies, the canonical recipe and the slice.
 
-    What may change under the same key (the source's bytes, our code) stands in the manifest: what is outdated is found, named, replaced.
+    The manifest has what may change under the same key (the source's bytes, our code): an outdated entry is found, named, replaced.
     """
     parts = [os.path.realpath(checkpoint.folder), recipe, tp_slice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

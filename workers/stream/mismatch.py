@@ -24,7 +24,7 @@ _TEXT = 160
 
 
 def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseException) -> CheckpointError:
-    """What is to be said of `error`, which came up while the class `model` was given the emitted tensor `name`."""
+    """The error for the operator in place of `error`, which came up while the class `model` was given the emitted tensor `name`."""
     ref = source_of(virtual, name)
     said = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0][:_TEXT].rstrip(".")
     reason = type(error).__name__ + (f": {said}" if said else "")
@@ -36,13 +36,13 @@ def mismatch(virtual: VirtualCheckpoint, name: str, model: str, error: BaseExcep
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device, or of the host: many say that by a RuntimeError."""
+    """Whether the device or the host has no memory left: many say that by a RuntimeError."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None)
 
 
 def ended(error: BaseException) -> str:
-    """What is to be said of a load that was ended by something else than its checkpoint."""
+    """The error for the operator of a load that was ended by something else than its checkpoint."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "The load was ended from outside."
     said = str(error).partition("\n")[0].rstrip(". ")

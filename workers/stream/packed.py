@@ -26,7 +26,7 @@ _JOINED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the name of a packed tensor tells. module: its path, the key of its format; experts: where vLLM has them; which: gate_up_proj
+    """The parts of a packed tensor's name. module: its path, the key of its format; experts: where vLLM has them; which: gate_up_proj
     or down_proj; upright: a block is known to stand as torch's linear layers do."""
 
     module: str

@@ -55,7 +55,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What a sink gets of one emitted tensor: a tensor of this shape, which stands at `at` in the whole. plain: its bytes are the
+    """The place of one emitted tensor in a sink: a tensor of this shape, which stands at `at` in the whole. plain: its bytes are the
     source's own."""
 
     dtype: torch.dtype
@@ -140,7 +140,7 @@ class Pipeline:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises CheckpointError for a truncated file or weights that are not finite; the message names file and tensor."""
-        # What is written beside the load is handed over tensor by tensor, so there nothing passes by as a run of them.
+        # The tensors that are written beside the load are handed over one by one, so there nothing passes by as a run of them.
         work = deque(steps(self._plans, self._batch_bytes, {} if self.sink is not None else self._straight))
         done_bytes = done_units = 0
         with self._make_reader([piece for step in work for piece in step.pieces]) as reader:
@@ -203,8 +203,8 @@ class Pipeline:
         return found
 
     def again(self, names: Collection[str], device: torch.device, damaged: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a sink gets of the units that emit `names`, made on `device` in one pass; from any thread, without the model. What it does
-        not take is made too, and `damaged` gets the names of what of it is made of a NaN or an infinity."""
+        """The tensors for a sink of the units that emit `names`, made on `device` in one pass; from any thread, without the model. Tensors
+        that the sink does not take are made too, and `damaged` gets the names of what of it is made of a NaN or an infinity."""
         wanted = {index for index, emitted in self._emitted.items() if any(one.name in names for one in emitted)}
         made: list[tuple[str, torch.Tensor]] = []
 

@@ -1,4 +1,5 @@
-"""What of a virtual checkpoint is read and worked on together: a unit, a batch of like ones, a run of neighbours. Never reads a byte.
+"""Owns which parts of a virtual checkpoint are read and worked on together: a unit, a batch of like ones, a run of neighbours. Never reads
+a byte.
 
 A GPU is quick with a matrix and slow to be told about it, and so is a parameter that 18,000 experts go into one by one. Units of one shape
 become one tensor [units, ..] for the quantizer, and tensors that lie one behind the other in the file and in a parameter become one copy.
@@ -31,7 +32,8 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """What is read for one weight of a unit. number: its place in `unit.weights`; box: what is read of the file's matrix for `need`.
+    """The part that is read for one weight of a unit. number: its place in `unit.weights`; box: what is read of the file's matrix for
+    `need`.
 
     slot, scale_slot: which of the plan's inputs hold that box and an FP8 source's scales, None where there are none. restated: its format
     holds the source's own codes and scales, and nothing is rounded.
@@ -47,7 +49,7 @@ class WeightPlan:
 
 @dataclass(slots=True)
 class Plan:
-    """What is read for one unit. rows: (the first, how many) of a tensor that passes through."""
+    """The parts that are read for one unit. rows: (the first, how many) of a tensor that passes through."""
 
     index: int
     unit: Unit

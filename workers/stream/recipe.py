@@ -14,9 +14,10 @@ components spelled out, then the one with more characters spelled out, then the 
 routers, norms, biases, and what has fewer than two dimensions or one under 64 are never quantized; rules.kept_unless_named lists what
 only a rule that names it touches.
 
-What vLLM multiplies as one matrix gets one format: q/k/v, gate/up and the like, and all experts of a layer. Where rules split them, the
-choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments says so once. Where such a matrix is
-not made of whole blocks of 128 rows, fp8-block becomes fp8, which adjustments say too; for a weight that a rule spells out it is an error.
+Weights that vLLM multiplies as one matrix get one format: q/k/v, gate/up and the like, and all experts of a layer. Where rules split them,
+the choice with the highest priority holds for all, then the more precise one, and Assignment.adjustments says so once. Where such a matrix
+is not made of whole blocks of 128 rows, fp8-block becomes fp8, which adjustments say too; for a weight that a rule spells out it is an
+error.
 """
 
 from __future__ import annotations

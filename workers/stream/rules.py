@@ -17,8 +17,9 @@ _KEPT_CLASSES = frozenset({"lm_head", "state_space"})
 # kv_b_proj: latent attention holds it in BF16 for decoding anyway, and for a long prompt reads `.weight.dtype`, which a packed weight
 # does not have (vllm/model_executor/layers/attention/mla_attention.py). eh_proj, mtp_linear_proj: plain Linear modules in draft models.
 _KEPT_LEAVES = frozenset({"kv_b_proj", "eh_proj", "mtp_linear_proj"})
-# DeepSeek's sparse attention chooses by it which tokens are seen; vLLM builds half of it with quant_config=None.
-_KEPT_PARTS = frozenset({"indexer"})
+# indexer: DeepSeek's sparse attention chooses by it which tokens are seen; vLLM builds half of it with quant_config=None. lora_*: adapters
+# inside a checkpoint (Phi-4-multimodal), which vLLM has in no quantized form.
+_KEPT_PARTS = frozenset({"indexer", "lora_A", "lora_B"})
 _REGEX = "re:"
 _CLASS = "class:"
 # A path's components, as expressions: its begin, what parts them, its end, and any number of them.
@@ -77,9 +78,9 @@ class Rule:
 def kept_unless_named(module: str, kind: str) -> frozenset[str]:
     """The parts of a module's path one of which a rule must spell out to touch it; empty where every rule that matches may.
 
-    Kept: lm_head, state-space parameters, towers and projectors of other modalities, what stands outside the repeated layers, and what is
-    listed above. The draft layers (MTP) are quantized like the others: the model checks each of their tokens, so an error there costs
-    speed and never an answer, and in BF16 one such layer of a mixture of experts weighs as much as four of the others.
+    Kept: lm_head, state-space parameters, towers, projectors and generators of other modalities, adapters, what stands outside the repeated
+    layers, and what is listed above. The draft layers (MTP) are quantized like the others: the model checks each of their tokens, so an
+    error there costs speed and never an answer, and in BF16 one such layer of a mixture of experts weighs as much as four of the others.
     """
     parts = module.split(".")
     leaf = parts[-1]

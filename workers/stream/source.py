@@ -80,7 +80,7 @@ class Source:
         return Source(pipeline, self.device, self.reader, self.trace, self.dtype, self.progress, self.placed, cached, cut)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
+        """The tensors that the model's own loader places; the rest is placed on the way. Raises CheckpointError."""
         for name, tensor in self.pipeline.tensors():
             one = None if self.cut is None else self.cut[name]
             if one is not None and not one.is_whole:
@@ -141,7 +141,7 @@ class Source:
 
 
 def virtual_of(cached: CachedCheckpoint, keep: Callable[[str], bool] = lambda name: not name.endswith(f".{SHAPE}")) -> VirtualCheckpoint:
-    """What a quantized cache holds for a model, each tensor as it is.
+    """The tensors that a quantized cache holds for a model, each tensor as it is.
 
     A shard begins with what its writer put at the end for the sake of alignment: NVFP4's global scales, without which no layer is whole,
     and every kernel's layout would have to wait for the last byte.

@@ -3,7 +3,7 @@ never changes a parameter.
 
 vLLM's own weight loaders decide what a rank needs: they narrow a checkpoint tensor to the rank's rows or columns, drop experts that live
 elsewhere and skip layers of another pipeline stage. `trace` hands the model `PhantomTensor`s under the checkpoint's names and notes which
-region of each is copied into a parameter. What a loader does that is not a plain view (arithmetic, concatenation, `.item()`) makes that
+region of each is copied into a parameter. An operation of a loader that is no plain view (arithmetic, concatenation, `.item()`) makes that
 tensor needed as a whole, so the answer is never too small.
 """
 
@@ -48,7 +48,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class Taken:
-    """What was taken of one tensor: `region` is the smallest box that holds every copy, None while there was none.
+    """The part that was taken of one tensor: `region` is the smallest box that holds every copy, None while there was none.
 
     once: it was copied exactly once and nothing else was done with it, so its bytes may go where they belong as they come: to `target`.
     """

@@ -2,7 +2,7 @@
 weight, never changes a parameter.
 
 vLLM by itself looks for that only where nothing is quantized, and excuses every module that has a quantization method there, which is
-every linear layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). What is missing keeps
+every linear layer, embedding and expert (`track_weights_loading` of model_loader/default_loader.py, 0.26 and 0.32). A missing one keeps
 the memory's old content then, and the model talks nonsense. Here the model is watched while it is asked what it takes (trace.py). Kernels
 may round shapes up and models may leave scales at their defaults, so nobody asks that every element is written; something is missing where
 
@@ -30,12 +30,12 @@ _NAMED = 3
 _CURE = "Download it again, and check that its config.json is its own"
 _WHOLE = "; if it is whole, that class does not take this recipe, and `quantize: bf16` loads it"
 _ALLOWED = "; where the model can do without, `allow_missing_weights: true` on it"
-# What our formats hand over, and what vLLM's own methods have, AWQ's and GPTQ's at the end. A module with a method may have more, of which
-# a checkpoint that was quantized elsewhere may lack some: scales of activations and of the KV cache (of experts that no calibration
-# reached), zero points.
+# The parameters that our formats hand over, and those of vLLM's own methods, AWQ's and GPTQ's at the end. A module with a method may have
+# more, of which a checkpoint that was quantized elsewhere may lack some: scales of activations and of the KV cache (of experts that no
+# calibration reached), zero points.
 _FILLED = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "bias", "qweight", "scales")
-# What is added to the router's scores to choose experts. vLLM's classes make it of memory that holds anything, on a layer with a method;
-# some make it of zeros (laguna.py, longcat_flash.py, param2moe.py, step3p5.py; 0.26 and 0.32), and serve a checkpoint without it.
+# The biases that are added to the router's scores to choose experts. vLLM's classes make it of memory that holds anything, on a layer with
+# a method; some make it of zeros (laguna.py, longcat_flash.py, param2moe.py, step3p5.py; 0.26 and 0.32), and serve a checkpoint without it.
 _ROUTING = ("e_score_correction_bias", "expert_bias", "router_bias")
 _ROUTING_IS_ZERO = tuple(f"vllm.model_executor.models.{name}" for name in ("laguna", "longcat_flash", "param2moe", "step3p5"))
 _EXPERTS = ("w13_", "w2_")
@@ -89,7 +89,7 @@ class Writes(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came of asking a model. loaded: the parameters that it says were; storages: where its parameters lay before.
+    """The outcome of asking a model. loaded: the parameters that it says were; storages: where its parameters lay before.
 
     experts: how many each layer has on this rank, None where that is not known. placed: what is placed without the model, as the first
     and the last of rows of one parameter.

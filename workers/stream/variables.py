@@ -27,7 +27,7 @@ def rules_of(environ: Mapping[str, str]) -> tuple[Rule, ...]:
 
 
 def notes_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What of it is no rule, one sentence each."""
+    """The variables that are no rule, one sentence each."""
     idle = environ.get(NF4_GROUP_SIZE, "").strip()
     return (f"{NF4_GROUP_SIZE}={idle}: not used, because it is of nf4 alone, which is not built yet.",) if idle else ()
 

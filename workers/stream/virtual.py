@@ -48,7 +48,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale", "scale")
 SHORTEST_READ_BYTES = 128 * 2**10  # shorter runs of a row are not worth a read of their own: the whole rows are read instead
 
-# What a weight that is FP8 in its checkpoint and keeps its precision beside others that are quantized becomes.
+# The format of a weight that is FP8 in its checkpoint and keeps its precision beside others that are quantized.
 DEQUANTIZED = Format("bf16")
 _LEAVE_OUT = "Leave out `quantize`, and vLLM serves the checkpoint as it is"
 
@@ -164,7 +164,7 @@ class VirtualCheckpoint:
         self.units = _in_file_order(self.checkpoint, _units(self.checkpoint, self.formats, self.keep), self.first)
 
     def emitted(self) -> Sequence[Emitted]:
-        """What vLLM will see, unit by unit."""
+        """The tensors that vLLM will see, unit by unit."""
         if self._emitted is None:
             self._emitted = self._all_emitted()
         return self._emitted
@@ -195,7 +195,7 @@ def dtype_of(ref: TensorRef) -> torch.dtype:
 
 
 class Need(NamedTuple):
-    """What of one weight a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
+    """The part of one weight that a rank needs: rows [row_start, row_stop) and columns [col_start, col_stop) of [N, K]."""
 
     row_start: int
     row_stop: int
@@ -253,8 +253,8 @@ def plain_piece(key: object, ref: TensorRef, region: Region | None) -> tuple[Pie
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrower only where the runs are
-    long enough."""
+    """The part that is read of a stored weight: rows and columns of the *file's* matrix, as runs; `cols` is narrower only where the runs
+    are long enough."""
 
     row_start: int
     rows: int

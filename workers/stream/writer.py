@@ -1,8 +1,8 @@
 """Writes tensors at their places in a laid-out checkpoint, from a thread and through one bounded ring. Never makes its caller wait.
 
 Bytes are gathered into blocks that lie in the ring as they lie in the file, so that a full block goes past the page cache in one write,
-however small its tensors are; a block that stays incomplete is written through the page cache. What finds no room in the ring is refused,
-and `gaps` tells later what is missing.
+however small its tensors are; a block that stays incomplete is written through the page cache. A tensor that finds no room in the ring is
+refused, and `gaps` tells later what is missing.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ShardWriter:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the writing; everything that is put afterwards is refused."""
+        """The error that ended the writing; everything that is put afterwards is refused."""
         return self._error
 
     def put(self, slot: Slot, start: int, view: torch.Tensor, *, wait: bool = False, behind: Sequence[Slot] = ()) -> bool:

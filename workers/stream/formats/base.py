@@ -1,4 +1,4 @@
-"""What every quantizer offers, and how a weight is cut so that temporaries stay small. It never knows a format's encoding."""
+"""Owns the interface of every quantizer, and how a weight is cut so that temporaries stay small. It never knows a format's encoding."""
 
 from __future__ import annotations
 

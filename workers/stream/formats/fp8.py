@@ -12,7 +12,7 @@ from workers.stream.formats.base import Parts, Quantizer, windows
 
 LARGEST = 448.0
 BLOCK = 128
-# Of weights so small that their own scale would be a float32 subnormal, or none at all.
+# The scale of weights so small that their own scale would be a float32 subnormal, or none at all.
 SMALLEST_SCALE = 2.0**-126
 
 

@@ -91,7 +91,7 @@ def holds_codes(form: Format, scale: tuple[int, ...], shape: tuple[int, int], fi
 def restated_fp8(part: Tensor, scale: Tensor, shape: tuple[int, ...], form: Format, origin: tuple[int, int] = (0, 0)) -> Parts:
     """The parts of `form` that hold an FP8 weight's own codes and scales, where `holds_codes`: the weight is not rounded a second time.
 
-    part, scale, shape, origin: as `dequantize_fp8` takes them; origin is where a block of `form` begins. What is made is in memory of its
+    part, scale, shape, origin: as `dequantize_fp8` takes them; origin is where a block of `form` begins. The result is in memory of its
     own, contiguous.
     """
     *lead, n, k = part.shape

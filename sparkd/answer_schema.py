@@ -1,0 +1,117 @@
+"""Owns the shape of an answer about a model that comes from another node: names, types and sizes, before anything of it is used or kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from sparkd.errors import EngineError
+
+# The largest that vLLM's own models have is some megabytes: tens of thousands of parameters.
+MOST_BYTES = 64 << 20
+_Name = Annotated[str, Field(max_length=1000)]
+_Text = Annotated[str, Field(max_length=100_000)]
+_Size = Annotated[int, Field(ge=0, lt=1 << 60)]
+_Shape = Annotated[list[_Size], Field(max_length=16)]
+_Rows = Annotated[list[tuple[Literal["model", "draft"], _Name, _Shape, _Name]], Field(max_length=1 << 18)]
+_Fact = _Text | _Size | bool | None | Annotated[list[_Name], Field(max_length=256)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Refusal(_Strict):
+    step: Literal["arguments", "config", "model", "cache", "deadline", "memory", "died"]
+    type: _Name
+    message: _Text
+    certain: bool
+
+
+class _State(_Strict):
+    shape: _Shape
+    dtype: _Name
+
+
+class _Layer(_Strict):
+    name: _Name
+    spec: _Name
+    layer: _Name
+    block: _Size
+    page_bytes: _Size
+    token_bytes: Annotated[float, Field(ge=0)] = 0.0
+    state_bytes: _Size = 0
+    kv_heads: _Size | None = None
+    head_size: _Size | None = None
+    head_size_v: _Size | None = None
+    dtype: _Name | None = None
+    cache_dtype: _Name | None = None
+    window: _Size | None = None
+    chunk: _Size | None = None
+    backend: _Name | None = None
+    states: Annotated[list[_State], Field(max_length=64)] = []
+
+
+class _Stage(_Strict):
+    rank: _Size
+    layers: Annotated[list[_Layer], Field(max_length=1 << 14)]
+    shared: dict[_Name, _Name]
+    parameters: _Rows
+    buffers: _Rows
+    parameter_bytes: _Size
+    buffer_bytes: _Size
+
+
+class _Group(_Strict):
+    spec: _Name
+    block: Annotated[_Size, Field(gt=0)]
+    page_bytes: _Size
+    layers: list[_Name]
+
+
+class _Pool(_Strict):
+    block_bytes: _Size
+    requests: Annotated[list[tuple[_Size, _Size]], Field(max_length=256)]
+
+
+class _Cache(_Strict):
+    groups: list[_Group]
+    stages: list[_Pool]
+
+
+class _Answer(BaseModel):
+    """A key that is not named here is a fact: see sparkd.model_answers.Answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    __pydantic_extra__: dict[str, _Fact]
+
+    vllm: _Name
+    platform: _Name
+    stand_in: bool
+    seconds: Annotated[float, Field(ge=0)]
+    refusal: _Refusal | None
+    stages: Annotated[list[_Stage], Field(max_length=64)]
+    cache: _Cache | None
+
+
+_OBJECT: TypeAdapter[_Answer] = TypeAdapter(_Answer)
+
+
+def checked(text: str, node: str) -> dict[str, Any]:
+    """The answer, from its JSON. Raises EngineError for what is none, naming the field."""
+    if len(text) > MOST_BYTES:
+        raise EngineError(f"The agent of node {node} gave an answer about a model of {len(text):,} bytes; {MOST_BYTES:,} are read at most.")
+    try:
+        answer = _OBJECT.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise EngineError(f"The agent of node {node} gave an answer about a model that is none: {where[:200]}: {first['msg']}.") from None
+    stages = answer.cache.stages if answer.cache is not None else answer.stages
+    if len(stages) != len(answer.stages):
+        raise EngineError(f"The agent of node {node} gave an answer about a model that is none: cache.stages are not its stages.")
+    whole: Mapping[str, Any] = json.loads(text)
+    return dict(whole)

@@ -1,0 +1,167 @@
+"""Owns a function call in a process of its own: bounded in memory and time, and free of this process's interpreter lock.
+
+A thread cannot be ended from outside, and what holds the interpreter's lock keeps the event loop from its work. Only the standard library
+is needed, as an agent has no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from sparkd.errors import SparkdError
+from workers.interpreter import module_command, program_environment
+
+log = logging.getLogger("sparkd.bounded_call")
+
+# A busy machine may take so long to start a Python and to give it its input.
+START_S: float = 60
+# How long the kernel may take to end a process after SIGKILL. One that it cannot end is let go.
+KILLED_S: float = 5
+# How often a look shows that the process has ended while one that it started still holds its pipes.
+_LOOK_S = 0.5
+# The exit code where the memory did not suffice.
+_NO_MEMORY = 7
+_MOST_LOGGED = 4000
+
+_T = TypeVar("_T")
+
+
+class NoAnswer(Exception):
+    """The process gave none. exceeded: the bound that it went beyond, as `30 s`; None where it ended otherwise. Reason and cure end with
+    no full stop."""
+
+    def __init__(self, reason: str, cure: str, exceeded: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.cure = cure
+        self.exceeded = exceeded
+
+
+def call(function: Callable[..., _T], *arguments: Any, time_s: float, memory_bytes: int | None = None, raw: bytes = b"") -> _T:
+    """`function(raw, *arguments)`, a function of a module of ours, in a process of its own; plain values go in and come out. Blocks.
+
+    time_s: the call's own, after the start of the process. memory_bytes: of address space. raw: bytes that are not copied into a pickle.
+    Raises the SparkdError that the function raises; NoAnswer where the call takes more than its bounds, no process can be started, or it
+    ends in any other way: its own words are in the log then.
+    """
+    exit_code, stdout, stderr = _run(pickle.dumps((memory_bytes, time_s, function, arguments)) + raw, START_S + time_s)
+    if exit_code or not stdout:
+        if exit_code == _NO_MEMORY and memory_bytes is not None:
+            raise _beyond(f"{memory_bytes >> 20} MiB of memory")
+        if exit_code == -signal.SIGALRM:
+            raise _beyond(f"{time_s:g} s")
+        log.error("%s: its process ended with %d: %s", function.__name__, exit_code, stderr[-_MOST_LOGGED:].decode(errors="replace"))
+        raise NoAnswer(f"its process ended with {exit_code}", "sparkd's log says why; a node that has too little memory is one cause")
+    fault, value = pickle.loads(stdout)  # our own words: nothing of a foreign file was run
+    if fault is not None:
+        raise _error(*fault)
+    return value
+
+
+def _run(request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+    """Exit code, stdout and stderr of the process. Nothing that it started outlives it, but what begins a session of its own."""
+    try:
+        process = subprocess.Popen(
+            module_command(sys.executable, "sparkd.bounded_call"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=program_environment(os.environ),
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError as error:
+        cure = "Free memory or descriptors on this machine and try again"
+        raise NoAnswer(f"no process can be started for it: {error.strerror}", cure) from None
+    try:
+        return _communicated(process, request, timeout_s)
+    except subprocess.TimeoutExpired:
+        cure = "Try again when this machine has less to do"
+        raise NoAnswer(f"its process gave no answer within {timeout_s:g} s", cure) from None
+    finally:
+        _end(process)
+
+
+def _communicated(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+    """Raises TimeoutExpired where the process itself goes on."""
+    deadline_s = time.monotonic() + timeout_s
+    unsent: bytes | None = request
+    while process.poll() is None:
+        left_s = deadline_s - time.monotonic()
+        try:
+            stdout, stderr = process.communicate(unsent, min(_LOOK_S, left_s))
+            return process.returncode, stdout, stderr
+        except subprocess.TimeoutExpired:
+            unsent = None  # it is kept from the first call
+            if left_s <= _LOOK_S:
+                raise
+    _kill(process)
+    try:
+        stdout, stderr = process.communicate(timeout=KILLED_S)
+    except subprocess.TimeoutExpired as held:
+        stdout, stderr = held.output or b"", held.stderr or b""
+    return process.returncode, stdout, stderr
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _kill(process)
+    # One that hangs in the kernel, as on a file server that is gone, takes no signal.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_S)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its descendants: they are of its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _beyond(bound: str) -> NoAnswer:
+    return NoAnswer(f"it takes more than {bound}", "Try again when this machine has less to do", bound)
+
+
+def _error(kind: type[SparkdError], message: str, members: dict[str, Any]) -> SparkdError:
+    """The error as it was raised there, without a call of its constructor, which may take other arguments."""
+    error = kind.__new__(kind, message)
+    vars(error).update(members)
+    return error
+
+
+def main() -> None:
+    """The process: one function, its arguments and its bytes on stdin, (error, value) on stdout."""
+    try:
+        _answer()
+    except MemoryError:
+        sys.exit(_NO_MEMORY)
+
+
+def _answer() -> None:
+    memory_bytes, time_s, function, arguments = pickle.load(sys.stdin.buffer)
+    raw = sys.stdin.buffer.read()
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    # Nothing handles the signal, so that it ends even a parser that never comes back to the interpreter.
+    signal.setitimer(signal.ITIMER_REAL, time_s)
+    answer: tuple[tuple[type[SparkdError], str, dict[str, Any]] | None, Any]
+    try:
+        answer = None, function(raw, *arguments)
+    except SparkdError as error:
+        answer = (type(error), str(error), vars(error)), None
+    pickle.dump(answer, sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    main()

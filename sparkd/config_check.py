@@ -1,0 +1,333 @@
+"""Owns what is wrong with a configuration file, all of it in one pass: what keeps the daemon from starting, what keeps an entry from it,
+and what is unwise. Never starts anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sparkd import config, kv_sizing, loud, quantizing, yamlfile
+from sparkd.config import Config, Reading
+from sparkd.config_source import blamed, in_order, place_of, problems_of, without_key
+from sparkd.errors import ConfigError
+from sparkd.installed import full_version_in, has_module, release_in
+from sparkd.keys import KeyRing, load_keys
+from sparkd.model_config import ModelConfig
+from sparkd.model_folder import unusable
+from sparkd.source import folder_of
+from sparkd.uncounted import NUMBERS, SHARE, number_of, reserved_whole, share_of
+from sparkd.vllm_flags import flag_name, translated, values_of
+from sparkd.yamlfile import Place, Problem, Table
+
+# Each pass takes at least one wrong key out.
+_PASSES = 50
+_NO_ADMIN_KEY = "There are inference keys and no admin key, so nobody can use the admin API or the command line: set keys.admin_file."
+# 107 less `/ray/session_YYYY-MM-DD_hh-mm-ss_ffffff_12345/sockets/plasma_store` (ray/_private/node.py), without which one node still serves,
+# and less `/ranks/255.255.255.255/12345678.sock`.
+_RUNTIME_BYTES, _ENGINES_BYTES = 40, 71
+_STAND_IN = "unknown/unknown"
+_ROLES = ("inference", "admin")
+# Keys whose values another flag than the one of their name carries.
+_FLAG_OF = {"override-generation-config": "sampling", "enable-auto-tool-choice": "tool_call_parser"}
+# Keys whose values vLLM's parser may refuse; numbers are judged where the file is read.
+_JUDGED = ("dtype", "kv_cache_dtype", "quantization", "load_format", "sampling")
+_NAME_ONE = "Name one, such as vllm.entrypoints.openai.api_server, or leave it out."
+# Flags whose value is a file or a folder where it is a whole path.
+_FILES = ("chat-template", "tool-parser-plugin", "reasoning-parser-plugin", "tokenizer", "hf-config-path")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FLAG = re.compile(r"--?([\w-]+)(?:\.\.\.)?: ")
+
+
+def check(path: Path, environ: Mapping[str, str]) -> list[Problem]:
+    """By line. Errors: `load_config` raises them, or an entry cannot start. Warnings: loose file rights, short keys, what is not there."""
+    reading = config.read(path, {}, environ)
+    problems = list(reading.problems)
+    valid = reading.config or _without_wrong(reading, problems)
+    if valid is not None:
+        problems += _keys(valid, reading.tree, path, environ)
+        problems += _machine(valid, reading.tree)
+        for model in valid.models.values():
+            problems += _Entry(model, valid, reading.tree).problems()
+    seen: dict[tuple[str | None, int | None, str], Problem] = {}
+    for problem in problems:
+        seen.setdefault((problem.file, problem.line, problem.message), problem)
+    return yamlfile.masked(in_order(seen.values()), reading.env_names, environ)
+
+
+def _without_wrong(reading: Reading, problems: list[Problem]) -> Config | None:
+    """The configuration without the keys that are wrong, so that the rest can be judged; each new problem is added."""
+    tree, names = reading.tree, _names(reading.tree)
+    for _ in range(_PASSES):
+        try:
+            valid = Config.model_validate(tree, context={"base": reading.base})
+        except ValidationError as error:
+            problems += problems_of(error, tree)
+            taken_out = [_taken_out(tree, location) for location in blamed(error, tree)]
+            if not any(taken_out):
+                return None
+        else:
+            problems += config.cross_problems(valid, tree, names)
+            return valid
+    return None
+
+
+def _names(tree: Table) -> frozenset[str]:
+    """Every name that an entry claims, a wrong one's too: a list that has it is not wrong for that."""
+    models = tree.get("models")
+    names: set[str] = set()
+    for name, entry in models.items() if isinstance(models, Table) else ():
+        names.add(name)
+        for key in ("aliases", "served_model_name"):
+            given = entry.get(key) if isinstance(entry, Table) else None
+            aliases = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+            names.update(alias for alias in aliases if isinstance(alias, str))
+    return frozenset(names)
+
+
+def _taken_out(tree: Table, location: tuple[Any, ...]) -> bool:
+    if location[:1] == ("models",) and location[2:3] in (("kv_cache",), ("quantize",)):
+        location = location[:3]  # a part of it by itself would be wrong, too
+    return _with_model(tree, location) or _without_argument(tree, location) or without_key(tree, location)
+
+
+def _without_argument(tree: Table, location: tuple[Any, ...]) -> bool:
+    """One argument of an entry is taken out with its values, or one variable of a list, so that the others can be judged."""
+    match location:
+        case ("models", str(name), ("extra_args" | "env") as key, int(index)):
+            items = tree["models"][name][key]
+        case _:
+            return False
+    end = index + 1
+    while key == "extra_args" and end < len(items) and not str(items[end]).startswith("-"):
+        end += 1
+    del items[index:end], items.places[index:end]
+    return True
+
+
+def _with_model(tree: Table, location: tuple[Any, ...]) -> bool:
+    """An entry that lacks its model gets one, so that its other keys can be judged."""
+    entry = tree.get("models", {}).get(location[1]) if len(location) == 3 and location[0] == "models" else None
+    if location[-1:] != ("model",) or not isinstance(entry, Table):
+        return False
+    entry.put("model", _STAND_IN, place_of(tree, location[:2]))
+    return True
+
+
+def _keys(valid: Config, tree: Table, path: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
+    if (valid.keys.inference or valid.keys.admin) and path.stat().st_mode & 0o004:
+        yield Problem(
+            str(path), None, "Every user of this machine can read this file with its keys: chmod 640, or use keys.*_file.", "warning"
+        )
+    rings: dict[str, KeyRing] = {}
+    for role, other in (_ROLES, _ROLES[::-1]):
+        try:
+            rings[role] = load_keys(valid.keys.model_copy(update={other: (), f"{other}_file": None}), environ)
+        except ConfigError as error:
+            place = str(Place(error.file, error.line).problem(""))
+            yield _in_file(Problem(error.file, error.line, error.message.removeprefix(place)), valid, tree)
+    yield from (_in_file(warning, valid, tree) for ring in rings.values() for warning in ring.warnings)
+    if len(rings) < len(_ROLES):
+        return
+    if rings["inference"].inference and not rings["admin"].admin:
+        yield place_of(tree, ("keys",)).problem(_NO_ADMIN_KEY, "warning")
+    try:
+        valid.check_bind(environ)
+    except ConfigError as error:
+        yield place_of(tree, (error.param or "").split(".")).problem(error.message)
+
+
+def _in_file(problem: Problem, valid: Config, tree: Table) -> Problem:
+    """A problem with a key that stands in the configuration, or with a whole key file, at the line that has it."""
+    for role in _ROLES:
+        literal, key_file = f"keys.{role}", f"keys.{role}_file"
+        if problem.file == literal:
+            return place_of(tree, ("keys", role)).problem(f"{literal}: {problem.message}", problem.severity)
+        if problem.line is None and problem.file == str(getattr(valid.keys, f"{role}_file")):
+            return place_of(tree, ("keys", f"{role}_file")).problem(f"{key_file}: {problem.file}: {problem.message}", problem.severity)
+    return problem
+
+
+def _machine(valid: Config, tree: Table) -> Iterator[Problem]:
+    """Paths that do not hold what their key is for, and models that are all to be loaded at start and never together."""
+    for location, folder in (
+        (("state_dir",), valid.state_dir),
+        (("runtime_dir",), valid.runtime_dir),
+        (("recipes_dir",), valid.recipes_dir),
+        (("quantized_cache", "dir"), valid.quantized_cache.dir),
+    ):
+        if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+            yield place_of(tree, location).problem(f"{'.'.join(location)}: {folder} is a file, and a folder is expected.")
+    if valid.runtime_dir is not None and (size := len(os.fsencode(valid.runtime_dir))) > _RUNTIME_BYTES:
+        whose, severity = ("engines", "error") if size > _ENGINES_BYTES else ("Ray", "warning")
+        reason = f"{size} bytes are too long for the sockets of {whose} in it, whose paths have 107 at most (unix(7))"
+        message = f"runtime_dir: {reason}. Choose a folder of {_RUNTIME_BYTES} or less."
+        yield place_of(tree, ("runtime_dir",)).problem(message, severity)
+    if valid.cluster.token_file is not None and os.path.isdir(valid.cluster.token_file):
+        message = f"cluster.token_file: {valid.cluster.token_file} is a folder, and a file is expected."
+        yield place_of(tree, ("cluster", "token_file")).problem(message)
+    if not _MODULE.fullmatch(entrypoint := valid.engine.entrypoint):
+        yield place_of(tree, ("engine", "entrypoint")).problem(f"engine.entrypoint: {entrypoint!r} is no module of Python. {_NAME_ONE}")
+    if valid.recipes_dir is not None and not os.path.exists(valid.recipes_dir):
+        message = f"recipes_dir: {valid.recipes_dir} does not exist on this node, or this user may not look there."
+        yield place_of(tree, ("recipes_dir",)).problem(message, "warning")
+    if runtime := _not_run(valid.engine.runtime):
+        yield place_of(tree, ("engine", "runtime")).problem(f"engine.runtime: {runtime[1]}", runtime[0])
+    ties, preloaded = valid.groups.ties(valid.names()), valid.preload()
+    for name in preloaded:
+        if rivals := ties.rivals_of(name).intersection(preloaded[: preloaded.index(name)]):
+            message = (
+                f"models.{name}.preload: {min(rivals)} is loaded at start too, and groups.exclude has one of them run at a time."
+            )
+            yield place_of(tree, ("models", name, "preload")).problem(message)
+
+
+def _not_run(runtime: Path | None) -> tuple[str, str] | None:
+    """(severity, message) about an interpreter that is not there, or is none."""
+    # os.path does not raise where this user may not look, as Path does.
+    if runtime is None or (os.path.isfile(runtime) and os.access(runtime, os.X_OK)):
+        return None
+    if not os.path.exists(runtime):
+        return "warning", f"{runtime} does not exist on this node, or this user may not look there."
+    return "error", f"{runtime} is no program that can be run. Name the Python interpreter of the environment."
+
+
+class _Entry:
+    """One model's entry. tree: where its keys were written, in the file or in a recipe."""
+
+    def __init__(self, model: ModelConfig, valid: Config, tree: Table) -> None:
+        self._config = valid
+        self._tree = tree
+        env = model.environment(valid.engine)
+        # A problem names these already; the rest of the entry is judged without them.
+        self._loads = quantizing.unreachable(model, env) is None
+        self._model = model if self._loads else model.model_copy(update={"quantize": None})
+        self._env = env if kv_sizing.unreadable(model, env) is None else kv_sizing.without_variables(env)
+        self._runtime = model.runtime_of(valid.engine)
+        self._vllm = model.runs_vllm(valid.engine)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from self._of_itself()
+        yield from self._of_flags()
+        if self._model.model != _STAND_IN:
+            yield from self._of_files()
+
+    def _of_itself(self) -> Iterator[Problem]:
+        for key, message in kv_sizing.impossible(self._model):
+            yield self._at(key, message)
+        for remark in quantizing.remarks(self._model, self._env) if self._loads else ():
+            yield self._at("quantize", remark, "warning", bare=True)
+        for remark in reserved_whole(self._model, ModelConfig.model_fields):
+            yield self._at("extra_args", remark, "warning", bare=True)
+        if loudness := loud.remark(self._model.vllm_flags(), self._env):
+            yield self._at("extra_args", loudness, "warning", bare=True)
+        if runtime := _not_run(self._model.runtime):
+            yield self._at("runtime", runtime[1], runtime[0])
+        elif self._model.runtime is not None and self._vllm and full_version_in(self._model.runtime) is None:
+            yield self._at("runtime", f"no vLLM is found in the environment of {self._model.runtime}.", "warning")
+        entrypoint = self._model.entrypoint_of(self._config.engine)
+        if not _MODULE.fullmatch(self._model.entrypoint or "auto"):
+            yield self._at("entrypoint", f"{entrypoint!r} is no module of Python. {_NAME_ONE}")
+        elif entrypoint != "auto" and _MODULE.fullmatch(entrypoint) and not has_module(entrypoint, self._runtime):
+            where = "beside sparkd" if self._runtime is None else f"in the environment of {self._runtime}"
+            yield self._at("entrypoint", f"there is no module {entrypoint} {where}. {_NAME_ONE}")
+        yield from self._of_numbers()
+
+    def _of_numbers(self) -> Iterator[Problem]:
+        """Numbers of flags that stand for keys, and are outside of the key's range."""
+        args = self._model.extra_args
+        if any(True for _ in values_of(args, SHARE)) and share_of(args) is None:
+            yield self._at_flag(f"--{SHARE}: it must be above 0 and at most 1.")
+        for name in (*NUMBERS, "max-model-len"):
+            text = next((value for *_, value in reversed(list(values_of(args, name)))), "1")
+            if re.fullmatch(r"-[0-9]+|0+", text) and (name, text) != ("max-model-len", "-1"):
+                yield self._at_flag(f"--{name}: it must be above 0.")
+        tokens, requests = (
+            number_of(args, flag) or getattr(self._model, flag.replace("-", "_")) for flag in ("max-num-batched-tokens", "max-num-seqs")
+        )
+        if tokens is not None and requests is not None and tokens < requests:
+            reason = f"{tokens:,} tokens of a step are fewer than the {requests:,} requests of max_num_seqs, which vLLM refuses"
+            yield self._at("max_num_batched_tokens", f"{reason}. Raise it, or lower max_num_seqs.")
+
+    def _of_flags(self) -> Iterator[Problem]:
+        """Problems that the vLLM of its runtime would have with its flags, and with the values of its keys."""
+        from sparkd.vllm_table import refused, unknown_drafts, unknown_formats, unknown_parsers
+
+        flags = self._model.vllm_flags()
+        translation = translated(flags, self._env, release_in(self._runtime))
+        for note in translation.notes:
+            yield self._at_flag(note, "warning")
+        for refusal in translation.refused:
+            yield self._at_flag(refusal)
+        if not self._vllm:
+            return
+        for name in _FILES:
+            for *_, path in values_of(flags, name):
+                if path.startswith("/") and not os.path.lexists(path):
+                    yield self._at_flag(f"--{name}: {path} does not exist on this node.", "warning")
+        for refusal in unknown_parsers(flags, self._env, self._runtime):
+            key, _, message = refusal.partition(": ")
+            yield self._at_flag(f"--{key.replace('_', '-')}: {message}")
+        for refusal in (*unknown_formats(flags, self._env, self._runtime), *unknown_drafts(translation.args, self._env, self._runtime)):
+            yield self._at_flag(refusal)
+        if self._model.extra_args or any(getattr(self._model, key) is not None for key in _JUDGED):
+            for refusal in refused(flags, self._env, self._runtime, self._config.state_dir, ask=True, aloud=True):
+                yield self._at_flag(refusal)
+
+    def _of_files(self) -> Iterator[Problem]:
+        if reason := unusable(self._model.model, vllm=self._vllm):
+            # A folder may lie on the node that this file is for.
+            yield self._at("model", reason, "error" if os.path.lexists(self._model.model) else "warning")
+            return
+        if not self._vllm:
+            return
+        from sparkd.trust import at_trusted_commit, refusal
+
+        model = at_trusted_commit(self._model, self._config)
+        if reason := refusal(self._model, self._config):
+            yield self._at("trust_remote_code", reason)
+        if folder_of(model.model, model.revision, self._env) is None:
+            return
+        from sparkd.admission import Evidence, incomplete, too_long, uneven
+        from sparkd.entry_shape import misfits
+        from sparkd.model_answers import Runtime, kept_here, places
+
+        reasons = {
+            "model": incomplete(model),
+            "max_model_len": too_long(model, self._env, release_in(self._runtime)),
+            "quantize": uneven(model, self._env),
+        }
+        answers = partial(kept_here, runtime=Runtime(self._runtime, places(self._config.state_dir)))
+        for key, reason in [*reasons.items(), *misfits(model, self._env, self._config.engine.platform, Evidence(ask=answers))]:
+            if reason:
+                yield self._at(key, reason)
+
+    def _at(self, key: str, message: str, severity: str = "error", *, bare: bool = False) -> Problem:
+        """bare: the message names what it is about itself."""
+        if getattr(self._model, key) is None and any(values_of(self._model.extra_args, key.replace("_", "-"))):
+            return self._at_flag(f"--{key.replace('_', '-')}: {message}", severity)
+        path = f"models.{self._model.name}" if bare else f"models.{self._model.name}.{key}"
+        return place_of(self._tree, ("models", self._model.name, key)).problem(f"{path}: {message}", severity)
+
+    def _at_flag(self, sentence: str, severity: str = "error") -> Problem:
+        """A sentence that begins with a flag, at the argument or the key that it comes from."""
+        named = _FLAG.match(sentence)
+        name = named[1] if named else ""
+        for index, arg in enumerate(self._model.extra_args):
+            if name and ((flag_name(arg) or "").startswith(name) or arg.partition("=")[0] == f"-{name}"):
+                place = place_of(self._tree, ("models", self._model.name, "extra_args", index))
+                return place.problem(f"models.{self._model.name}: {sentence}", severity)
+        variable = sentence.partition(" ")[0].rstrip(":")
+        if variable in self._model.env:
+            place = place_of(self._tree, ("models", self._model.name, "env", variable))
+            return place.problem(f"models.{self._model.name}: {sentence}", severity)
+        key = _FLAG_OF.get(name, name.replace("-", "_"))
+        if named and getattr(self._model, key, None) is not None and key in ModelConfig.model_fields:
+            return self._at(key, sentence[named.end() :], severity)
+        return self._at("extra_args", sentence, severity, bare=True)

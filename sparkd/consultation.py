@@ -1,0 +1,169 @@
+"""Owns what vLLM is asked about one model: which question stands for a format and a split, in which order they are asked, and what the
+answers make of a plan. Never starts anything by itself: whoever makes a consultation says where its answers come from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sparkd.checkpoint import MODELOPT, Checkpoint
+from sparkd.exact import Exact, exact_of
+from sparkd.fit import Wish, recipes, ways_of
+from sparkd.hardware import Hardware
+from sparkd.kv_cost import Serving
+from sparkd.model_answers import OWN, SPARK, Answer, Question
+from sparkd.quantizing import LOAD_FORMAT
+from sparkd.source import folder_of
+from sparkd.uncounted import REST
+from sparkd.vllm_flags import SPECULATIVE, speculative_config, without, without_any
+from sparkd.weight_cost import Inventory
+from workers.stream.recipe import Recipe
+
+Ask = Callable[[Sequence[Question]], Sequence[Answer | None]]
+# A format and a split: recipe, tensor-parallel and pipeline-parallel size.
+Way = tuple[Recipe, int, int]
+# What a start says besides, and neither the cache of a token nor the weights depend on; with what no answer tells of. trust_remote_code:
+# no question runs a model's code.
+_WITHOUT = REST | {
+    "max-num-seqs", "max-num-batched-tokens", "enforce-eager", "trust-remote-code", "override-generation-config",
+    "enable-auto-tool-choice", "tool-call-parser", "reasoning-parser", "code-revision", "tokenizer-revision",
+}  # fmt: skip
+_H200 = "cuda:9.0"
+# Fields of a shape, and the facts of an answer that they are.
+_SIZES = (("max_len", "max_model_len"), ("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocabulary"))
+# More than a plan's best ways would be a minute's work that nobody looks at.
+MOST_QUESTIONS = 16
+
+
+def nobody(questions: Sequence[Question]) -> Sequence[Answer | None]:
+    """Where no vLLM is asked."""
+    return [None] * len(questions)
+
+
+class Answers:
+    """It asks no question twice: many accounts of one model look for a format and a length."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._kept: dict[object, Answer | None] = {}
+
+    def ask(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+        unanswered = {key: question for question in questions if (key := _identity(question)) not in self._kept}
+        if unanswered:
+            self._kept.update(zip(unanswered, self._ask(list(unanswered.values())), strict=True))
+        return self.kept(questions)
+
+    def kept(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+        """Those that were asked before; nothing is asked."""
+        return [self._kept.get(_identity(question)) for question in questions]
+
+
+def _identity(question: Question) -> object:
+    model = question.folder, tuple(question.files.items())
+    split = question.tensor_parallel, question.pipeline_parallel
+    return model, tuple(question.tensors), question.args, tuple(sorted(question.env.items())), split, question.platform
+
+
+class Consultation:
+    """checkpoint: may lie on a hub, and may have one tensor for all experts of a layer that are alike. args, env: of the engine, as a start
+    has them. hardware: whose GPU the answer is for."""
+
+    def __init__(self, ask: Ask, checkpoint: Checkpoint, args: Iterable[str], env: Mapping[str, str], hardware: Hardware) -> None:
+        self._ask = ask
+        self._checkpoint = checkpoint
+        self._args = _with_draft(without_any(args, _WITHOUT), env)
+        self._env = dict(env)
+        self._device = hardware.platform
+        # A node's own runtime knows its own GPU.
+        own = hardware.platform == "cpu" or hardware.name == "node"
+        self._platform = OWN if own else _H200 if hardware.name == "h200" else SPARK
+        self._here = (Path(checkpoint.folder) / checkpoint.config_file).is_file()
+        self._answers: dict[Way, Answer | None] = {}
+
+    def ask(self, ways: Iterable[Way]) -> None:
+        """Have these answered; those beyond MOST_QUESTIONS are left out."""
+        wanted = [way for way in dict.fromkeys(ways) if way not in self._answers][:MOST_QUESTIONS]
+        if wanted:
+            answers = self._ask([self._question(way) for way in wanted])
+            self._answers |= {way: answer for way, answer in zip(wanted, answers, strict=True) if answer is None or self._is_for(answer)}
+
+    def exact(self, recipe: Recipe, serving: Serving) -> Exact | None:
+        """What was answered; of a format that was not asked about, the cache alone, which no format changes."""
+        split = serving.tensor_parallel, serving.pipeline_parallel
+        own = self._answers.get((recipe, *split))
+        exact = exact_of(own, serving, same_format=True) if own is not None else None
+        if exact is not None or not recipe.quantizes:
+            return exact
+        stored = self._answers.get((UNCHANGED, *split))
+        exact = exact_of(stored, serving, same_format=False) if stored is not None else None
+        if exact is not None and exact.refusal is not None and self._checkpoint.quantization is not None:
+            return None  # it may be the stored format that vLLM does not split or does not run
+        return exact
+
+    def informed(self, inventory: Inventory, wish: Wish) -> tuple[Inventory, Wish]:
+        """Both with what vLLM says of every split, which settles the cache for all formats, and of the formats, best first."""
+        splits = ways_of(wish)
+        stored = [(UNCHANGED, *split) for split in splits]
+        self.ask([*stored, *((recipe, *split) for _, recipe in recipes(inventory, wish.quantize) for split in splits)])
+        return self.completed(inventory), replace(wish, exact=self.exact)
+
+    def completed(self, inventory: Inventory) -> Inventory:
+        """With vLLM's own sizes of the model where it has answered, which may be what config.json does not say."""
+        shape, answers = inventory.shape, [answer.facts for answer in self._answers.values() if answer is not None]
+        found = {field: next((size for facts in answers if isinstance(size := facts.get(name), int) and size), 0) for field, name in _SIZES}
+        sizes: dict[str, Any] = {
+            field: size for field, size in found.items() if size and (field == "max_len" or not getattr(shape, field))
+        }
+        return replace(inventory, shape=replace(shape, **sizes))
+
+    def doubt(self) -> str | None:
+        """What stood in the way of an answer, in vLLM's words, which may be about this machine alone; None where nothing did."""
+        refusals = (answer.refusal for answer in self._answers.values() if answer is not None)
+        return next((refusal.message for refusal in refusals if refusal is not None and not refusal.certain), None)
+
+    def _is_for(self, answer: Answer) -> bool:
+        """Whether it is about the device that is planned for: a runtime that has another GPU tells of its own."""
+        return answer.platform.startswith(self._device) if self._platform == OWN else answer.platform == self._platform
+
+    def _question(self, way: Way) -> Question:
+        recipe, tensor_parallel, pipeline_parallel = way
+        args = self._args
+        if recipe.quantizes:
+            loader = json.dumps({"quantize": recipe.canonical(), "cache_dir": None}, sort_keys=True)
+            args = [*args, "--load-format", LOAD_FORMAT, "--model-loader-extra-config", loader]
+        return Question(
+            folder=Path(self._checkpoint.folder) if self._here else None,
+            files={} if self._here else _files(self._checkpoint),
+            tensors=() if self._here else tuple(self._checkpoint.tensors.values()),
+            args=tuple(args),
+            env=self._env,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            platform=self._platform,
+        )
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """What vLLM reads of a model that is not on this machine."""
+    source = checkpoint.quantization
+    apart = {MODELOPT: source.modelopt_file()} if source is not None and source.apart else {}
+    return {name: json.dumps(content).encode() for name, content in {checkpoint.config_file: checkpoint.config, **apart}.items()}
+
+
+def _with_draft(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """A draft by its folder: the process that is asked has not got the engine's place of downloads."""
+    config = speculative_config(args)
+    if config is None or "/" not in str(config.get("model")):
+        return list(args)
+    folder = folder_of(config["model"], config.get("revision"), env)
+    if folder is None:
+        return list(args)
+    return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**config, "model": folder})]
+
+
+# The recipe that leaves a model as it is stored.
+UNCHANGED = Recipe.parse("bf16")

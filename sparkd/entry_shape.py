@@ -1,0 +1,121 @@
+"""Owns what in a model's entry contradicts its config.json: the ranks it is split over, the size of its cache. Never reads a header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from sparkd.admission import NOTHING, Evidence, account, machine, serving_of
+from sparkd.architectures import is_checked
+from sparkd.checkpoint import CONFIG, Checkpoint, Folder
+from sparkd.consultation import UNCHANGED
+from sparkd.errors import CheckpointError, ConfigError
+from sparkd.exact import Exact
+from sparkd.fit import gib
+from sparkd.footprint import sureness_of
+from sparkd.hardware import GIB, SPARK, Hardware
+from sparkd.kv_cost import Serving, kv_layout, longest, sized
+from sparkd.kv_sizing import cache_of, in_words, spelled
+from sparkd.legal import uneven_heads
+from sparkd.model_config import ModelConfig
+from sparkd.model_shape import Shape, shape_of
+from sparkd.needs import exceeds
+from sparkd.quantizing import AUTO
+from sparkd.safetensors import AGAIN
+from sparkd.source import folder_of
+from sparkd.source_quantization import source_quantization
+from sparkd.weight_cost import inventory
+from sparkd.weight_index import object_of
+
+_MOST_RANKS = 8
+
+
+def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
+    """(key, message) of each. None where its config.json is not on this machine; a guess contradicts no cache. platform: of
+    engine.platform; `auto` counts as a GPU. evidence: goes before the formulas."""
+    folder = folder_of(spec.model, spec.revision, env)
+    if folder is None:
+        return
+    try:
+        files = Folder(folder)
+        if CONFIG not in files.names:
+            return
+        config = object_of(files.content(CONFIG), files.path(CONFIG), AGAIN)
+        shape = shape_of(config)
+        checkpoint = Checkpoint(folder, config, (), {}, source_quantization(config, None, {}))
+        exact = _exact(spec, checkpoint, env, platform, evidence)
+        yield from _ranks(spec, shape, exact)
+        if is_checked(shape):
+            yield from _draft(spec, shape)
+        if is_checked(shape) or exact is not None:
+            yield from _cache(spec, checkpoint, shape, env, platform, exact)
+        yield from _memory(spec, env, platform, evidence)
+    except (CheckpointError, ConfigError):
+        return
+
+
+def _exact(spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], platform: str, evidence: Evidence) -> Exact | None:
+    """vLLM's word on the entry's split, whatever its format; on one rank where the split is left open."""
+    ranks = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else 1
+    consultation = evidence.consultation(spec, checkpoint, env, _hardware(platform))
+    consultation.ask([(UNCHANGED, ranks, 1)])
+    return consultation.exact(UNCHANGED, Serving(1, tensor_parallel=ranks))
+
+
+def _ranks(spec: ModelConfig, shape: Shape, exact: Exact | None) -> Iterator[tuple[str, str]]:
+    if not isinstance(spec.tensor_parallel, int):
+        return
+    if reason := exact.refusal if exact is not None else next(uneven_heads(shape, spec.tensor_parallel), None):
+        counts = [ranks for ranks in range(1, _MOST_RANKS + 1) if ranks != spec.tensor_parallel]
+        legal = [str(ranks) for ranks in counts if not any(uneven_heads(shape, ranks))]
+        yield "tensor_parallel", f"vLLM cannot split it so: {reason}. Possible are {', '.join(legal)}."
+
+
+def _draft(spec: ModelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
+    if spec.speculative == "mtp" and not shape.mtp_layers:
+        yield "speculative", f"{shape.architecture} has no layers here that predict tokens ahead: choose off, ngram or suffix."
+
+
+def _memory(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Where the number of ranks is left open, more of them need less each."""
+    if spec.memory_gib == AUTO:
+        return
+    ranks = spec.tensor_parallel if isinstance(spec.tensor_parallel, int) else _MOST_RANKS
+    known = account(spec, _hardware(platform), env, evidence, (ranks, 1))
+    if known is not None and exceeds(known, spec.memory_gib):
+        cure = f"Allow it {-(-known.least // GIB)} or more"
+        where = "" if spec.tensor_parallel == ranks else f", even with the model split over {ranks} nodes"
+        yield "memory_gib", f"{spec.memory_gib:g} GiB are too little{where} ({known.sureness}): {known.sentence}. {cure}."
+
+
+def _hardware(platform: str) -> Hardware:
+    return machine("cpu", SPARK.memory_bytes, SPARK.system_bytes) if platform == "cpu" else SPARK
+
+
+def _cache(
+    spec: ModelConfig, checkpoint: Checkpoint, shape: Shape, env: Mapping[str, str], platform: str, exact: Exact | None
+) -> Iterator[tuple[str, str]]:
+    """A cache of a given size that holds no request of full length: vLLM ends its start over that, with all weights loaded."""
+    given = cache_of(spec)
+    known = inventory(checkpoint, shape)
+    serving = serving_of(spec, known, _hardware(platform), env) if isinstance(given, dict) and spec.max_model_len != AUTO else None
+    if serving is None or serving.unknown or not isinstance(given, dict) or "tokens" in given:
+        return
+    if isinstance(spec.tensor_parallel, int):
+        serving = replace(serving, tensor_parallel=spec.tensor_parallel)
+    answered = exact.layout if exact is not None else None
+    sureness = sureness_of(shape, is_exact=answered is not None)
+    layout = kv_layout(shape, serving) if answered is None else replace(answered, serving=serving)
+    size, least = sized(given, layout, serving.max_model_len), layout.cost(serving.max_model_len).least
+    if size is None or size >= least:
+        return
+    cures = [f"give kv_cache at least {spelled({'sequences': 1})}"]
+    if shorter := longest(given, layout, serving.max_model_len, size):
+        cures.append(f"choose max_model_len {shorter:,} or less")
+    key, called = ("extra_args", in_words(given)) if "blocks" in given else ("kv_cache", spelled(given))
+    reason = f"{called} is {_size(size)}, and one request of {serving.max_model_len:,} tokens needs {_size(least)} ({sureness})"
+    yield key, f"{reason}: {', or '.join(cures)}."
+
+
+def _size(size_bytes: int) -> str:
+    return gib(size_bytes) if size_bytes >= GIB else f"{size_bytes / (1 << 20):.0f} MiB"

@@ -1,0 +1,149 @@
+"""Owns asking vLLM about the configured models in quiet moments, so that loads and plans find its answers: the vLLM of this node, or of one
+that has it where this one has none. Never delays a load: nothing is asked while a model starts or ends, or memory is short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from sparkd.admission import Ways, recipe_of
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config import Config
+from sparkd.consultation import UNCHANGED, Consultation
+from sparkd.engine_flags import flags_of
+from sparkd.errors import SparkdError
+from sparkd.model_answers import Answer, Away, Question, Runtime, ask, places
+from sparkd.model_config import ModelConfig
+from sparkd.needs import platform_of, runtime_of, this_node
+from sparkd.node_inquiry import Agents, NodeInquiry
+from sparkd.node_runtime import NodeRuntime
+from sparkd.quantizing import AUTO
+from sparkd.snapshot import Snapshot
+from sparkd.source import folder_of
+from sparkd.state import ModelState
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 10.0
+# So long has to be quiet. A first load that somebody waits for goes before.
+QUIET_S = 60.0
+# A model's files, the release or the nodes may be others by then. Answers that are kept cost a look.
+AGAIN_S = 600.0
+# The node has too little memory free just now.
+NO_ROOM_S = 60.0
+# While a question is open, how soon it gives way to a load.
+YIELD_S = 0.5
+# A child that has imported vLLM holds 1.5 GiB, and one model on the meta device at most MEMORY_BYTES of sparkd.model_answers.
+LEAST_FREE_BYTES = 12 << 30
+_RESTING = frozenset({ModelState.STOPPED, ModelState.READY, ModelState.FAILED})
+
+
+class Nodes(Agents, Protocol):
+    """The part of sparkd.cluster.Cluster that is needed here. runtimes: raises ClusterError."""
+
+    async def runtimes(self, interpreter: str) -> list[NodeRuntime]: ...
+
+
+class Foresight:
+    """config, snapshot: of now. nodes: of the daemon. An entry is asked about every AGAIN_S."""
+
+    def __init__(self, config: Callable[[], Config], snapshot: Callable[[], Snapshot], nodes: Nodes, *, quiet_s: float = QUIET_S) -> None:
+        self._config = config
+        self._snapshot = snapshot
+        self._nodes = nodes
+        self._quiet_s = quiet_s
+        # When each entry may be asked about again.
+        self._after_s: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled, which ends a child that is being asked."""
+        quiet_s = 0.0
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._quiet_s))
+            quiet_s = quiet_s + LOOK_S if self._is_quiet() else 0.0
+            if quiet_s >= self._quiet_s and (spec := self._next()) is not None:
+                await self._ask(spec)
+
+    async def _ask(self, spec: ModelConfig) -> None:
+        """It is given up as soon as a model starts or ends."""
+        cancel = threading.Event()
+        again_s = AGAIN_S
+        try:
+            runtimes = await self._nodes.runtimes(runtime_of(spec, self._config()))
+            with_room = [runtime for runtime in runtimes if self._has_room(runtime.node)]
+            answered = all([await self._answered(spec, runtime, cancel) for runtime in with_room])
+            if answered and len(with_room) < len(runtimes):
+                again_s = NO_ROOM_S
+        except (SparkdError, OSError) as error:
+            log.info("vLLM was not asked about %s: %s", spec.name, error)
+        finally:
+            cancel.set()
+        self._after_s[_identity(spec)] = time.monotonic() + again_s
+
+    async def _answered(self, spec: ModelConfig, runtime: NodeRuntime, cancel: threading.Event) -> bool:
+        """cancel: is set as soon as it is no quiet moment any more."""
+        loop, config = asyncio.get_running_loop(), self._config()
+        away = None
+        if runtime.only is not None:
+            inquiry = NodeInquiry(self._nodes, runtime.node, runtime_of(spec, config), loop)
+            away = Away(runtime.node, str(runtime.facts["vllm"]), str(runtime.facts["packages"]), inquiry)
+        vllm = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
+        nodes = max(1, len(self._snapshot().nodes if runtime.only is None else runtime.only))
+        asking = loop.run_in_executor(None, answers_about, spec, config, vllm, platform_of(runtime.facts, config), nodes, cancel)
+        while not asking.done():
+            await asyncio.wait([asking], timeout=YIELD_S)
+            if not self._is_quiet():
+                cancel.set()
+        return bool(asking.result()) and not cancel.is_set()
+
+    def _is_quiet(self) -> bool:
+        snapshot = self._snapshot()
+        return snapshot.settled and not snapshot.draining and all(model.state in _RESTING for model in snapshot.models.values())
+
+    def _has_room(self, node_id: str) -> bool:
+        reading = next((node.reading for node in self._snapshot().nodes if node.node_id == node_id), None)
+        return reading is not None and reading.mem_available_bytes >= LEAST_FREE_BYTES
+
+    def _next(self) -> ModelConfig | None:
+        config, now_s = self._config(), time.monotonic()
+        specs = (spec for spec in config.models.values() if spec.runs_vllm(config.engine))
+        return next((spec for spec in specs if self._after_s.get(_identity(spec), 0.0) <= now_s), None)
+
+
+def answers_about(
+    spec: ModelConfig, config: Config, runtime: Runtime, platform: str, nodes: int, cancel: threading.Event
+) -> Sequence[Answer | None]:
+    """vLLM's answers about an entry as it is stored and in its own format, over the ranks that it may have; none where its files are not on
+    this node. platform: of the nodes that have the runtime. Blocks. Raises SparkdError where it cannot be asked."""
+    env = spec.environment(config.engine)
+    folder = folder_of(spec.model, spec.revision, env)
+    if folder is None:
+        return []
+    answers: list[Answer | None] = []
+
+    def progress(step: str, question: int) -> None:
+        log.info("%s: the vLLM of %s: %s", spec.name, runtime.place, step if question < 0 else f"{step}, question {question + 1}")
+
+    def kept_by_asking(questions: Sequence[Question]) -> Sequence[Answer | None]:
+        answers.extend(ask(questions, runtime, progress=progress, cancel=cancel))
+        return answers[-len(questions) :]
+
+    consultation = Consultation(kept_by_asking, read_checkpoint(folder), flags_of(spec), env, this_node(platform))
+    formats = [UNCHANGED] if spec.quantize == AUTO else list(dict.fromkeys([UNCHANGED, recipe_of(spec, env)]))
+    consultation.ask((each, *split) for each in formats for split in _splits(spec, nodes))
+    return answers
+
+
+def _splits(spec: ModelConfig, nodes: int) -> list[Ways]:
+    if isinstance(spec.tensor_parallel, int):
+        return [(spec.tensor_parallel, 1)]
+    return [(ranks, 1) for ranks in range(1, nodes + 1)]
+
+
+def _identity(spec: ModelConfig) -> str:
+    return spec.model_dump_json()

@@ -1,0 +1,452 @@
+"""Owns the answers of the installed vLLM about models: asked of a child in its Python environment, and kept on disk. Never imports vLLM.
+
+A question is a model's configuration, its split, the engine's flags and variables, and the platform. workers/model_answer.py has the JSON
+of the answer. `kept` reads the disk alone, in milliseconds; `ask` starts a child where the disk has none: as long as vLLM's import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import workers
+from sparkd import vllm_table
+from sparkd.checkpoint import read_checkpoint
+from sparkd.errors import EngineError, StateError
+from sparkd.installed import full_version_in
+from sparkd.owner import as_owner
+from sparkd.tensors import TensorRef
+from sparkd.vllm_flags import release_of, speculative_config, translated, without_any
+from sparkd.vllm_table import neighbours, write_whole
+from workers import regular_file
+from workers.interpreter import inherited_environment
+from workers.model_question import FILES, conversation
+
+OWN = "own"
+SPARK = "cuda:12.1"
+# The limit of one question, once vLLM is imported there.
+QUESTION_S = 120.0
+MEMORY_BYTES = 8 * 2**30
+MOST_KEPT = 1024
+# The largest that was seen has 200 kB.
+MOST_FILE_BYTES = 16 << 20
+# The file of the tensors of a model that has no folder.
+WEIGHTS = "model.safetensors"
+# By which vLLM knows Mistral's own format.
+MISTRAL_WEIGHTS = "consolidated.safetensors"
+# No other variable of an engine changes what vLLM makes of a model.
+_VARIABLES = "VLLM_"
+# Flags of the front end: none of them changes a model, and some are secrets. Names of a served model differ from one start to the next.
+_FRONT_END = frozenset({
+    "api-key", "hf-token", "served-model-name", "host", "port", "uds", "root-path", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs",
+    "chat-template", "tool-call-parser", "reasoning-parser", "tool-parser-plugin", "response-role", "middleware", "allowed-origins",
+    "uvicorn-log-level", "max-log-len", "otlp-traces-endpoint", "lora-modules", "tensor-parallel-size", "tp", "pipeline-parallel-size",
+    "pp", "model", "tokenizer", "distributed-executor-backend", "nnodes", "node-rank", "master-addr", "master-port",
+    "data-parallel-address", "download-dir", "generation-config",
+})  # fmt: skip
+_PROGRAMS = tuple(Path(workers.__file__).with_name(name) for name in ("model_answer.py", "meta_model.py", "cuda_stand_in.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """folder: a checkpoint's own, with whatever it has. files: the texts of FILES where there is no such folder, by their names; tensors:
+    what its weights are, which our load format and some quantization methods look at. args, env: the engine's flags and variables as its
+    start has them. platform: OWN for the runtime's own, SPARK for a Spark's GPU, which a runtime without CUDA imitates."""
+
+    folder: Path | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    tensors: Collection[TensorRef] = ()
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    platform: str = OWN
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """step: `arguments`, `config`, `model`, `cache`, `deadline`, `memory` or `died`. certain: vLLM's own word on this model; otherwise this
+    machine may merely be unable to build it, and nothing is known."""
+
+    step: str
+    type: str
+    message: str
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer keeps on one rank. token_bytes grow with each token, up to `window` or `chunk` tokens where there is one; state_bytes
+    are of each request, however long, and page_bytes are those with their padding. spec, layer: vLLM's classes."""
+
+    name: str
+    spec: str
+    layer: str
+    block: int
+    page_bytes: int
+    token_bytes: float = 0.0
+    state_bytes: int = 0
+    kv_heads: int | None = None
+    head_size: int | None = None
+    head_size_v: int | None = None
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    window: int | None = None
+    chunk: int | None = None
+    backend: str | None = None
+    states: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A parameter or a buffer of one rank. purpose: `model` or `draft`. dtype: torch's name of it."""
+
+    purpose: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank of the pipeline, which is what each of its tensor ranks has. block_bytes: of a block of the pool over all its layers, 0 where
+    vLLM did not say. requests: (tokens, bytes that one request of so many takes), the longest request last."""
+
+    layers: tuple[Layer, ...]
+    shared: Mapping[str, str]
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    parameter_bytes: int
+    buffer_bytes: int
+    block_bytes: int = 0
+    requests: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What vLLM makes of a model. platform: that it took itself to be on, `cpu` or `cuda:12.1`. stand_in: it imitated that platform. facts:
+    the fields of workers.model_answer that have no other place here, as far as it came (`architecture`, `max_model_len`, `dtype`,
+    `cache_dtype`, `quantization`, `tasks`, `block_size`, ..). groups: of vLLM's block pool, as JSON."""
+
+    vllm: str
+    platform: str
+    stand_in: bool
+    seconds: float
+    refusal: Refusal | None
+    stages: tuple[Stage, ...]
+    facts: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...] = ()
+
+
+def _nobody(_request: Mapping[str, Any], _cancel: threading.Event) -> Iterator[dict[str, Any]]:
+    yield {"failed": "it is read from the disk alone here"}
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A runtime that this node has not got. vllm: its version; packages: a digest of all that is installed there. conversation: as
+    workers.model_question.conversation, with the interpreter of that node; its answers were checked."""
+
+    node: str
+    vllm: str
+    packages: str
+    conversation: Callable[[Mapping[str, Any], threading.Event], Iterator[dict[str, Any]]] = _nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """interpreter: of the engine, None for the one that this runs in. folders: where answers are kept, see `places`. away: where it is
+    another node's."""
+
+    interpreter: Path | None
+    folders: Sequence[Path]
+    away: Away | None = None
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable) if self.interpreter is None else self.interpreter
+
+    @property
+    def place(self) -> str:
+        """For a message."""
+        return str(self.python) if self.away is None else f"{self.python} on {self.away.node}"
+
+    @property
+    def version(self) -> str | None:
+        """The version of its vLLM; None where it has none, or nothing tells it."""
+        if self.away is None:
+            return full_version_in(self.interpreter)
+        return self.away.vllm if release_of(self.away.vllm) is not None else None
+
+    @property
+    def neighbours(self) -> Iterable[str]:
+        """The packages that are installed beside it."""
+        return neighbours(self.python) if self.away is None else ("away", self.away.packages)
+
+
+def places(state_dir: Path) -> list[Path]:
+    """Where answers are kept: the daemon's folder where it is there, and the user's own."""
+    return [folder.with_name("vllm-answers") for folder in vllm_table.places(state_dir)]
+
+
+def kept(question: Question, runtime: Runtime) -> Answer | None:
+    """The answer that the disk has; None where it has none, and where the file is damaged."""
+    version = runtime.version
+    if version is None:
+        return None
+    return _on_disk(_key(question, runtime, version), runtime)
+
+
+def kept_here(questions: Sequence[Question], runtime: Runtime) -> list[Answer | None]:
+    """As `kept`, of each; what was asked of the runtime's own platform counts too, because a daemon asks so about a node's own GPU."""
+    return [kept(question, runtime) or kept(replace(question, platform=OWN), runtime) for question in questions]
+
+
+def ask(
+    questions: Sequence[Question],
+    runtime: Runtime,
+    *,
+    progress: Callable[[str, int], None] = lambda step, question: None,
+    cancel: threading.Event | None = None,
+) -> list[Answer | None]:
+    """An answer for each question in turn, None for one that was cancelled before; from the disk where it has them. Blocks.
+
+    progress: called with `importing`, `ready` or `asking` and the question's number, -1 where there is none. Raises EngineError where there
+    is no vLLM, or it cannot be asked at all.
+    """
+    version = runtime.version
+    if version is None:
+        raise EngineError(f"There is no vLLM beside {runtime.place}: set engine.runtime to the Python that has it.")
+    cancel = cancel or threading.Event()
+    keys = [_key(question, runtime, version) for question in questions]
+    answers: list[Answer | None] = [_on_disk(key, runtime) for key in keys]
+    for platform in sorted({question.platform for question in questions}):
+        numbers = [number for number, question in enumerate(questions) if answers[number] is None and question.platform == platform]
+        asking = [questions[number] for number in numbers]
+        for place, raw in _run(asking, platform, runtime, version, _numbered(progress, numbers), cancel):
+            try:
+                answers[numbers[place]] = _answer(raw)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise EngineError(f"The vLLM of {runtime.place} gave an answer about a model that cannot be read.") from None
+            _keep(keys[numbers[place]], raw, runtime)
+    return answers
+
+
+def _numbered(progress: Callable[[str, int], None], numbers: Sequence[int]) -> Callable[[str, int], None]:
+    """For a child that has only the questions of these numbers."""
+    return lambda step, place: progress(step, numbers[place] if place >= 0 else -1)
+
+
+def _run(
+    questions: Sequence[Question],
+    platform: str,
+    runtime: Runtime,
+    version: str,
+    progress: Callable[[str, int], None],
+    cancel: threading.Event,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """One conversation for all of them. Raises EngineError where it ends before it is done."""
+    if not questions:
+        return
+    request = {
+        "platform": platform,
+        "seconds": QUESTION_S,
+        "memory_bytes": MEMORY_BYTES,
+        "questions": [_wire(question, runtime, version) for question in questions],
+    }
+    lines = conversation(runtime.python, request, cancel) if runtime.away is None else runtime.away.conversation(request, cancel)
+    done, tail = 0, ""
+    for line in lines:
+        if "failed" in line:
+            raise EngineError(f"The vLLM of {runtime.place} cannot be asked about models: {line['failed']}")
+        if "progress" in line:
+            progress(line["progress"], line.get("question", -1))
+        elif "answer" in line:
+            done += 1
+            yield line["question"], line["answer"]
+        tail = line.get("ended", tail)
+    if done < len(questions) and not cancel.is_set():
+        raise EngineError(f"The vLLM of {runtime.place} gave no answer about a model: {tail or 'it ended without a word'}")
+
+
+def _wire(question: Question, runtime: Runtime, version: str) -> dict[str, Any]:
+    """The question as workers.model_question reads it: for another node with what its folder has, which that one may not see."""
+    args, env = _engine(question, runtime, version)
+    wire: dict[str, Any] = {
+        "folder": None if question.folder is None or runtime.away is not None else str(question.folder),
+        "args": args,
+        "env": env,
+        "tensor_parallel": question.tensor_parallel,
+        "pipeline_parallel": question.pipeline_parallel,
+    }
+    if wire["folder"] is None:
+        tensors = question.tensors if question.folder is None else read_checkpoint(str(question.folder)).tensors.values()
+        texts = question.files if question.folder is None else _texts_in(question.folder)
+        wire["files"] = {name: text.decode(errors="surrogateescape") for name, text in texts.items()}
+        one_file = WEIGHTS if "config.json" in question.files else MISTRAL_WEIGHTS
+        wire["headers"] = _headers(tensors, one_file if question.folder is None else None)
+    return wire
+
+
+def _headers(tensors: Iterable[TensorRef], place: str | None) -> dict[str, dict[str, Any]]:
+    """The headers of the files that hold those tensors, by their names. place: one file for all, where some stand for others."""
+    headers: dict[str, dict[str, Any]] = {}
+    ends: dict[str, int] = {}
+    for tensor in tensors:
+        name = place or os.path.basename(tensor.path)
+        end = ends.get(name, 0)
+        ends[name] = end + tensor.nbytes
+        entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [end, ends[name]]}
+        headers.setdefault(name, {})[tensor.name] = entry
+    return headers
+
+
+def _texts_in(folder: Path) -> dict[str, bytes]:
+    """The texts of those of FILES that it has."""
+    texts = {name: _text(folder / name) for name in FILES}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _engine(question: Question, runtime: Runtime, version: str) -> tuple[list[str], dict[str, str]]:
+    """The flags and the variables that matter to it, as that release spells them; of the latter those too that an engine here would
+    inherit."""
+    spelled = translated(question.args, question.env, release_of(version))
+    args = without_any(spelled.args, _FRONT_END)
+    env = inherited_environment({**(os.environ if runtime.away is None else {}), **spelled.env})
+    return args, {name: value for name, value in env.items() if name.startswith(_VARIABLES)}
+
+
+def _key(question: Question, runtime: Runtime, version: str) -> str:
+    args, env = _engine(question, runtime, version)
+    parts = [
+        str(runtime.python),
+        version,
+        *runtime.neighbours,
+        question.platform,
+        f"{question.tensor_parallel} {question.pipeline_parallel}",
+        json.dumps([args, sorted(env.items())]),
+    ]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for path in _PROGRAMS:
+        digest.update(path.read_bytes())
+    for tensor in question.tensors:
+        digest.update(f"\0{tensor.name} {tensor.dtype} {tensor.shape}".encode())
+    draft = speculative_config(args) or {}
+    for folder in (question.folder, Path(str(draft.get("model", "")))):
+        if folder is not None and folder.is_absolute():
+            beside = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
+            digest.update("\0".join(f"{path.name} {_size(path)}" for path in beside).encode())
+            _digest_files(_texts_in(folder), digest)
+    if question.folder is None:
+        _digest_files(question.files, digest)
+    return digest.hexdigest()[:32]
+
+
+def _digest_files(files: Mapping[str, bytes], digest: Any) -> None:
+    for name in FILES:
+        if (text := files.get(name)) is not None:
+            digest.update(f"\0{name}\0{len(text)}\0".encode() + text)
+
+
+def _size(path: Path) -> int | None:
+    """None of a link that leads nowhere."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _text(path: Path) -> bytes | None:
+    try:
+        return regular_file.read(path)
+    except OSError:
+        return None
+
+
+def _on_disk(key: str, runtime: Runtime) -> Answer | None:
+    return next(filter(None, (_read(folder / f"{key}.json") for folder in runtime.folders)), None)
+
+
+def _read(path: Path) -> Answer | None:
+    """None too for what another user of the folder put there that is no answer: root reads the daemon's folder."""
+    try:
+        return _answer(json.loads(regular_file.read(path, MOST_FILE_BYTES)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _keep(key: str, raw: Mapping[str, Any], runtime: Runtime) -> None:
+    """Not what a limit of this machine ended: another time it may go well."""
+    if raw["refusal"] and raw["refusal"]["step"] in ("deadline", "memory", "died"):
+        return
+    for folder in runtime.folders:
+        with contextlib.suppress(OSError, StateError):
+            as_owner(folder, partial(_put, folder / f"{key}.json", json.dumps(raw, separators=(",", ":"))))
+            break
+
+
+def _put(path: Path, text: str) -> None:
+    write_whole(path, text)
+    aged = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+    for old in aged[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def _answer(raw: Mapping[str, Any]) -> Answer:
+    """Raises KeyError, TypeError or AttributeError for what is no answer."""
+    pool = raw["cache"] or {"groups": [], "stages": [{}] * len(raw["stages"])}
+    fields = {"vllm", "platform", "stand_in", "seconds", "refusal", "stages", "cache"}
+    return Answer(
+        vllm=raw["vllm"],
+        platform=raw["platform"],
+        stand_in=raw["stand_in"],
+        seconds=raw["seconds"],
+        refusal=Refusal(**raw["refusal"]) if raw["refusal"] else None,
+        stages=tuple(_stage(stage, own) for stage, own in zip(raw["stages"], pool["stages"], strict=True)),
+        facts={name: value for name, value in raw.items() if name not in fields},
+        groups=tuple(_group(group) for group in pool["groups"]),
+    )
+
+
+def _stage(raw: Mapping[str, Any], pool: Mapping[str, Any]) -> Stage:
+    return Stage(
+        layers=tuple(_layer(layer) for layer in raw["layers"]),
+        shared=raw["shared"],
+        parameters=tuple(_tensor(row) for row in raw["parameters"]),
+        buffers=tuple(_tensor(row) for row in raw["buffers"]),
+        parameter_bytes=_whole(raw["parameter_bytes"]),
+        buffer_bytes=_whole(raw["buffer_bytes"]),
+        block_bytes=_whole(pool.get("block_bytes", 0)),
+        requests=tuple((_whole(tokens), _whole(size)) for tokens, size in pool.get("requests", ())),
+    )
+
+
+def _group(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**raw, "block": _whole(raw["block"]), "layers": [str(name) for name in raw["layers"]]}
+
+
+def _layer(raw: Mapping[str, Any]) -> Layer:
+    states = tuple((tuple(state["shape"]), state["dtype"]) for state in raw.get("states", ()))
+    sizes = {key: _whole(raw[key]) for key in ("page_bytes", "state_bytes", "window", "chunk") if raw.get(key) is not None}
+    return Layer(**{**raw, **sizes, "states": states})
+
+
+def _whole(value: Any) -> int:
+    """Raises TypeError for what is no size."""
+    if not isinstance(value, int) or value < 0:
+        raise TypeError(f"{type(value).__name__} is no size")
+    return value
+
+
+def _tensor(row: Sequence[Any]) -> Tensor:
+    purpose, name, shape, dtype = row
+    return Tensor(purpose, name, tuple(shape), dtype)

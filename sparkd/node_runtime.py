@@ -1,0 +1,95 @@
+"""Owns on which nodes the Python environment of a model is: this one, or others where this one has none. Never asks those while one here
+will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from sparkd.errors import RankError, SparkdError
+from workers.runtime import PROBE_TIMEOUT_S
+
+# A probe has its own limit on the node.
+RUNTIME_S = PROBE_TIMEOUT_S + 10.0
+_ALIKE = ("platform", "vllm", "entrypoint")
+
+log = logging.getLogger(__name__)
+
+# A node's agent's answer about an interpreter: workers.runtime.Runtime as JSON.
+Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRuntime:
+    """facts: workers.runtime.Runtime as JSON. node: whose. only: the nodes that have one like it, None where this node has it and nobody
+    else was asked."""
+
+    facts: Mapping[str, Any]
+    node: str
+    only: frozenset[str] | None = None
+
+    def runtime(self, interpreter: str) -> Mapping[str, Any]:
+        """See sparkd.needs.Node."""
+        return self.facts
+
+
+async def runtime_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> NodeRuntime:
+    """The runtime by which a model is counted. nodes: those in sight, this one first. ask: raises ClusterError. vllm: its engine is vLLM,
+    and an environment without one is none.
+
+    Raises RankError where no node has it, with what this one said.
+    """
+    here, *others = nodes
+    trouble: RankError | None = None
+    facts: Mapping[str, Any] = {}
+    try:
+        facts = await ask(here)
+        if not vllm or facts["entrypoint"] is not None:
+            return NodeRuntime(facts, here)
+    except RankError as error:
+        trouble = error
+    if able := await _able(others, ask, vllm=vllm):
+        return _first(able)
+    if trouble is not None:
+        raise trouble
+    return NodeRuntime(facts, here)
+
+
+async def runtimes_in_sight(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> list[NodeRuntime]:
+    """As runtime_in_sight, with one more for each other release and platform that other nodes have."""
+    runtimes = [await runtime_in_sight(nodes, ask, vllm=vllm)]
+    able = await _able([node for node in nodes[1:] if node not in (runtimes[0].only or ())], ask, vllm=vllm)
+    while able := {node: facts for node, facts in able.items() if not is_alike(facts, runtimes[-1].facts)}:
+        runtimes.append(_first(able))
+    return runtimes
+
+
+def _first(able: Mapping[str, Mapping[str, Any]]) -> NodeRuntime:
+    """That of the first of these nodes, and which of them have one like it."""
+    node, facts = next(iter(able.items()))
+    return NodeRuntime(facts, node, frozenset(other for other, theirs in able.items() if is_alike(theirs, facts)))
+
+
+async def _able(nodes: Sequence[str], ask: Ask, *, vllm: bool) -> dict[str, Mapping[str, Any]]:
+    """The answers of those nodes that have it."""
+    answers = await asyncio.gather(*(ask(node) for node in nodes), return_exceptions=True)
+    for node, answer in zip(nodes, answers, strict=True):
+        if isinstance(answer, BaseException):
+            unexpected = None if isinstance(answer, SparkdError) else answer
+            log.warning("node %s did not say which Python it has: %s", node, answer, exc_info=unexpected)
+    there = {node: answer for node, answer in zip(nodes, answers, strict=True) if _is_readable(answer)}
+    return {node: facts for node, facts in there.items() if not vllm or facts["entrypoint"] is not None}
+
+
+def _is_readable(answer: Mapping[str, Any] | BaseException) -> TypeGuard[Mapping[str, Any]]:
+    """Whether an answer of another node, which may be anything, is one."""
+    return isinstance(answer, Mapping) and all(isinstance(answer.get(key, 0), str | None) for key in (*_ALIKE, "packages"))
+
+
+def is_alike(facts: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether a model is counted alike by both."""
+    return all(facts.get(key) == others.get(key) for key in _ALIKE)

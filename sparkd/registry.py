@@ -1,0 +1,236 @@
+"""Owns the registries of recipes on this machine: what each holds at its commit, and what a newer commit changes. Never fetches one.
+
+A registry is kept as one file of text, never as files of their own: nothing that a stranger published lies where a path could lead to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkd.errors import ConfigError, StateError
+from sparkd.nearest import nearest
+from workers.hub_cache import is_hub_id
+from workers.private import private_folder, write_private
+
+if TYPE_CHECKING:
+    from sparkd.recipe_file import RecipeFile
+
+FOLDER = "registries"
+SHOWN_COMMIT = 12
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_SUFFIX = ".json"
+_SHOWN_MATCHES = 6
+# Not parsed: a list of hundreds of recipes is quick, and nothing in one recipe can spoil it.
+_LINE = r"^{key}[ \t]*:[ \t]*(?:\"([^\"\n]*)\"|'([^'\n]*)'|([^#\n]*))"
+_COLUMNS = {key: re.compile(_LINE.format(key=key), re.MULTILINE) for key in ("model", "runtime", "description", "name")}
+_SHOWN_CHARS = 160
+_TRUST = "trust_remote_code"
+_IN_THE_MODEL = re.compile(r"\{model\}(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+_WHERE = "in a recipe of a registry that is used by its name"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A commit's signature, as git judges it. state: good, untrusted (a good one, of a key that nobody vouches for), expired, unknown
+    (there is no key here to check it by) or none. signer: as the key names itself; empty where nothing was checked."""
+
+    state: str
+    signer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """recipes: name -> the file's text at `commit`. committed: ISO 8601. left_out: reason -> number of files."""
+
+    name: str
+    url: str
+    commit: str
+    committed: str
+    signature: Signature
+    recipes: Mapping[str, str]
+    left_out: Mapping[str, int]
+
+    def text(self, name: str) -> tuple[str, str]:
+        """(full name, text) of a recipe: by its path below the registry's folder, or by its last part where only one has that.
+
+        Raises ConfigError.
+        """
+        if name in self.recipes:
+            return name, self.recipes[name]
+        matches = [full for full in self.recipes if full.rpartition("/")[2] == name]
+        if len(matches) == 1:
+            return matches[0], self.recipes[matches[0]]
+        if matches:
+            several = ", ".join(matches[:_SHOWN_MATCHES])
+            raise ConfigError(f"{name}@{self.name} may be any of {several}: give the whole name, such as {matches[0]}@{self.name}.")
+        near = nearest(name, list(self.recipes))
+        hint = f"did you mean {near}@{self.name}? " if near else ""
+        raise ConfigError(
+            f"{name[:64]!r} is no recipe of the registry {self.name}: {hint}`sparkd recipes ls --registry {self.name}` lists them."
+        )
+
+    @property
+    def origin(self) -> str:
+        """Where its recipes come from: address and commit."""
+        return f"{self.url} at {self.commit}"
+
+    def rows(self) -> Iterator[dict[str, str | None]]:
+        """name, model, runtime and description of each recipe as its file writes them; None for what it does not say on one line."""
+        for name, text in sorted(self.recipes.items()):
+            columns = {key: _written(pattern, text) for key, pattern in _COLUMNS.items()}
+            yield {
+                "name": f"{name}@{self.name}",
+                "model": columns["model"],
+                "runtime": columns["runtime"],
+                "description": columns["description"] or columns["name"],
+            }
+
+    def summary(self) -> dict[str, Any]:
+        """All but the recipes' texts."""
+        return asdict(self) | {"recipes": len(self.recipes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The difference that an update makes. Names of recipes, in alphabetical order."""
+
+    old_commit: str
+    new_commit: str
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @classmethod
+    def between(cls, old: Registry, new: Registry) -> Change:
+        both = sorted(old.recipes.keys() & new.recipes.keys())
+        return cls(
+            old.commit,
+            new.commit,
+            tuple(sorted(new.recipes.keys() - old.recipes.keys())),
+            tuple(name for name in both if old.recipes[name] != new.recipes[name]),
+            tuple(sorted(old.recipes.keys() - new.recipes.keys())),
+        )
+
+
+class Registries:
+    """Those below the state folder. Each is read when it is asked for, and once."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.folder = state_dir / FOLDER
+        self._read: dict[str, Registry] = {}
+
+    def names(self) -> list[str]:
+        """Raises StateError where the folder cannot be read."""
+        try:
+            return sorted(path.stem for path in self.folder.iterdir() if path.suffix == _SUFFIX and NAME.fullmatch(path.stem))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StateError(f"{self.folder}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+
+    def __contains__(self, name: object) -> bool:
+        # Where this user may not look into the folder, there is none for him: `isfile` does not raise, as Path.is_file does.
+        return isinstance(name, str) and NAME.fullmatch(name) is not None and os.path.isfile(self._path(name))
+
+    def get(self, name: str) -> Registry:
+        """Raises ConfigError for a name that none has, StateError for a file that cannot be used."""
+        if name not in self:
+            raise ConfigError(f"{name[:64]!r} is no registry; {self.known(name)}. `sparkd recipes add-registry URL` adds one.")
+        if name not in self._read:
+            path = self._path(name)
+            try:
+                self._read[name] = _registry(name, json.loads(path.read_text("utf-8")))
+            except OSError as error:
+                raise StateError(f"{path}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise StateError(f"{path} is damaged: `sparkd recipes remove-registry {name}`, then add it again.") from None
+        return self._read[name]
+
+    def known(self, name: str) -> str:
+        """The registries that there are, and the one that `name` is most like, as a part of a message. Raises StateError."""
+        names = self.names()
+        near = nearest(name, names)
+        return f"{f'did you mean {near}? ' if near else ''}known: {', '.join(names) or 'none'}"
+
+    def put(self, registry: Registry) -> None:
+        """In place of the one with its name. Raises StateError."""
+        try:
+            private_folder(self.folder)
+            write_private(self._path(registry.name), json.dumps(asdict(registry), ensure_ascii=True))
+        except OSError as error:
+            raise StateError(f"{self.folder}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+        self._read[registry.name] = registry
+
+    def remove(self, name: str) -> None:
+        """Raises ConfigError for a name that none has, StateError where the file cannot be removed."""
+        if name not in self:
+            self.get(name)
+        try:
+            self._path(name).unlink()
+        except OSError as error:
+            raise StateError(f"{self._path(name)}: {error.strerror}. Run this as the user that sparkd runs as.") from None
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{_SUFFIX}"
+
+
+def refuse_more_than_tuning(file: RecipeFile, text: str) -> None:
+    """Raises ConfigError for the first key, flag or variable of a recipe that does more than tune a model: that loads code, takes a
+    variable of this machine's environment, or names files, addresses or other repositories. text: the recipe's own.
+
+    The lists are those for models that come over the admin API.
+    """
+    from sparkd import added
+    from sparkd.added_flags import refuse_flags, refuse_variables
+
+    cure = f"`sparkd recipes import {file.name} --to FILE`, read that file, and use it."
+    if path := next((name for name in file.repositories() if not is_of_hub(name)), None):
+        raise ConfigError(f"{file.name}: {path[:64]!r} is a folder of this machine, which is refused {_WHERE}: {cure}")
+    if "${env." in text:
+        raise ConfigError(f"{file.name}: a value out of this machine's environment is refused {_WHERE}: {cure}")
+    for table in file.every_settings():
+        for key, value in table.items():
+            if key not in added.KEYS and key != _TRUST and value not in (None, False):
+                raise ConfigError(f"{file.name}: {key} is refused {_WHERE}: {cure}", param=key)
+        if table.get("load_format") is not None and str(table["load_format"]) not in added.LOAD_FORMATS:
+            raise ConfigError(f"{file.name}: this load_format is refused {_WHERE}: {cure}", param="load_format")
+        # The validation of the entry refuses a value of another kind.
+        args, env = (value if isinstance(value, Mapping | list | tuple) else () for value in (table.get("extra_args"), table.get("env")))
+        try:
+            refuse_flags([str(arg) for arg in args], where=_WHERE, cure=cure)
+            refuse_variables(env if isinstance(env, Mapping) else [str(pair).partition("=")[0] for pair in env], where=_WHERE, cure=cure)
+        except ConfigError as error:
+            raise ConfigError(f"{file.name}: {error.message}", param=error.param) from None
+
+
+def is_of_hub(name: str) -> bool:
+    """Whether a model or a draft is a hub id, or lies in the model's own folder, and is no other path."""
+    return is_hub_id(name) or _IN_THE_MODEL.fullmatch(name) is not None
+
+
+def take_out_trust(file: RecipeFile) -> bool:
+    """Whether the recipe trusted the code of the model's repository. It does no longer: that is for the entry that names the recipe."""
+    tables = [*file.settings(None), *(table for name in file.recipe.variants for table in file.settings(name))]
+    taken = [table.pop(_TRUST, None) for table in tables]
+    return any(taken)
+
+
+def _registry(name: str, table: Mapping[str, Any]) -> Registry:
+    """Raises TypeError, KeyError or ValueError for a table that no `put` has written."""
+    recipes, left_out = dict(table["recipes"]), dict(table["left_out"])
+    url, commit, committed = (str(table[key]) for key in ("url", "commit", "committed"))
+    if not all(isinstance(text, str) for text in recipes.values()):
+        raise ValueError("a recipe is text")
+    return Registry(name, url, commit, committed, Signature(**table["signature"]), recipes, left_out)
+
+
+def _written(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    value = next((group.strip() for group in match.groups() if group), "") if match else ""
+    return " ".join(value.split())[:_SHOWN_CHARS] or None

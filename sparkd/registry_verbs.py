@@ -1,0 +1,218 @@
+"""`sparkd recipes`: add-registry, update, remove-registry, and the lists of registries. They need no daemon. Never uses a recipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparkd.errors import Conflict, SparkdError
+from sparkd.page import printable, say_json
+from sparkd.verb_options import Asked, Json, argument, option
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sparkd.registry import Registries
+
+_SIGNED = {
+    "good": "signed by {}",
+    "untrusted": "signed by {}, whom no key here vouches for",
+    "expired": "signed by {}, with a key that has expired",
+    "unknown": "signed, by a key that is not here",
+    "none": "not signed",
+}
+
+
+def register(recipes: typer.Typer) -> None:
+    """The verbs, below `recipes`."""
+    recipes.command("add-registry")(add_registry)
+    recipes.command("update")(update)
+    recipes.command("remove-registry")(remove_registry)
+
+
+def add_registry(
+    ctx: typer.Context,
+    source: Annotated[str, argument(metavar="URL|DIR", help="A git repository: an https or ssh address, or a folder.")],
+    name: Annotated[str | None, option("--name", metavar="NAME", help="What to call it; default the repository's own name.")] = None,
+    json: Json = False,
+) -> None:
+    """Take a repository of recipes, of eugr's or sparkrun's layout, at its newest commit.
+
+    Its recipes are NAME@REGISTRY then. Nothing of it is ever run, and it stays at that commit until `sparkd recipes update`.
+    """
+    from sparkd.errors import ConfigError
+    from sparkd.registry import NAME
+    from sparkd.registry_fetch import fetched, source_of
+
+    where = source_of(source)
+    chosen = where.default_name if name is None else name
+    if not NAME.fullmatch(chosen):
+        rule = "up to 64 of a-z, 0-9, '.', '_' and '-' are expected, a letter or digit first"
+        raise ConfigError(f"--name {printable(chosen)[:64]!r}: {rule}.")
+
+    def add(registries: Registries) -> dict[str, Any]:
+        if chosen in registries:
+            known = registries.get(chosen).url
+            raise Conflict(f"The registry {chosen} is there, of {known}: `sparkd recipes update {chosen}`, or give another --name.")
+        registry = fetched(chosen, where, registries.folder)
+        registries.put(registry)
+        return registry.summary()
+
+    registry = _on_registries(add)
+    if _json(ctx, json):
+        say_json({"registry": registry})
+        return
+    _say(f"{registry['name']}: {registry['recipes']} recipes at {_commit(registry)}.")
+    _say_left_out(registry)
+    _say(f"`sparkd recipes ls --registry {registry['name']}` lists them.")
+
+
+def update(
+    ctx: typer.Context,
+    name: Annotated[str | None, argument(metavar="[NAME]", help="A registry; default all.")] = None,
+    json: Json = False,
+) -> None:
+    """Bring registries to their newest commit and tell what that changes. One that cannot be brought stays as it is."""
+    from sparkd.registry import Change
+    from sparkd.registry_fetch import fetched, source_of
+
+    def bring(registries: Registries) -> list[dict[str, Any]]:
+        rows = list[dict[str, Any]]()
+        for each in [registries.get(name).name] if name is not None else registries.names():
+            kept = _summary(registries, each)
+            if kept["error"]:
+                rows.append(kept)
+                continue
+            old = registries.get(each)
+            try:
+                new = fetched(each, source_of(old.url), registries.folder)
+                registries.put(new)
+            except SparkdError as error:
+                rows.append(kept | {"error": error.message})
+                continue
+            change = Change.between(old, new)
+            names = {key: list(getattr(change, key)) for key in ("added", "changed", "removed")}
+            rows.append(new.summary() | {"old_commit": old.commit, "error": None} | names)
+        return rows
+
+    rows = _on_registries(bring)
+    if _json(ctx, json):
+        say_json({"registries": rows})
+    else:
+        for row in rows:
+            _say_update(row)
+        if not rows:
+            _say("There is no registry. `sparkd recipes add-registry URL` adds one.")
+    if any(row["error"] for row in rows):
+        raise typer.Exit(SparkdError.exit_code)
+
+
+def remove_registry(ctx: typer.Context, name: Annotated[str, argument(metavar="NAME", help="A registry.")], json: Json = False) -> None:
+    """Forget a registry. Recipes that were imported from it stay."""
+
+    def remove(registries: Registries) -> None:
+        registries.remove(name)
+
+    _on_registries(remove)
+    if _json(ctx, json):
+        say_json({"removed": name})
+    else:
+        _say(f"{name} is removed.")
+
+
+def list_registries(name: str | None, as_json: bool) -> None:
+    """`recipes ls --registry [NAME]`: the registries, or the recipes of one."""
+    if name is None:
+        rows: list[dict[str, Any]] = _on_registries(lambda registries: [_summary(registries, each) for each in registries.names()])
+        usable = [row for row in rows if row["error"] is None]
+        if as_json:
+            say_json({"registries": rows})
+        elif usable or not rows:
+            from sparkd import show, show_recipes
+
+            show_recipes.registries(({**row, "signed": _signed(row)} for row in usable), show.terminal())
+        if len(usable) < len(rows):
+            if not as_json:
+                for row in rows:
+                    _say_error(row)
+            raise typer.Exit(SparkdError.exit_code)
+        return
+    registry, recipes = _on_registries(lambda registries: [registries.get(name).summary(), list(registries.get(name).rows())])
+    if as_json:
+        say_json({"registry": registry, "recipes": recipes})
+        return
+    from sparkd import show, show_recipes
+
+    show_recipes.of_registry(recipes, show.terminal())
+    _say(f"{registry['url']} at {_commit(registry)}.")
+    _say_left_out(registry)
+
+
+def _on_registries(work: Any) -> Any:
+    """The result of `work`, as JSON has it, for the registries of this machine's sparkd; as the user that its state folder belongs to."""
+    from sparkd.config_file import config_of
+    from sparkd.owner import as_owner
+    from sparkd.registry import Registries
+
+    state_dir: Path = config_of(None, os.environ).state_dir
+    return as_owner(state_dir, lambda: work(Registries(state_dir)))
+
+
+def _summary(registries: Registries, name: str) -> dict[str, Any]:
+    """Where the registry cannot be used: its name and the error alone."""
+    try:
+        return registries.get(name).summary() | {"error": None}
+    except SparkdError as error:
+        return {"name": name, "error": error.message}
+
+
+def _signed(registry: dict[str, Any]) -> str:
+    signature = registry["signature"]
+    return _SIGNED[signature["state"]].format(signature["signer"] or "somebody")
+
+
+def _short(commit: str) -> str:
+    from sparkd.registry import SHOWN_COMMIT  # other verbs do without its imports
+
+    return commit[:SHOWN_COMMIT]
+
+
+def _commit(registry: dict[str, Any]) -> str:
+    return f"{_short(registry['commit'])} of {registry['committed'][:10]}, {_signed(registry)}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(printable(text) + "\n")
+
+
+def _say_left_out(registry: dict[str, Any]) -> None:
+    if registry["left_out"]:
+        _say("Left out: " + "; ".join(f"{count} ({reason})" for reason, count in registry["left_out"].items()) + ".")
+
+
+def _say_error(row: dict[str, Any]) -> None:
+    if row["error"]:
+        stays = f" stays at {_short(row['commit'])}" if "commit" in row else ""
+        sys.stdout.flush()
+        sys.stderr.write(printable(f"error: {row['name']}{stays}: {row['error']}") + "\n")
+
+
+def _say_update(row: dict[str, Any]) -> None:
+    if row["error"]:
+        _say_error(row)
+        return
+    if row["old_commit"] == row["commit"]:
+        _say(f"{row['name']}: unchanged at {_commit(row)}.")
+        return
+    _say(f"{row['name']}: {_short(row['old_commit'])} -> {_commit(row)}; {row['recipes']} recipes.")
+    for key in ("added", "changed", "removed"):
+        for each in row[key]:
+            _say(f"  {key:<8} {each}@{row['name']}")
+    _say_left_out(row)
+
+
+def _json(ctx: typer.Context, json: bool) -> bool:
+    return json or (ctx.find_root().obj or Asked()).json

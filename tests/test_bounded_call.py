@@ -1,0 +1,185 @@
+"""A call in a process of its own: what comes back of it, and that one which hangs for good gives its place back. Plans are made so."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd import bounded_call, plan_here
+from sparkd.bounded_call import NoAnswer, call
+from sparkd.config import load_config
+from sparkd.errors import CheckpointError, ConfigError, ModelFailed, SparkdError, Unavailable
+from sparkd.threads import Threads
+from tests.fakes import FakeCluster
+from tests.shards import write_folder
+
+TINY = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 64}
+SHARDS = {"model.safetensors": {"model.embed_tokens.weight": ("BF16", (64, 64))}}
+# Nothing but SIGKILL ends it.
+HANGS = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); time.sleep(600)"
+PROCESS = subprocess.Popen
+ERRORS = (
+    ConfigError("no such key", file="/etc/sparkd.yaml", line=3, param="model"),
+    CheckpointError("too short", file="model.safetensors", tensor="lm_head.weight", cure="Download it again"),
+    Unavailable("busy", retry_after_s=7),
+    ModelFailed("failed", retry_after_s=9, held_by=("m",)),
+)
+
+
+def fail(_: bytes, number: int) -> None:
+    raise ERRORS[number]
+
+
+def sleep(raw: bytes) -> None:
+    time.sleep(600)
+
+
+def with_descendant(raw: bytes, path: str, number: int, own_session: bool) -> str:
+    """Starts a process that holds this one's pipes, writes its id to the file, and gets the signal."""
+    descendant = subprocess.Popen(["sleep", "600"], start_new_session=own_session)
+    Path(path).write_text(str(descendant.pid))
+    os.kill(os.getpid(), number)
+    return "answer"
+
+
+def test_a_value_comes_back() -> None:
+    assert call(json.loads, raw=b'{"a": [1, null]}', time_s=60) == {"a": [1, None]}
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)), ids=lambda number: type(ERRORS[number]).__name__)
+def test_an_error_of_sparkd_s_comes_back_as_it_was_raised(number: int) -> None:
+    with pytest.raises(SparkdError) as caught:
+        call(fail, number, time_s=60)
+
+    expected = ERRORS[number]
+    assert (type(caught.value), str(caught.value), vars(caught.value)) == (type(expected), str(expected), vars(expected))
+    assert (caught.value.headers(), caught.value.extra()) == (expected.headers(), expected.extra())
+
+
+def test_a_call_that_takes_too_long_is_ended_by_its_own_clock() -> None:
+    with pytest.raises(NoAnswer) as caught:
+        call(sleep, time_s=0.01)
+
+    assert caught.value.exceeded == "0.01 s"
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Whether it is gone, or goes soon: a signal takes a moment."""
+    for _ in range(500):
+        if not runs(pid):
+            return True
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGALRM, signal.SIGSTOP])
+def test_what_a_call_has_started_ends_with_it(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_call, "START_S", 5)
+    path = tmp_path / "pid"
+    result: object
+    try:
+        result = call(with_descendant, str(path), number, False, time_s=5)
+    except NoAnswer as error:
+        result = error.exceeded
+
+    assert ends(int(path.read_text()))
+    assert result == {0: "answer", signal.SIGALRM: "5 s", signal.SIGSTOP: None}[number]
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGALRM])
+def test_what_has_left_the_session_of_a_call_does_not_hide_its_end(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_call, "KILLED_S", 0.1)
+    path = tmp_path / "pid"
+    try:
+        result: object = call(with_descendant, str(path), number, True, time_s=60)
+    except NoAnswer as error:
+        result = error.exceeded
+    finally:
+        os.kill(int(path.read_text()), signal.SIGKILL)
+
+    assert result == {0: "answer", signal.SIGALRM: "60 s"}[number]
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Every process that is started from now on, which neither begins nor ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
+        started.append(PROCESS(*arguments, **named))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(bounded_call, "module_command", lambda *_: [sys.executable, "-c", HANGS])
+    monkeypatch.setattr(bounded_call, "START_S", 0.1 - plan_here.LIMIT_S)
+    return started
+
+
+def test_a_process_that_hangs_is_killed(hanging: list[subprocess.Popen[bytes]]) -> None:
+    with pytest.raises(NoAnswer) as caught:
+        call(sleep, time_s=plan_here.LIMIT_S)
+
+    assert caught.value.exceeded is None
+    assert [process.poll() for process in hanging] == [-signal.SIGKILL]
+
+
+def test_a_process_that_the_kernel_cannot_end_is_let_go(hanging: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a file server which is gone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(bounded_call, "KILLED_S", 0.01)
+        patch.setattr("os.killpg", lambda *_: None)
+        with pytest.raises(NoAnswer):
+            call(sleep, time_s=plan_here.LIMIT_S)
+    (process,) = hanging
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+async def test_a_plan_that_hangs_gives_its_place_back(
+    hanging: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan_here, "_PLANS", Threads("plan", 1, 1))
+    question = plan_here.QuestionHere(model=str(write_folder(tmp_path / "tiny", SHARDS, TINY)), hardware="spark", max_model_len=64)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="gave no answer"):
+            await plan_here.planned_here(question, lambda _: None, FakeCluster().unlinked)
+    assert [process.poll() for process in hanging] == [-signal.SIGKILL] * 2
+    monkeypatch.undo()
+
+    plan = await plan_here.planned_here(question, lambda _: None, FakeCluster().unlinked)
+
+    assert plan["choice"]["config"]["max_model_len"] == 64
+
+
+async def test_the_process_of_a_plan_gets_no_key_and_no_other_model_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(plan_here, "call", lambda *arguments, time_s: sent.append(pickle.dumps(arguments)) or {})
+    file = tmp_path / "sparkd.yaml"
+    models = {name: {"model": str(tmp_path), "env": {"HF_TOKEN": f"hf_of_{name}"}} for name in ("mine", "other")}
+    keys = {"admin": "an-admin-key-of-many-letters", "inference": "an-inference-key-of-many-letters"}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": models, "keys": keys}))
+    config = load_config(file, environ={})
+
+    await plan_here.planned_here(plan_here.QuestionHere(model="mine"), config.lookup, FakeCluster().unlinked, config)
+
+    (text,) = sent
+    present = {secret: secret.encode() in text for secret in ("hf_of_mine", "hf_of_other", *keys.values())}
+    assert present == {"hf_of_mine": True, "hf_of_other": False} | dict.fromkeys(keys.values(), False)

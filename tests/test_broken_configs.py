@@ -1,0 +1,123 @@
+"""`sparkd check` over a corpus of broken configurations: each is refused for its reason, at its line, and none by accident."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.config_check import check
+from tests.broken_configs import COLUMNS, Folders, corpus, entry, outcome
+
+LEAST = 150
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One table of vLLM's flags for all of them, and no model of this machine's user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_every_file_is_refused_for_its_reason(tmp_path: Path) -> None:
+    broken = corpus(tmp_path)
+    wrong = [f"{outcome(one, tmp_path)}: {one.kind}, {one.words}" for one in broken]
+
+    assert len(broken) >= LEAST
+    assert [line for line in wrong if not line.startswith(f"{COLUMNS[0]}: ")] == []
+    assert len(set(Counter(one.text for one in broken).values())) == 1, "each mistake stands in the corpus once"
+
+
+def test_what_they_were_made_from_is_sound(tmp_path: Path) -> None:
+    models = Folders.under(tmp_path)
+    file = tmp_path / "sparkd.yaml"
+    for keys in (
+        {},
+        {"max_model_len": 4096, "kv_cache": {"sequences": 2, "at": 4096}},
+        {"dtype": "bfloat16", "tool_call_parser": "hermes"},
+    ):
+        file.write_text(entry(models.sound, keys))
+        assert [problem for problem in check(file, {}) if problem.severity == "error"] == []
+
+
+def test_the_last_line_is_the_only_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = Folders.under(tmp_path)
+    file = tmp_path / "sparkd.yaml"
+    for keys, code, verdict in (
+        ({}, 0, "can be used"),
+        ({"dtype": "float99"}, 2, "1 to mend"),
+        ({"runtime": "/no/python"}, 0, "1 to look at"),
+    ):
+        file.write_text(entry(models.sound, keys))
+        assert exit_code(["check", str(file)]) == code
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert last.startswith(f"{file}: ") and verdict in last
+        assert ("can be used" in last) is (code == 0)
+        assert not [line for line in lines if "can be used" in line or "to mend" in line]
+        assert exit_code(["--json", "check", str(file)]) == code
+        assert json.loads(capsys.readouterr().out)["ok"] is (code == 0)
+
+
+@pytest.mark.parametrize("keys", [{"state_dir": ...}, {"recipes_dir": ...}, {"engine": {"runtime": ...}}, {"cluster": {"token_file": ...}}])
+def test_a_path_that_this_user_may_not_look_at_is_no_crash(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = str(tmp_path / "closed" / "x")
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(json.dumps(keys, default=lambda _: closed))
+    look = os.stat
+
+    def refuse(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if str(path).startswith(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert {problem.severity for problem in check(file, {})} <= {"warning"}
+
+
+def test_many_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    """Mistakes of one entry, of other entries, and those that can be judged only once the rest is right."""
+    models = Folders.under(tmp_path)
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(
+        f"lisen: x\nlog_level: loud\nmodels:\n  a:\n    model: {models.sound}\n    ttl: many\n    max_num_seqs: 0\n    dtype: float99\n"
+        f"    quantize: nvfp4\n    quantization: fp8\n  b:\n    model: {models.nine_heads}\n    tensor_parallel: 2\n    executor: raay\n"
+        "  c:\n    tool_call_parser: hermess\nhooks: {on_startup: {preload: [a, b, c, d]}}\n"
+    )
+    assert [problem.line for problem in check(file, {}) if problem.severity == "error"] == [1, 2, 6, 7, 8, 10, 13, 14, 15, 16, 17]
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        # A refused argument hides none behind it, and no length.
+        ({"extra_args": ["--port", "1", "--uds", "/x", "--enforce-eagr", "--max-model-len", "9000"]}, [4, 4, 4, 4]),
+        ({"env": ["VLLM_PORT=1", "RAY_ADDRESS=x", "A"], "dtype": "float99"}, [4, 4, 4, 5]),
+        # A variable that cannot be read hides no flag, a plugin that is shut out no size.
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "lots"}, "max_model_len": 9000, "dtype": "float99"}, [4, 5, 6]),
+        ({"quantize": "nvfp4", "env": {"VLLM_PLUGINS": "other"}, "max_model_len": 9000, "ttl": "x"}, [4, 6, 7]),
+        # One mistake is told once.
+        ({"kv_cache": {"sequences": 2.5}}, [4]),
+        ({"kv_cache": {"bytes": "8Gb", "tokens": 5}}, [4]),
+    ],
+)
+def test_no_mistake_hides_another(keys: dict[str, object], lines: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(entry(Folders.under(tmp_path).sound, keys))
+    assert [problem.line for problem in check(file, {}) if problem.severity == "error"] == lines
+
+
+def test_keys_that_are_wrong_in_both_roles_are_told_at_their_lines(tmp_path: Path) -> None:
+    file = tmp_path / "sparkd.yaml"
+    file.write_text("keys:\n  inference: [a b]\n  admin: [c d]\n  admin_file: /no/such\n")
+    file.chmod(0o600)
+    assert [problem.line for problem in check(file, {}) if problem.severity == "error"] == [2, 3]
+    file.write_text("keys:\n  inference_file: /no/1\n  admin_file: /no/2\nlisten: 0.0.0.0:1\n")
+    assert [problem.line for problem in check(file, {})] == [2, 3]

@@ -1,0 +1,335 @@
+"""Which questions stand for a plan, and what is made of the answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.admission import Evidence, account, illegal
+from sparkd.checkpoint import read_checkpoint
+from sparkd.config import parse_model
+from sparkd.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
+from sparkd.entry_shape import misfits
+from sparkd.errors import CheckpointError
+from sparkd.fit import Wish, choose
+from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
+from sparkd.kv_cost import Serving
+from sparkd.model_answers import OWN, Answer, Question, Refusal
+from sparkd.model_shape import shape_of
+from sparkd.needs import exceeds
+from sparkd.placement import needed_gib
+from sparkd.plan_question import Question as PlanQuestion
+from sparkd.plan_question import answer as plan
+from sparkd.source_quantization import SourceQuantization
+from sparkd.weight_cost import inventory
+from tests.sketches import dense, tensors_of, write
+from tests.test_exact import FULL, answer
+from workers.stream.recipe import Recipe
+
+FP8 = Recipe.parse("fp8")
+ODD = Refusal("config", "ValueError", "9 heads are odd.", True)
+
+
+class Vllm:
+    """It answers what it was given, and notes what it was asked."""
+
+    def __init__(self, *answers: Answer | None) -> None:
+        self.asked: list[Question] = []
+        self._answers = answers
+
+    def __call__(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+        self.asked += questions
+        return [self._answers[min(number, len(self._answers) - 1)] for number in range(len(questions))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shape = dense()
+    return Path(write(tmp_path / "m", shape, tensors_of(shape)))
+
+
+def test_a_question_says_what_changes_a_models_memory_and_runs_none_of_its_code(folder: Path) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    flags = ["--max-model-len", "4096", "--kv-cache-dtype", "fp8", "--trust-remote-code", "--max-num-seqs=4", "--kv-offloading-size", "4"]
+    Consultation(vllm, read_checkpoint(str(folder)), flags, {"A": "b"}, SPARK).ask([(UNCHANGED, 2, 1), (FP8, 2, 1)])
+    stored, fp8 = vllm.asked
+    assert stored.args == ("--kv-cache-dtype", "fp8") and stored.env == {"A": "b"} and stored.folder == folder
+    assert (stored.tensor_parallel, stored.pipeline_parallel, stored.platform) == (2, 1, "cuda:12.1")
+    assert json.loads(fp8.args[-1])["quantize"] == FP8.canonical() and "spark_stream" in fp8.args
+    Consultation(vllm, read_checkpoint(str(folder)), [], {}, KNOWN["h200"]).ask([(UNCHANGED, 1, 1)])
+    Consultation(vllm, read_checkpoint(str(folder)), [], {}, replace(SPARK, platform="cpu")).ask([(UNCHANGED, 1, 1)])
+    assert [each.platform for each in vllm.asked[2:]] == ["cuda:9.0", OWN]
+
+
+def test_a_short_flag_stays_behind_one_that_is_left_out(folder: Path) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    Consultation(vllm, read_checkpoint(str(folder)), ["--max-model-len", "-1", "-q", "fp8"], {}, SPARK).ask([(UNCHANGED, 1, 1)])
+    assert vllm.asked[0].args == ("-q", "fp8")
+
+
+def test_a_draft_of_the_hub_is_asked_about_where_it_lies(folder: Path, tmp_path: Path) -> None:
+    """The process that is asked has not got the engine's place of downloads."""
+    snapshot = tmp_path / "hub/models--o--draft/snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (refs := tmp_path / "hub/models--o--draft/refs").mkdir()
+    (refs / "main").write_text("a" * 40)
+    for env, place in (({"HF_HUB_CACHE": str(tmp_path / "hub")}, str(snapshot)), ({"HF_HUB_CACHE": str(tmp_path)}, "o/draft")):
+        vllm = Vllm(answer(FULL, blocks=1))
+        draft = json.dumps({"model": "o/draft", "num_speculative_tokens": 2, "method": "eagle"})
+        Consultation(vllm, read_checkpoint(str(folder)), ["--speculative-config", draft], env, SPARK).ask([(UNCHANGED, 1, 1)])
+        assert json.loads(vllm.asked[0].args[1])["model"] == place
+
+
+@pytest.mark.parametrize(
+    ("keys", "reply", "counted"),
+    [
+        ({"extra_args": ["--block-size", "32"]}, answer(FULL, blocks=1), True),
+        ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, blocks=1), True),
+        ({"extra_args": ["--hf-overrides", "{}"]}, answer(FULL, groups=False), False),
+        ({"extra_args": ["--speculative-config", '{"model": "/none", "num_speculative_tokens": 2}']}, answer(FULL, blocks=1), True),
+        ({"kv_cache_dtype": "nvfp4"}, answer(FULL, blocks=1), True),
+        ({"dtype": "float32"}, answer(FULL, blocks=1), True),
+        ({"extra_args": ["--kv-offloading-size", "4"]}, answer(FULL, blocks=1), False),
+    ],
+)
+def test_vllms_answer_accounts_for_what_no_formula_has(folder: Path, keys: dict[str, Any], reply: Answer, counted: bool) -> None:
+    """And then no whole machine is reserved."""
+    spec = parse_model("m", {"model": str(folder), "kv_cache": {"sequences": 1}, "max_model_len": 4096, **keys}, over_admin=False)
+    assert account(spec, SPARK, {}) is None
+    found = account(spec, SPARK, {}, Evidence(ask=Vllm(reply)))
+    assert (found is not None) is counted and (found is None or found.request == 257 * 1000)
+    reserved = [needed_gib(spec, "cuda", 121.6, {}, 118.0, known) for known in (None, found)]
+    assert reserved[0] == 112 and (reserved[1] < 20) is counted
+
+
+def test_the_length_of_an_overridden_configuration_is_vllms(folder: Path) -> None:
+    spec = parse_model("m", {"model": str(folder), "extra_args": ["--hf-overrides", "{}"]}, over_admin=False)
+    longer = replace(answer(FULL, blocks=1), facts={"max_model_len": 1 << 20})
+    found = account(spec, SPARK, {}, Evidence(ask=Vllm(longer)))
+    assert found is not None and found.max_model_len == 1 << 20
+
+
+def test_no_formula_refuses_a_split_of_a_configuration_that_flags_change(folder: Path) -> None:
+    keys = {"model": str(folder), "extra_args": ["--hf-overrides", "{}"]}
+    spec = parse_model("m", keys, over_admin=False)
+    assert illegal(spec, SPARK, {}, (3, 1)) is None
+    assert illegal(spec, SPARK, {}, (3, 1), Evidence(ask=Vllm(replace(answer(), refusal=ODD)))) == "9 heads are odd"
+    assert illegal(parse_model("m", {"model": str(folder)}, over_admin=False), SPARK, {}, (3, 1)) is not None
+
+
+def test_a_model_elsewhere_is_asked_about_by_its_headers_in_any_format(folder: Path) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    checkpoint = replace(read_checkpoint(str(folder)), folder="hf://owner/name@0")
+    consultation = Consultation(vllm, checkpoint, [], {}, SPARK)
+    consultation.ask([(UNCHANGED, 1, 1), (FP8, 1, 1)])
+    stored, fp8 = vllm.asked
+    assert stored.folder is None and json.loads(stored.files["config.json"]) == checkpoint.config and list(stored.files) == ["config.json"]
+    assert fp8.tensors == stored.tensors == tuple(checkpoint.tensors.values())
+    assert json.loads(fp8.args[-1])["quantize"] == FP8.canonical()
+    exact = consultation.exact(FP8, Serving(4096))
+    assert exact is not None and exact.layout is not None and exact.weight_bytes == 1000
+
+
+def test_a_format_that_was_not_asked_about_has_the_cache_of_the_model_as_stored(folder: Path) -> None:
+    consultation = Consultation(Vllm(answer(FULL, blocks=1)), read_checkpoint(str(folder)), [], {}, SPARK)
+    consultation.ask([(UNCHANGED, 1, 1)])
+    exact = consultation.exact(FP8, Serving(4096))
+    assert exact is not None and exact.layout is not None and exact.weight_bytes is None
+
+
+def test_what_vllm_refuses_of_a_stored_format_refuses_no_other(folder: Path) -> None:
+    plain = read_checkpoint(str(folder))
+    quantized = replace(plain, quantization=SourceQuantization("fp8_block"))
+    for checkpoint, refusal in ((plain, "9 heads are odd"), (quantized, None)):
+        consultation = Consultation(Vllm(replace(answer(), refusal=ODD)), checkpoint, [], {}, SPARK)
+        consultation.ask([(UNCHANGED, 1, 1)])
+        stored, other = consultation.exact(UNCHANGED, Serving(4096)), consultation.exact(Recipe.parse("int4"), Serving(4096))
+        assert stored is not None and stored.refusal == "9 heads are odd"
+        assert (None if other is None else other.refusal) == refusal
+
+
+def test_a_quantization_that_config_json_is_silent_about_goes_with_the_question(folder: Path) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}')
+    checkpoint = replace(read_checkpoint(str(folder)), folder="hf://owner/name@0")
+    Consultation(vllm, checkpoint, [], {}, SPARK).ask([(UNCHANGED, 1, 1)])
+    modelopt = json.loads(vllm.asked[0].files["hf_quant_config.json"])
+    assert modelopt["quantization"] == {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    assert modelopt["producer"] == {"name": "modelopt"}
+
+
+def test_a_plan_is_exact_where_vllm_answered_and_says_so(folder: Path) -> None:
+    checkpoint = read_checkpoint(str(folder))
+    known = inventory(checkpoint, shape_of(checkpoint.config))
+    wish = Wish(quantize="bf16", serving=Serving(0))
+    formula = choose(known, SPARK, wish).options[0].footprint
+    vllm = Vllm(replace(answer(FULL, blocks=1), facts={"max_model_len": 2048}))
+    found, informed = Consultation(vllm, checkpoint, [], {}, SPARK).informed(known, wish)
+    (option,) = choose(found, SPARK, informed).options
+    assert formula is not None and formula.sureness == "known"
+    assert option.footprint is not None and option.footprint.sureness == "exact"
+    assert option.footprint.parts["weights"] == 1000 and option.footprint.kv.per_token == 1000 / 16
+    assert option.serving.max_model_len == 2048
+
+
+def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: Path) -> None:
+    checkpoint = read_checkpoint(str(folder))
+    known = inventory(checkpoint, shape_of(checkpoint.config))
+    for reply, reason in ((replace(answer(), refusal=ODD), "9 heads are odd"), (answer(FULL, blocks=1), None)):
+        # Three ranks are none of a power of two heads, as far as the formulas know.
+        wish = Wish(quantize="bf16", serving=Serving(0), nodes=3, ways=((3, 1),))
+        _, informed = Consultation(Vllm(reply), checkpoint, [], {}, SPARK).informed(known, wish)
+        (option,) = choose(known, SPARK, informed).options
+        assert option.reason == reason
+
+
+def test_an_architecture_that_no_test_knows_is_a_guess_whose_upper_end_has_room(tmp_path: Path) -> None:
+    kinds = ["sliding_attention"] * dense()["num_hidden_layers"]
+    shape = dense(architectures=["NobodysForCausalLM"], sliding_window=128, layer_types=kinds)
+    checkpoint = read_checkpoint(str(write(tmp_path / "m", shape, tensors_of(shape))))
+    known = inventory(checkpoint, shape_of(checkpoint.config))
+    options = choose(known, SPARK, Wish(8192, quantize="bf16", serving=Serving(0, max_num_batched_tokens=512))).options
+    found = options[0].footprint
+    assert found is not None and found.sureness == "guess" and found.upper_bytes > found.parts["kv"]
+    spare = found.free_bytes
+    there = found.memory_bytes - found.system_bytes - found.margin_bytes
+    assert spare == there - found.total - found.upper_bytes
+
+
+def test_what_the_configuration_does_not_say_vllm_tells_and_without_both_the_plan_does_not_know(tmp_path: Path) -> None:
+    config = dense(architectures=["NobodysForCausalLM"], num_hidden_layers=None, hidden_size=None, max_position_embeddings=None)
+    path = str(write(tmp_path / "m", config, [("model.embed.weight", (512, 512), "BF16")]))
+    checkpoint = read_checkpoint(path)
+    find = lambda _name: (path, checkpoint, None)  # noqa: E731
+    with pytest.raises(CheckpointError, match="num_hidden_layers") as caught:
+        plan(PlanQuestion(path, quantize="bf16"), SPARK, find)
+    assert "memory_gib" in (caught.value.cure or "") and path not in (caught.value.cure or "")
+    facts = {"max_model_len": 2048, "layers": 3, "hidden": 512, "heads": 8}
+    vllm = Vllm(replace(answer(FULL, blocks=1), facts=facts))
+    found = plan(PlanQuestion(path, max_model_len=4096, quantize="bf16"), SPARK, find, ask=vllm)
+    (option,) = found["options"]
+    assert (found["layers"], option["footprint"]["sureness"], option["max_model_len"]) == (3, "exact", 4096)
+    spec = parse_model("m", {"model": path}, over_admin=False)
+    assert account(spec, SPARK, {}) is None and account(spec, SPARK, {}, Evidence(ask=vllm)) is not None
+
+
+def test_mistrals_own_format_is_planned_and_names_no_architecture(tmp_path: Path) -> None:
+    params = {"dim": 512, "n_layers": 4, "head_dim": 64, "n_heads": 8, "n_kv_heads": 2, "hidden_dim": 1024, "vocab_size": 512}
+    folder = Path(write(tmp_path / "m", params, [(f"layers.{number}.attention.wq.weight", (512, 512), "BF16") for number in range(4)]))
+    (folder / "config.json").rename(folder / "params.json")
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    checkpoint = read_checkpoint(str(folder))
+    found = plan(PlanQuestion(str(folder), quantize="bf16"), SPARK, lambda _name: (str(folder), checkpoint, None))
+    assert found["options"][0]["footprint"]["kv_bytes_per_token"] == 4 * 2 * 2 * 64 * 2
+    assert found["options"][0]["footprint"]["sureness"] == "guess" and not any("architecture" in note for note in found["notes"])
+
+
+def test_layers_without_a_formula_are_a_guess_of_an_architecture_that_is_known(tmp_path: Path) -> None:
+    for gap, more in (("retention", {"layer_types": ["retention"] * 4}), ("per_layer_config", {"per_layer_config": {"1": {}}})):
+        config = dense(**more)
+        path = str(write(tmp_path / gap, config, tensors_of(config)))
+        found = plan(PlanQuestion(path, quantize="bf16"), SPARK, lambda _name, path=path: (path, read_checkpoint(path), None))
+        assert found["options"][0]["footprint"]["sureness"] == "guess"
+        assert any(gap in note for note in found["notes"])
+
+
+def test_what_vllm_has_built_is_not_said_to_be_unknown_to_it(tmp_path: Path) -> None:
+    config = dense(architectures=[])
+    path = str(write(tmp_path / "m", config, tensors_of(config)))
+    find = lambda _name: (path, read_checkpoint(path), None)  # noqa: E731
+    for ask, noted in (({}, True), ({"ask": Vllm(answer(FULL, blocks=1))}, False)):
+        found = plan(PlanQuestion(path, quantize="bf16"), SPARK, find, **ask)
+        assert any("no architecture" in note for note in found["notes"]) is noted
+
+
+def test_a_guess_tells_why_vllm_that_was_asked_gave_no_answer(tmp_path: Path) -> None:
+    doubt = Refusal("model", "KeyError", "the kernel of\nretention" + " x" * 1000, False)
+    vllm = Vllm(replace(answer(FULL, blocks=1), refusal=doubt))
+    for gaps in ({"layer_types": ["retention"] * 4}, {"architectures": ["NobodysForCausalLM"]}):
+        config = dense(**gaps)
+        path = str(write(tmp_path / next(iter(gaps)), config, tensors_of(config)))
+        find = lambda _name, path=path: (path, read_checkpoint(path), None)  # noqa: E731
+        quoted = [note for note in plan(PlanQuestion(path, quantize="bf16"), SPARK, find, ask=vllm)["notes"] if "retention x" in note]
+        assert len(quoted) == 1 and len(quoted[0]) < 500
+        assert not any("asked" in note for note in plan(PlanQuestion(path, quantize="bf16"), SPARK, find)["notes"])
+
+
+def test_a_guess_refuses_no_more_than_the_weights_and_reserves_what_the_node_lends(tmp_path: Path) -> None:
+    windows = {"sliding_window": 128, "layer_types": ["sliding_attention"] * 4}
+    config = dense(architectures=["NobodysForCausalLM"], max_position_embeddings=1 << 24, **windows)
+    path = str(write(tmp_path / "m", config, tensors_of(config)))
+    spec = parse_model("m", {"model": path, "memory_gib": 8, "kv_cache": {"sequences": 1}}, over_admin=False)
+    guess = account(spec, SPARK, {})
+    assert guess is not None and guess.total is not None and guess.upper is not None and guess.least > 60 * GIB > guess.surely
+    assert not exceeds(guess, 8) and not list(misfits(spec, {}, "cuda"))
+    free = spec.model_copy(update={"memory_gib": "auto"})
+    assert needed_gib(free, "cuda", 119, {}, 100, guess) == -(-guess.total // GIB)
+    assert needed_gib(free, "cuda", 119, {}, 30, guess) == 30
+
+
+def test_an_account_takes_the_answer_and_the_upper_end_of_a_guess(folder: Path) -> None:
+    spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
+    plain = account(spec, SPARK, {})
+    exact = account(spec, SPARK, {}, Evidence(ask=Vllm(answer(FULL, blocks=1))))
+    assert plain is not None and exact is not None and exact.request == 257 * 1000 < plain.request
+    refused = Evidence(ask=Vllm(replace(answer(), refusal=ODD)))
+    assert account(spec, SPARK, {}, refused) is None
+    assert illegal(spec, SPARK, {}, (2, 1), refused) == "9 heads are odd" and illegal(spec, SPARK, {}, (1, 1)) is None
+
+
+def test_no_question_is_asked_twice_and_not_more_than_a_plan_shows(folder: Path) -> None:
+    vllm = Vllm(answer(FULL, blocks=1))
+    answers = Answers(vllm)
+    for _ in range(2):
+        ways = [(UNCHANGED, ranks, 1) for ranks in range(1, 40)]
+        Consultation(answers.ask, read_checkpoint(str(folder)), [], {}, SPARK).ask(ways)
+    assert len(vllm.asked) == MOST_QUESTIONS
+    others = [replace(vllm.asked[0], args=("--x",)), replace(vllm.asked[0], env={"VLLM_X": "1"})]
+    assert answers.kept([vllm.asked[0], *others]) == [answer(FULL, blocks=1), None, None]
+
+
+def test_a_vllm_that_cannot_be_asked_leaves_the_formulas_and_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("The vLLM of this runtime gave no answer about a model.")
+
+    from sparkd.errors import EngineError
+
+    monkeypatch.setattr("sparkd.plan_command.ask", fails)
+    assert exit_code(["--json", "plan", str(folder)]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["choice"]["footprint"]["sureness"] == "known" and any("gave no answer" in note for note in plan["notes"])
+
+
+@pytest.mark.parametrize(
+    ("hardware", "platform", "taken"),
+    [
+        (SPARK, "cuda:12.1", True),
+        (SPARK, "cpu", False),
+        (SPARK, "cuda:9.0", False),
+        (KNOWN["h200"], "cuda:9.0", True),
+        (replace(SPARK, name="node"), "cuda:9.0", True),
+        (replace(SPARK, name="node"), "cpu", False),
+    ],
+)
+def test_an_answer_about_another_device_says_nothing(folder: Path, hardware: Hardware, platform: str, taken: bool) -> None:
+    for reply in (answer(FULL, blocks=1), replace(answer(), refusal=ODD)):
+        consultation = Consultation(Vllm(replace(reply, platform=platform)), read_checkpoint(str(folder)), [], {}, hardware)
+        consultation.ask([(UNCHANGED, 1, 1)])
+        assert (consultation.exact(UNCHANGED, Serving(4096)) is not None) is taken
+
+
+def test_odd_files_beside_a_model_stop_no_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "gone.py").symlink_to(folder / "nowhere.py")
+    os.mkfifo(folder / "params.json")
+    assert exit_code(["--json", "plan", "--quick", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["choice"]["footprint"]["sureness"] == "known"

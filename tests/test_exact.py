@@ -1,0 +1,107 @@
+"""What vLLM's answer puts in place of formulas: the cache's layout, the weights, a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sparkd.exact import Exact, exact_of
+from sparkd.kv_cost import KvLayout, Serving
+from sparkd.model_answers import Answer, Layer, Refusal, Stage
+from sparkd.uncounted import CACHE, OTHER, WEIGHTS
+from sparkd.weight_cost import Weights
+
+FULL = Layer("full", "FullAttentionSpec", "Attention", 16, 1000, 62.5)
+WINDOW = Layer("window", "SlidingWindowSpec", "Attention", 16, 1000, 62.5, window=128)
+STATE = Layer("state", "MambaSpec", "MambaMixer2", 400, 1000, state_bytes=900)
+SERVING = Serving(4096, max_num_batched_tokens=64)
+
+
+def answer(*layers: Layer, blocks: int = 0, refusal: Refusal | None = None, groups: bool = True) -> Answer:
+    """blocks: that a request of one token takes."""
+    stage = Stage(layers, {}, (), (), 900, 100, 1000, ((1, 1000 * blocks),))
+    pool = tuple({"spec": layer.spec, "block": layer.block, "page_bytes": 1000, "layers": [layer.name]} for layer in layers)
+    return Answer("0.32.0", "cuda:12.1", True, 1.0, refusal, (stage,), {}, pool if groups else ())
+
+
+def test_the_layout_is_that_of_its_groups() -> None:
+    exact = exact_of(answer(FULL, WINDOW, blocks=3), SERVING, same_format=True)
+    assert exact is not None and exact.layout is not None and exact.weight_bytes == 1000
+    # 4,096 tokens in whole blocks; a window and two batches beyond it, and a block that it begins in.
+    assert exact.layout.cost(4096).blocks == 256 + (128 - 1 + 2 * 64 + 15) // 16 + 1
+    assert exact.layout.block_bytes == 1000
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_a_release_decides_how_many_blocks_a_state_takes(each: int) -> None:
+    exact = exact_of(answer(STATE, FULL, blocks=each + 1), SERVING, same_format=True)
+    assert exact is not None and exact.layout is not None
+    assert exact.layout.cost(1600).blocks == each + 100
+
+
+def test_a_state_that_is_kept_again_and_again_has_no_layout() -> None:
+    """--mamba-cache-mode all: a block of it for each block of tokens."""
+    plain = answer(STATE, FULL, blocks=2)
+    for last, has_layout in ((1 + 64, True), (11 + 64, False)):
+        stage = replace(plain.stages[0], requests=((1, 2000), (1024, 1000 * last)))
+        exact = exact_of(replace(plain, stages=(stage,)), SERVING, same_format=True)
+        assert exact is not None and (exact.layout is not None) is has_layout
+
+
+@pytest.mark.parametrize(("blocks", "batches"), [(1 + 16 + 2, 2), (1 + 12 + 2, 1), (1 + 12 + 3, None)])
+def test_vllm_decides_how_many_batches_are_in_flight(blocks: int, batches: int | None) -> None:
+    """A pooling model has one; a window keeps what each of them may add. Sizes that no number of them gives are no layout."""
+    plain = answer(WINDOW, blocks=2)
+    stage = replace(plain.stages[0], requests=((4096, 1000 * (blocks - 2)),))
+    exact = exact_of(replace(plain, stages=(stage,), facts={"max_num_batched_tokens": 64}), SERVING, same_format=True)
+    assert exact is not None
+    assert batches == (None if exact.layout is None else exact.layout.serving.batches_in_flight)
+
+
+@pytest.mark.parametrize(
+    ("exact", "settled"),
+    [
+        (Exact(), {()}),
+        (Exact(KvLayout(0, (), SERVING)), {(), (CACHE,)}),
+        (Exact(KvLayout(0, (), SERVING), 1000), {(), (CACHE,), (WEIGHTS, CACHE)}),
+    ],
+)
+def test_an_answer_settles_what_it_has(exact: Exact, settled: set[tuple[str, ...]]) -> None:
+    asked = [(), (CACHE,), (WEIGHTS, CACHE), (CACHE, OTHER)]
+    assert {unknown for unknown in asked if exact.settles(unknown)} == settled
+
+
+def test_a_model_that_keeps_nothing_has_no_cache() -> None:
+    exact = exact_of(answer(), SERVING, same_format=True)
+    assert exact is not None and exact.layout is not None and exact.layout.cost(4096).per_token == 0
+
+
+def test_a_release_without_groups_says_nothing_of_the_cache() -> None:
+    exact = exact_of(answer(FULL, groups=False), SERVING, same_format=False)
+    assert exact == Exact()
+
+
+def test_a_cache_whose_blocks_take_nothing_is_none() -> None:
+    whole = answer(STATE, FULL, blocks=2)
+    empty = replace(whole, stages=(replace(whole.stages[0], block_bytes=0),))
+    assert exact_of(empty, SERVING, same_format=False) == Exact()
+
+
+@pytest.mark.parametrize(("certain", "refusal"), [(True, "9 heads are odd"), (False, None)])
+def test_only_vllms_own_word_refuses(certain: bool, refusal: str | None) -> None:
+    exact = exact_of(answer(refusal=Refusal("config", "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
+    assert (exact.refusal if exact is not None else None) == refusal
+
+
+def test_weights_keep_their_classes() -> None:
+    formula = Weights({"mlp": 600, "norm": 200}, 400, 0, False)
+    weighed = Exact(weight_bytes=1000).weigh(formula)
+    assert weighed.bytes == 1000 and weighed.by_kind == {"mlp": 750, "norm": 250} and weighed.active_bytes == 500
+    assert Exact().weigh(formula) == formula
+
+
+def test_a_refusal_of_several_lines_is_told_in_one() -> None:
+    refused = replace(answer(FULL, blocks=1), refusal=Refusal("config", "ValueError", "no model type `foo`.\n\n  Update it.\n", True))
+    exact = exact_of(refused, Serving(1), same_format=True)
+    assert exact is not None and exact.refusal == "no model type `foo`. Update it"

@@ -1,0 +1,168 @@
+"""When the daemon asks vLLM about its models, and what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparkd import foresight
+from sparkd.config import Config, load_config
+from sparkd.errors import AgentLost, EngineError
+from sparkd.foresight import Foresight, answers_about
+from sparkd.model_answers import Answer, Question, Runtime
+from sparkd.node_runtime import NodeRuntime
+from sparkd.snapshot import Snapshot
+from sparkd.state import ModelState
+from tests.sketches import dense, tensors_of, write
+from workers.runtime import API_SERVER
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    shape = dense()
+    folder = write(tmp_path / "m", shape, tensors_of(shape))
+    models: dict[str, Any] = {"a": {}, "b": {"quantize": "fp8", "tensor_parallel": 2}, "stub": {"entrypoint": "workers.stub"}}
+    file = tmp_path / "sparkd.yaml"
+    entries = {name: {"model": str(folder), **keys} for name, keys in models.items()}
+    file.write_text(json.dumps({"state_dir": str(tmp_path / "s"), "models": entries}))
+    return load_config(file, environ={})
+
+
+def snapshot(*states: ModelState, **fields: Any) -> Snapshot:
+    models = {str(number): SimpleNamespace(state=state) for number, state in enumerate(states)}
+    free = {HERE: fields.pop("free", 64 << 30), THERE: fields.pop("free_there", 64 << 30)}
+    nodes = tuple(SimpleNamespace(node_id=node, reading=SimpleNamespace(mem_available_bytes=size)) for node, size in free.items())
+    return replace(Snapshot(0.0, True, False, 0.0, models, nodes, {}), **fields)  # type: ignore[arg-type]
+
+
+class Nodes:
+    """Two, of which those of `able` have vLLM. asked: the methods of agents that were called, with their nodes."""
+
+    def __init__(self, able: str) -> None:
+        self.able = able
+        self.asked: list[tuple[str, str]] = []
+
+    async def runtimes(self, interpreter: str) -> list[NodeRuntime]:
+        facts = {"platform": "cpu", "vllm": "0.32.0", "entrypoint": API_SERVER, "packages": "p"}
+        here, there = NodeRuntime(facts, HERE), NodeRuntime(facts, THERE, frozenset({THERE}))
+        return [one for one in (here, there) if one.node in self.able]
+
+    async def ask(self, node_ip: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+        self.asked.append((node_ip, method))
+        raise AgentLost(f"The agent of node {node_ip} did not answer.")
+
+
+async def looked(
+    config: Config,
+    now: Snapshot,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Exception | Sequence[Answer | None],
+    then: Snapshot | None = None,
+    able: str = HERE,
+) -> list[str]:
+    """The names of those that it asked about within half a second. then: the snapshot while it asks. able: the nodes that have vLLM, each
+    of its own release."""
+    names: list[str] = []
+    shown = [now]
+    cancelled: list[bool] = []
+
+    def ask(spec: Any, _config: Config, runtime: Runtime, _platform: str, _nodes: int, cancel: threading.Event) -> Sequence[Answer | None]:
+        names.append(spec.name)
+        assert (runtime.away.node if runtime.away is not None else HERE) in able
+        if then is not None:
+            shown[0] = then
+            cancelled.append(cancel.wait(10))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(foresight, "answers_about", ask)
+    monkeypatch.setattr(foresight, "YIELD_S", 0.01)
+    task = asyncio.create_task(Foresight(lambda: config, lambda: shown[0], Nodes(able), quiet_s=0.001).run())
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    task.cancel()
+    return [*names, *("cancelled" for each in cancelled if each)]
+
+
+GIVEN = [None]
+
+
+@pytest.mark.parametrize("answer", [GIVEN, [], EngineError("no"), OSError("no")])
+def test_each_model_is_asked_about_once_in_a_quiet_moment(config: Config, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    assert asyncio.run(looked(config, snapshot(ModelState.READY, ModelState.STOPPED), monkeypatch, answer)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("answer", [GIVEN, [], EngineError("no")])
+def test_one_is_asked_about_again_after_a_while(config: Config, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr(foresight, "AGAIN_S", 0.0)
+    assert asyncio.run(looked(config, snapshot(ModelState.READY), monkeypatch, answer)).count("a") > 1
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        snapshot(ModelState.LOADING),
+        snapshot(ModelState.READY, ModelState.DRAINING),
+        snapshot(settled=False),
+        snapshot(draining=True),
+        snapshot(free=1 << 30),
+        snapshot(nodes=()),
+    ],
+)
+def test_nothing_is_asked_while_a_model_starts_or_ends_or_memory_is_short(
+    config: Config, monkeypatch: pytest.MonkeyPatch, now: Snapshot
+) -> None:
+    assert asyncio.run(looked(config, now, monkeypatch, GIVEN)) == []
+
+
+def test_a_question_gives_way_to_a_load(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, then = snapshot(ModelState.READY), snapshot(ModelState.LOADING)
+    assert asyncio.run(looked(config, now, monkeypatch, GIVEN, then)) == ["a", "cancelled"]
+
+
+@pytest.mark.parametrize(("free", "names"), [({"free": 1 << 30}, ["a", "b"]), ({"free_there": 1 << 30}, [])])
+def test_where_this_node_has_no_vllm_another_is_asked_that_has_room(
+    config: Config, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], names: list[str]
+) -> None:
+    now = snapshot(ModelState.READY, **free)
+    assert asyncio.run(looked(config, now, monkeypatch, GIVEN, able=THERE)) == names
+
+
+def test_the_release_of_each_node_is_asked(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asyncio.run(looked(config, snapshot(ModelState.READY), monkeypatch, GIVEN, able=HERE + THERE)) == ["a", "a", "b", "b"]
+
+
+def test_a_node_without_room_keeps_no_other_from_being_asked(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = snapshot(ModelState.READY, free_there=1 << 30)
+    assert asyncio.run(looked(config, now, monkeypatch, GIVEN, able=HERE + THERE)) == ["a", "b"]
+
+
+async def test_an_agent_that_does_not_answer_is_asked_again_later(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(THERE)
+    task = asyncio.create_task(Foresight(lambda: config, lambda: snapshot(ModelState.READY), nodes, quiet_s=0.001).run())
+    await asyncio.sleep(0.5)
+    task.cancel()
+    assert nodes.asked == [(THERE, "inquire")] * 2
+
+
+def test_an_entry_is_asked_about_in_its_own_format_and_split(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions: list[Question] = []
+
+    def ask(asked: Sequence[Question], *_: Any, **__: Any) -> Sequence[None]:
+        questions.extend(asked)
+        return [None] * len(asked)
+
+    monkeypatch.setattr(foresight, "ask", ask)
+    answers_about(config.models["b"], config, Runtime(None, []), "cpu", 4, threading.Event())
+    assert [(each.tensor_parallel, "spark_stream" in each.args) for each in questions] == [(2, False), (2, True)]

@@ -1,0 +1,173 @@
+"""Which tensors of published models of several modalities a format changes, and which parts vLLM leaves on the disk.
+
+Names are those of the files on the hub; the classes of vLLM 0.32 say what is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparkd.__main__ import exit_code
+from sparkd.checkpoint import tensor_class
+from sparkd.model_shape import shape_of
+from sparkd.unloaded import unloaded_part
+from sparkd.weight_cost import AHEAD, inventory
+from tests.sketches import Tensor, checkpoint, dense, mixture, tensors_of, write
+from workers.stream.recipe import Recipe
+
+SIDES = (256, 256)
+CHANGED, KEPT = "changed", "kept"
+# Architecture: each name, and what becomes of it under a format for all; any other word is the part that vLLM does not load.
+MODELS = {
+    "Qwen3OmniMoeForConditionalGeneration": {
+        "thinker.model.layers.0.self_attn.q_proj": CHANGED,
+        "thinker.model.layers.0.mlp.experts.0.gate_proj": CHANGED,
+        "thinker.lm_head": KEPT,
+        "thinker.audio_tower.layers.0.self_attn.q_proj": KEPT,
+        "thinker.audio_tower.conv_out": KEPT,
+        "thinker.visual.blocks.0.attn.qkv": KEPT,
+        "thinker.visual.merger_list.0.mlp.0": KEPT,
+        "talker.model.layers.0.mlp.experts.0.gate_proj": "talker",
+        "talker.code_predictor.model.layers.0.self_attn.q_proj": "talker",
+        "talker.text_projection.linear_fc1": "talker",
+        "talker.codec_head": "talker",
+        "code2wav.pre_transformer.layers.0.mlp.gate_proj": "code2wav",
+        "code2wav.code_embedding": "code2wav",
+    },
+    "Qwen2_5OmniModel": {
+        "thinker.model.layers.0.mlp.up_proj": CHANGED,
+        "thinker.audio_tower.layers.0.fc1": KEPT,
+        "talker.thinker_to_talker_proj": "talker",
+        "talker.model.layers.0.mlp.up_proj": "talker",
+        "token2wav.code2wav_dit_model.transformer_blocks.0.attn.to_q": "token2wav",
+    },
+    "Qwen2_5_VLForConditionalGeneration": {
+        "model.layers.0.self_attn.q_proj": CHANGED,
+        "model.layers.0.mlp.down_proj": CHANGED,
+        "visual.blocks.0.attn.qkv": KEPT,
+        "visual.blocks.0.mlp.gate_proj": KEPT,
+        "visual.merger.mlp.0": KEPT,
+    },
+    "Phi4MMForCausalLM": {
+        "model.layers.0.self_attn.qkv_proj.base_layer": CHANGED,
+        "model.layers.0.mlp.down_proj.base_layer": CHANGED,
+        "model.layers.0.mlp.down_proj.lora_A.speech": "adapters",
+        "model.layers.0.self_attn.qkv_proj.lora_B.vision": "adapters",
+        "model.embed_tokens_extend.audio_embed.encoder.encoders.0.self_attn.linear_q": KEPT,
+        "model.embed_tokens_extend.audio_embed.audio_projection.speech.0": KEPT,
+        "model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0.mlp.fc1": KEPT,
+    },
+    "Gemma3nForConditionalGeneration": {
+        "model.language_model.layers.0.self_attn.q_proj": CHANGED,
+        "model.language_model.layers.0.mlp.gate_proj": CHANGED,
+        "model.audio_tower.conformer.0.attention.attn.q_proj": KEPT,
+        "model.vision_tower.timm_model.blocks.0.0.conv_exp": KEPT,
+        "model.embed_audio.embedding_projection": KEPT,
+        "model.embed_vision.embedding_projection": KEPT,
+        "model.language_model.per_layer_model_projection": KEPT,
+    },
+    "Gemma3nForCausalLM": {
+        "model.language_model.layers.0.mlp.gate_proj": CHANGED,
+        "model.audio_tower.conformer.0.attention.attn.q_proj": "audio_tower",
+        "model.embed_vision.embedding_projection": "embed_vision",
+    },
+    "MiniCPMO": {
+        "llm.model.layers.0.self_attn.q_proj": CHANGED,
+        "vpm.encoder.layers.0.self_attn.q_proj": KEPT,
+        "apm.layers.0.fc1": KEPT,
+        "resampler.attn.in_proj": KEPT,
+        "audio_projection_layer.linear1": KEPT,
+        "tts.model.layers.0.mlp.gate_proj": "tts",
+    },
+    "MolmoForCausalLM": {
+        "model.transformer.blocks.0.att_proj": CHANGED,
+        "model.vision_backbone.image_vit.transformer.resblocks.0.attention.wq": KEPT,
+    },
+    "DeepseekOCRForCausalLM": {
+        "model.layers.1.mlp.experts.0.gate_proj": CHANGED,
+        "model.sam_model.blocks.0.attn.qkv": KEPT,
+        "model.projector.layers": KEPT,
+    },
+    "BagelForConditionalGeneration": {
+        "language_model.model.layers.0.mlp.gate_proj": CHANGED,
+        "language_model.model.layers.0.mlp_moe_gen.gate_proj": "moe_gen",
+        "vit_model.vision_model.encoder.layers.0.mlp.fc1": KEPT,
+        "decoder.mid.block_1.conv1": "decoder",
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_format_for_all_changes_the_language_model_alone(architecture: str) -> None:
+    names = MODELS[architecture]
+    formats = Recipe.parse("nvfp4").assign(checkpoint({}, [(f"{name}.weight", SIDES, "BF16") for name in names]))
+    assert {name: unloaded_part(f"{name}.weight", architecture) or (CHANGED if name in formats else KEPT) for name in names} == names
+    unchanged = [name for name, what in names.items() if what not in (CHANGED, "moe_gen", "decoder")]
+    assert not set(unchanged).intersection(formats)
+
+
+@pytest.mark.parametrize(
+    ("rule", "module"),
+    [
+        ("talker", "talker.model.layers.0.mlp.gate_proj"),
+        ("lora_A", "model.layers.0.mlp.down_proj.lora_A.speech"),
+        ("vpm.**.q_proj", "vpm.encoder.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_a_rule_that_names_a_part_changes_it(rule: str, module: str) -> None:
+    found = checkpoint({}, [(f"{module}.weight", SIDES, "BF16")])
+    assert module in Recipe.parse({"layers": {rule: "fp8"}}).assign(found)
+    assert module not in Recipe.parse({"layers": {"*_proj": "fp8", "speech": "fp8"}}).assign(found)
+
+
+def test_a_model_that_answers_in_text_is_no_other_modality() -> None:
+    for name in ("model.layers.0.self_attn.q_proj", "transformer.h.0.mlp.fc1", "encoder.layer.0.output.dense", "decoder.layers.0.fc1"):
+        assert tensor_class(f"{name}.weight", SIDES) != "vision" and unloaded_part(f"{name}.weight", "LlamaForCausalLM") is None
+
+
+def test_what_vllm_does_not_load_is_not_counted_and_a_plan_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speech: list[Tensor] = [
+        ("talker.model.layers.0.mlp.gate_proj.weight", (1 << 15, 1 << 14), "BF16"),
+        ("talker.model.layers.30.mlp.experts.3.gate_proj.weight", SIDES, "BF16"),
+    ]
+    ahead: list[Tensor] = [("mtp.layers.0.mlp.up_proj.weight", SIDES, "BF16")]
+    config, tensors = dense(), tensors_of(dense())
+    whole, text = (inventory(checkpoint(config, each), shape_of(config)) for each in ([*tensors, *speech], tensors))
+    assert whole.stored_bytes == text.stored_bytes and whole.weights(Recipe.parse("nvfp4")) == text.weights(Recipe.parse("nvfp4"))
+    folder = str(write(tmp_path / "m", config, [*tensors, *speech, *ahead]))
+    assert exit_code(["--json", "plan", "--quick", folder]) == 0
+    assert json.loads(capsys.readouterr().out)["unloaded"] == {"talker": (1 << 30) + 2 * 256 * 256, AHEAD: 2 * 256 * 256}
+    assert exit_code(["plan", "--quick", folder]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "1.0 GiB" in first and "talker" in first and AHEAD in first
+
+
+@pytest.mark.parametrize(
+    ("leaves", "size"),
+    [
+        # Step-3.5: the experts of a layer in one tensor, under a name of their own.
+        ({"moe.gate_proj.weight": (8, 512, 512), "moe.down_proj.weight": (8, 512, 512)}, 4 * 2 * 8 * 512 * 512 * 2),
+        # DBRX: one matrix for all of them, and no module.
+        ({"ffn.experts.mlp.w1": (4096, 512)}, 4 * 4096 * 512 * 2),
+        ({"mlp.experts.gate_up_proj": (8, 512, 512), "mlp.experts.gate_up_proj_bias": (128, 512)}, 0),
+    ],
+)
+def test_experts_that_no_format_changes_are_named_at_the_top_of_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], leaves: dict[str, tuple[int, ...]], size: int
+) -> None:
+    config = mixture()
+    tensors = [each for each in tensors_of(config) if ".experts." not in each[0]]
+    tensors += [(f"model.layers.{layer}.{leaf}", sides, "BF16") for layer in range(4) for leaf, sides in leaves.items()]
+    folder = str(write(tmp_path / "m", config, tensors))
+    assert exit_code(["--json", "plan", "--quick", "--quantize", "nvfp4", folder]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert sum(plan["unknown_experts"].values()) == size
+    assert set(plan["unknown_experts"]) == ({f"model.layers.*.{leaf}" for leaf in leaves} if size else set())
+    assert any("layout that is not known" in note for note in plan["choice"]["footprint"]["notes"]) is bool(size)
+    assert exit_code(["plan", "--quick", "--quantize", "nvfp4", folder]) == 0
+    assert ("model.layers.*." in capsys.readouterr().out.splitlines()[1]) is bool(size)
+    assert exit_code(["--json", "plan", "--quick", "--quantize", "bf16", folder]) == 0
+    assert json.loads(capsys.readouterr().out)["unknown_experts"] == {}

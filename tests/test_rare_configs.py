@@ -1,0 +1,41 @@
+"""That a plan of a model without a formula is vLLM's own where vLLM is asked, and otherwise says that it guesses or does not know.
+
+Real vLLM answers, on the meta device, as for a Spark: one child for all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd.exact import exact_of
+from sparkd.kv_cost import Serving
+from sparkd.model_answers import Answer, Runtime, ask
+from tests.bench.answers import MARKED, RIGHT, UNKNOWN, judged
+from tests.rare_configs import RARE, REFUSED, UNANSWERED, question_of
+
+# Known architectures whose formula is vLLM's number.
+KNOWN = ("modelopt-fp8-cache",)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer | None]:
+    questions = [question_of(name) for name in RARE]
+    return dict(zip(RARE, ask(questions, Runtime(None, [Path(tmp_path_factory.mktemp("answers"))])), strict=True))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RARE)
+def test_a_plan_is_vllms_or_says_that_it_is_not(answers: dict[str, Answer | None], name: str) -> None:
+    answer = answers[name]
+    assert answer is not None
+    if name in UNANSWERED + REFUSED:
+        assert answer.refusal is not None and answer.refusal.certain == (name in REFUSED), answer.refusal
+        exact = exact_of(answer, Serving(1), same_format=True)
+        assert exact is None if name in UNANSWERED else exact is not None and exact.refusal
+        return
+    assert answer.refusal is None, answer.refusal
+    exact_plan, formula = (judged(RARE[name], answer, asked=asked) for asked in (True, False))
+    assert exact_plan[0] == RIGHT, exact_plan
+    assert formula[0] in ((RIGHT,) if name in KNOWN else (MARKED, UNKNOWN)), formula

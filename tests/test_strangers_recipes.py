@@ -1,0 +1,144 @@
+"""Recipes of strangers: a model's code that they trust, folders that they name, the registry that they come from, or that is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkd import recipe_verbs
+from sparkd.config import parse_model
+from sparkd.config_check import check
+from sparkd.errors import ConfigError
+from sparkd.recipe_book import Book
+from tests.test_recipe_import import ONE
+from tests.test_registry import PLAIN, Repository, as_json, eugr, run, state
+
+__all__ = ["eugr", "state"]
+NATIVE = """
+description: one of ours
+model: owner/plain
+sources: {a: somewhere}
+"""
+FOLDERS = {
+    "a model": NATIVE.replace("owner/plain", "/srv/model"),
+    "a model above": NATIVE.replace("owner/plain", "../model"),
+    "a variant's model": NATIVE + "variants: {v: {description: x, model: ~/model}}\n",
+    "a draft": NATIVE + "speculative: {mtp: {model: /srv/draft}}\n",
+    "a draft beside the model": NATIVE + "speculative: {mtp: {model: '{model}/../draft'}}\n",
+    "a model that a draft needs": NATIVE + "speculative: {mtp: {needs: {model: /srv/model}}}\n",
+    "another launcher's model": PLAIN.replace("owner/plain", "/srv/model"),
+}
+INSIDE = NATIVE + "speculative: {mtp: {model: '{model}/mtp'}}\n"
+
+
+@pytest.fixture(autouse=True)
+def _without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_verbs, "_flags", lambda: None)
+
+
+@pytest.mark.parametrize("text", FOLDERS.values(), ids=FOLDERS.keys())
+def test_a_registrys_recipe_that_names_a_folder_is_refused_and_told_at_its_import(
+    text: str, eugr: Repository, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eugr.commit({"recipes/local.yaml": text, "recipes/inside.yaml": INSIDE})
+    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+
+    with pytest.raises(ConfigError) as caught:
+        parse_model("m", {"recipe": "local@eugr"}, over_admin=False, book=Book(None, {}, state))
+    assert "is a folder of this machine" in caught.value.message and "recipes import local@eugr" in caught.value.message
+    assert len(as_json(capsys, "import", "local@eugr")["risks"]) == (2 if "trust-remote-code" in text else 1)
+    assert as_json(capsys, "import", "inside@eugr")["risks"] == []
+    assert parse_model("m", {"recipe": "inside@eugr"}, over_admin=False, book=Book(None, {}, state)).model == "owner/plain"
+
+
+@pytest.mark.parametrize("settings", ["env: true", "env: 5", "env: x", "extra_args: 5", "extra_args: --x", "load_format: []"])
+def test_a_registrys_recipe_whose_value_is_of_another_kind_is_refused(
+    settings: str, eugr: Repository, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eugr.commit({"recipes/odd.yaml": f"{NATIVE}settings: {{{settings}}}\n"})
+    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {state}\nmodels: {{m: {{recipe: odd@eugr}}}}\n")
+
+    assert [problem.severity for problem in check(file, {})] == ["error"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        NATIVE + "settings: {trust_remote_code: true}\n",
+        NATIVE + "settings: {extra_args: [--trust-remote]}\n",
+        NATIVE + "variants: {v: {description: x, settings: {trust_remote_code: true}}}\n",
+    ],
+)
+def test_trust_in_a_models_code_is_told_first_and_apart(
+    text: str, eugr: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eugr.commit({"recipes/trusting.yaml": text})
+    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+
+    (risk,) = as_json(capsys, "import", "trusting@eugr")["risks"]
+    assert risk.startswith("trust_remote_code: ") and "owner/plain" in risk
+    out, err = run(capsys, "import", "trusting@eugr")
+    assert out.partition("\n")[2].startswith("# RISKS:\n# trust_remote_code: ") and err.startswith("risk: trust_remote_code: ")
+    assert err.split("\n")[1] == ""
+    (tmp_path / "again.yaml").write_text(out)
+    assert run(capsys, "check", str(tmp_path / "again.yaml"))[0].endswith("can be used\n")
+
+
+def test_a_recipe_that_trusts_nothing_has_no_risks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(PLAIN.replace(" --trust-remote-code", ""))
+
+    assert as_json(capsys, "import", str(file))["risks"] == []
+    assert "risk" not in run(capsys, "import", str(file))[1].lower()
+
+
+def test_the_source_is_where_it_comes_from_and_not_the_first_who_had_its_format(
+    eugr: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = eugr.commit({"recipes/one.yaml": ONE})
+    run(capsys, "add-registry", str(eugr.folder), "--name", "mine")
+    file = tmp_path / "theirs.yaml"
+    file.write_text(ONE)
+
+    source = f"{eugr.folder} at {commit}"
+    assert as_json(capsys, "import", "one@mine")["recipe"]["sources"] == {"file": source}
+    assert as_json(capsys, "show", "one@mine")["sources"] == {"file": source}
+    assert "format" in as_json(capsys, "import", str(file))["recipe"]["sources"]["file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("plain@eugre", ("'eugre'", "did you mean eugr?")),
+        ("plain@nowhere", ("'nowhere'", "known: eugr")),
+        ("gpt-oss-120b@eugre", ("already", "'eugre'", "did you mean eugr?")),
+        ("gpt-oss-120b", ("already", "recipe: gpt-oss-120b")),
+        ("plain@eugr@long", ("recipes import plain@eugr",)),
+        ("nothing.yaml", ("cannot be read",)),
+        ("a@b.yaml", ("cannot be read",)),
+    ],
+)
+def test_an_import_of_what_is_not_there_names_the_registry_and_the_nearest(
+    name: str, words: tuple[str, ...], eugr: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    out, err = run(capsys, "import", name, code=2)
+
+    assert out == "" and all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("name", ["plain@eugre", "gpt-oss-120b@eugre"])
+def test_an_entry_with_an_unknown_registry_names_the_nearest(
+    name: str, eugr: Repository, state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "add-registry", str(eugr.folder), "--name", "eugr")
+    file = tmp_path / "sparkd.yaml"
+    file.write_text(f"state_dir: {state}\nmodels:\n  m:\n    recipe: {name}\n")
+
+    (problem,) = check(file, {})
+    assert problem.line == 4 and "'eugre'" in problem.message and "did you mean eugr?" in problem.message
+    assert "did you mean eugr?" in run(capsys, "show", name, code=2)[1]

@@ -1,0 +1,33 @@
+"""The folder that a foreign interpreter gets to import from: the plugin's two packages, and no other package of sparkd's environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sparkd import errors
+
+_SHOWN = {"workers": Path(__file__).resolve().parent, "sparkd": Path(errors.__file__).resolve().parent}
+# The bare folder of a distribution that tells vLLM of the entry points with nothing installed. Both names differ from those of sparkd's own
+# distribution, the entry points' do not.
+_DISTRIBUTION = "sparkd_plugin-0.dist-info"
+_FILES = {
+    "METADATA": "Metadata-Version: 2.1\nName: sparkd-plugin\nVersion: 0\n",
+    "entry_points.txt": "[vllm.general_plugins]\nsparkd = workers.plugin:register\n\n"
+    "[vllm.platform_plugins]\nsparkd = workers.ray_engine:platform\n",
+}
+
+
+def expose(folder: Path) -> None:
+    """Make that folder, or bring it up to date, while others may do the same. Raises OSError."""
+    for one in (folder, folder / _DISTRIBUTION):
+        one.mkdir(mode=0o700, exist_ok=True)
+    fresh = folder / f".{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    for name, target in _SHOWN.items():
+        if not (folder / name).is_symlink() or (folder / name).resolve() != target:
+            fresh.symlink_to(target)
+            fresh.replace(folder / name)
+    for name, text in _FILES.items():
+        fresh.write_text(text, encoding="ascii")
+        fresh.replace(folder / _DISTRIBUTION / name)
