@@ -142,6 +142,7 @@ class Cluster:
         if here is None:
             return Observation(None, None, False, trouble="NodeUnreadable: /proc or the runtime directory of this node cannot be read.")
         looks = [here, *(look for look in others if look is not None)]
+        self._sight.begin(time.monotonic())  # the daemon may have been held in the middle of this look
         missing = self._sight.look([look.node for look in looks], could_look=could_look, now_s=time.monotonic())
         for of in self._unreadable.keys() - known.keys():
             log.warning("what is told of %s cannot be used: %s", of, self._unreadable[of])

@@ -20,7 +20,8 @@ log = logging.getLogger("sparkd.cluster")
 NODE_GRACE_S = 60.0
 # So long after its agent was last heard a node that only accepts connections counts as alive: Ray starts an agent anew within that.
 ACCEPTED_S = 20.0
-# Between two looks of a daemon that runs lies no more; a longer time was its own (a signal held it), and no node was silent in it.
+# Neither a look nor the pause after it lasts longer in a daemon that runs; a longer time was its own (a signal held it), and no node
+# was silent in it.
 HELD_S = 5.0
 
 
@@ -74,7 +75,7 @@ class Sight:
         self.no_raylet: frozenset[str] = frozenset()
 
     def begin(self, now_s: float) -> None:
-        """Before each look: the time in which nobody looked at all does not run."""
+        """Before each look and after it: a time in which nobody looked at all does not run."""
         gap_s, self._began_s = now_s - (now_s if self._began_s is None else self._began_s), now_s
         if gap_s > HELD_S:
             self._heard_s = {address: at_s + gap_s for address, at_s in self._heard_s.items()}

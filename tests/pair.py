@@ -95,14 +95,15 @@ class Pair:
     def failure(self, since_s: float, model: str = "pair") -> tuple[str, float]:
         """Why it failed first since then, and how many seconds later that was noticed."""
 
-        def look() -> tuple[str, float] | None:
-            events = (self.daemon.get("/admin/v1/events?limit=1000") or {"events": []})["events"]
-            found = [one for one in events if one["kind"] == "failed" and one["model"] == model and one["at_s"] >= since_s]
-            return (found[0]["data"]["reason"], found[0]["at_s"] - since_s) if found else None
+        failures = until(lambda: self.failures(since_s, model), 30, "the failure", 0.2)
+        assert failures is not None
+        return failures[0]
 
-        found = until(look, 30, "the failure", 0.2)
-        assert found is not None
-        return found
+    def failures(self, since_s: float, model: str = "pair") -> list[tuple[str, float]]:
+        """The reason of each failure since then, and how many seconds later it was noticed."""
+        events = (self.daemon.get("/admin/v1/events?limit=1000") or {"events": []})["events"]
+        failed = [event for event in events if event["kind"] == "failed" and event["model"] == model and event["at_s"] >= since_s]
+        return [(event["data"]["reason"], event["at_s"] - since_s) for event in failed]
 
     def engines(self) -> list[int]:
         return [pid for pid in (*self.here.pids(), *self.there.pids()) if b"workers.stub" in command_of(pid)]

@@ -7,9 +7,11 @@ import errno
 import os
 import resource
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,3 +332,23 @@ def test_a_folder_that_takes_nothing_starts_no_ray(tmp_path: Path, monkeypatch: 
         head.ensure()
 
     assert started == []
+
+
+async def test_no_node_was_dark_while_the_daemon_was_held_during_a_look(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer waits in a socket then, and the look's own timeout ends before it is read."""
+    clock = FakeClock()
+    monkeypatch.setattr("sparkd.cluster.time", SimpleNamespace(monotonic=clock, time=time.time))
+    cluster._link.connected = True
+    monkeypatch.setattr(cluster._link, "nodes", lambda: ["192.0.2.7"])
+    cluster.expect(["192.0.2.7"])
+    cluster._sight.heard("192.0.2.7", clock(), refused=False)
+
+    async def call(*_arguments: Any) -> Any:
+        clock.now_s += 30.0
+        raise AgentLost("192.0.2.7 did not answer.")
+
+    monkeypatch.setattr(cluster._link, "call", call)
+    observation = await cluster.observe()
+
+    assert observation.unseen == {"192.0.2.7"}
+    assert observation.dark_s == {"192.0.2.7": 0.0}

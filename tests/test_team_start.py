@@ -221,6 +221,7 @@ def test_an_engine_that_hung_while_nobody_asked_is_noticed_though_its_client_giv
 
 def test_an_engine_does_not_end_because_its_daemon_was_held(pair: Pair) -> None:
     pair.ready()
+    at_s = time.time()
     stream = Stream(pair).start()
     time.sleep(3)
     assert pair.daemon.process is not None
@@ -229,6 +230,7 @@ def test_an_engine_does_not_end_because_its_daemon_was_held(pair: Pair) -> None:
     pair.daemon.process.send_signal(signal.SIGCONT)
 
     assert stream.ended.wait(30)
+    assert pair.failures(at_s) == []
     assert "[DONE]" in stream.text
 
 
