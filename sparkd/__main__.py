@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -74,6 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] not in (["serve"], ["ray-node"], ["join"]):
         # Python looks for cyclic garbage each 700 objects, a twentieth of the time of a `plan`; a command that ends soon leaves it lying.
         gc.set_threshold(500_000)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # As Ctrl-C does: what a verb has begun, a child and its files, ends with it.
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _end)
     # pydantic would look through every installed package for plugins, and sparkd wants none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     code = exit_code(argv)
@@ -88,6 +93,10 @@ def main(argv: list[str] | None = None) -> None:
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def exit_code(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,9 +79,10 @@ def admin_app(
     pulls: Pulls | None = None,
     reload: Reload | None = None,
     measures: Measures | None = None,
+    question: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> FastAPI:
     """The ASGI app for /admin/v1. The edge in front of it has checked the key and bounded the body. `costs` blocks and runs on a thread;
-    `reload` is Reloader.now."""
+    `reload` is Reloader.now; `question` is what vLLM is being asked (sparkd.foresight)."""
     app = FastAPI(
         title="sparkd admin API",
         version=__version__,
@@ -95,7 +96,7 @@ def admin_app(
     )
     plain = app.openapi
     app.openapi = lambda: described_document(plain())  # type: ignore[method-assign]
-    app.include_router(_router(supervisor, costs, pulls, reload, measures))
+    app.include_router(_router(supervisor, costs, pulls, reload, measures, question))
     app.add_exception_handler(SparkdError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
     app.add_exception_handler(HTTPException, _refuse_route)
@@ -103,7 +104,12 @@ def admin_app(
 
 
 def _router(
-    supervisor: Supervisor, costs: Callable[[], dict[str, Any]], pulls: Pulls | None, reload: Reload | None, measures: Measures | None
+    supervisor: Supervisor,
+    costs: Callable[[], dict[str, Any]],
+    pulls: Pulls | None,
+    reload: Reload | None,
+    measures: Measures | None,
+    question: Callable[[], Mapping[str, Any] | None],
 ) -> APIRouter:
     api = APIRouter(
         prefix=PREFIX,
@@ -118,7 +124,7 @@ def _router(
     @api.get("/status", **answers(Status), summary="The daemon, its cluster and its conditions")
     async def status() -> dict[str, Any]:
         snapshot = supervisor.snapshot()
-        return _status(snapshot) | {"costs": await asyncio.to_thread(costs)}
+        return _status(snapshot) | {"costs": await asyncio.to_thread(costs), "question": question()}
 
     @api.get(
         "/nodes",

@@ -70,6 +70,14 @@ class Costs(BaseModel):
     ray_listeners: list[str]
 
 
+class OpenQuestion(BaseModel):
+    """A question about a configured model that the daemon put to vLLM. runtime: which vLLM; since_s: wall clock."""
+
+    model: str
+    runtime: str
+    since_s: float
+
+
 class Status(BaseModel):
     version: str
     settled: bool
@@ -80,6 +88,7 @@ class Status(BaseModel):
     models: dict[str, ModelState]
     nodes: list[NodeBody]  # type: ignore[valid-type]
     costs: Costs
+    question: OpenQuestion | None = Field(description="Asked in a quiet moment; a load, a removal of the entry or the daemon's end ends it")
 
 
 class Offered(BaseModel):

@@ -140,6 +140,7 @@ class Daemon:
         self._pulls = Pulls(nodes, ledger, self._spec_of, self._names, now, boundary=self._boundary)
         kept = config.state_dir / "rates.json"
         self._measures = Measures(nodes, ledger, now, self._supervisor.snapshot, kept, boundary=self._boundary)
+        self._foresight = Foresight(now, self._supervisor.snapshot, nodes)
         self._cluster.prove(self._measures.passed)
         self._admin = _AdminLater(self._build_admin)
         self._scraper = Scraper(self._engines, time.monotonic, self._boundary)
@@ -183,7 +184,7 @@ class Daemon:
                 "scraper": self._scraper.run,
                 "pulls": self._pulls.run,
                 "measures": self._measures.run,
-                "foresight": Foresight(lambda: self._supervisor.config, self._supervisor.snapshot, self._cluster).run,
+                "foresight": self._foresight.run,
                 "reloader": self._reloader.run,
                 "watchdog": self._keep_watchdog_quiet,
                 "console": partial(self._console.run, self._options.ask),
@@ -209,7 +210,8 @@ class Daemon:
     def _build_admin(self) -> App:
         from sparkd.admin import admin_app
 
-        return admin_app(self._supervisor, self._cluster.costs, self._pulls, self._reloader.now, self._measures)
+        parts = self._supervisor, self._cluster.costs, self._pulls, self._reloader.now, self._measures
+        return admin_app(*parts, lambda: self._foresight.open)
 
     def _catch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """Again after Ray was joined: it puts handlers of its own in place."""

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
 from sparkd.admission import Ways, recipe_of
 from sparkd.checkpoint import read_checkpoint
@@ -38,6 +39,8 @@ AGAIN_S = 600.0
 NO_ROOM_S = 60.0
 # While a question is open, how soon it gives way to a load.
 YIELD_S = 0.5
+# A child that is being asked ends within this time; that of another node too, where its agent answers.
+END_S = 5.0
 # A child that has imported vLLM holds 1.5 GiB, and one model on the meta device at most MEMORY_BYTES of sparkd.model_answers.
 LEAST_FREE_BYTES = 12 << 30
 _RESTING = frozenset({ModelState.STOPPED, ModelState.READY, ModelState.FAILED})
@@ -59,9 +62,11 @@ class Foresight:
         self._quiet_s = quiet_s
         # When each entry may be asked about again.
         self._after_s: dict[str, float] = {}
+        # The question that is open now: the model, the runtime that is asked, and since when (wall clock).
+        self.open: Mapping[str, Any] | None = None
 
     async def run(self) -> None:
-        """Until it is cancelled, which ends a child that is being asked."""
+        """Until it is cancelled. A child that is being asked has ended by then."""
         quiet_s = 0.0
         while True:
             await asyncio.sleep(min(LOOK_S, self._quiet_s))
@@ -70,7 +75,7 @@ class Foresight:
                 await self._ask(spec)
 
     async def _ask(self, spec: ModelConfig) -> None:
-        """It is given up as soon as a model starts or ends."""
+        """It is given up as soon as a model starts or ends, and when the entry is removed or changed."""
         cancel = threading.Event()
         again_s = AGAIN_S
         try:
@@ -94,11 +99,20 @@ class Foresight:
             away = Away(runtime.node, str(runtime.facts["vllm"]), str(runtime.facts["packages"]), inquiry)
         vllm = Runtime(spec.runtime_of(config.engine), places(config.state_dir), away)
         nodes = max(1, len(self._snapshot().nodes if runtime.only is None else runtime.only))
+        self.open = {"model": spec.name, "runtime": vllm.place, "since_s": time.time()}
         asking = loop.run_in_executor(None, answers_about, spec, config, vllm, platform_of(runtime.facts, config), nodes, cancel)
-        while not asking.done():
-            await asyncio.wait([asking], timeout=YIELD_S)
-            if not self._is_quiet():
-                cancel.set()
+        try:
+            while not asking.done():
+                await asyncio.wait([asking], timeout=YIELD_S)
+                if not self._is_quiet() or self._config().models.get(spec.name) != spec:
+                    cancel.set()
+        except asyncio.CancelledError:
+            cancel.set()
+            with suppress(SparkdError, OSError, TimeoutError):
+                await asyncio.wait_for(asking, END_S)
+            raise
+        finally:
+            self.open = None
         return bool(asking.result()) and not cancel.is_set()
 
     def _is_quiet(self) -> bool:

@@ -1,0 +1,131 @@
+"""Every way in which a question to vLLM ends early: what asked it leaves no process and no file behind."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sparkd import foresight
+from sparkd.config import Config, load_config
+from sparkd.foresight import Foresight
+from sparkd.node_runtime import NodeRuntime
+from sparkd.show import overview
+from sparkd.state import ModelState
+from tests.daemon_process import ROOT, until
+from tests.sketches import dense, tensors_of, write
+from tests.test_admin import COSTS
+from tests.test_foresight import HERE, snapshot
+from tests.test_model_answers import Engine
+from workers.runtime import API_SERVER
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """One that never answers, for the only model of a configuration."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    engine = Engine(tmp_path)
+    engine.says(own=["wait"], spark=["wait"])
+    shape = dense()
+    entry = {"model": str(write(tmp_path / "m", shape, tensors_of(shape))), "runtime": str(engine.python), "max_model_len": 512}
+    (tmp_path / "sparkd.yaml").write_text(json.dumps({"state_dir": str(tmp_path / "state"), "models": {"m": entry}}))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    yield engine
+    if is_asked(engine):
+        os.kill(pid_of(engine), signal.SIGKILL)
+
+
+def pid_of(engine: Engine) -> int:
+    return int((engine.root / "pid").read_text() or 0)
+
+
+def is_asked(engine: Engine) -> bool:
+    """Whether the child that is asked is there, dead children that nobody has reaped yet aside."""
+    try:
+        return Path(f"/proc/{pid_of(engine)}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, ValueError):
+        return False
+
+
+def config_of(engine: Engine) -> Config:
+    return load_config(engine.root / "sparkd.yaml", environ={})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("words", [["plan", "m"], ["ls", "--layers", "m"]])
+def test_a_command_that_is_interrupted_leaves_nothing(engine: Engine, words: list[str], number: int) -> None:
+    file = str(engine.root / "sparkd.yaml")
+    command = [sys.executable, "-P", "-m", "sparkd", *words, "--config", file]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPARKD_URL": "http://127.0.0.1:1"}
+    with subprocess.Popen(command, env=environment, start_new_session=True, text=True, **quiet) as asking:  # type: ignore[call-overload]
+        until(lambda: is_asked(engine) or asking.poll() is not None, LIMIT_S, "the question", 0.02)
+        assert list((engine.root / "tmp").iterdir()) and asking.poll() is None
+        asking.send_signal(number)
+        _, errors = asking.communicate(timeout=LIMIT_S)
+    assert asking.returncode == 128 + number and "Traceback" not in errors
+    assert not list((engine.root / "tmp").iterdir())
+    until(lambda: not is_asked(engine), LIMIT_S, "its end", 0.02)
+
+
+class Here:
+    """One node, which has that engine."""
+
+    async def runtimes(self, _interpreter: str) -> list[NodeRuntime]:
+        return [NodeRuntime({"platform": "cpu", "vllm": "0.32.0", "entrypoint": API_SERVER, "packages": "p"}, HERE)]
+
+    async def ask(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+async def reached(done: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, done, LIMIT_S, "it", 0.01)
+
+
+@pytest.mark.parametrize("reason", ["end of the daemon", "removal", "change", "load"])
+async def test_the_daemons_question_is_shown_and_ends(engine: Engine, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight, "YIELD_S", 0.01)
+    config = config_of(engine)
+    changed = config.models["m"].model_copy(update={"max_model_len": 256})
+    others = {"removal": {}, "change": {"m": changed}}
+    now = SimpleNamespace(config=config, snapshot=snapshot(ModelState.READY))
+    asking = Foresight(lambda: now.config, lambda: now.snapshot, Here(), quiet_s=0.001)
+    assert asking.open is None
+    running = asyncio.create_task(asking.run())
+    await reached(lambda: is_asked(engine))
+    assert asking.open is not None and asking.open["model"] == "m" and str(engine.python) in asking.open["runtime"]
+    if reason == "load":
+        now.snapshot = snapshot(ModelState.LOADING)
+    elif reason in others:
+        now.config = config.model_copy(update={"models": others[reason]})
+    else:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not is_asked(engine) and not list((engine.root / "tmp").iterdir())
+    first = pid_of(engine)
+    await reached(lambda: not is_asked(engine) or pid_of(engine) != first)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert asking.open is None
+
+
+def test_status_names_the_model_and_whose_vllm_is_asked() -> None:
+    parts = {"version": "1", "settled": True, "draining": False, "conditions": [], "nodes": [], "models": {}, "cluster": {}, "costs": COSTS}
+    for question, is_shown in ((None, False), ({"model": "m", "runtime": "/r/python", "since_s": 0.0}, True)):
+        console = Console(record=True, width=200, file=io.StringIO())
+        overview({**parts, "question": question}, "http://here", console)
+        assert all((word in console.export_text(clear=False)) is is_shown for word in ("/r/python", "about m"))
