@@ -25,7 +25,7 @@ class _Strict(BaseModel):
 
 
 class _Refusal(_Strict):
-    step: Literal["arguments", "config", "model", "cache", "deadline", "memory", "died"]
+    step: Literal["arguments", "config", "model", "cache", "sizes", "deadline", "memory", "died"]
     type: _Name
     message: _Text
     certain: bool

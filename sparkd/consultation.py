@@ -16,11 +16,12 @@ from sparkd.fit import Wish, recipes, ways_of
 from sparkd.hardware import Hardware
 from sparkd.kv_cost import Serving
 from sparkd.model_answers import OWN, SPARK, Answer, Question
+from sparkd.model_shape import LAYERS
 from sparkd.quantizing import LOAD_FORMAT
 from sparkd.source import folder_of
 from sparkd.uncounted import REST
 from sparkd.vllm_flags import SPECULATIVE, speculative_config, without, without_any
-from sparkd.weight_cost import Inventory
+from sparkd.weight_cost import Inventory, refuse_other_layers
 from workers.stream.recipe import Recipe
 
 Ask = Callable[[Sequence[Question]], Sequence[Answer | None]]
@@ -112,12 +113,17 @@ class Consultation:
         return self.completed(inventory), replace(wish, exact=self.exact)
 
     def completed(self, inventory: Inventory) -> Inventory:
-        """With vLLM's own sizes of the model where it has answered, which may be what config.json does not say."""
-        shape, answers = inventory.shape, [answer.facts for answer in self._answers.values() if answer is not None]
-        found = {field: next((size for facts in answers if isinstance(size := facts.get(name), int) and size), 0) for field, name in _SIZES}
-        sizes: dict[str, Any] = {
-            field: size for field, size in found.items() if size and (field == "max_len" or not getattr(shape, field))
-        }
+        """The inventory with vLLM's own sizes of the model in place of those that config.json lacks, and with its longest request. Raises
+        CheckpointIncomplete where config.json does not tell the number of layers and vLLM builds others than the files hold."""
+        shape, answers = inventory.shape, [answer for answer in self._answers.values() if answer is not None]
+        if LAYERS in shape.gaps:
+            parameters = (tensor for answer in answers for stage in answer.stages for tensor in stage.parameters)
+            refuse_other_layers(inventory, ((tensor.name, tensor.shape) for tensor in parameters if tensor.purpose == "model"))
+        sizes: dict[str, Any] = {}
+        for field, name in _SIZES:
+            size = next((size for answer in answers if isinstance(size := answer.facts.get(name), int) and size), 0)
+            if size and (field == "max_len" or not getattr(shape, field)):
+                sizes[field] = size
         return replace(inventory, shape=replace(shape, **sizes))
 
     def doubt(self) -> str | None:

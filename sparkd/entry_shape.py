@@ -10,9 +10,8 @@ from sparkd.architectures import is_checked
 from sparkd.checkpoint import CONFIG, Checkpoint, Folder
 from sparkd.consultation import UNCHANGED
 from sparkd.errors import CheckpointError, ConfigError
-from sparkd.exact import Exact
+from sparkd.exact import GUESS, Exact
 from sparkd.fit import gib
-from sparkd.footprint import sureness_of
 from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.kv_cost import Serving, kv_layout, longest, sized
 from sparkd.kv_sizing import cache_of, in_words, spelled
@@ -24,6 +23,7 @@ from sparkd.quantizing import AUTO
 from sparkd.safetensors import AGAIN
 from sparkd.source import folder_of
 from sparkd.source_quantization import source_quantization
+from sparkd.sureness import of_cache
 from sparkd.weight_cost import inventory
 from sparkd.weight_index import object_of
 
@@ -47,8 +47,7 @@ def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: 
         yield from _ranks(spec, shape, exact)
         if is_checked(shape):
             yield from _draft(spec, shape)
-        if is_checked(shape) or exact is not None:
-            yield from _cache(spec, checkpoint, shape, env, platform, exact)
+        yield from _cache(spec, checkpoint, shape, env, platform, exact or Exact())
         yield from _memory(spec, env, platform, evidence)
     except (CheckpointError, ConfigError):
         return
@@ -93,27 +92,27 @@ def _hardware(platform: str) -> Hardware:
 
 
 def _cache(
-    spec: ModelConfig, checkpoint: Checkpoint, shape: Shape, env: Mapping[str, str], platform: str, exact: Exact | None
+    spec: ModelConfig, checkpoint: Checkpoint, shape: Shape, env: Mapping[str, str], platform: str, exact: Exact
 ) -> Iterator[tuple[str, str]]:
     """A cache of a given size that holds no request of full length: vLLM ends its start over that, with all weights loaded."""
-    given = cache_of(spec)
-    known = inventory(checkpoint, shape)
-    serving = serving_of(spec, known, _hardware(platform), env) if isinstance(given, dict) and spec.max_model_len != AUTO else None
-    if serving is None or serving.unknown or not isinstance(given, dict) or "tokens" in given:
+    size = cache_of(spec)
+    if not isinstance(size, dict) or "tokens" in size or spec.max_model_len == AUTO:
+        return
+    serving = serving_of(spec, inventory(checkpoint, shape), _hardware(platform), env)
+    sureness = of_cache(shape, exact, serving.unknown)
+    if serving.unknown or sureness == GUESS:
         return
     if isinstance(spec.tensor_parallel, int):
         serving = replace(serving, tensor_parallel=spec.tensor_parallel)
-    answered = exact.layout if exact is not None else None
-    sureness = sureness_of(shape, is_exact=answered is not None)
-    layout = kv_layout(shape, serving) if answered is None else replace(answered, serving=serving)
-    size, least = sized(given, layout, serving.max_model_len), layout.cost(serving.max_model_len).least
-    if size is None or size >= least:
+    layout = kv_layout(shape, serving) if exact.layout is None else replace(exact.layout, serving=serving)
+    size_bytes, least = sized(size, layout, serving.max_model_len), layout.cost(serving.max_model_len).least
+    if size_bytes is None or size_bytes >= least:
         return
     cures = [f"give kv_cache at least {spelled({'sequences': 1})}"]
-    if shorter := longest(given, layout, serving.max_model_len, size):
+    if shorter := longest(size, layout, serving.max_model_len, size_bytes):
         cures.append(f"choose max_model_len {shorter:,} or less")
-    key, called = ("extra_args", in_words(given)) if "blocks" in given else ("kv_cache", spelled(given))
-    reason = f"{called} is {_size(size)}, and one request of {serving.max_model_len:,} tokens needs {_size(least)} ({sureness})"
+    key, called = ("extra_args", in_words(size)) if "blocks" in size else ("kv_cache", spelled(size))
+    reason = f"{called} is {_size(size_bytes)}, and one request of {serving.max_model_len:,} tokens needs {_size(least)} ({sureness})"
     yield key, f"{reason}: {', or '.join(cures)}."
 
 

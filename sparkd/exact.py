@@ -1,5 +1,5 @@
-"""Owns what vLLM's own answer about a model puts in place of sparkd's formulas: how the layers share the cache, what the weights of a rank
-take, and why vLLM would refuse a split. Never asks anything (sparkd.consultation).
+"""Owns the numbers that vLLM's own answer about a model puts in place of sparkd's formulas: how the layers share the cache, the bytes of a
+rank's weights, and the reason why vLLM refuses a split. Never asks anything (sparkd.consultation).
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ from sparkd.model_answers import Answer, Layer, Stage
 from sparkd.uncounted import CACHE, WEIGHTS
 from sparkd.weight_cost import Weights
 
-# How sure a plan's numbers are: vLLM's own or measured; a formula that the tests hold against vLLM's answer; a formula alone.
+# How sure a plan's numbers are: vLLM's own; those of a formula that the tests compare with vLLM's answer; those of any other formula.
 EXACT, KNOWN, GUESS = "exact", "known", "guess"
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """vLLM's word on one engine in one format and one split. layout: None where this vLLM cannot say. weight_bytes: of the parameters and
-    buffers of the fullest rank, None where the answer is about another format. refusal: vLLM's sentence, without a full stop, None
-    where it takes the model so."""
+    """vLLM's numbers for one engine in one format and one split. layout: None where this vLLM cannot say. weight_bytes: of the parameters
+    and buffers of the fullest rank, None where the answer is about another format. refusal: vLLM's sentence, without a full stop, None
+    where vLLM serves the model. doubtful: vLLM could not count the cache, or counts it in a way that no layout has, so a formula for it is
+    a guess."""
 
     layout: KvLayout | None = None
     weight_bytes: int | None = None
     refusal: str | None = None
+    doubtful: bool = False
 
     def settles(self, unknown: Collection[str]) -> bool:
-        """Whether it has everything that flags change in a way that no formula has. unknown: as sparkd.uncounted.changed_by names it."""
+        """Whether it counts everything that flags change and that no formula counts. unknown: as sparkd.uncounted.changed_by names it."""
         answered = {CACHE: self.layout is not None, WEIGHTS: self.weight_bytes is not None}
         return all(answered.get(change, False) for change in unknown)
 
     def weigh(self, formula: Weights) -> Weights:
-        """The weights as vLLM has them, in the classes that the formula sees."""
+        """The weights with vLLM's total, divided among classes as the formula divides them."""
         if self.weight_bytes is None or not formula.bytes:
             return formula
         share = self.weight_bytes / formula.bytes
@@ -43,23 +45,34 @@ class Exact:
 
 
 def exact_of(answer: Answer, serving: Serving, *, same_format: bool) -> Exact | None:
-    """None where the answer says nothing certain. same_format: whether it is about the weights that are counted."""
-    if answer.refusal is not None and answer.refusal.step != "cache":
-        return Exact(refusal=" ".join(answer.refusal.message.split()).rstrip(".")) if answer.refusal.certain else None
-    if len(answer.stages) != serving.pipeline_parallel:
+    """None where the answer says nothing certain. same_format: whether the answer is about the format whose weights are counted."""
+    refusal = answer.refusal
+    if refusal is not None and refusal.certain:
+        return Exact(refusal=" ".join(refusal.message.split()).rstrip("."))
+    if refusal is not None and refusal.step not in ("cache", "sizes"):
         return None
-    weight_bytes = max(stage.parameter_bytes + stage.buffer_bytes for stage in answer.stages)
-    return Exact(_layout(answer, serving), weight_bytes if same_format else None)
+    if len(answer.stages) != serving.pipeline_parallel:
+        return Exact(doubtful=True) if refusal is not None else None
+    weight_bytes = max(stage.parameter_bytes + stage.buffer_bytes for stage in answer.stages) if same_format else None
+    if refusal is not None:
+        return Exact(weight_bytes=weight_bytes, doubtful=True)
+    layout = _layout(answer, serving)
+    return Exact(layout, weight_bytes, doubtful=layout is None and _counts_blocks(answer))
+
+
+def _counts_blocks(answer: Answer) -> bool:
+    """Whether this release of vLLM tells how its block pool holds the layers."""
+    return bool(answer.groups) and any(stage.block_bytes for stage in answer.stages)
 
 
 def _layout(answer: Answer, serving: Serving) -> KvLayout | None:
-    """None where the answer does not say it, or in a way that no layout has."""
+    """None where the answer does not tell, or where its sizes are those of no layout."""
     layers = {layer.name: layer for stage in answer.stages for layer in stage.layers}
     if not layers:
         return KvLayout(0, (), serving)
-    fullest = max(answer.stages, key=lambda stage: stage.block_bytes)
-    if not answer.groups or not fullest.block_bytes:
+    if not _counts_blocks(answer):
         return None
+    fullest = max(answer.stages, key=lambda stage: stage.block_bytes)
     groups = tuple(_group(group, layers) for group in answer.groups)
     layout = KvLayout(fullest.block_bytes, groups, serving)
     states = sum(not tokens for tokens, *_ in groups)
@@ -67,25 +80,25 @@ def _layout(answer: Answer, serving: Serving) -> KvLayout | None:
         return layout
     if not states:
         return _counted(layout, fullest, answer)
-    # How many blocks a request's state takes follows from the release: a request of one token has nothing else but a block of each group.
+    # How many blocks a request's state takes depends on the release: a request of one token takes those and one block of each other group.
     attention = replace(layout, groups=tuple(group for group in groups if group[0]))
     ends = fullest.requests[0], fullest.requests[-1]
     first, last = ((size // fullest.block_bytes - attention.cost(tokens).blocks) // states for tokens, size in ends)
     if first != last and all(window is None for _, window, _ in attention.groups):
-        return None  # states that are kept at every so many tokens (--mamba-cache-mode all)
+        return None  # a request keeps its state again after every so many tokens (--mamba-cache-mode all)
     return _counted(replace(layout, state_blocks=first), fullest, answer)
 
 
 def _counted(layout: KvLayout, stage: Stage, answer: Answer) -> KvLayout | None:
-    """With as many batches in flight as vLLM counts for this model; None where none of them gives its own sizes of requests. A stage of
-    several may lack some groups."""
+    """The layout with as many batches in flight as vLLM counts for this model. None where no number of batches gives vLLM's own sizes of
+    requests. A stage of several may lack some groups."""
     tokens = answer.facts.get("max_num_batched_tokens")
     if not isinstance(tokens, int):
         return layout
     for batches in dict.fromkeys((layout.serving.batches_in_flight, 1)):
         serving = replace(layout.serving, batches_in_flight=batches)
-        asked = replace(layout, serving=replace(serving, max_num_batched_tokens=tokens))
-        if all(asked.cost(length).per_request == size for length, size in stage.requests):
+        answered = replace(layout, serving=replace(serving, max_num_batched_tokens=tokens))
+        if all(answered.cost(length).per_request == size for length, size in stage.requests):
             return replace(layout, serving=serving)
     return layout if len(answer.stages) > 1 else None
 
@@ -93,7 +106,7 @@ def _counted(layout: KvLayout, stage: Stage, answer: Answer) -> KvLayout | None:
 def _group(group: Mapping[str, Any], layers: Mapping[str, Layer]) -> tuple[int, int | None, bool]:
     """As sparkd.kv_cost.KvLayout has it."""
     first = next((layers[name] for name in group["layers"] if name in layers), None)
-    # What a decoder keeps of its encoder's output is of one length, like a state.
+    # A decoder keeps its encoder's output at one length, like a state.
     if first is None or first.state_bytes or first.spec == "CrossAttentionSpec":
         return 0, None, False
     return int(group["block"]), first.window or first.chunk, first.chunk is not None

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from sparkd.architectures import is_checked
-from sparkd.exact import EXACT, GUESS, KNOWN, Exact
+from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvCost, Serving, kv_cost
 from sparkd.model_shape import Attention, Shape, State
 from sparkd.step_trace import reserved_bytes
+from sparkd.sureness import of_cache, of_weights, worst
 from sparkd.weight_cost import Inventory, Weights
 from workers.stream.recipe import Recipe
 
@@ -143,8 +143,8 @@ def footprint(
         # On a discrete GPU the host's memory is another's affair.
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
     }
-    is_exact = learned is not None or (exact.layout is not None and exact.weight_bytes is not None)
-    sureness = sureness_of(shape, is_exact=is_exact) if exact.settles(serving.unknown) else GUESS
+    quantization = inventory.checkpoint.quantization
+    sureness = worst(of_weights(shape, quantization, exact, serving.unknown), of_cache(shape, exact, serving.unknown))
     available = hardware.memory_bytes
     margin = margin_bytes if margin_bytes is not None else max(MARGIN_BYTES, int(available * MARGIN_SHARE))
     first_load_s, next_load_s = load_s(inventory, weights, hardware, ranks * stages)
@@ -164,11 +164,6 @@ def footprint(
         sureness=sureness,
         upper_bytes=upper_bytes(inventory, serving, parts, requests) if sureness == GUESS and cache_bytes is None else 0,
     )
-
-
-def sureness_of(shape: Shape, *, is_exact: bool) -> str:
-    """is_exact: the numbers are vLLM's own, or measured."""
-    return EXACT if is_exact else KNOWN if is_checked(shape) else GUESS
 
 
 def upper_bytes(inventory: Inventory, serving: Serving, parts: Mapping[str, int], requests: float) -> int:

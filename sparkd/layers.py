@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from sparkd.checkpoint import Checkpoint, TensorRef, tensor_class
 from sparkd.consultation import Consultation
 from sparkd.errors import CheckpointError, CheckpointIncomplete, ConfigError, Unavailable
-from sparkd.footprint import sureness_of
+from sparkd.exact import Exact
 from sparkd.hub_headers import Progress, checkpoint_of
 from sparkd.kv_cost import Serving
 from sparkd.model_shape import shape_of
 from sparkd.quantizing import AUTO
 from sparkd.source import CONFIG_PATH, source_of
+from sparkd.sureness import of_weights
 from sparkd.weight_cost import inventory, refuse_missing_layers
 from workers.stream.format import Format, fitting
 from workers.stream.packed_scale import packed_module_of
@@ -167,15 +168,15 @@ def held(checkpoint: Checkpoint, recipe: Recipe, consult: Consult | None) -> Hel
         raise
     except CheckpointError:
         return None
-    exact = None
+    exact = Exact()
     if consult is not None:
         consultation = consult(known.checkpoint)
         consultation.ask([(recipe, 1, 1)])
-        exact = consultation.exact(recipe, Serving(1))
-    own = exact.weight_bytes if exact is not None else None
-    size = weights.bytes + known.shape.rotary_bytes if own is None else own
-    sureness = sureness_of(known.shape, is_exact=own is not None)
-    return Held(size, sureness, known.unloaded, exact.refusal if exact is not None else None)
+        known = consultation.completed(known)
+        exact = consultation.exact(recipe, Serving(1)) or exact
+    size = weights.bytes + known.shape.rotary_bytes if exact.weight_bytes is None else exact.weight_bytes
+    sureness = of_weights(known.shape, known.checkpoint.quantization, exact)
+    return Held(size, sureness, known.unloaded, exact.refusal)
 
 
 def meant(

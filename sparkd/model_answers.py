@@ -74,8 +74,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """step: `arguments`, `config`, `model`, `cache`, `deadline`, `memory` or `died`. certain: vLLM's own word on this model; otherwise this
-    machine may merely be unable to build it, and nothing is known."""
+    """step: `arguments`, `config`, `model`, `cache` (what its layers keep), `sizes` (the bytes that requests take of it), `deadline`,
+    `memory` or `died`. certain: vLLM refuses to serve this model; otherwise this machine may merely be unable to build it, and nothing is
+    known."""
 
     step: str
     type: str

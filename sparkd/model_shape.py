@@ -39,7 +39,8 @@ _STRETCHED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "de
 LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions", "max_sequence_length", "max_seq_length",
 )  # fmt: skip
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+LAYERS = "num_hidden_layers"
+_LAYERS = (LAYERS, "n_layer", "n_layers", "num_layers", "decoder_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "experts_per_token", "num_experts_per_token")
@@ -158,7 +159,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 def of_layers(shape: Shape, config: Mapping[str, Any], layers: int) -> Shape:
     """With as many layers as somebody else counted, each with full attention where config.json says what that keeps."""
-    return replace(shape, layers=layers, mixers=_mixers({**text_config(config), _LAYERS[0]: layers}, layers, []))
+    return replace(shape, layers=layers, mixers=_mixers({**text_config(config), LAYERS: layers}, layers, []))
 
 
 def _layers(text: Mapping[str, Any], gaps: list[str]) -> int:
@@ -166,7 +167,7 @@ def _layers(text: Mapping[str, Any], gaps: list[str]) -> int:
     listed = next((len(text[key]) for key in _KINDS if isinstance(text.get(key), list)), len(_pattern(text)))
     if 0 < (layers or listed) <= _MOST_LAYERS:
         return layers or listed
-    gaps.append(_LAYERS[0])
+    gaps.append(LAYERS)
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
@@ -16,7 +16,7 @@ from math import ceil, prod
 from sparkd.checkpoint import COMPLETE, CONFIG, Checkpoint, TensorRef, tensor_class
 from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.kv_cost import stages_of
-from sparkd.model_shape import Attention, Shape, of_layers, text_config
+from sparkd.model_shape import LAYERS, Attention, Shape, of_layers, text_config
 from sparkd.tensor_class import WRAPPED
 from sparkd.tensors import alike
 from sparkd.unloaded import unloaded_part
@@ -196,7 +196,7 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         kept[name] = group.first._replace(name=name)
         counts[name] = group.total
     kinds = {name: tensor_class(name, tensor.shape) for name, tensor in kept.items()}
-    if not shape.layers and (numbers := [int(found[1]) for name in kept if kinds[name] != "vision" and (found := _LAYER.search(name))]):
+    if not shape.layers and (numbers := [layer for name in kept if (layer := _layer_of(name, kinds[name])) is not None]):
         shape = of_layers(shape, checkpoint.config, max(numbers) + 1)
     text = text_config(checkpoint.config)
     if "tie_word_embeddings" not in text and "lm_head" in kinds.values():
@@ -214,9 +214,8 @@ def inventory(checkpoint: Checkpoint, shape: Shape, *, ahead: bool = False) -> I
         twice = values is not None and ".k_proj." in name and name.partition(".k_proj.")[0] not in values
         split = _split(name, tensor, kind)
         heads = _key_heads(tensor, shape) if split == "keys" else 1
-        layer = _LAYER.search(name) if kind != "vision" else None
-        active = _active(name, kind, shape)
-        parts.append(Part(tensor, kind, counts[name], split, active, int(layer[1]) if layer else None, heads, 2 if twice else 1))
+        layer, active = _layer_of(name, kind), _active(name, kind, shape)
+        parts.append(Part(tensor, kind, counts[name], split, active, layer, heads, 2 if twice else 1))
     loaded = {part.tensor.name: part.tensor for part in parts}
     stored = sum(part.tensor.nbytes * part.count for part in parts)
     return Inventory(replace(checkpoint, tensors=loaded), shape, tuple(parts), stored, dict(unloaded))
@@ -232,6 +231,30 @@ def refuse_missing_layers(known: Inventory) -> None:
         return
     absent = f"layer {missing[0]} is" if len(missing) == 1 else f"{len(missing)} of them, from layer {missing[0]} on, are"
     raise CheckpointIncomplete(f"its {CONFIG} says {layers} layers, and {absent} not in its files", file=checkpoint.folder, cure=COMPLETE)
+
+
+def refuse_other_layers(known: Inventory, built: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """For a config.json that does not tell the number of layers. built: names and shapes of the parameters that vLLM makes room for, by the
+    default of its class.
+
+    Raises CheckpointIncomplete where the files lack layers of these, and CheckpointError where they hold more: vLLM loads neither.
+    """
+    stored = {part.layer for part in known.parts if part.layer is not None}
+    theirs = {layer for name, shape in built if (layer := _layer_of(name, tensor_class(name, shape))) is not None}
+    if not stored or not theirs or stored == theirs:
+        return
+    folder, count = known.checkpoint.folder, len(stored)
+    reason = f"its {CONFIG} does not say {LAYERS}, so vLLM builds {len(theirs)} layers, and the files hold {count}"
+    cure = f"If these are all layers of the model, write {LAYERS}: {count} into {CONFIG}"
+    if theirs - stored:
+        raise CheckpointIncomplete(reason, file=folder, cure=f"{cure}; otherwise download the model again")
+    raise CheckpointError(reason, file=folder, cure=cure)
+
+
+def _layer_of(name: str, kind: str) -> int | None:
+    """The number of the language model's layer that a tensor of this name and class belongs to."""
+    found = _LAYER.search(name) if kind != "vision" else None
+    return int(found[1]) if found else None
 
 
 def _grouped(parts: Sequence[Part], assignment: Mapping[str, Format]) -> Iterator[Alike]:

@@ -17,11 +17,11 @@ from sparkd.checkpoint import read_checkpoint
 from sparkd.config import parse_model
 from sparkd.consultation import MOST_QUESTIONS, UNCHANGED, Answers, Consultation
 from sparkd.entry_shape import misfits
-from sparkd.errors import CheckpointError
+from sparkd.errors import CheckpointError, CheckpointIncomplete
 from sparkd.fit import Wish, choose
 from sparkd.hardware import GIB, KNOWN, SPARK, Hardware
 from sparkd.kv_cost import Serving
-from sparkd.model_answers import OWN, Answer, Question, Refusal
+from sparkd.model_answers import OWN, Answer, Question, Refusal, Tensor
 from sparkd.model_shape import shape_of
 from sparkd.needs import exceeds
 from sparkd.placement import needed_gib
@@ -189,6 +189,50 @@ def test_a_split_that_vllm_refuses_cannot_be_and_one_that_it_takes_can(folder: P
         _, informed = Consultation(Vllm(reply), checkpoint, [], {}, SPARK).informed(known, wish)
         (option,) = choose(known, SPARK, informed).options
         assert option.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("certain", "reason", "sureness"), [(True, "its pages are odd", None), (False, None, "guess")]
+)
+def test_what_vllm_says_of_the_cache_is_told(folder: Path, certain: bool, reason: str | None, sureness: str | None) -> None:
+    """Where vLLM will not start, the plan refuses; otherwise the sentence stands beside the numbers."""
+    stopped = replace(answer(FULL, groups=False), refusal=Refusal("cache", "ValueError", "its pages are odd.", certain))
+    find = lambda _name: (str(folder), read_checkpoint(str(folder)), None)  # noqa: E731
+    found = plan(PlanQuestion(str(folder), quantize="bf16"), SPARK, find, ask=Vllm(stopped))
+    (option,) = found["options"]
+    assert option["reason"] == reason and (option["footprint"] or {}).get("sureness") == sureness
+    assert any("its pages are odd" in note for note in found["notes"]) is (not certain)
+
+
+def test_a_format_whose_weights_vllm_did_not_count_is_no_surer_than_its_formula(tmp_path: Path) -> None:
+    for architecture, sureness in (("LlamaForCausalLM", "known"), ("NobodysForCausalLM", "guess")):
+        config = dense(architectures=[architecture])
+        checkpoint = read_checkpoint(str(write(tmp_path / architecture, config, tensors_of(config))))
+        known = inventory(checkpoint, shape_of(config))
+        consultation = Consultation(Vllm(answer(FULL, blocks=1)), checkpoint, [], {}, SPARK)
+        consultation.ask([(UNCHANGED, 1, 1)])
+        wish = Wish(8192, quantize="fp8", serving=Serving(0), exact=consultation.exact)
+        (option,) = choose(known, SPARK, wish).options
+        assert option.footprint is not None and option.footprint.kv.per_request == 512 * 1000 and option.footprint.sureness == sureness
+
+
+@pytest.mark.parametrize(("built", "error"), [(6, CheckpointIncomplete), (3, CheckpointError), (4, None)])
+def test_a_number_of_layers_that_vllm_makes_up_and_the_files_contradict_is_named(
+    tmp_path: Path, built: int, error: type[CheckpointError] | None
+) -> None:
+    """config.json lacks it, so the class's default counts; vLLM then ends over tensors that are missing, or that it has no place for."""
+    config = dense(num_hidden_layers=None)
+    path = str(write(tmp_path / "m", config, tensors_of(dense())))
+    plain = answer(FULL, blocks=1)
+    parameters = tuple(Tensor("model", f"model.layers.{number}.mlp.down_proj.weight", (8, 8), "bfloat16") for number in range(built))
+    vllm = Vllm(replace(plain, stages=(replace(plain.stages[0], parameters=parameters),), facts={"layers": built}))
+    question, find = PlanQuestion(path, quantize="bf16"), lambda _name: (path, read_checkpoint(path), None)
+    if error is None:
+        assert plan(question, SPARK, find, ask=vllm)["layers"] == 4
+        return
+    with pytest.raises(error, match=f"{built} layers, and the files hold 4") as caught:
+        plan(question, SPARK, find, ask=vllm)
+    assert type(caught.value) is error and "num_hidden_layers: 4" in (caught.value.cure or "")
 
 
 def test_an_architecture_that_no_test_knows_is_a_guess_whose_upper_end_has_room(tmp_path: Path) -> None:

@@ -6,16 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from sparkd.exact import Exact, exact_of
+from sparkd.exact import EXACT, GUESS, KNOWN, Exact, exact_of
 from sparkd.kv_cost import KvLayout, Serving
 from sparkd.model_answers import Answer, Layer, Refusal, Stage
+from sparkd.model_shape import shape_of
+from sparkd.source_quantization import SourceQuantization
+from sparkd.sureness import of_cache, of_weights, worst
 from sparkd.uncounted import CACHE, OTHER, WEIGHTS
 from sparkd.weight_cost import Weights
+from tests.sketches import dense
 
 FULL = Layer("full", "FullAttentionSpec", "Attention", 16, 1000, 62.5)
 WINDOW = Layer("window", "SlidingWindowSpec", "Attention", 16, 1000, 62.5, window=128)
 STATE = Layer("state", "MambaSpec", "MambaMixer2", 400, 1000, state_bytes=900)
 SERVING = Serving(4096, max_num_batched_tokens=64)
+LAYOUT = KvLayout(0, (), SERVING)
+LLAMA = shape_of(dense())
 
 
 def answer(*layers: Layer, blocks: int = 0, refusal: Refusal | None = None, groups: bool = True) -> Answer:
@@ -88,10 +94,50 @@ def test_a_cache_whose_blocks_take_nothing_is_none() -> None:
     assert exact_of(empty, SERVING, same_format=False) == Exact()
 
 
+@pytest.mark.parametrize("step", ["arguments", "config", "model", "cache"])
 @pytest.mark.parametrize(("certain", "refusal"), [(True, "9 heads are odd"), (False, None)])
-def test_only_vllms_own_word_refuses(certain: bool, refusal: str | None) -> None:
-    exact = exact_of(answer(refusal=Refusal("config", "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
+def test_only_vllms_own_word_refuses(step: str, certain: bool, refusal: str | None) -> None:
+    """At whatever step: an engine takes each of them before it serves."""
+    exact = exact_of(answer(refusal=Refusal(step, "ValueError", "9 heads are odd.", certain)), SERVING, same_format=True)
     assert (exact.refusal if exact is not None else None) == refusal
+
+
+@pytest.mark.parametrize("step", ["cache", "sizes"])
+def test_a_cache_that_vllm_could_not_count_leaves_the_weights_and_makes_a_formula_a_guess(step: str) -> None:
+    stopped = answer(FULL, refusal=Refusal(step, "KeyError", "page", False), groups=False)
+    exact = exact_of(stopped, SERVING, same_format=True)
+    assert exact == Exact(weight_bytes=1000, doubtful=True)
+    assert exact_of(replace(stopped, stages=()), SERVING, same_format=True) == Exact(doubtful=True)
+    assert of_cache(LLAMA, Exact()) == KNOWN and of_cache(LLAMA, exact) == GUESS
+
+
+@pytest.mark.parametrize(
+    ("exact", "source", "unknown", "weights", "cache"),
+    [
+        (Exact(LAYOUT, 1000), None, (), EXACT, EXACT),
+        (Exact(LAYOUT), None, (), KNOWN, EXACT),
+        (Exact(None, 1000), None, (), EXACT, KNOWN),
+        (Exact(), None, (), KNOWN, KNOWN),
+        (Exact(LAYOUT), "fp8_block", (), KNOWN, EXACT),
+        (Exact(LAYOUT), "other", (), GUESS, EXACT),
+        (Exact(LAYOUT, 1000), "other", (), EXACT, EXACT),
+        (Exact(LAYOUT), None, (WEIGHTS, CACHE), GUESS, EXACT),
+        (Exact(None, 1000), None, (WEIGHTS, CACHE), EXACT, GUESS),
+        (Exact(LAYOUT, 1000), None, (OTHER,), GUESS, GUESS),
+    ],
+)
+def test_weights_and_cache_are_rated_each_by_themselves(
+    exact: Exact, source: str | None, unknown: tuple[str, ...], weights: str, cache: str
+) -> None:
+    quantization = None if source is None else SourceQuantization(source)
+    assert (of_weights(LLAMA, quantization, exact, unknown), of_cache(LLAMA, exact, unknown)) == (weights, cache)
+    assert worst(weights, cache) == max(weights, cache, key=(EXACT, KNOWN, GUESS).index)
+
+
+@pytest.mark.parametrize(("exact", "weights", "cache"), [(Exact(LAYOUT), GUESS, EXACT), (Exact(None, 1000), EXACT, GUESS)])
+def test_an_architecture_that_no_test_knows_is_as_sure_as_vllms_answer(exact: Exact, weights: str, cache: str) -> None:
+    shape = shape_of(dense(architectures=["NobodysForCausalLM"]))
+    assert (of_weights(shape, None, exact), of_cache(shape, exact)) == (weights, cache)
 
 
 def test_weights_keep_their_classes() -> None:

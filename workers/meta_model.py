@@ -41,8 +41,9 @@ _STRICT = "StrictDataclassError"
 _OURS = ("meta_model.py", "cuda_stand_in.py")
 # It gets no tokenizer and no hub with a draft that is not here, no tensor has values, and no code of the model's own is run.
 _WITHHELD = re.compile(r"tokenizer|repository ID|huggingface\.co|meta tensor|trust_remote_code|custom code|auto_map", re.IGNORECASE)
-# Where a stand-in takes a GPU's place, a class's words on kernels and packages are about the wrong machine.
-_KERNELS = re.compile(r"backend|kernel|cuda|deepgemm|flashinfer|flash_?attention|is not (installed|available)", re.IGNORECASE)
+# Where a stand-in takes a GPU's place, sentences of a class about kernels and packages are about the wrong machine, and so are those about
+# the sizes of a cache's pages, which follow from the kernel that was chosen.
+_KERNELS = re.compile(r"backend|kernel|cuda|deepgemm|flashinfer|flash_?attention|is not (installed|available)|page.?size", re.IGNORECASE)
 # How vLLM's configuration asks which of its classes loads a draft, their modules and names; any other draft is loaded by their base.
 _PROPOSERS = (
     ("uses_draft_model", "draft_model", "DraftModelProposer"),
@@ -58,7 +59,7 @@ _inspected: list[BaseException] = []
 
 
 class Refused(Exception):
-    """The model was not built. step: `arguments`, `config`, `model` or `cache`."""
+    """The model was not built. step: `arguments`, `config`, `model`, `cache` or `sizes`. No start of an engine takes the last step."""
 
     def __init__(self, step: str, error: BaseException) -> None:
         super().__init__(str(error))
@@ -68,6 +69,7 @@ class Refused(Exception):
         certain = step == "arguments" or (
             (isinstance(cause, _WORDS) or any(each.__name__ == _STRICT for each in type(cause).__mro__))
             and not isinstance(cause.__cause__, ImportError)
+            and step != "sizes"
             and not _WITHHELD.search(message)
             and not (cuda_stand_in.stands and _KERNELS.search(message))
             and not (where and ("/torch/" in where[0].filename or Path(where[0].filename).name in _OURS))
@@ -111,7 +113,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
             caches.append(specs)
             answer["stages"].append({"rank": rank, **layers, **_tensors(models)})
         answer |= _resolved(config)
-        with _step("cache"):
+        with _step("sizes"):
             answer["cache"] = _pool(config, caches)
     except Refused as refused:
         # A class of the model's own, which does not run here, may have read what vLLM could not.
@@ -415,14 +417,10 @@ def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
     if any(not hasattr(pool, name) for name in needed):
         return None
     with set_current_vllm_config(config):
-        _settle_layout(config, merged)
-        groups = pool.get_kv_cache_groups(config, merged)
-        stages = []
-        for cache in caches:
-            own = pool._project_kv_cache_groups_to_worker(groups, cache)
-            own = [group for group in own if group.layer_names]
-            block = int(pool._pool_bytes_per_block(config, own)) if own else 0
-            stages.append({"block_bytes": block, "requests": _requests(config, own) if own else []})
+        with _step("cache"):
+            _settle_layout(config, merged)
+            groups = pool.get_kv_cache_groups(config, merged)
+        stages = [_stage_of(config, groups, cache) for cache in caches]
     worded = [
         {
             "spec": type(group.kv_cache_spec).__name__,
@@ -433,6 +431,16 @@ def _pool(config: Any, caches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | 
         for group in groups
     ]
     return {"groups": worded, "stages": stages}
+
+
+def _stage_of(config: Any, groups: Any, cache: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of a stage of the pipeline, see workers.model_answer."""
+    from vllm.v1.core import kv_cache_utils as pool
+
+    own = [group for group in pool._project_kv_cache_groups_to_worker(groups, cache) if group.layer_names]
+    if not own:
+        return {"block_bytes": 0, "requests": []}
+    return {"block_bytes": int(pool._pool_bytes_per_block(config, own)), "requests": _requests(config, own)}
 
 
 def _requests(config: Any, groups: Any) -> list[list[int]]:

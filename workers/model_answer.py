@@ -16,7 +16,7 @@ stdout gets JSON objects, one a line: {"progress": "importing"}, {"progress": "r
     {"vllm": "0.32.0+cpu",
      "platform": "cpu", "cuda:12.1", ..., "stand_in": false,
      "seconds": 1.2,
-     "refusal": null or {"step": "arguments", "config", "model", "cache", "deadline", "memory" or "died",
+     "refusal": null or {"step": "arguments", "config", "model", "cache", "sizes", "deadline", "memory" or "died",
                          "type": the exception's class, "message": vLLM's sentence,
                          "certain": true where it is vLLM's own word on this model, false where this process may merely be unable},
      # as far as it came:

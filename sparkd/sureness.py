@@ -1,0 +1,34 @@
+"""Owns how sure a plan's numbers are: the weights and the cache each by themselves. Never counts a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sparkd.architectures import is_checked
+from sparkd.exact import EXACT, GUESS, KNOWN, Exact
+from sparkd.model_shape import Shape
+from sparkd.source_quantization import SourceQuantization
+from sparkd.uncounted import CACHE, OTHER, WEIGHTS
+
+_BEST_FIRST = (EXACT, KNOWN, GUESS)
+# The ways in which checkpoints are quantized whose weights the tests compare with vLLM's (tests/test_known_architectures.py).
+CHECKED_METHODS = frozenset({"fp8_block", "mxfp4"})
+
+
+def of_weights(shape: Shape, source: SourceQuantization | None, exact: Exact, unknown: Collection[str] = ()) -> str:
+    """source: how the checkpoint is quantized, None for one that is not. unknown: as sparkd.uncounted.changed_by names it."""
+    if exact.weight_bytes is not None and OTHER not in unknown:
+        return EXACT
+    is_counted = is_checked(shape) and (source is None or source.method in CHECKED_METHODS)
+    return KNOWN if is_counted and not {WEIGHTS, OTHER} & set(unknown) else GUESS
+
+
+def of_cache(shape: Shape, exact: Exact, unknown: Collection[str] = ()) -> str:
+    """unknown: as for of_weights."""
+    if exact.layout is not None and OTHER not in unknown:
+        return EXACT
+    return KNOWN if is_checked(shape) and not exact.doubtful and not {CACHE, OTHER} & set(unknown) else GUESS
+
+
+def worst(*ratings: str) -> str:
+    return max(ratings, key=_BEST_FIRST.index)
