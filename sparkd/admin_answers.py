@@ -358,6 +358,7 @@ class FitAnswer(BaseModel):
     choice: PlanChoice | None
     floor: list[dict[str, Any]]
     notes: list[str]
+    vllm: dict[str, Any] = Field(description="`runtime`, its `version` or null, and whether it has `answered` about this model")
 
 
 class Events(BaseModel):

@@ -45,6 +45,19 @@ def nobody(questions: Sequence[Question]) -> Sequence[Answer | None]:
     return [None] * len(questions)
 
 
+class Witness:
+    """An `Ask` that knows whether any question through it was answered."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self.answered = False
+
+    def __call__(self, questions: Sequence[Question]) -> Sequence[Answer | None]:
+        answers = self._ask(questions)
+        self.answered = self.answered or any(answer is not None for answer in answers)
+        return answers
+
+
 class Answers:
     """It asks no question twice: many accounts of one model look for a format and a length."""
 

@@ -158,13 +158,13 @@ def without_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def sizing_of(
-    model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str, reserved_bytes: int | None
+    model: Keys, platform: str, entrypoint: str, env: Mapping[str, str], profiles: str | None, reserved_bytes: int | None
 ) -> dict[str, Any]:
     """The fields of a rank's specification that have a worker class of ours size its cache; none where vLLM does.
 
-    profiles: the folder of what was learned. reserved_bytes: what the whole engine may take on a node, which `auto` stays within by what
-    the engine really holds; None where nobody said. On a CPU, where the machine is somebody's desk as often as not, `auto` takes
-    CPU_KV_CACHE_GIB unless it was asked for.
+    profiles: the folder of what was learned, None keeps nothing. reserved_bytes: what the whole engine may take on a node, which `auto`
+    stays within by what the engine really holds; None where nobody said. On a CPU, where the machine is somebody's desk as often as not,
+    `auto` takes CPU_KV_CACHE_GIB unless it was asked for.
     """
     if platform not in WORKERS or vllm_sizes(model) or (model.kv_cache is None and entrypoint not in _ENGINES):
         return {}

@@ -187,16 +187,14 @@ def meant(
     return (source, None, None, dict(environ)) if source.startswith("/") else _named(model, config_file, dict(environ), ask)
 
 
-def configured(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config, str] | None:
-    """The entry of that name, the configuration around it and the file of both; None where none has it. Raises ConfigError."""
+def settings_around(config_file: Path | None, environ: Mapping[str, str]) -> tuple[Config, str] | None:
+    """The configuration of this machine and its file; None where there is none, or this user may not read it. Raises ConfigError."""
     path = _config_path(config_file, environ)
     if path is None:
         return None
     from sparkd.config import load_config
 
-    config = load_config(path, environ=environ)
-    found = config.lookup(model)
-    return None if found is None else (found, config, str(path))
+    return load_config(path, environ=environ), str(path)
 
 
 def of_recipe(model: str, config_file: Path | None, environ: Mapping[str, str]) -> tuple[ModelConfig, Config, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from sparkd import show_plan
 from sparkd.checkpoint import Checkpoint
-from sparkd.consultation import Consultation
+from sparkd.consultation import Consultation, Witness
 from sparkd.drafting import METHODS, recipe_for
 from sparkd.engine_flags import flags_of
 from sparkd.errors import ConfigError, DoesNotFit, EngineError, SparkdError, Unauthorized, Unavailable
 from sparkd.hardware import KNOWN, SPARK, Hardware, hardware_of
 from sparkd.hub_headers import checkpoint_of
 from sparkd.installed import full_version_in
-from sparkd.layers import configured, meant, of_recipe, value_of
+from sparkd.layers import meant, of_recipe, settings_around, value_of
 from sparkd.model_answers import Answer, Runtime, ask, kept, places
 from sparkd.model_answers import Question as Asked
 from sparkd.page import headers_of, printable, say_json, standard
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
-from sparkd.planned import PROFILES, STATE_DIR
+from sparkd.planned import STATE_DIR, Site, vllm_json
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.source import source_of
@@ -115,10 +115,11 @@ def found(
     Raises ConfigError and CheckpointError; Unauthorized and Unavailable where a daemon in reach would have to know the name.
     """
     machine, name = SPARK if hardware is None else hardware_of(hardware), question.model
-    own, views = None, list[dict[str, Any]]()
+    own, around = _own(name, config)
+    views = list[dict[str, Any]]()
     silent: Unavailable | Unauthorized | None = None
     there, unheard = None, list[str]()
-    if not source_of(name).startswith("/") and (own := configured(name, config, os.environ)) is None:
+    if not source_of(name).startswith("/") and own is None:
         if not daemon().listens():
             silent = Unavailable(f"No sparkd answers at {daemon().base_url}.")
         else:
@@ -163,36 +164,51 @@ def found(
             checkpoint = checkpoint_of(source, revision, env, progress)
         return source, checkpoint, entry
 
-    runtime = runtime_of(own)
-    profiles = str(_state_dir(own) / PROFILES)
+    if own is not None:
+        around = own[1]
+    site = Site.without_config(os.environ) if around is None else Site.of(around)
+    runtime = runtime_of(own, around)
+    witness = Witness(partial(asked_here, runtime=runtime, quick=quick, unheard=unheard))
     plan = answer(
         question,
         machine,
         find,
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         read=lambda draft: checkpoint_of(draft, None, env),
-        profiles=profiles if os.path.isdir(profiles) else None,
-        ask=partial(asked_here, runtime=runtime, quick=quick, unheard=unheard),
+        site=site,
+        ask=witness,
     )
+    plan["vllm"] = vllm_json(runtime, witness)
     return plan if there is None else _on_nodes(plan, daemon()), unheard
 
 
-def _state_dir(own: tuple[ModelConfig, Config, str] | None) -> Path:
-    return Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR) if own is None else own[1].state_dir
-
-
-def runtime_of(own: tuple[ModelConfig, Config, str] | None) -> Runtime:
-    """Whose vLLM is asked about a model. own: its entry and the configuration around it."""
-    interpreter = None if own is None else own[0].runtime_of(own[1].engine)
-    return Runtime(interpreter, places(_state_dir(own)))
+def runtime_of(own: tuple[ModelConfig, Config, str] | None, around: Config | None) -> Runtime:
+    """Whose vLLM is asked about a model. own: its entry; around: the configuration of this machine. None where there is none."""
+    if around is None:
+        return Runtime(None, places(Path(os.environ.get("SPARKD_STATE_DIR") or STATE_DIR)))
+    interpreter = around.engine.runtime if own is None else own[0].runtime_of(around.engine)
+    return Runtime(interpreter, places(around.state_dir))
 
 
 def consult(model: str, config: Path | None, *, quick: bool, unheard: list[str]) -> Callable[[Checkpoint], Consultation]:
     """vLLM, about the headers of what a user calls MODEL, on a Spark. quick, unheard: as asked_here."""
-    own = None if source_of(model).startswith("/") else configured(model, config, os.environ)
+    own, around = _own(model, config)
     args, env = (flags_of(own[0]), own[0].environment(own[1].engine)) if own is not None else ([], {})
-    ask_vllm = partial(asked_here, runtime=runtime_of(own), quick=quick, unheard=unheard)
+    ask_vllm = partial(asked_here, runtime=runtime_of(own, around), quick=quick, unheard=unheard)
     return lambda checkpoint: Consultation(ask_vllm, checkpoint, args, env, SPARK)
+
+
+def _own(model: str, config: Path | None) -> tuple[tuple[ModelConfig, Config, str] | None, Config | None]:
+    """(the entry of that name, the configuration of this machine), None where there is none. A folder has no entry, and is planned where
+    the configuration cannot be read too. Raises ConfigError."""
+    if source_of(model).startswith("/"):
+        with suppress(ConfigError):
+            around = settings_around(config, os.environ)
+            return None, None if around is None else around[0]
+        return None, None
+    around = settings_around(config, os.environ)
+    spec = None if around is None else around[0].lookup(model)
+    return None if around is None or spec is None else (spec, *around), None if around is None else around[0]
 
 
 def asked_here(questions: Sequence[Asked], *, runtime: Runtime, quick: bool, unheard: list[str]) -> Sequence[Answer | None]:

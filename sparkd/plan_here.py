@@ -22,6 +22,7 @@ from sparkd.bounded_call import NoAnswer, call
 from sparkd.checkpoint import Checkpoint
 from sparkd.config import STATE_DIR, Config
 from sparkd.config_memory import Memory
+from sparkd.consultation import Witness
 from sparkd.errors import ClusterError, ConfigError, Unavailable
 from sparkd.hardware import KNOWN, Hardware
 from sparkd.hub_headers import checkpoint_at, checkpoint_of
@@ -35,6 +36,7 @@ from sparkd.needs import runtime_of
 from sparkd.node_runtime import NodeRuntime
 from sparkd.plan_entry import Entry, entry_of
 from sparkd.plan_question import MODEL_CHARACTERS, KvDtype, Question, answer
+from sparkd.planned import Site, vllm_json
 from sparkd.prequantized import prequantized
 from sparkd.quantizing import AUTO
 from sparkd.threads import Threads
@@ -174,18 +176,19 @@ def _answer(
     runtime = None if config is None else config.engine.runtime if spec is None else spec.runtime_of(config.engine)
     away = None if there is None else Away(there.node, str(there.facts["vllm"]), str(there.facts["packages"]))
     answers = Runtime(runtime, answers_in(STATE_DIR if config is None else config.state_dir), away)
-    return answer(
+    # vLLM is asked in quiet moments (sparkd.foresight), and not while somebody waits.
+    ask = Witness(lambda questions: [kept(each, answers) for each in questions])
+    plan = answer(
         Question(**question.model_dump(exclude={"hardware"})),
         hardware,
         lambda name: checkpoint_here(name, spec, progress, config, places, there),
         lambda source, checkpoint: prequantized(source, checkpoint, env),
         unlinked=unlinked,
         read=lambda draft: checkpoint_of(draft, None, env, progress),
-        profiles=None if config is None else str(config.profiles_path()),
-        runtime=runtime,
-        # vLLM is asked in quiet moments (sparkd.foresight), and not while somebody waits.
-        ask=lambda questions: [kept(each, answers) for each in questions],
+        site=None if config is None else Site.of(config),
+        ask=ask,
     )
+    return {**plan, "vllm": vllm_json(answers, ask)}
 
 
 def _nodes(question: QuestionHere, spec: ModelConfig | None) -> int:

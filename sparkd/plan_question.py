@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from sparkd.architectures import remark
@@ -17,7 +17,7 @@ from sparkd.fit import Wish, choose, is_answered, refuse_uncounted, unread
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, Serving
 from sparkd.model_shape import shape_of
-from sparkd.planned import Offer, learned_with, to_json
+from sparkd.planned import Offer, Site, learned_with, to_json
 from sparkd.quantizing import AUTO
 from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
 
@@ -58,17 +58,17 @@ def answer(
     *,
     unlinked: Mapping[int, str] | None = None,
     read: Callable[[str], Checkpoint] = read_checkpoint,
-    profiles: str | None = None,
-    runtime: Path | None = None,
+    site: Site | None = None,
     ask: Ask = nobody,
 ) -> dict[str, Any]:
     """The plan as plain JSON. others: folder or hub id and headers -> the same of what holds that model quantized already; asked where any
-    format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. profiles: the folder of what earlier starts measured.
-    runtime: the interpreter that would run what has no entry, None for our own. ask: vLLM, about the model. Blocks.
+    format would do. unlinked: see sparkd.fit.Wish. read: the headers of a draft. site: of the machine
+    that would start what has no entry. ask: vLLM, about the model. Blocks.
 
     Raises ConfigError and CheckpointError.
     """
     source, checkpoint, entry = find(question.model)
+    site = site or Site()
     if entry is not None:
         from sparkd import plan_entry
 
@@ -101,8 +101,8 @@ def answer(
     )
     if drafted is not None:
         wish = replace(wish, serving=drafted.serving(wish.serving))
-    if profiles is not None:
-        wish = replace(wish, learned=learned_with(source, wish, profiles, hardware))
+    if site.profiles is not None and os.path.isdir(site.profiles):
+        wish = replace(wish, learned=learned_with(source, wish, site.profiles, hardware))
     args = ([] if kv_asked == "auto" else ["--kv-cache-dtype", kv_asked]) + (list(drafted.args) if drafted is not None else [])
     env = drafted.env if drafted is not None else {}
 
@@ -117,13 +117,13 @@ def answer(
     there = others(source, checkpoint) if others is not None and wish.quantize is None else ()
     # Mistral's own format names none, and what vLLM has built it knows.
     named = checkpoint.config_file == CONFIG and not is_answered(choice.options)
-    if named and (unknown := remark(checkpoint.config, runtime)) is not None:
+    if named and (unknown := remark(checkpoint.config, site.runtime)) is not None:
         choice = replace(choice, notes=(*choice.notes, unknown))
     offers = []
     for name, each in _counted(there, drafted):
         other, as_stored = consultation(each).informed(each, _as_stored(wish, each.checkpoint, question, drafted))
         offers.append(Offer(name, each, choose(other, hardware, as_stored)))
-    return to_json(source, known, hardware, wish, choice, offers)
+    return to_json(source, known, hardware, wish, choice, offers, site=site)
 
 
 def _counted(there: Iterable[tuple[str, Checkpoint]], drafted: Drafting | None) -> Iterator[tuple[str, Inventory]]:

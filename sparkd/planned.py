@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sparkd import kv_sizing, quantizing
 from sparkd.engine_flags import flags_of
@@ -24,14 +26,45 @@ from workers.runtime import API_SERVER
 from workers.spec import RankSpec
 from workers.stream.recipe import Recipe
 
+if TYPE_CHECKING:
+    from sparkd.config import Config
+    from sparkd.consultation import Witness
+    from sparkd.model_answers import Runtime
+
 # The utilizations of a floor table; the smallest that works is one more.
 STEPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9)
 MASTER_PORT = 29500
 # Where a packaged sparkd keeps both; a plan is made without its configuration.
 STATE_DIR = "/var/lib/sparkd"
 PROFILES = "kv-profiles"
-_QUANTIZED = f"{STATE_DIR}/quantized"
 OWN = ("SPARKD_RANK_ID", "SPARKD_RUN_DIR", "VLLM_RPC_BASE_PATH", "SPT_NOENV", "PATH", "LANG")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The settings of the machine that starts what is planned, but for the model's own. runtime: the interpreter with vLLM, None for our
+    own. quantized: the folder of quantized weights, which may hold quantized_limit bytes; profiles: the folder of what starts measured.
+    None: nothing is kept, without a limit."""
+
+    runtime: Path | None = None
+    quantized: str | None = f"{STATE_DIR}/quantized"
+    quantized_limit: int | None = None
+    profiles: str | None = f"{STATE_DIR}/{PROFILES}"
+
+    @staticmethod
+    def of(config: Config) -> Site:
+        limit_gib = config.quantized_cache.limit_gib
+        limit = None if limit_gib is None else int(limit_gib * GIB)
+        return Site(config.engine.runtime, str(config.quantized_path()), limit, str(config.profiles_path()))
+
+    @staticmethod
+    def without_config(environ: Mapping[str, str]) -> Site:
+        """For a user without a sparkd.yaml: what `sparkd serve` would use, or nothing where it could not make that."""
+        folder = environ.get("SPARKD_STATE_DIR") or STATE_DIR
+        if folder == STATE_DIR and not os.path.isdir(folder) and not os.access(os.path.dirname(folder), os.W_OK):
+            return Site(quantized=None, profiles=None)
+        folder = os.path.abspath(folder)
+        return Site(quantized=f"{folder}/quantized", profiles=f"{folder}/{PROFILES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +92,11 @@ class _Entry:
     extra_args: tuple[str, ...] = ()
 
 
+def vllm_json(runtime: Runtime, witness: Witness) -> dict[str, Any]:
+    """Whose vLLM a plan's numbers may be of: its version is null where there is none, and answered tells whether it said anything."""
+    return {"runtime": runtime.place, "version": runtime.version, "answered": witness.answered}
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Another checkpoint on this machine, of the same model and quantized already. model: folder or hub id."""
@@ -81,9 +119,11 @@ def to_json(
     choice: Choice,
     offers: Sequence[Offer] = (),
     how: Mapping[str, Any] | None = None,
+    site: Site | None = None,
 ) -> dict[str, Any]:
     """Plain JSON; bytes as whole numbers, seconds and tokens a second as floats, null where they are not known. Each option names the model
-    that it is of. how: what the ranks of the best are started with where an entry says it, else how_of. entry: for who has one to say."""
+    that it is of. how: what the ranks of the best are started with where an entry says it, else how_of, by
+    site. entry: for who has one to say."""
     checkpoint, shape = inventory.checkpoint, inventory.shape
     ways: list[tuple[Rank, str, Option, str | None]] = [(rank(one, inventory, wish), model, one, None) for one in choice.options]
     ways += [
@@ -113,7 +153,7 @@ def to_json(
         "options": [{**option_json(one), "model": name, "prequantized": method} for _, name, one, method in ways],
         "choice": None
         if best is None
-        else {**option_json(best), "model": of, "prequantized": already, **(how or how_of(of, best, wish, hardware))},
+        else {**option_json(best), "model": of, "prequantized": already, **(how or how_of(of, best, wish, hardware, site or Site()))},
         "floor": [] if best is None else _floor(best, hardware),
         "notes": [*choice.notes, *(_offered(each, model, of) for each in offers)],
     }
@@ -165,7 +205,7 @@ def option_json(option: Option) -> dict[str, Any]:
     return told
 
 
-def how_of(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[str, Any]:
+def how_of(model: str, option: Option, wish: Wish, hardware: Hardware, site: Site) -> dict[str, Any]:
     """config: the model's entry in sparkd.yaml, null for stages of several ranks, which no entry can ask for; ranks: vLLM's command on each
     node and the environment that sparkd adds. Raises ConfigError for what the configuration would not take as a model."""
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in model):
@@ -173,7 +213,7 @@ def how_of(model: str, option: Option, wish: Wish, hardware: Hardware) -> dict[s
     entry = entry_of(model, option, wish)
     spec = _spec_of(model, entry, wish)
     env = wish.drafting.env if wish.drafting is not None else {}
-    ranks = [_rank(spec, option, number, hardware, env) for number in range(option.nodes)]
+    ranks = [_rank(spec, option, number, hardware, env, site) for number in range(option.nodes)]
     return {"name": spec.name, "config": None if min(option.tensor, option.pipeline) > 1 else entry, "ranks": ranks}
 
 
@@ -234,12 +274,12 @@ def _spec_of(model: str, entry: Mapping[str, Any], wish: Wish) -> _Entry:
     return _Entry(name_of(model), **fields)
 
 
-def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Mapping[str, str]) -> dict[str, Any]:
+def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Mapping[str, str], site: Site) -> dict[str, Any]:
     flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
     flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
     fields: Mapping[str, Any] = {
-        **quantizing.loader_of(spec, {}, _QUANTIZED, None),
-        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, f"{STATE_DIR}/{PROFILES}", None),
+        **quantizing.loader_of(spec, {}, site.quantized, site.quantized_limit),
+        **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, site.profiles, None),
     }
     rank = RankSpec(
         rank_id="plan",
@@ -249,7 +289,7 @@ def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Ma
         generation=0,
         node_id="node",
         rank=number,
-        runtime=sys.executable,
+        runtime=sys.executable if site.runtime is None else str(site.runtime),
         entrypoint=API_SERVER,
         run_dir="/run/sparkd",
         log_path="/dev/null",

@@ -84,8 +84,9 @@ def remarks(model: Keys, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def loader_of(model: Keys, env: Mapping[str, str], cache_dir: str, cache_limit_bytes: int | None) -> dict[str, Any]:
-    """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`."""
+def loader_of(model: Keys, env: Mapping[str, str], cache_dir: str | None, cache_limit_bytes: int | None) -> dict[str, Any]:
+    """The fields of a rank's specification that have it load through sparkd's loader; none for a model without `quantize`. cache_dir: None
+    keeps nothing."""
     if model.quantize is None:
         return {}
     if model.quantize == AUTO:

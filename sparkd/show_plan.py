@@ -129,7 +129,8 @@ def _options(found: Mapping[str, Any], page: Page, every: bool) -> None:
         unknown = any(option["fits"] and option["footprint"]["decode_tokens_s"] is None for option in found["options"])
         bound = "-: how fast this machine is, is not known" if unknown else "TOKENS/S: bound of one request by memory bandwidth"
         page.line(f"Weights, cache and the rest are of one node. {bound}.", "dim")
-        page.line(_sureness(found["options"]) + "\n", "dim")
+        page.line(_sureness(found["options"]), "dim")
+        page.line(_answered(found.get("vllm")) + "\n", "dim")
     _rejected(rejected, page, every or not table.rows)
 
 
@@ -146,6 +147,16 @@ def _sureness(options: Sequence[Mapping[str, Any]]) -> str:
     """The meaning of the column's words, those that are in it."""
     words = {option["footprint"]["sureness"] for option in options if option["fits"]}
     return " ".join(f"{word}: {meaning}." for word, meaning in _SURENESS.items() if word in words)
+
+
+def _answered(vllm: Mapping[str, Any] | None) -> str:
+    """Whose vLLM it was; nothing where a daemon of another release did not say so."""
+    if vllm is None:
+        return ""
+    runtime = printable(vllm["runtime"])
+    if vllm["version"] is None:
+        return f"No vLLM was asked: there is none beside {runtime}."
+    return f"vLLM {printable(vllm['version'])} beside {runtime} {'answered' if vllm['answered'] else 'has given no answer'}."
 
 
 def _format(option: Mapping[str, Any]) -> str:

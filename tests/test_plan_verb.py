@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from sparkd import plan_command, plan_line, plan_verb, quantizing
+from sparkd import planned as planned_plan
 from sparkd.__main__ import command_line, exit_code
 from sparkd.config import load_config, parse_model
 from sparkd.errors import ModelUnusable
@@ -26,6 +27,7 @@ from sparkd.weight_cost import inventory, refuse_missing_layers
 from tests import published_headers
 from tests.daemon_process import ROOT
 from tests.sketches import CONFIGS, dense, mixture, tensors_of, write
+from tests.test_model_answers import Engine, answer
 from workers.kv.settings import VARIABLE
 
 PARTS = {"weights", "kv", "peak", "graphs", "context", "processes"}
@@ -472,3 +474,43 @@ PUBLISHED = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem
 def test_no_published_model_is_taken_for_half_a_download(fixture: str) -> None:
     checkpoint = published_headers.checkpoint_of(fixture)
     refuse_missing_layers(inventory(checkpoint, shape_of(checkpoint.config)))
+
+
+@pytest.mark.parametrize("how", ["file", "variable", "none"])
+def test_the_command_names_the_folders_that_a_start_here_would_use(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    state, runtime, options = tmp_path / "state", sys.executable, list[str]()
+    if how == "file":
+        runtime = str(tmp_path / "venv/bin/python")
+        (tmp_path / "sparkd.yaml").write_text(f"state_dir: {state}\nengine: {{runtime: {runtime}}}\nmodels: {{}}\n")
+        options = ["--config", str(tmp_path / "sparkd.yaml")]
+    elif how == "variable":
+        monkeypatch.setenv("SPARKD_STATE_DIR", str(state))
+    else:
+        # Nobody here could make the usual folder.
+        monkeypatch.setattr(planned_plan, "STATE_DIR", str(tmp_path / "none/sparkd"))
+    found = planned(capsys, folder, "--quantize", "fp8", *options)
+    (rank,) = found["choice"]["ranks"]
+    loader = json.loads(rank["command"][rank["command"].index("--model-loader-extra-config") + 1])
+    expected = (None, None) if how == "none" else (f"{state}/quantized", f"{state}/kv-profiles")
+    assert (loader["cache_dir"], json.loads(rank["environment"][VARIABLE])["profiles"]) == expected
+    assert rank["command"][0] == runtime and found["vllm"]["runtime"] == runtime
+
+
+def test_a_plan_says_whose_vllm_it_asked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--quick reads kept answers alone."""
+    engine = Engine(tmp_path)
+    (tmp_path / "sparkd.yaml").write_text(f"state_dir: {tmp_path}\nengine: {{runtime: {engine.python}}}\nmodels: {{}}\n")
+    options = folder, "--quantize", "bf16", "--config", tmp_path / "sparkd.yaml"
+    assert planned(capsys, *options)["vllm"] == {"runtime": str(engine.python), "version": "0.32.0", "answered": False}
+    engine.says(spark=[{"question": 0, "answer": answer()}])
+    assert exit_code(["--json", "plan", *map(str, options)]) == 0
+    assert json.loads(capsys.readouterr().out)["vllm"]["answered"] is True
+    assert planned(capsys, *options)["vllm"]["answered"] is True
+    (tmp_path / "sparkd.yaml").write_text(f"engine: {{runtime: {tmp_path / 'none/bin/python'}}}\nmodels: {{}}\n")
+    assert planned(capsys, *options)["vllm"] == {"runtime": str(tmp_path / "none/bin/python"), "version": None, "answered": False}
+    out = drawn(capsys, monkeypatch, *options)
+    assert str(tmp_path / "none/bin/python") in out
