@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from sparkd.activations import step_bytes
 from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.hardware import GIB, Hardware
 from sparkd.kv_cost import KvCost, Serving, kv_cost
 from sparkd.model_shape import Attention, Shape, State
-from sparkd.step_trace import reserved_bytes
 from sparkd.sureness import of_cache, of_weights, worst
 from sparkd.weight_cost import Inventory, Weights
 from workers.stream.recipe import Recipe
@@ -34,10 +34,6 @@ CACHE_STAGING_BYTES = 260 * MIB
 # Quantizing as measured on an H200, bytes of BF16 a second; a Spark was never measured, its share of that bandwidth is taken.
 H200_QUANTIZE_BYTES_S, H200_BANDWIDTH = 10e9, 4.8e12
 MARGIN_BYTES, MARGIN_SHARE = GIB, 0.03
-# A step's peak: activations of a layer are freed before the next; residual, normed input and the output are three rows of `hidden`.
-HIDDEN_ROWS = 6
-# The sampler's copies of a row of logits: float32, sorted values, sorted indices in 64 bits, probabilities.
-LOGITS_BYTES = 4 + 4 + 8 + 4
 # Encoders of images and sound are profiled with their largest input; 1 GiB covers those of the models in the recipes.
 ENCODER_BYTES = GIB
 
@@ -134,10 +130,11 @@ def footprint(
     held = weights.bytes + shape.rotary_bytes
     if exact.weight_bytes is not None:
         weights, held = exact.weigh(weights), exact.weight_bytes
+    encoder = ENCODER_BYTES if "vision" in weights.by_kind else 0
     parts = {
         "weights": held,
         "kv": cache_bytes if cache_bytes is not None else ceil(requests * kv.per_request) + kv.block_bytes,
-        "peak": learned.peak if learned else batch_bytes(inventory, serving, weights, eager=eager),
+        "peak": learned.peak if learned else step_bytes(inventory, serving, eager=eager) + encoder,
         "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * GRAPH_SIZES * ceil(shape.layers / stages),
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
@@ -175,35 +172,6 @@ def upper_bytes(inventory: Inventory, serving: Serving, parts: Mapping[str, int]
     widest = replace(shape, mixers=tuple(one if isinstance(one, State) else most for one in shape.mixers))
     cache = max(parts["kv"] // 10, ceil(requests * kv_cost(widest, serving).per_request) - parts["kv"])
     return cache + (parts["weights"] // 10 if serving.tensor_parallel * serving.pipeline_parallel > 1 else 0)
-
-
-def batch_bytes(inventory: Inventory, serving: Serving, weights: Weights, *, eager: bool) -> int:
-    """The bytes of the largest step, and those that are kept for the next one."""
-    quantized = bool(weights.changed) or inventory.checkpoint.quantization is not None
-    if serving.platform == "cuda":
-        step = reserved_bytes(inventory, serving, eager=eager, quantized=quantized)
-    else:
-        step = peak_bytes(inventory.shape, serving)
-    return step + (ENCODER_BYTES if "vision" in weights.by_kind else 0)
-
-
-def peak_bytes(shape: Shape, serving: Serving) -> int:
-    """The bytes of the largest step on a CPU: a prefill of max_num_batched_tokens, or the sampling of max_num_seqs rows, whichever takes
-    more.
-
-    Within a layer vLLM holds the attention's projections or the MLP's, both in the model's precision; a token of a mixture of experts is in
-    as many experts as it is routed to.
-    """
-    ranks, width = serving.tensor_parallel, shape.dtype_bytes
-    attentions = [one for one in shape.mixers if isinstance(one, Attention)]
-    query = max((shape.heads * one.key_dim for one in attentions), default=shape.hidden)
-    keys = max((one.heads * (one.key_dim + one.value_dim) for one in attentions), default=0)
-    mixing = (2 * query + keys) // ranks
-    inner = shape.intermediate if not shape.experts else max(shape.expert_width * shape.active_experts, shape.intermediate)
-    thinking = 3 * inner // ranks + (shape.active_experts * shape.hidden if shape.experts else 0)
-    step = serving.max_num_batched_tokens * width * (HIDDEN_ROWS * shape.hidden + max(mixing, thinking))
-    sampling = serving.max_num_seqs * shape.vocab * (LOGITS_BYTES + width)
-    return max(step, sampling)
 
 
 def load_s(inventory: Inventory, weights: Weights, hardware: Hardware, ranks: int) -> tuple[float | None, float | None]:

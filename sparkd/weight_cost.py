@@ -123,8 +123,6 @@ class Inventory:
     _alike: dict[Recipe, tuple[tuple[Alike, ...], tuple[str, ...]] | CheckpointError] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    # torch's reserved bytes for steps that were reckoned before, by tokens, requests, rows of logits, ranks, and whether a compiler runs.
-    steps: dict[tuple[int, int, int, int, bool, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weights: dict[tuple[Recipe, int, int, str], Weights] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def unknown_experts(self) -> dict[str, int]:

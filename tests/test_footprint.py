@@ -19,12 +19,11 @@ from sparkd.footprint import (
     Footprint,
     Learned,
     footprint,
-    peak_bytes,
 )
 from sparkd.hardware import GIB, H200, SPARK
 from sparkd.kv_cost import Serving, kv_cost
 from sparkd.weight_cost import Inventory
-from tests.sketches import Tensor, dense, known, mixture, models, tensors_of
+from tests.sketches import Tensor, dense, known, models, tensors_of
 from workers.stream.recipe import Recipe
 
 BF16, NVFP4 = Recipe.parse("bf16"), Recipe.parse("nvfp4")
@@ -91,17 +90,7 @@ def test_a_model_fits_where_it_can_be_loaded_and_served() -> None:
     assert (at(loading).load_free_bytes, at(loading - 1).load_free_bytes) == (0, -1)
 
 
-def test_the_largest_step_grows_with_what_it_holds() -> None:
-    shape, wide = plain().shape, known(mixture(), tensors_of(mixture())).shape
-    serving = Serving(4096, max_num_batched_tokens=8192, max_num_seqs=8)
-
-    assert peak_bytes(shape, replace(serving, max_num_batched_tokens=16384)) == 2 * peak_bytes(shape, serving)
-    assert peak_bytes(shape, replace(serving, tensor_parallel=2)) <= peak_bytes(shape, serving)
-    # A batch of single tokens costs its logits.
-    assert peak_bytes(shape, Serving(1, max_num_batched_tokens=1, max_num_seqs=200)) == 2 * peak_bytes(
-        shape, Serving(1, max_num_batched_tokens=1, max_num_seqs=100)
-    )
-    assert peak_bytes(wide, serving) > 0
+def test_an_encoder_has_a_batch_of_its_own() -> None:
     seeing: list[Tensor] = [("visual.merger.norm.weight", (512,), "BF16")]
     assert of(inventory=known(dense(), tensors_of(dense()) + seeing)).parts["peak"] == of().parts["peak"] + ENCODER_BYTES
 

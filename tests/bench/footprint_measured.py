@@ -18,7 +18,6 @@ from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import H200, SPARK
 from sparkd.kv_cost import Serving
 from sparkd.model_shape import shape_of
-from sparkd.step_trace import Step, context_bytes
 from sparkd.weight_cost import inventory
 from tests import architectures, checkpoints
 from tests.architecture_parts import Size
@@ -91,7 +90,7 @@ def _case(name: str, form: str, source: Path, preset: Preset, plugins: Path, fol
     except CheckpointError as refused:
         yield Row("not served here", case, None, None, "", note=refused.message)
         return
-    predicted, held = _predicted(checkpoint, recipe, preset)
+    predicted = _predicted(checkpoint, recipe, preset)
     report = folder / f"{name}-{form}.report"
     arguments = {
         **preset.arguments,
@@ -117,11 +116,11 @@ def _case(name: str, form: str, source: Path, preset: Preset, plugins: Path, fol
     except child.ChildFailed as failed:
         yield Row("not served here", case, None, None, "", note=str(failed))
         return
-    yield from _compared(case, predicted, held, found)
+    yield from _compared(case, predicted, found)
     print("\n".join(found.get("segments", ())), flush=True)
 
 
-def _compared(case: str, predicted: Footprint, held: int, found: Mapping[str, Any]) -> Iterator[Row]:
+def _compared(case: str, predicted: Footprint, found: Mapping[str, Any]) -> Iterator[Row]:
     parts, report = predicted.parts, found["report"]
     ours, theirs = float(parts["weights"]), float(found["weights"])
     grown = f"process or device grew by {found['weights_grown'] / MIB:.1f} MiB"
@@ -134,14 +133,12 @@ def _compared(case: str, predicted: Footprint, held: int, found: Mapping[str, An
     taken = float(found["total_peak"])
     good = within(total / MIB, taken / MIB, TOTAL_SHARE, TOTAL_SLACK_MIB)
     before = f"{found['rehearsal_peak'] / MIB:.0f} before the cache was there"
+    before += f", {found['allocated_peak'] / MIB:.0f} handed out at once" if found["allocated_peak"] else ""
     yield Row("total peak", case, total / MIB, taken / MIB, "MiB", f"5 % or {TOTAL_SLACK_MIB:.0f} MiB", good, before)
-    if found["allocated_peak"]:
-        yield Row("handed out at once", case, (parts["weights"] + parts["kv"] + held) / MIB, found["allocated_peak"] / MIB, "MiB")
     yield Row("peak of the load", case, predicted.load_peak_bytes / MIB, found["load_peak"] / MIB, "MiB")
 
 
-def _predicted(checkpoint: Checkpoint, recipe: Recipe, preset: Preset) -> tuple[Footprint, int]:
-    """With the bytes that a step holds at once, of what it reserves."""
+def _predicted(checkpoint: Checkpoint, recipe: Recipe, preset: Preset) -> Footprint:
     shape = shape_of(checkpoint.config)
     serving = Serving(
         preset.max_model_len,
@@ -153,8 +150,4 @@ def _predicted(checkpoint: Checkpoint, recipe: Recipe, preset: Preset) -> tuple[
     )
     machine = H200 if preset.platform == "cuda" else replace(SPARK, platform="cpu")
     eager = bool(preset.arguments["enforce_eager"])
-    known = inventory(checkpoint, shape)
-    step = Step(known, serving, eager=eager)
-    step.run()
-    found = footprint(known, recipe, serving, machine, requests=preset.requests, eager=eager)
-    return found, step.allocator.held_most + context_bytes(known, serving)
+    return footprint(inventory(checkpoint, shape), recipe, serving, machine, requests=preset.requests, eager=eager)
