@@ -22,7 +22,7 @@ from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.fit import AS_STORED, Wish, choose, gib
 from sparkd.footprint import Footprint, footprint
 from sparkd.hardware import GIB, SPARK, UNKNOWN_RATES, Hardware
-from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, KvLayout, Serving, kv_layout, sized
+from sparkd.kv_cost import BATCH_TOKENS, SEQUENCES, KvCost, KvLayout, Serving, kv_layout, sized
 from sparkd.kv_sizing import cache_of, in_words
 from sparkd.learned import engine_of, learned_of
 from sparkd.legal import refusal, uneven_groups, unfit
@@ -65,20 +65,23 @@ _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 class Account:
     """Bytes on one node. least: without which the model cannot serve one request of full length; fixed: all of it but the cache.
 
-    cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. request: of a cache
-    of one request of max_model_len tokens. layout: how its layers share a cache. upper: of `fixed`, that a guess may lie too low; None
-    where it is none. sureness: of its numbers, one of sparkd.exact.
+    cache: of the cache that was asked for, None for all that is left. sentence: the parts of `least`, for a message. layout: how its
+    layers share a cache, for requests of max_model_len tokens. upper: of `fixed`, that a guess may lie too low; None where it is none.
+    sureness: of its numbers, one of sparkd.exact.
     """
 
     least: int
     fixed: int
     cache: int | None
     sentence: str
-    request: int = 0
-    max_model_len: int = 0
-    layout: KvLayout | None = field(default=None, compare=False)
+    max_model_len: int
+    layout: KvLayout = field(compare=False)
     upper: int | None = None
     sureness: str = EXACT
+
+    @property
+    def kv(self) -> KvCost:
+        return self.layout.cost(self.max_model_len)
 
     @property
     def surely(self) -> int:
@@ -166,7 +169,7 @@ def account(
     least = fixed + max(needed.kv.least, 0 if cache is None else cache)
     sentence = _sentence(needed, serving, least, cache_words)
     upper = needed.upper_bytes if needed.sureness == GUESS else None
-    return Account(least, fixed, cache, sentence, needed.kv.least, serving.max_model_len, layout, upper, needed.sureness)
+    return Account(least, fixed, cache, sentence, serving.max_model_len, layout, upper, needed.sureness)
 
 
 def consulted(

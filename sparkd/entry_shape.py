@@ -11,10 +11,10 @@ from sparkd.checkpoint import CONFIG, Checkpoint, Folder
 from sparkd.consultation import UNCHANGED
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.exact import GUESS, Exact
-from sparkd.fit import gib
+from sparkd.fit import short_cache
 from sparkd.hardware import GIB, SPARK, Hardware
 from sparkd.kv_cost import Serving, kv_layout, longest, sized
-from sparkd.kv_sizing import cache_of, in_words, spelled
+from sparkd.kv_sizing import cache_of
 from sparkd.legal import uneven_heads
 from sparkd.model_config import ModelConfig
 from sparkd.model_shape import Shape, shape_of
@@ -105,16 +105,11 @@ def _cache(
     if isinstance(spec.tensor_parallel, int):
         serving = replace(serving, tensor_parallel=spec.tensor_parallel)
     layout = kv_layout(shape, serving) if exact.layout is None else replace(exact.layout, serving=serving)
-    size_bytes, least = sized(size, layout, serving.max_model_len), layout.cost(serving.max_model_len).least
-    if size_bytes is None or size_bytes >= least:
+    size_bytes, cost = sized(size, layout, serving.max_model_len), layout.cost(serving.max_model_len)
+    short = short_cache(size, size_bytes, cost)
+    if size_bytes is None or short is None:
         return
-    cures = [f"give kv_cache at least {spelled({'sequences': 1})}"]
-    if shorter := longest(size, layout, serving.max_model_len, size_bytes):
-        cures.append(f"choose max_model_len {shorter:,} or less")
-    key, called = ("extra_args", in_words(size)) if "blocks" in size else ("kv_cache", spelled(size))
-    reason = f"{called} is {_size(size_bytes)}, and one request of {serving.max_model_len:,} tokens needs {_size(least)} ({sureness})"
-    yield key, f"{reason}: {', or '.join(cures)}."
-
-
-def _size(size_bytes: int) -> str:
-    return gib(size_bytes) if size_bytes >= GIB else f"{size_bytes / (1 << 20):.0f} MiB"
+    reason, cure = short
+    shorter = longest(size, layout, cost.max_model_len, size_bytes)
+    cures = [cure] + ([f"choose max_model_len {shorter:,} or less"] if shorter else [])
+    yield "extra_args" if "blocks" in size else "kv_cache", f"{reason} ({sureness}): {', or '.join(cures)}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import Any
 
 from sparkd.drafting import Drafting
@@ -12,7 +11,8 @@ from sparkd.errors import CheckpointError
 from sparkd.exact import EXACT, GUESS, Exact
 from sparkd.footprint import Footprint, Learned, footprint
 from sparkd.hardware import GIB, Hardware
-from sparkd.kv_cost import KvLayout, Serving, kv_layout, largest, sized
+from sparkd.kv_cost import KvCost, KvLayout, Serving, kv_layout, longest, sized
+from sparkd.kv_sizing import spelled
 from sparkd.legal import refusal, unfit
 from sparkd.model_shape import LENGTHS
 from sparkd.weight_cost import Inventory
@@ -232,50 +232,45 @@ def _option(
             )
 
         found = at(asked)
-        longest = _longest(found, layout, inventory, wish)
+        length = _longest(found, layout, inventory, wish)
     except CheckpointError as error:
         return Option(name, tensor, pipeline, serving, None, str(error.message).rstrip("."))
-    if wish.max_model_len is None and found.fits and longest > asked:
+    if wish.max_model_len is None and found.fits and length > asked:
         # A profile is of one length: where it is more than was counted with, the context is as long as that leaves.
-        more = at(longest)
+        more = at(length)
         if not more.fits:
-            longest = max(asked, _longest(more, layout, inventory, wish))
-            more = at(longest)
-        found, asked = (more, longest) if more.fits else (found, asked)
-        longest = asked
-        serving = replace(serving, max_model_len=longest)
-    why = None if found.fits else _short(found, hardware, longest, wish)
-    return Option(name, tensor, pipeline, serving, found, why or _short_cache(found, wish), longest)
+            length = max(asked, _longest(more, layout, inventory, wish))
+            more = at(length)
+        found, asked = (more, length) if more.fits else (found, asked)
+        length = asked
+        serving = replace(serving, max_model_len=length)
+    if not found.fits:
+        return Option(name, tensor, pipeline, serving, found, _short(found, hardware, length, wish), length)
+    short = short_cache(wish.cache, found.parts["kv"] if wish.cache is not None else wish.cache_limit, found.kv)
+    return Option(name, tensor, pipeline, serving, found, short and short[0], length)
 
 
 def _longest(found: Footprint, layout: KvLayout, inventory: Inventory, wish: Wish) -> int:
-    """The model's own length, or so many whole steps. By bisection over the cache's own arithmetic, which is not linear where layers keep a
-    window or a state."""
-    if found.load_free_bytes < 0:
-        return 0
+    """The model's own length, or so many whole steps; 0 where not even the weights come in."""
     most = max(inventory.shape.max_len, wish.max_model_len or 0)
-
-    def fits(tokens: int) -> bool:
-        cost, given = layout.cost(tokens), sized(wish.cache, layout, tokens)
-        asked = given if given is not None else ceil(wish.requests * cost.per_request) + layout.block_bytes
-        limits = [size for size in (given, wish.cache_limit) if size is not None]
-        return max(asked, cost.least) <= found.room and all(cost.least <= size for size in limits)
-
-    if fits(most):
-        return most
-    return CONTEXT_STEP * largest(lambda steps: fits(steps * CONTEXT_STEP), (most - 1) // CONTEXT_STEP)
+    size = wish.cache or {"sequences": wish.requests}
+    return 0 if found.load_free_bytes < 0 else longest(size, layout, most, found.room, limit=wish.cache_limit, step=CONTEXT_STEP)
 
 
-def _short_cache(found: Footprint, wish: Wish) -> str | None:
-    """Why a cache of its size would hold no request."""
-    size = found.parts["kv"] if wish.cache is not None else wish.cache_limit
-    if size is None or found.kv.least <= size:
+def short_cache(given: Mapping[str, Any] | None, size: int | None, cost: KvCost) -> tuple[str, str] | None:
+    """(why a cache of `size` bytes holds no request of full length, what would); vLLM ends its start over that, with all weights loaded.
+    given: the size as it was asked for, None for that of a CPU's engine. None where it holds one, or has no size."""
+    if size is None or cost.least <= size:
         return None
-    if wish.cache is not None and "tokens" in wish.cache:
-        return f"kv_cache holds {wish.cache['tokens']:,} tokens, and one request has {found.kv.max_model_len:,}"
-    blocks = wish.cache is not None and "blocks" in wish.cache
-    said = "the cache of a CPU's engine" if wish.cache_limit is not None else BLOCKS_FLAG if blocks else "kv_cache"
-    return f"{said} holds {gib(size)}, and one request of {found.kv.max_model_len:,} tokens needs {gib(found.kv.least)}"
+    request = f"one request of {cost.max_model_len:,} tokens needs"
+    if given is not None and "tokens" in given:
+        reason = f"kv_cache holds {given['tokens']:,} tokens, and one request has {cost.max_model_len:,}"
+        return reason, f"give kv_cache at least {spelled({'tokens': cost.max_model_len})}"
+    if given is not None and "blocks" in given:
+        blocks = cost.blocks + 1
+        return f"{BLOCKS_FLAG} is {given['blocks']:,}, and {request} {blocks:,} blocks", f"give {BLOCKS_FLAG} {blocks}"
+    name = "the cache of a CPU's engine" if given is None else "kv_cache"
+    return f"{name} holds {_size(size)}, and {request} {_size(cost.least)}", f"give kv_cache at least {spelled({'sequences': 1})}"
 
 
 def _short(found: Footprint, hardware: Hardware, longest: int, wish: Wish) -> str:
@@ -306,6 +301,10 @@ _CALLED = {
 
 def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
+
+
+def _size(size: int) -> str:
+    return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
 
 def quality_of(name: str) -> int:

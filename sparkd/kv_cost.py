@@ -163,24 +163,26 @@ def fitting(size: object, layout: KvLayout, max_model_len: int, room: int) -> di
     return found if (sized(found, layout, max_model_len) or 0) >= least else {"sequences": 1}
 
 
-def longest(size: object, layout: KvLayout, most: int, room: int) -> int:
-    """How many tokens, at most `most`, a request may have in a cache of a given size (as `sized` takes it) that has `room` bytes; 0 for
-    none."""
+def longest(size: object, layout: KvLayout, most: int, room: int, *, limit: int | None = None, step: int = 1) -> int:
+    """How many tokens, at most `most`, a request may have in a cache of a given size (as `sized` takes it) that has `room` bytes, and
+    `limit` where there is one; see `largest`."""
 
     def fits(tokens: int) -> bool:
-        given = sized(size, layout, tokens)
-        return max(given or 0, least := layout.cost(tokens).least) <= room and (given is None or least <= given)
+        given, least = sized(size, layout, tokens), layout.cost(tokens).least
+        return max(given or 0, least) <= room and all(least <= size for size in (given, limit) if size is not None)
 
-    return largest(fits, most)
+    return largest(fits, most, step)
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest whole number up to `most` that fits, by bisection; 0, which is not asked about, where none does."""
-    low = 0
-    while low < most:
-        middle = (low + most + 1) // 2
-        low, most = (middle, most) if fits(middle) else (low, middle - 1)
-    return low
+def largest(fits: Callable[[int], bool], most: int, step: int = 1) -> int:
+    """`most`, or the largest of the whole steps below it that fits, by bisection; 0, which is not asked about, where none does."""
+    if most > 0 and fits(most):
+        return most
+    low, high = 0, (most - 1) // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+    return low * step
 
 
 def _lookahead(serving: Serving) -> int:

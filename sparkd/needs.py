@@ -15,7 +15,7 @@ from sparkd.admission import Account, Evidence, Ways, account, advice, counted, 
 from sparkd.config import Config, ModelConfig
 from sparkd.consultation import Answers
 from sparkd.errors import ContextTooLong, LoadRefused, ModelUnusable, RankError
-from sparkd.fit import gib
+from sparkd.fit import short_cache
 from sparkd.hardware import Hardware
 from sparkd.installed import full_version_in, release_in
 from sparkd.kv_cost import fitting, longest, sized
@@ -28,7 +28,7 @@ from sparkd.placement import GIB, needed_gib
 from sparkd.resolving import cache_limit, resolved
 from sparkd.vllm_flags import Translation, release_of, translated
 from sparkd.vllm_table import refused, unknown_drafts, unknown_parsers
-from workers.kv.settings import BLOCKS_FLAG, MARGIN_VARIABLE
+from workers.kv.settings import MARGIN_VARIABLE
 from workers.meminfo import sample
 
 # How far an account may be from what an engine takes (the bars of tests/bench/footprint.py).
@@ -179,15 +179,15 @@ def _what_would_fit(need: Need, known: Account, most_gib: int, room: int, env: M
     """In place of a cache of a given size a smaller one, where room bytes hold one request; empty where nothing is known that would."""
     spec, layout, given = need.spec, known.layout, cache_of(need.spec)
     left = room - known.fixed
-    if layout is not None and (less := fitting(given, layout, known.max_model_len, left)):
-        size, cost = sized(less, layout, known.max_model_len) or 0, layout.cost(known.max_model_len)
+    if less := fitting(given, layout, known.max_model_len, left):
+        size, cost = sized(less, layout, known.max_model_len) or 0, known.kv
         many = "" if "sequences" in less else f" ({(size - cost.block_bytes) // cost.per_request:,} of {known.max_model_len:,} tokens)"
         shorter = longest(given, layout, known.max_model_len, left) if list(given or ()) == ["sequences"] else 0
         context = f", or max_model_len {shorter:,} as it is" if shorter else ""
         smaller = in_words(less) if "blocks" in less else f"a smaller kv_cache, {spelled(less)}"
         return f"What would fit: {smaller}{many}{context}"
     told = advice(spec, machine(need.platform, most_gib * GIB, 0), env, room, need.ways)
-    return f"{told}, with kv_cache: {{sequences: 1}}" if told and known.cache is not None and known.cache > known.request else told
+    return f"{told}, with kv_cache: {{sequences: 1}}" if told and known.cache is not None and known.cache > known.kv.least else told
 
 
 def outgrown(need: Need) -> bool:
@@ -203,32 +203,19 @@ def exceeds(known: Account, memory_gib: float | str) -> bool:
 
 
 def _short_cache(need: Need, known: Account, room: int, env: Mapping[str, str]) -> str | None:
-    """Why a cache of its size would hold no request: vLLM ends its start over that, with all weights loaded. room: bytes for the engine."""
-    spec, layout = need.spec, known.layout
-    limit = cache_limit(spec, need.platform, env)
-    size = known.cache if known.cache is not None else limit
-    if size is None or known.request <= size or spec.memory_gib != "auto" or known.upper is not None:
+    """Why a cache of its size would hold no request. room: bytes for the engine."""
+    spec, kv = need.spec, known.kv
+    given = cache_of(spec) if known.cache is not None else None
+    size = known.cache if known.cache is not None else cache_limit(spec, need.platform, env)
+    short = short_cache(given if isinstance(given, Mapping) else None, size, kv)
+    if short is None or spec.memory_gib != "auto" or known.upper is not None:
         return None
-    given = cache_of(spec) if known.cache is not None else {"bytes": size}
-    one, cure = f"one request of {known.max_model_len:,} tokens needs", f"give kv_cache at least {spelled({'sequences': 1})}"
-    if isinstance(given, Mapping) and "tokens" in given:
-        why = f"kv_cache holds {given['tokens']:,} tokens, and one request has {known.max_model_len:,}"
-        cure = f"give kv_cache at least {spelled({'tokens': known.max_model_len})}"
-    elif isinstance(given, Mapping) and "blocks" in given and layout is not None:
-        blocks = -(-known.request // layout.block_bytes)
-        why, cure = f"{BLOCKS_FLAG} is {given['blocks']:,}, and {one} {blocks:,} blocks", f"give {BLOCKS_FLAG} {blocks}"
-    else:
-        said = "the cache of a CPU's engine" if known.cache is None else "kv_cache"
-        why = f"{said} holds {_size(size)}, and {one} {_size(known.request)}"
-    cures = [cure] if known.fixed + known.request <= room else []
-    shorter = longest(given, layout, known.max_model_len, room - known.fixed) if layout is not None else 0
+    reason, cure = short
+    cures = [cure] if known.fixed + kv.least <= room else []
+    shorter = longest(given, known.layout, kv.max_model_len, room - known.fixed, limit=size)
     cures += [f"choose max_model_len {shorter:,} or less"] if shorter else []
     cure = ", or ".join(cures) or f"choose {_SMALLER}"
-    return f"{spec.name} does not fit: {why}. {cure[0].upper()}{cure[1:]}."
-
-
-def _size(size: int) -> str:
-    return gib(size) if size >= GIB else f"{size / (1 << 20):.0f} MiB"
+    return f"{spec.name} does not fit: {reason}. {cure[0].upper()}{cure[1:]}."
 
 
 def platform_of(found: Mapping[str, Any], config: Config) -> str:

@@ -35,7 +35,7 @@ class Room:
     def holds(self, known: Account) -> bool:
         """Whether a request of full length has its place, in the cache that was asked for too."""
         caches = [size for size in (self.cache, known.cache) if size is not None]
-        return known.least <= self.engine and all(known.request <= size for size in caches)
+        return known.least <= self.engine and all(known.kv.least <= size for size in caches)
 
 
 def room_of(spec: ModelConfig, hardware: Hardware, env: Mapping[str, str], free_bytes: int) -> Room:
@@ -95,13 +95,13 @@ def resolved(
         return found is not None and room.holds(found)
 
     most = spec.max_model_len if isinstance(spec.max_model_len, int) else known.shape.max_len
-    steps = (most - 1) // CONTEXT_STEP if spec.max_model_len == AUTO else 0
+    step = CONTEXT_STEP if spec.max_model_len == AUTO else most
     enough = min(most, DEFAULT_CONTEXT) if spec.max_model_len == AUTO else most
     # Trust in code belongs to the entry's own repository.
     judged = partial(illegal, hardware=hardware, env=env, ways=ways, evidence=evidence)
     legal = _legal(spec, plain, known, env, partial(judged, headers=headers))
     others = _neighbours(plain, known, env, judged) if beside and spec.quantize == AUTO and not spec.trusts_code() else ()
-    found = [(one, _longest(partial(fits, one), most, steps)) for one in _ranked(legal, others)]
+    found = [(one, largest(partial(fits, one), most, step)) for one in _ranked(legal, others)]
     best = next((pair for pair in found if pair[1] >= enough), None) or max(found, key=lambda pair: pair[1], default=(plain, 0))
     if not best[1] and found:
         best = min(found, key=lambda pair: _least(at(pair[0], min(most, CONTEXT_STEP))))
@@ -109,13 +109,6 @@ def resolved(
     if spec.max_model_len != AUTO or not best[1] or account(chosen, hardware, env, evidence, ways, own_headers(best[0])) is None:
         return best[0]
     return chosen
-
-
-def _longest(fits: Callable[[int], bool], most: int, steps: int) -> int:
-    """`most`, or so many whole steps; 0 where nothing fits."""
-    if fits(most):
-        return most
-    return CONTEXT_STEP * largest(lambda number: fits(number * CONTEXT_STEP), steps)
 
 
 def _least(known: Account | None) -> float:

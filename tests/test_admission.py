@@ -157,8 +157,8 @@ def test_a_checkpoint_that_asks_for_a_cache_in_fp8_has_one(tmp_path: Path) -> No
     ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (VOCAB, HIDDEN)))
     folder = write_sparse(tmp_path, {**ends, **layered(1, layer)}, {**CONFIG, "num_hidden_layers": 1, "quantization_config": said})
     plain, whole = of(folder, max_model_len=8192), of(folder, max_model_len=8192, kv_cache_dtype="bfloat16")
-    assert plain.request * 2 == whole.request
-    assert of(folder, max_model_len=8192, kv_cache_dtype="fp8").request == plain.request
+    assert plain.kv.least * 2 == whole.kv.least
+    assert of(folder, max_model_len=8192, kv_cache_dtype="fp8").kv.least == plain.kv.least
 
 
 def test_four_bits_need_less(folder: Path) -> None:

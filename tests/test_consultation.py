@@ -105,7 +105,7 @@ def test_vllms_answer_accounts_for_what_no_formula_has(folder: Path, keys: dict[
     spec = parse_model("m", {"model": str(folder), "kv_cache": {"sequences": 1}, "max_model_len": 4096, **keys}, over_admin=False)
     assert account(spec, SPARK, {}) is None
     found = account(spec, SPARK, {}, Evidence(ask=Vllm(reply)))
-    assert (found is not None) is counted and (found is None or found.request == 257 * 1000)
+    assert (found is not None) is counted and (found is None or found.kv.least == 257 * 1000)
     reserved = [needed_gib(spec, "cuda", 121.6, {}, 118.0, known) for known in (None, found)]
     assert reserved[0] == 112 and (reserved[1] < 20) is counted
 
@@ -323,7 +323,7 @@ def test_an_account_takes_the_answer_and_the_upper_end_of_a_guess(folder: Path) 
     spec = parse_model("m", {"model": str(folder), "max_model_len": 4096}, over_admin=False)
     plain = account(spec, SPARK, {})
     exact = account(spec, SPARK, {}, Evidence(ask=Vllm(answer(FULL, blocks=1))))
-    assert plain is not None and exact is not None and exact.request == 257 * 1000 < plain.request
+    assert plain is not None and exact is not None and exact.kv.least == 257 * 1000 < plain.kv.least
     refused = Evidence(ask=Vllm(replace(answer(), refusal=ODD)))
     assert account(spec, SPARK, {}, refused) is None
     assert illegal(spec, SPARK, {}, (2, 1), refused) == "9 heads are odd" and illegal(spec, SPARK, {}, (1, 1)) is None
