@@ -179,10 +179,14 @@ def refuse_uncounted(known: Inventory, wish: Wish) -> None:
 
 
 def ways_of(wish: Wish) -> tuple[tuple[int, int], ...]:
-    """(tensor, pipeline): those that come into question, else over all numbers of nodes up to those that are there each number of ranks
-    whose groups come out even."""
-    counts = range(1, wish.nodes + 1)
-    return wish.ways or tuple((tensor, nodes // tensor) for nodes in counts for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
+    """(tensor, pipeline): those that come into question, else all over the nodes that are there."""
+    return wish.ways or tuple(splits(wish.nodes))
+
+
+def splits(most: int) -> Iterator[tuple[int, int]]:
+    """(tensor, pipeline) over each number of nodes up to `most`: fewest nodes first, and of so many the most tensor parallelism."""
+    for nodes in range(1, most + 1):
+        yield from ((tensor, nodes // tensor) for tensor in range(nodes, 0, -1) if nodes % tensor == 0)
 
 
 def _option(

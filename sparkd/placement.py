@@ -5,19 +5,18 @@ and flags only.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparkd.admission import Account, free_on
-from sparkd.amounts import multiple
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
 from sparkd.parsers import Parsers
-from sparkd.uncounted import BYTES, SHARE, blocks_of, unsized
-from sparkd.vllm_flags import Translation, flag_name
+from sparkd.uncounted import BYTES, SHARE, blocks_of, share_of, unsized
+from sparkd.vllm_flags import Translation, flag_name, values_of
+from sparkd.vllm_known import amount
 from workers.kv.settings import CPU_KV_CACHE_GIB
 from workers.meminfo import sample
 
@@ -26,8 +25,6 @@ GIB = 1 << 30
 PROCESSES_GIB = 2.0
 LOADING_FACTOR = 1.1
 VLLM_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py of 0.32; older releases take 0.90
-# vLLM's sizes; what the letter stands for: sparkd.amounts.multiple.
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([kmgtKMGT]?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,38 +140,19 @@ def weights_gib(model: str) -> float:
 
 def _share(flags: Sequence[str]) -> float | None:
     """--gpu-memory-utilization, which on the CPU backend is a share of the machine's memory (cpu_worker.py)."""
-    given = _last(flags, "--gpu-memory-utilization")
-    if given is None:
-        return None
-    try:
-        share = float(given)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
+    share = share_of(flags)
+    if share is None and any(True for _ in values_of(flags, SHARE)):
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1.", param="extra_args")
     return share
 
 
 def _cpu_kv_gib(flags: Sequence[str], env: Mapping[str, str]) -> float | None:
     """The variable wins over the flag (vllm/platforms/cpu.py)."""
+    sizes = [size for *_, size in values_of(flags, BYTES)]
     space_gib = cpu_space_gib(env)
-    if space_gib is not None:
+    if space_gib is not None or not sizes:
         return space_gib
-    size = _last(flags, "--kv-cache-memory-bytes")
-    if size is None:
-        return None
-    match = _SIZE.fullmatch(size)
-    if match is None:
+    size_bytes = amount(sizes[-1])
+    if size_bytes is None:
         raise ConfigError("--kv-cache-memory-bytes must be a size such as 2G.", param="extra_args")
-    number, letter = match.groups()
-    return float(number) * multiple(letter) / GIB
-
-
-def _last(flags: Sequence[str], name: str) -> str | None:
-    """The value of a flag as argparse would read it: `--name value` or `--name=value`, underscores for dashes, the last one counts."""
-    found = None
-    for index, flag in enumerate(flags):
-        key, equals, value = flag.partition("=")
-        if key.replace("_", "-") == name:
-            found = value if equals else flags[index + 1] if index + 1 < len(flags) else ""
-    return found
+    return size_bytes / GIB

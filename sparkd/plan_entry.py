@@ -5,14 +5,14 @@ starts one, and never shows what an entry keeps secret.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.admission import Evidence, Headers, Ways, advice, counted, reads_another_config, recipe_of, serving_of
+from sparkd.admission import Evidence, Headers, advice, counted, reads_another_config, recipe_of, serving_of
 from sparkd.architectures import remark
 from sparkd.checkpoint import CONFIG, Checkpoint
 from sparkd.config import Config, ModelConfig
@@ -21,7 +21,7 @@ from sparkd.container import hidden
 from sparkd.drafting import drafting
 from sparkd.errors import CommitUnknown, ConfigError, HubUnreachable, LoadRefused, ModelUnusable, RankError
 from sparkd.exact import GUESS
-from sparkd.fit import Choice, Option, Wish, choose, doubt_in_short, gib, is_answered, quality_of, rank, refuse_uncounted, unread
+from sparkd.fit import Choice, Option, Wish, choose, doubt_in_short, gib, is_answered, quality_of, rank, refuse_uncounted, splits, unread
 from sparkd.footprint import Learned
 from sparkd.hardware import GIB, Hardware
 from sparkd.hub_model import is_absent, look
@@ -34,7 +34,7 @@ from sparkd.node_runtime import NodeRuntime
 from sparkd.parser_choice import with_parsers
 from sparkd.parsers import OFF
 from sparkd.plan_question import Others, Question
-from sparkd.planned import MASTER_PORT, OWN, Offer, network, to_json
+from sparkd.planned import MASTER_PORT, OWN, Offer, network, rank_at, to_json
 from sparkd.quantizing import AUTO
 from sparkd.rank_fields import rank_fields
 from sparkd.resolving import resolved, room_of
@@ -45,7 +45,6 @@ from sparkd.uncounted import KV_DTYPES, NARROW, OTHER, measured, unsized
 from sparkd.vllm_flags import SPECULATIVE, Translation, flag_name, without
 from workers.command import build_command, build_environment, parallel_flags
 from workers.runtime import API_SERVER, probe
-from workers.spec import RankSpec
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 # The keys that a model of the entry takes from the command line instead, and those of the entry that give way to them.
@@ -115,15 +114,15 @@ def answer(
     there = dict(others(spec.model, checkpoint)) if others is not None and spec.quantize == AUTO else {}
     options: list[tuple[Option, ModelConfig]] = []
     taken: list[Offer] = []
-    splits = [(fixed, 1)] if fixed is not None else list(_ways(nodes))
+    tried = [(fixed, 1)] if fixed is not None else list(splits(nodes))
     answers = Answers(ask)
     evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept)
-    asking = replace(wish, ways=tuple(splits), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
+    asking = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
     consultation = replace(evidence, ask=answers.ask).consultation(spec, headers.model.checkpoint, env, hardware)
     known, asking = consultation.informed(headers.model, asking)
     refuse_uncounted(known, asking)
     headers, wish = replace(headers, model=known), replace(wish, exact=asking.exact)
-    for ways in splits:
+    for ways in tried:
         candidate = resolved(spec, hardware, env, _free(hardware), ways, evidence, headers, beside=nodes == 1 and bool(there))
         length = None if serving.unknown and candidate.max_model_len == AUTO else _length(candidate, headers)
         own_wish = replace(wish, ways=(ways,), quantize=recipe_of(candidate, env), max_model_len=length)
@@ -280,12 +279,6 @@ def _length(resolved_spec: ModelConfig, headers: Headers) -> int:
     return length if isinstance(length, int) else headers.model.shape.max_len
 
 
-def _ways(nodes: int) -> Iterator[Ways]:
-    """As the daemon tries them (sparkd.siting): fewest nodes first, and of so many the most tensor parallelism."""
-    for size in range(1, nodes + 1):
-        yield from ((size // stages, stages) for stages in range(1, size + 1) if size % stages == 0)
-
-
 def _free(hardware: Hardware) -> int:
     return hardware.memory_bytes - hardware.system_bytes
 
@@ -329,22 +322,12 @@ def _how(entry: Entry, option: Option, spec: ModelConfig, hardware: Hardware) ->
     flags = fields.pop("flags")
     ranks = []
     for number in range(option.nodes):
-        rank_spec = RankSpec.from_dict(
-            {
-                **fields,
-                "rank_id": "plan",
-                "generation": 0,
-                "node_id": "node",
-                "rank": number,
-                "world": option.nodes,
-                "run_dir": "/run/sparkd",
-                "log_path": "/dev/null",
-                "config_hash": "",
-                "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
-                "env": network(hardware, option.nodes, translation.env) | dict(translation.env),
-                "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
-            }
-        )
+        at = {
+            "flags": [*flags, *parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT, spec.executor)],
+            "env": network(hardware, option.nodes, translation.env) | dict(translation.env),
+            "ray": {"address": "HEAD", "group": "sparkd"} if option.nodes > 1 and spec.executor == "ray" else None,
+        }
+        rank_spec = rank_at(number, option.nodes, {**fields, **at})
         made = {name: value for name, value in build_environment(rank_spec, {}).items() if name not in OWN}
         shown = {name: value if _is_shown(name, translation.env) else hidden(name) for name, value in made.items()}
         ranks.append({"node": number, "command": build_command(rank_spec), "environment": shown})

@@ -277,35 +277,31 @@ def _spec_of(model: str, entry: Mapping[str, Any], wish: Wish) -> _Entry:
 def _rank(spec: _Entry, option: Option, number: int, hardware: Hardware, env: Mapping[str, str], site: Site) -> dict[str, Any]:
     flags = ["--enforce-eager"] if hardware.platform == "cpu" else []
     flags += parallel_flags(option.tensor, option.pipeline, number, "HEAD", MASTER_PORT)
-    fields: Mapping[str, Any] = {
+    fields: dict[str, Any] = {
+        "model_name": spec.name,
+        "served_names": [spec.name],
+        "model": spec.model,
+        "runtime": sys.executable if site.runtime is None else str(site.runtime),
+        "entrypoint": API_SERVER,
+        "platform": hardware.platform,
+        "flags": flags,
+        "extra_args": flags_of(spec),
         **quantizing.loader_of(spec, {}, site.quantized, site.quantized_limit),
         **kv_sizing.sizing_of(spec, hardware.platform, API_SERVER, {}, site.profiles, None),
     }
-    rank = RankSpec(
-        rank_id="plan",
-        model_name=spec.name,
-        served_names=(spec.name,),
-        model=spec.model,
-        generation=0,
-        node_id="node",
-        rank=number,
-        runtime=sys.executable if site.runtime is None else str(site.runtime),
-        entrypoint=API_SERVER,
-        run_dir="/run/sparkd",
-        log_path="/dev/null",
-        config_hash="",
-        platform=hardware.platform,
-        world=option.nodes,
-        flags=tuple(flags),
-        extra_args=tuple(flags_of(spec)),
-        **fields,
-    )
+    rank = rank_at(number, option.nodes, fields)
     environment = {**network(hardware, option.nodes, env), **build_environment(rank, {}), **env}
     return {
         "node": number,
         "command": build_command(rank),
         "environment": {name: value for name, value in environment.items() if name not in OWN},
     }
+
+
+def rank_at(number: int, nodes: int, fields: Mapping[str, Any]) -> RankSpec:
+    """A rank as a start would make it, on a node that has no name yet. fields: as sparkd.rank_fields has them."""
+    own = {"rank_id": "plan", "generation": 0, "node_id": "node", "run_dir": "/run/sparkd", "log_path": "/dev/null", "config_hash": ""}
+    return RankSpec.from_dict({**fields, **own, "rank": number, "world": nodes})
 
 
 def network(hardware: Hardware, nodes: int, configured: Mapping[str, str]) -> dict[str, str]:
