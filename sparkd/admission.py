@@ -327,30 +327,6 @@ def uneven(spec: ModelConfig, env: Mapping[str, str]) -> str | None:
     return groups and f"{groups}."
 
 
-def no_room(model: str, need_gib: int, offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, str, int]], nodes: int = 1) -> str:
-    """Why it has to wait, and which model's end would make room. reserved: (other model, node, GiB). nodes: how many it is spread over."""
-    held_by = list(reserved)
-    left = free_on(offered_gib, [(node, held) for _, node, held in held_by])
-    free = ", ".join(f"{node} {room:.0f} of {offered_gib[node]:.0f}" for node, room in left.items())
-    enough = sorted((held, name) for name, node, held in held_by if left.get(node, 0.0) + held >= need_gib)
-    names = list(dict.fromkeys(name for _, name in enough))
-    unload = f"Unload {' or '.join(names[:3])}" if names else "Unload some (`sparkd ps`)"
-    where = "one node" if nodes == 1 else f"each of {nodes} nodes"
-    return (
-        f"{model} asks for {need_gib} GiB of unified memory on {where}, and other models hold too much; free GiB: {free}. "
-        f"{unload}, give kv_cache a size, or set memory_gib to what it really needs."
-    )
-
-
-def free_on(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]]) -> dict[str, float]:
-    """node -> GiB that no model has reserved there."""
-    free = dict(offered_gib)
-    for node, held in reserved:
-        if node in free:
-            free[node] -= held
-    return free
-
-
 def machine(platform: str, mem_total_bytes: int, reserve_bytes: int) -> Hardware:
     """This node, for planning: on a GPU a Spark's bandwidths where nothing else is known."""
     node = replace(SPARK, name="node", memory_bytes=mem_total_bytes, system_bytes=reserve_bytes, platform=platform)

@@ -5,11 +5,11 @@ and flags only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkd.admission import Account, free_on
+from sparkd.admission import Account
 from sparkd.config import Config, ModelConfig
 from sparkd.errors import ConfigError
 from sparkd.kv_sizing import cpu_space_gib, vllm_sizes
@@ -111,16 +111,6 @@ def _lent(known: Account, size_bytes: float, offered_gib: float | None) -> int:
     """GiB of it: the upper end of a guess, as far as the node lends that."""
     most = size_bytes if offered_gib is None else min(size_bytes, offered_gib * GIB)
     return math.ceil(max(size_bytes - (known.upper or 0), most) / GIB)
-
-
-def nodes_with_room(offered_gib: Mapping[str, float], reserved: Iterable[tuple[str, int]], here: str, need_gib: int) -> list[str]:
-    """Nodes that can hold need_gib beside what is reserved on them: `here` first, then the one with the most room.
-
-    offered_gib: node -> GiB. reserved: (node, GiB) of every other model.
-    """
-    free_gib = free_on(offered_gib, reserved)
-    fitting = [node for node, gib in free_gib.items() if gib >= need_gib]
-    return sorted(fitting, key=lambda node: (node != here, -free_gib[node], node))
 
 
 def offered_gib(config: Config) -> int:

@@ -6,9 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from sparkd.admission import free_on, no_room
 from sparkd.errors import ClusterError, MemoryReturns, NoRoom
-from sparkd.placement import nodes_with_room
 from sparkd.raylink import RayLink
 from sparkd.room import Book, Held, Lack
 
@@ -45,12 +43,13 @@ class Places:
     def with_room(self, model: str, gib: int) -> list[str]:
         """Nodes that can hold so much beside what the other models hold there, and have it now: this one first, then the one with the most
         room."""
-        nodes = nodes_with_room(self.offered(), self._of_others(model), self._here, gib)
-        return [node for node in nodes if self.room_gib.get(node, gib) >= gib]
+        free_gib = self.book().free_gib({model})
+        nodes = (node for node, free in free_gib.items() if min(free, self.room_gib.get(node, gib)) >= gib)
+        return sorted(nodes, key=lambda node: (node != self._here, -free_gib[node], node))
 
     def most_free_gib(self, model: str, otherwise: float, nodes: int = 1) -> float:
         """The most that each of so many nodes has beside the other models; `otherwise` where not so many are in sight."""
-        free = sorted(free_on(self.offered(), self._of_others(model)).values(), reverse=True)
+        free = sorted(self.book().free_gib({model}).values(), reverse=True)
         return free[nodes - 1] if len(free) >= nodes else otherwise
 
     async def reserve_one(self, model: str, gib: int, only: str | None = None) -> str:
@@ -72,11 +71,10 @@ class Places:
             self._held[model] = tuple((node, gib) for node in nodes)
 
     def no_room(self, model: str, gib: int, nodes: int = 1, only: str | None = None) -> NoRoom:
-        if why := self.book().returning(model, Lack(gib, nodes, only)):
+        book, lack = self.book(), Lack(gib, nodes, only)
+        if why := book.returning(model, lack):
             return MemoryReturns(why, gib, nodes, only)
-        offered = {node: lent for node, lent in self.offered().items() if only in (None, node)}
-        others = [(name, node, held) for name, places in self._held.items() if name != model for node, held in places]
-        return NoRoom(f"{no_room(model, gib, offered, others, nodes)} {self.book().told_shut}".rstrip(), gib, nodes, only)
+        return NoRoom(book.no_room(model, lack), gib, nodes, only)
 
     def hold(self, model: str, gib: int, nodes: Iterable[str]) -> None:
         """An adopted model uses it already; Ray is told by `again`."""
@@ -131,6 +129,3 @@ class Places:
 
     def reserved_gib(self, node: str) -> int:
         return sum(gib for places in self._held.values() for where, gib in places if where == node)
-
-    def _of_others(self, model: str) -> list[tuple[str, int]]:
-        return [place for name, places in self._held.items() if name != model for place in places]

@@ -49,6 +49,19 @@ class Book:
         free = self.free_gib({model, *without})
         return sum(gib >= lack.gib for node, gib in free.items() if lack.only in (None, node)) >= lack.nodes
 
+    def no_room(self, model: str, lack: Lack) -> str:
+        """Why the model has to wait, and which model's end would make room."""
+        free = {node: gib for node, gib in self.free_gib({model}).items() if lack.only in (None, node)}
+        rows = [(gib, name, node) for name, places in self.held.items() if name != model for node, gib in places if node in free]
+        names = list(dict.fromkeys(name for gib, name, node in sorted(rows) if free[node] + gib >= lack.gib))
+        unload = f"Unload {' or '.join(names[:3])}" if names else "Unload some (`sparkd ps`)"
+        where = "one node" if lack.nodes == 1 else f"each of {lack.nodes} nodes"
+        left = ", ".join(f"{node} {gib:.0f} of {self.offered[node]:.0f}" for node, gib in free.items())
+        return (
+            f"{model} asks for {lack.gib} GiB of unified memory on {where}, and other models hold too much; free GiB: {left}. "
+            f"{unload}, give kv_cache a size, or set memory_gib to what it really needs. {self.told_shut}"
+        ).rstrip()
+
     def returning(self, model: str, lack: Lack) -> str | None:
         """Why the model has to wait although no other holds the memory, as a sentence; None if the memory is free now."""
         fitting = [node for node, gib in self.free_gib({model}).items() if gib >= lack.gib and lack.only in (None, node)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparkd.admission import Account, account, advice, free_on, machine, no_room
+from sparkd.admission import Account, account, advice, machine
 from sparkd.config import Config, parse_model
 from sparkd.errors import ConfigError, ModelUnusable, RankError
 from sparkd.hardware import GIB
@@ -420,16 +420,6 @@ def test_where_one_request_is_too_much_a_smaller_cache_is_told_with_what_else_ha
     spec = spec_of(folder, max_num_seqs=16, kv_cache={"sequences": 9})
     why = too_large(Need(spec, "cuda", "x", 121, of(folder, max_num_seqs=16, kv_cache={"sequences": 9})), 24, "this node", {})
     assert why is not None and "What would fit: max_model_len " in why and ", with kv_cache: {sequences: 1}." in why
-
-
-def test_whose_end_would_make_room() -> None:
-    held = [("big", "a", 60), ("small", "a", 20), ("other", "b", 30)]
-    assert free_on({"a": 100.0, "b": 40.0}, [(node, gib) for _, node, gib in held]) == {"a": 20.0, "b": 10.0}
-    why = no_room("m", 50, {"a": 100.0, "b": 40.0}, held)
-    assert "free GiB: a 20 of 100, b 10 of 40" in why
-    assert "Unload big, give kv_cache a size" in why
-    assert "Unload some" in no_room("m", 95, {"a": 100.0, "b": 40.0}, held)
-    assert "on each of 2 nodes" in no_room("m", 50, {"a": 100.0, "b": 40.0}, held, 2)
 
 
 class Runtime:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from sparkd.admission import free_on
 from sparkd.cluster import Cluster
 from sparkd.config import Config, parse_model
 from sparkd.errors import ConfigError, RankError
 from sparkd.needs import Need
-from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, nodes_with_room, weights_gib
+from sparkd.placement import GIB, VLLM_DEFAULT_UTILIZATION, needed_gib, weights_gib
 from workers.kv.settings import CPU_KV_CACHE_GIB
 
 SPARK_GIB = 121.6
@@ -113,7 +112,7 @@ def test_a_kv_cache_space_that_vllm_would_not_read(env: str) -> None:
     assert env not in caught.value.message
 
 
-@pytest.mark.parametrize("args", [["--kv-cache-memory-bytes"], ["--kv-cache-memory-bytes", "lots"], ["--kv-cache-memory-bytes", "1e9"]])
+@pytest.mark.parametrize("args", [["--kv-cache-memory-bytes", "lots"], ["--kv-cache-memory-bytes", "1e9"]])
 def test_a_kv_cache_size_that_vllm_would_not_read(args: list[str]) -> None:
     with pytest.raises(ConfigError, match="must be a size"):
         need("cpu", extra_args=args)
@@ -124,35 +123,6 @@ def test_what_is_not_on_disk_weighs_nothing(tmp_path: Path) -> None:
 
     assert [weights_gib(model) for model in ("owner/name", "/nowhere", str(tmp_path))] == [0.0] * 3
     assert need("cpu") == CPU_KV_CACHE_GIB + 2
-
-
-@pytest.mark.parametrize(
-    ("offered", "reserved", "need_gib", "nodes"),
-    [
-        ({"a": 4, "b": 6}, [], 3, ["a", "b"]),
-        ({"a": 4, "b": 6}, [], 5, ["b"]),
-        ({"a": 4, "b": 6}, [], 7, []),
-        ({"a": 4, "b": 6}, [("a", 3)], 3, ["b"]),
-        ({"a": 4, "b": 6}, [("a", 3), ("b", 3)], 3, ["b"]),
-        ({"a": 4, "b": 6}, [("a", 3), ("b", 4)], 3, []),
-        ({"a": 4, "b": 6, "c": 8}, [], 1, ["a", "c", "b"]),
-        ({"a": 4, "b": 6, "c": 6}, [("b", 1)], 5, ["c", "b"]),
-        ({"a": 4}, [("gone", 3)], 4, ["a"]),
-        ({}, [], 1, []),
-    ],
-    ids=[
-        "here first", "only there", "nowhere", "beside another", "exactly", "both full", "then the emptiest", "what is free counts",
-        "a node out of sight", "no node",
-    ],
-)  # fmt: skip
-def test_a_model_goes_where_there_is_room(
-    offered: dict[str, float], reserved: list[tuple[str, int]], need_gib: int, nodes: list[str]
-) -> None:
-    assert nodes_with_room(offered, reserved, "a", need_gib) == nodes
-
-
-def test_what_is_free_is_what_nobody_reserved() -> None:
-    assert free_on({"a": 4.0, "b": 6.0}, [("a", 3), ("b", 1), ("b", 2), ("gone", 9)]) == {"a": 1.0, "b": 3.0}
 
 
 async def test_what_the_release_of_the_runtime_does_not_understand_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

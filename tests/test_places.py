@@ -9,6 +9,7 @@ import pytest
 
 from sparkd.errors import RayUnavailable
 from sparkd.places import Places
+from sparkd.room import Book, Lack
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
@@ -140,3 +141,43 @@ async def test_a_late_release_does_not_take_what_was_reserved_since(ray: FakeRay
 
     assert ray.groups == {"m": (60, (A,))}
     assert places.reserved_gib(A) == 60
+
+
+@pytest.mark.parametrize(
+    ("offered", "reserved", "need_gib", "nodes"),
+    [
+        ({"a": 4, "b": 6}, [], 3, ["a", "b"]),
+        ({"a": 4, "b": 6}, [], 5, ["b"]),
+        ({"a": 4, "b": 6}, [], 7, []),
+        ({"a": 4, "b": 6}, [("a", 3)], 3, ["b"]),
+        ({"a": 4, "b": 6}, [("a", 3), ("b", 3)], 3, ["b"]),
+        ({"a": 4, "b": 6}, [("a", 3), ("b", 4)], 3, []),
+        ({"a": 4, "b": 6, "c": 8}, [], 1, ["a", "c", "b"]),
+        ({"a": 4, "b": 6, "c": 6}, [("b", 1)], 5, ["c", "b"]),
+        ({"a": 4}, [("gone", 3)], 4, ["a"]),
+        ({}, [], 1, []),
+    ],
+    ids=[
+        "here first", "only there", "nowhere", "beside another", "exactly", "both full", "then the emptiest", "what is free counts",
+        "a node out of sight", "no node",
+    ],
+)  # fmt: skip
+def test_a_model_goes_where_there_is_room(
+    ray: FakeRay, offered: dict[str, float], reserved: list[tuple[str, int]], need_gib: int, nodes: list[str]
+) -> None:
+    places = Places(ray, "a", lambda: offered)  # type: ignore[arg-type]
+    places.hold("m", 99, offered)  # its own is not in its way
+    for number, (node, gib) in enumerate(reserved):
+        places.hold(f"other{number}", gib, [node])
+    assert places.with_room("m", need_gib) == nodes
+
+
+def test_whose_end_would_make_room() -> None:
+    book = Book({"a": 100.0, "b": 40.0}, {"big": (("a", 60),), "small": (("a", 20),), "other": (("b", 30),)})
+    assert book.free_gib() == {"a": 20.0, "b": 10.0}
+    message = book.no_room("m", Lack(50))
+    assert "free GiB: a 20 of 100, b 10 of 40" in message
+    assert "Unload big, give kv_cache a size" in message
+    assert "Unload some" in book.no_room("m", Lack(95))
+    assert "on each of 2 nodes" in book.no_room("m", Lack(50, 2))
+    assert "Unload some" in book.no_room("m", Lack(50, only="b")) and "a 20" not in book.no_room("m", Lack(50, only="b"))
