@@ -38,6 +38,7 @@ from sparkd.uncounted import (
     WEIGHTS,
     block_of,
     changed_by,
+    is_longest,
     kv_dtype_of,
     length_of,
     number_of,
@@ -45,7 +46,7 @@ from sparkd.uncounted import (
     switched,
     unsized,
 )
-from sparkd.vllm_flags import flag_name, speculative_config, values_of
+from sparkd.vllm_flags import flag_name, speculative_config, values_of, without
 from sparkd.vllm_history import Release
 from sparkd.vllm_known import amount
 from sparkd.weight_cost import Inventory, inventory, refuse_missing_layers
@@ -58,6 +59,7 @@ Ways = tuple[int, int]
 
 # The first release that was seen to take YaRN's max_position_embeddings for the stretched length; 0.26 was seen not to.
 YARN_ONCE_SINCE: Release = (0, 32)
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
@@ -386,8 +388,7 @@ def serving_of(
     unknown = changed_by(unsized(spec.extra_args))
     unknown |= {CACHE} if kv_dtype not in KV_DTYPES else set()
     unknown |= {WEIGHTS, CACHE} if _is_other(spec, model) else set()
-    # Pages of several layers side by side in each block.
-    unknown |= {CACHE} if env.get("VLLM_KV_CACHE_LAYOUT", "").startswith("B") else set()
+    unknown |= {CACHE} if in_blocks(env) else set()
     drafted = headers.drafting if headers is not None else _drafting(spec, model, env)
     if drafted is None and any(flag_name(arg) == FLAG[2:] for arg in spec.extra_args):
         unknown |= {WEIGHTS, CACHE}
@@ -410,6 +411,18 @@ def serving_of(
         unknown=unknown,
     )
     return plain if drafted is None else drafted.serving(plain)
+
+
+def in_blocks(env: Mapping[str, str]) -> bool:
+    """Whether each block of the cache has pages of several layers side by side."""
+    return env.get(LAYOUT, "").startswith("B")
+
+
+def at_any_length(spec: ModelConfig) -> ModelConfig:
+    """The entry with a --max-model-len of extra_args that leaves the length to vLLM as its key."""
+    if not is_longest(spec.extra_args):
+        return spec
+    return spec.model_copy(update={"max_model_len": AUTO, "extra_args": tuple(without(spec.extra_args, "max-model-len"))})
 
 
 def counted(spec: ModelConfig) -> ModelConfig:

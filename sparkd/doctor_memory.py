@@ -91,10 +91,11 @@ def _settings(host: Host) -> Iterator[Finding]:
 
 
 def _dirty(host: Host) -> Iterator[Finding]:
-    dirty, ratio = host.number("proc/sys/vm/dirty_bytes"), host.number("proc/sys/vm/dirty_ratio")
-    if dirty is None and ratio is None:
+    # The kernel says 0 in the one of the two that does not count.
+    ratio = host.number("proc/sys/vm/dirty_ratio") or 0
+    most = host.number("proc/sys/vm/dirty_bytes") or host.total_bytes * ratio // 100
+    if not most:
         return
-    most = dirty or host.total_bytes * (ratio or 0) // 100
     told = f"up to {gib(most)} may wait to be written"
     if most > MOST_DIRTY_BYTES:
         cure = f"`sudo sysctl vm.dirty_bytes={GOOD_DIRTY_BYTES}` (`sparkd doctor --fix`): what waits to be written no engine can have."

@@ -44,8 +44,10 @@ def _platform(host: Host) -> Iterator[Finding]:
     product = host.text("sys/class/dmi/id/product_name").strip()
     releases = re.findall(r'DGX_(?:SWBUILD|OTA)_VERSION="?([\w.]+)', host.text("etc/dgx-release"))
     system = re.search(r'PRETTY_NAME="?([^"\n]+)', host.text("etc/os-release"))
-    told = [product, f"DGX OS {releases[-1]}" if releases else system[1] if system else "", gib(host.total_bytes)]
-    yield host.fine("platform", "machine", ", ".join(part for part in told if part))
+    memory = gib(host.total_bytes) if host.total_bytes else ""
+    told = [product, f"DGX OS {releases[-1]}" if releases else system[1] if system else "", memory]
+    if any(told):
+        yield host.fine("platform", "machine", ", ".join(part for part in told if part))
     if not host.is_spark:
         return
     label = host.text("sys/class/dmi/id/bios_date").strip()

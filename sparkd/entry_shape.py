@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from sparkd.admission import NOTHING, Evidence, account, machine, serving_of
+from sparkd.admission import NOTHING, Evidence, account, at_any_length, machine, serving_of
 from sparkd.architectures import is_checked
 from sparkd.checkpoint import CONFIG, Checkpoint, Folder
 from sparkd.consultation import UNCHANGED
@@ -33,6 +33,7 @@ _MOST_RANKS = 8
 def misfits(spec: ModelConfig, env: Mapping[str, str], platform: str, evidence: Evidence = NOTHING) -> Iterator[tuple[str, str]]:
     """(key, message) of each. None where its config.json is not on this machine; a guess contradicts no cache. platform: of
     engine.platform; `auto` counts as a GPU. evidence: goes before the formulas."""
+    spec = at_any_length(spec)
     folder = folder_of(spec.model, spec.revision, env)
     if folder is None:
         return

@@ -12,7 +12,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparkd.admission import Evidence, Headers, advice, counted, reads_another_config, recipe_of, serving_of
+from sparkd.admission import (
+    LAYOUT,
+    Evidence,
+    Headers,
+    advice,
+    at_any_length,
+    counted,
+    in_blocks,
+    reads_another_config,
+    recipe_of,
+    serving_of,
+)
 from sparkd.architectures import remark
 from sparkd.checkpoint import CONFIG, Checkpoint
 from sparkd.config import Config, ModelConfig
@@ -103,7 +114,7 @@ def answer(
 ) -> dict[str, Any]:
     """As sparkd.plan_question.answer; what the question says goes before the entry. Raises ConfigError and CheckpointError."""
     written = entry.spec.tensor_parallel
-    entry = replace(entry, spec=_overlaid(entry.spec, question, checkpoint, read))
+    entry = replace(entry, spec=_overlaid(at_any_length(entry.spec), question, checkpoint, read))
     spec, env = entry.spec, entry.env
     headers = Headers.of(spec, checkpoint, read)
     plain = spec.model_copy(update={"quantize": None if spec.quantize == AUTO else spec.quantize})
@@ -148,7 +159,7 @@ def answer(
         notes.append(remark(checkpoint.config, spec.runtime_of(entry.config.engine)) or "")
     guessed = any(option.footprint is not None and option.footprint.sureness == GUESS for option, _ in options)
     if serving.unknown and guessed:
-        notes.append(_guessed(spec, serving, consultation.doubt()))
+        notes.append(_guessed(spec, env, serving, consultation.doubt()))
     notes += unread(headers.model, [option for option, _ in options], None if serving.unknown else consultation.doubt())
     if flags := list(dict.fromkeys(measured(spec.extra_args))):
         notes.append(f"Not counted here, and measured by each start: what {' and '.join(flags)} in extra_args costs.")
@@ -283,11 +294,12 @@ def _free(hardware: Hardware) -> int:
     return hardware.memory_bytes - hardware.system_bytes
 
 
-def _guessed(spec: ModelConfig, serving: Serving, doubt: str | None) -> str:
+def _guessed(spec: ModelConfig, env: Mapping[str, str], serving: Serving, doubt: str | None) -> str:
     """Which settings make the numbers a guess, and what makes them exact. doubt: why vLLM, which was asked, did not say."""
     names = [f"{flag} (extra_args)" for flag in dict.fromkeys(unsized(spec.extra_args))]
     names += [f"{key}: {value}" for key in ("quantization", "dtype") if (value := getattr(spec, key)) not in (None, *NARROW)]
     names += [f"kv_cache_dtype: {spec.kv_cache_dtype}"] if (spec.kv_cache_dtype or "auto") not in KV_DTYPES else []
+    names += [f"{LAYOUT}: {env[LAYOUT]} (env)"] if in_blocks(env) else []
     what = " and ".join(names) or "what its draft takes"
     cure = "a plan that no daemon makes asks vLLM without --quick, where its runtime is on this machine"
     if doubt is not None:

@@ -9,7 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from sparkd.admission import NOTHING, Account, Evidence, Headers, Ways, account, consulted, counted, illegal, inventory_of, recipe_of
+from sparkd.admission import (
+    NOTHING,
+    Account,
+    Evidence,
+    Headers,
+    Ways,
+    account,
+    at_any_length,
+    consulted,
+    counted,
+    illegal,
+    inventory_of,
+    recipe_of,
+)
 from sparkd.errors import CheckpointError, ConfigError
 from sparkd.fit import AS_STORED, CONTEXT_STEP, DEFAULT_CONTEXT, recipes
 from sparkd.footprint import PROCESS_BYTES
@@ -74,6 +87,7 @@ def resolved(
 
     Beside flags that leave an account a guess, a format is chosen by that, and a length of `auto` is left to vLLM, which measures.
     """
+    spec = at_any_length(spec)
     if AUTO not in (spec.quantize, spec.max_model_len):
         return spec
     known = inventory_of(spec, env, headers)

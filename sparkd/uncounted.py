@@ -41,8 +41,8 @@ REST = frozenset(
         "data-parallel-size", "data-parallel-size-local", "enable-eplb", "eplb-config", "enable-elastic-ep", "cpu-offload-gb",
         "cpu-offload-params", "offload-backend", "offload-group-size", "offload-num-in-group", "offload-prefetch-step", "offload-params",
         # A cache of another size, or one more.
-        "kv-cache-memory-bytes", "gpu-memory-utilization", "device-memory-utilization", "num-gpu-blocks-override", "swap-space",
-        "kv-offloading-size", "kv-offloading-backend", "kv-transfer-config", "max-model-len",
+        "kv-cache-memory-bytes", "gpu-memory-utilization", "device-memory-utilization", "num-gpu-blocks-override", "kv-offloading-size",
+        "kv-offloading-backend", "kv-transfer-config", "max-model-len",
         # A class of the operator's own, which may do anything, and what else may be anything.
         "worker-cls", "worker-extension-cls", "diffusion-config", "engram-config", "additional-config", "ec-transfer-config",
     }
@@ -52,7 +52,7 @@ _FLAGS = _WEIGHTS | _CACHE | REST
 # (workers/kv), so that nothing is refused over one and no machine is reserved whole for it.
 _MEASURED = frozenset(
     {
-        "max-num-seqs", "max-num-batched-tokens", "max-num-scheduled-tokens", "performance-mode", "enforce-eager", "optimization-level",
+        "max-num-seqs", "max-num-batched-tokens", "max-num-scheduled-tokens", "performance-mode", "optimization-level",
         "compilation-config", "cudagraph-capture-sizes", "enable-dbo", "ubatch-size", "mm-processor-cache-gb", "mm-ipc-gpu-memory-gb",
         "api-server-count",
     }
@@ -62,10 +62,22 @@ _PASSED_SHORT, _MEASURED_SHORT = "-ac", ("-cc", "-asc", "-O")
 # Those of the measured ones whose value is counted, as that of the entry's key of the same name.
 NUMBERS = ("max-num-seqs", "max-num-batched-tokens")
 _LENGTH, _KV_DTYPE, _DTYPE = "max-model-len", "kv-cache-dtype", "dtype"
+# Of a length: vLLM takes what fits.
+_LONGEST = ("auto", "-1")
 # Types of half width, as checkpoints are, or vLLM's choice between these.
 NARROW = ("auto", "bfloat16", "float16", "half")
 KV_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _SPECULATIVE = "speculative-config"
+# Values that leave a flag without an effect on memory: of --load-format those that read the same weights in another way.
+_IDLE = {
+    "load-format": ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "pt", "npcache", "mistral", "dummy"),
+    "cpu-offload-gb": ("0", "0.0"), "kv-offloading-size": ("0", "0.0"), "additional-config": ("{}",),
+    "decode-context-parallel-size": ("1",), _LENGTH: _LONGEST,
+}  # fmt: skip
+# Switches that are off where nobody says so.
+_OFF = ("enable-lora", "enable-eplb", "enable-elastic-ep", "enable-expert-parallel")
+# The shortest beginnings that argparse completes to one flag alone, of flags whose value is counted.
+_SHORTEST = {"max-num-seqs": "max-num-se", "max-num-batched-tokens": "max-num-b", _LENGTH: "max-mo", "gpu-memory-utilization": "gp"}
 # The things that a flag may change: the layers' weights, the layout of their cache, or something else.
 WEIGHTS, CACHE, OTHER = "weights", "cache", "other"
 # The short names of _WEIGHTS, and that of a draft.
@@ -113,18 +125,21 @@ def measured(args: Sequence[str]) -> Iterator[str]:
     for arg in args:
         written = arg.partition("=")[0]
         name = _long(written) if arg.startswith("--") else ""
-        if name and name not in NUMBERS and not any(uncounted([arg])) and any(flag.startswith(name) for flag in _MEASURED):
+        if name and _full(name) not in NUMBERS and not any(uncounted([arg])) and any(flag.startswith(name) for flag in _MEASURED):
             yield written
         elif _is_short(arg) and arg.startswith(_MEASURED_SHORT):
             yield arg[:2] if arg.startswith("-O") else written
 
 
 def unsized(args: Sequence[str]) -> Iterator[str]:
-    """`uncounted`, less what says the same as a key of the entry: blocks or a type of the cache, a share of memory, a length, a type."""
+    """`uncounted`, less what says the same as a key of the entry (blocks or a type of the cache, a share of memory, a length, a type), and
+    less what has no effect."""
     values = {_BLOCKS: blocks_of(args), SHARE: share_of(args), _LENGTH: length_of(args), _KV_DTYPE: kv_dtype_of(args)}
     values |= {_DTYPE: dtype if (dtype := _last(args, _DTYPE)) in NARROW else None}
     sized = {name for name, value in values.items() if value is not None}
-    return (flag for flag in uncounted(args) if flag_name(flag) not in sized)
+    sized |= {name for name, values in _IDLE.items() if _last(args, name) in values}
+    sized |= {f"{no}{name}" for name in _OFF if switched(args, name) is False for no in ("", "no-")}
+    return (flag for flag in uncounted(args) if _full(flag_name(flag) or "") not in sized)
 
 
 def unanswered(args: Sequence[str]) -> Iterator[str]:
@@ -164,6 +179,11 @@ def share_of(args: Sequence[str]) -> float | None:
 def length_of(args: Sequence[str]) -> int | None:
     """The tokens of --max-model-len; None where there is none, or vLLM chooses (`auto`, -1)."""
     return amount(_last(args, _LENGTH) or "") or None
+
+
+def is_longest(args: Sequence[str]) -> bool:
+    """Whether --max-model-len leaves the length to vLLM."""
+    return _last(args, _LENGTH) in _LONGEST
 
 
 def number_of(args: Sequence[str], name: str) -> int | None:
@@ -224,8 +244,15 @@ def switched(args: Sequence[str], name: str) -> bool | None:
 
 
 def _last(args: Sequence[str], name: str) -> str | None:
-    """The value that counts of several: vLLM's parser takes the last."""
-    return next((value for *_, value in reversed(list(values_of(args, name)))), None)
+    """The value that counts of several: vLLM's parser takes the last. Beginnings count of the flags of _SHORTEST."""
+    shortest = _SHORTEST.get(name, name)
+    written = {begun for arg in args if (begun := flag_name(arg) or "").startswith(shortest) and name.startswith(begun)}
+    return max((found for each in written for found in values_of(args, each)), default=(0, 0, None))[2]
+
+
+def _full(name: str) -> str:
+    """The flag whose value is counted that this is a beginning of, or the name as it is."""
+    return next((flag for flag, shortest in _SHORTEST.items() if flag.startswith(name) and name.startswith(shortest)), name)
 
 
 def _long(written: str) -> str:

@@ -199,7 +199,7 @@ def test_every_recipe_has_an_account_but_for_named_flags(folder: Path, name: str
         assert (found is None) == any(unsized(args)), each.choice
 
 
-@pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker_cls=some.Worker"], ["--max-model-l", "1"]])
+@pytest.mark.parametrize("args", [["--kv-offloading-size", "1"], ["--worker_cls=some.Worker"], ["--max-model-l", "0"]])
 def test_auto_beside_a_flag_that_is_not_counted_is_refused(folder: Path, args: list[str]) -> None:
     flag = args[0].partition("=")[0]
     with pytest.raises(ConfigError, match=f"{flag} and quantize: auto exclude each other"):

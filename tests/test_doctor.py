@@ -132,6 +132,19 @@ def test_what_nobody_understands_is_no_crash(tmp_path: Path) -> None:
     assert "sudo swapoff AREA" in of_check(found, "swap")[0]["cure"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "check", "evidence"),
+    [
+        ({"proc/meminfo": None}, "platform", ["GX10, DGX OS 7.6.0"]),
+        ({"proc/sys/vm/dirty_bytes": None}, "dirty", []),
+        ({"proc/sys/vm/dirty_bytes": "0\n", "proc/sys/vm/dirty_ratio": "x\n"}, "dirty", []),
+        ({"root/.cache/huggingface/token": ""}, "hub-cache", ["not logged in, so gated models are refused"]),
+    ],
+)
+def test_what_was_not_seen_is_not_well(tmp_path: Path, changes: Mapping[str, str | None], check: str, evidence: list[str]) -> None:
+    assert [one["evidence"] for one in of_check(found_in(write(tmp_path, changes)), check)] == evidence
+
+
 def test_this_machine_can_be_looked_at() -> None:
     raw = host_reading.sample()
     found = report({raw["host"]: raw})

@@ -14,12 +14,17 @@ from sparkd.model_config import ModelConfig
 from sparkd.placement import needed_gib
 from sparkd.uncounted import (
     _FLAGS,
+    _SHORTEST,
     CACHE,
     OTHER,
     WEIGHTS,
     blocks_of,
     changed_by,
+    length_of,
+    measured,
+    number_of,
     reserved_whole,
+    share_of,
     switched,
     unanswered,
     uncounted,
@@ -28,7 +33,7 @@ from sparkd.uncounted import (
 
 FLAGS = Path(__file__).parent / "fixtures" / "vllm-flags-0.32.0.txt"
 # Of releases before 0.32.
-GONE = {"task", "swap-space"}
+GONE = {"task"}
 # sparkd refuses it everywhere (sparkd.vllm_args), and it begins --config-format.
 REFUSED = {"config"}
 
@@ -111,6 +116,47 @@ def test_check_says_what_has_a_whole_machine_reserved(args: list[str], keys: dic
 def test_what_a_flag_may_change_is_known_by_its_kind(flags: list[str], changed: set[str]) -> None:
     assert changed_by(flags) == changed
     assert list(unanswered(flags)) == [flag for flag in flags if OTHER in changed_by([flag])]
+
+
+@pytest.mark.parametrize(
+    ("args", "left"),
+    [
+        (["--load-format", "fastsafetensors"], []),
+        (["--load_format=auto"], []),
+        (["--load-format", "auto", "--load-format", "bitsandbytes"], ["--load-format", "--load-format"]),
+        (["--load-format", "tensorizer"], ["--load-format"]),
+        (["--swap-space", "4"], []),
+        (["--cpu-offload-gb", "0"], []),
+        (["--cpu-offload-gb", "8"], ["--cpu-offload-gb"]),
+        (["--kv-offloading-size=0"], []),
+        (["--decode-context-parallel-size", "1"], []),
+        (["--decode-context-parallel-size", "2"], ["--decode-context-parallel-size"]),
+        (["--additional-config", "{}"], []),
+        (["--no-enable-lora", "--no-enable-expert-parallel"], []),
+        (["--no-enable-lora", "--enable-lora"], ["--no-enable-lora", "--enable-lora"]),
+        (["--max-model-len", "auto"], []),
+        (["--max-model-len=-1"], []),
+        (["--max-model-len", "0"], ["--max-model-len"]),
+        (["--max-model-l", "8k"], []),
+        (["--gpu-mem", "0.8"], []),
+    ],
+)
+def test_a_flag_without_an_effect_changes_nothing(args: list[str], left: list[str]) -> None:
+    assert list(unsized(args)) == left
+
+
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--no-enforce-eager", "--max-num-seq", "--max-num-batched"])
+def test_a_flag_that_is_counted_is_not_named_as_one_that_is_not(flag: str) -> None:
+    assert list(measured([flag])) == []
+
+
+def test_a_beginning_counts_where_one_flag_alone_has_it() -> None:
+    args = ["--max-num-seq=8", "--max-num-seqs", "4", "--gpu-m", "0.5", "--max-model-l", "8k", "--max-num-batched=2k"]
+    assert (number_of(args, "max-num-seqs"), number_of(args, "max-num-batched-tokens")) == (4, 2000)
+    assert (share_of(args), length_of(args)) == (0.5, 8000)
+    names = {word[2:] for line in FLAGS.read_text().splitlines() for word in line.split()[1:] if word[:2] == "--"}
+    for flag, shortest in _SHORTEST.items():
+        assert [name for name in names if name.startswith(shortest)] == [flag]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "half", "float32", "float"])

@@ -138,10 +138,12 @@ def _hub(path: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
         incomplete += sum(found.st_blocks * 512 for blob in blobs if blob.suffix == ".incomplete" and (found := _lstat(blob)))
         if _listed(model / "snapshots") and not (model / "refs" / "main").is_file():
             nameless.append(model.name)
+    token = path.parent / "token"
+    logged_in = bool(environ.get("HF_TOKEN")) or (token.is_file() and (found := _lstat(token)) is not None and found.st_size > 0)
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     return {
         "path": str(path), "foreign": foreign, "incomplete_bytes": incomplete, "nameless": nameless, "offline": offline,
-        "token": "HF_TOKEN" in environ or (path.parent / "token").is_file(), "writable": os.access(path, os.W_OK),
+        "token": logged_in, "writable": os.access(path, os.W_OK),
     }  # fmt: skip
 
 
