@@ -27,7 +27,7 @@ NCCL_BYTES = 768 * MIB
 PROCESS_BYTES = {"cuda": 3 * GIB, "cpu": int(1.7 * GIB)}
 # FULL_AND_PIECEWISE graphs of vLLM: 0.26 GiB were logged for 51 sizes of an 87 GiB model; a share for each layer and size.
 GRAPH_LAYER_BYTES = 110_000
-GRAPH_SIZES = 51
+LARGEST_GRAPH = 512
 # The loader: a ring of 64 MiB and, on a GPU, batches of 32 MiB with what they become.
 LOADER_BYTES = 154 * MIB
 CACHE_STAGING_BYTES = 260 * MIB
@@ -131,11 +131,12 @@ def footprint(
     if exact.weight_bytes is not None:
         weights, held = exact.weigh(weights), exact.weight_bytes
     encoder = ENCODER_BYTES if "vision" in weights.by_kind else 0
+    layers = ceil(shape.layers / stages)
     parts = {
         "weights": held,
         "kv": cache_bytes if cache_bytes is not None else ceil(requests * kv.per_request) + kv.block_bytes,
         "peak": learned.peak if learned else step_bytes(inventory, serving, eager=eager) + encoder,
-        "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * GRAPH_SIZES * ceil(shape.layers / stages),
+        "graphs": learned.graphs if learned else 0 if eager or not cuda else GRAPH_LAYER_BYTES * graph_sizes(serving) * layers,
         "context": (CONTEXT_BYTES if cuda else 0) + (NCCL_BYTES if cuda and ranks * stages > 1 else 0),
         # On a discrete GPU the host's memory is another's affair.
         "processes": PROCESS_BYTES[hardware.platform] if hardware.unified or not cuda else 0,
@@ -161,6 +162,13 @@ def footprint(
         sureness=sureness,
         upper_bytes=upper_bytes(inventory, serving, parts, requests) if sureness == GUESS and cache_bytes is None else 0,
     )
+
+
+def graph_sizes(serving: Serving) -> int:
+    """How many sizes of a batch vLLM captures: 1, 2, 4, each 8 up to 256 and each 16 up to twice what max_num_seqs requests decode at once
+    (vllm/config/vllm.py, _set_cudagraph_sizes; a data center's Blackwell goes to 1,024)."""
+    most = min(2 * serving.max_num_seqs * (1 + serving.speculative_tokens), serving.max_num_batched_tokens, LARGEST_GRAPH)
+    return sum(size <= most for size in (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)))
 
 
 def upper_bytes(inventory: Inventory, serving: Serving, parts: Mapping[str, int], requests: float) -> int:

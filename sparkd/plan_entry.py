@@ -194,7 +194,8 @@ def _overlaid(spec: ModelConfig, question: Question, checkpoint: Checkpoint, rea
     given: dict[str, Any] = {
         "tensor_parallel": AUTO if short else None,
         "max_model_len": question.max_model_len,
-        "max_num_seqs": question.max_num_seqs,
+        # As many as are to run at once: of a load the batch, the sampler's rows and the graphs follow from it.
+        "max_num_seqs": question.max_num_seqs or question.requests,
         "max_num_batched_tokens": question.max_num_batched_tokens,
         "kv_cache": {"sequences": question.requests} if question.requests is not None else None,
         "kv_cache_dtype": question.kv_cache_dtype,

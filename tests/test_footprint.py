@@ -13,7 +13,6 @@ from sparkd.footprint import (
     CONTEXT_BYTES,
     ENCODER_BYTES,
     GRAPH_LAYER_BYTES,
-    GRAPH_SIZES,
     NCCL_BYTES,
     PROCESS_BYTES,
     Footprint,
@@ -55,7 +54,7 @@ def test_the_parts_are_the_whole() -> None:
 
 
 def test_what_each_kind_of_machine_adds() -> None:
-    graphs = GRAPH_LAYER_BYTES * GRAPH_SIZES * 4
+    graphs = GRAPH_LAYER_BYTES * 51 * 4
     spark, gpu, desk = of(), of(hardware=H200), of(hardware=CPU, serving=Serving(4096, platform="cpu"))
 
     def added(found: Footprint) -> list[int]:
@@ -69,6 +68,11 @@ def test_what_each_kind_of_machine_adds() -> None:
     pair = of(serving=Serving(4096, tensor_parallel=2))
     assert pair.parts["context"] == CONTEXT_BYTES + NCCL_BYTES and pair.parts["graphs"] == graphs
     assert of(serving=Serving(4096, pipeline_parallel=2)).parts["graphs"] == graphs // 2
+
+
+@pytest.mark.parametrize(("more", "sizes"), [({"max_num_seqs": 4}, 4), ({"max_num_seqs": 4, "speculative_tokens": 3}, 7), ({}, 51)])
+def test_graphs_are_captured_for_what_decodes_at_once(more: dict[str, int], sizes: int) -> None:
+    assert of(serving=Serving(4096, **more)).parts["graphs"] == GRAPH_LAYER_BYTES * sizes * 4
 
 
 def test_what_was_learned_goes_before_what_is_reckoned() -> None:

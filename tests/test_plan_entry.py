@@ -303,6 +303,20 @@ def test_what_the_command_line_says_goes_before_the_entry(
     assert (told["sequences"], told["margin_bytes"]) == (3, 2 * GIB)
 
 
+def test_so_many_requests_at_once_are_counted_as_an_entry_that_asks_for_them(
+    folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sparkd.yaml"
+    entry: dict[str, Any] = {"model": str(folder), "max_model_len": 4096, "extra_args": ["--max-num-seqs=512"]}
+    plans = []
+    for more, argv in (({}, ("--seqs", 4)), ({"max_num_seqs": 4, "kv_cache": {"sequences": 4}, "extra_args": []}, ())):
+        file.write_text(json.dumps({"models": {"m": {**entry, **more}}}))
+        plans.append(fits(capsys, file, *argv, "--hardware", "spark")[2])
+        assert [text for _, _, text in values_of(plans[-1]["choice"]["ranks"][0]["command"], "max-num-seqs")] == ["4"]
+    parts = [plan["choice"]["footprint"] for plan in plans]
+    assert parts[0] == parts[1]
+
+
 def test_what_the_command_line_says_goes_before_the_entry_also_where_it_is_what_nobody_says(
     folder: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
