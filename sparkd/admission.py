@@ -116,14 +116,15 @@ class Headers:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What goes before a formula. profiles: the folder of what earlier starts measured, with the engine's release `vllm`; ask: what vLLM
-    said about a model."""
+    said about a model. draft: the headers of its draft, where that need not be on this machine."""
 
     profiles: str | None = None
     vllm: str | None = None
     ask: Ask = nobody
+    draft: Checkpoint | None = None
 
     def consultation(self, spec: ModelConfig, checkpoint: Checkpoint, env: Mapping[str, str], hardware: Hardware) -> Consultation:
-        return Consultation(self.ask, checkpoint, flags_of(spec), env, hardware)
+        return Consultation(self.ask, checkpoint, flags_of(spec), env, hardware, self.draft)
 
 
 NOTHING = Evidence()

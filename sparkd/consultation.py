@@ -10,18 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparkd.checkpoint import MODELOPT, Checkpoint
+from sparkd.checkpoint import Checkpoint
 from sparkd.exact import Exact, exact_of
 from sparkd.fit import Wish, recipes, ways_of
 from sparkd.hardware import Hardware
 from sparkd.kv_cost import Serving
-from sparkd.model_answers import OWN, SPARK, Answer, Question
+from sparkd.model_answers import OWN, SPARK, Answer, Question, files_of
 from sparkd.model_shape import LAYERS
 from sparkd.quantizing import LOAD_FORMAT
 from sparkd.source import folder_of
 from sparkd.uncounted import REST
 from sparkd.vllm_flags import SPECULATIVE, speculative_config, without, without_any
 from sparkd.weight_cost import Inventory, refuse_other_layers
+from workers.model_question import DRAFT
 from workers.stream.recipe import Recipe
 
 Ask = Callable[[Sequence[Question]], Sequence[Answer | None]]
@@ -79,17 +80,27 @@ class Answers:
 def _identity(question: Question) -> object:
     model = question.folder, tuple(question.files.items())
     split = question.tensor_parallel, question.pipeline_parallel
-    return model, tuple(question.tensors), question.args, tuple(sorted(question.env.items())), split, question.platform
+    draft = None if question.draft is None else question.draft.folder
+    return model, draft, tuple(question.tensors), question.args, tuple(sorted(question.env.items())), split, question.platform
 
 
 class Consultation:
     """checkpoint: may lie on a hub, and may have one tensor for all experts of a layer that are alike. args, env: of the engine, as a start
-    has them. hardware: whose GPU the answer is for."""
+    has them. hardware: whose GPU the answer is for. draft: the headers of the one that args name, where they were read."""
 
-    def __init__(self, ask: Ask, checkpoint: Checkpoint, args: Iterable[str], env: Mapping[str, str], hardware: Hardware) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        checkpoint: Checkpoint,
+        args: Iterable[str],
+        env: Mapping[str, str],
+        hardware: Hardware,
+        draft: Checkpoint | None = None,
+    ) -> None:
         self._ask = ask
         self._checkpoint = checkpoint
-        self._args = _with_draft(without_any(args, _WITHOUT), env)
+        self._draft = draft if draft is not None and not draft.folder.startswith("/") else None
+        self._args = _with_draft(without_any(args, _WITHOUT), env, self._draft)
         self._env = dict(env)
         self._device = hardware.platform
         # A node's own runtime knows its own GPU.
@@ -156,31 +167,28 @@ class Consultation:
             args = [*args, "--load-format", LOAD_FORMAT, "--model-loader-extra-config", loader]
         return Question(
             folder=Path(self._checkpoint.folder) if self._here else None,
-            files={} if self._here else _files(self._checkpoint),
+            files={} if self._here else files_of(self._checkpoint),
             tensors=() if self._here else tuple(self._checkpoint.tensors.values()),
             args=tuple(args),
             env=self._env,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
             platform=self._platform,
+            draft=self._draft,
         )
 
 
-def _files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """What vLLM reads of a model that is not on this machine."""
-    source = checkpoint.quantization
-    apart = {MODELOPT: source.modelopt_file()} if source is not None and source.apart else {}
-    return {name: json.dumps(content).encode() for name, content in {checkpoint.config_file: checkpoint.config, **apart}.items()}
-
-
-def _with_draft(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """A draft by its folder: the process that is asked has not got the engine's place of downloads."""
+def _with_draft(args: Sequence[str], env: Mapping[str, str], elsewhere: Checkpoint | None) -> list[str]:
+    """A draft by its folder: the process that is asked has not got the engine's place of downloads. elsewhere: one that is not on this
+    machine, which goes with the question."""
     config = speculative_config(args)
     if config is None or "/" not in str(config.get("model")):
         return list(args)
-    folder = folder_of(config["model"], config.get("revision"), env)
+    folder = folder_of(config["model"], config.get("revision"), env) if elsewhere is None else DRAFT
     if folder is None:
         return list(args)
+    if elsewhere is not None:
+        config = {key: value for key, value in config.items() if key != "revision"}
     return [*without(args, SPECULATIVE[2:]), SPECULATIVE, json.dumps({**config, "model": folder})]
 
 

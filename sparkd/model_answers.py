@@ -20,8 +20,8 @@ from typing import Any
 
 import workers
 from sparkd import vllm_table
-from sparkd.checkpoint import read_checkpoint
-from sparkd.errors import EngineError, StateError
+from sparkd.checkpoint import MODELOPT, Checkpoint, read_checkpoint
+from sparkd.errors import CheckpointError, EngineError, StateError
 from sparkd.installed import full_version_in
 from sparkd.owner import as_owner
 from sparkd.tensors import TensorRef
@@ -29,7 +29,7 @@ from sparkd.vllm_flags import release_of, speculative_config, translated, withou
 from sparkd.vllm_table import neighbours, write_whole
 from workers import regular_file
 from workers.interpreter import inherited_environment
-from workers.model_question import FILES, conversation
+from workers.model_question import DRAFT, FILES, conversation
 
 OWN = "own"
 SPARK = "cuda:12.1"
@@ -60,7 +60,8 @@ _PROGRAMS = tuple(Path(workers.__file__).with_name(name) for name in ("model_ans
 class Question:
     """folder: a checkpoint's own, with whatever it has. files: the texts of FILES where there is no such folder, by their names; tensors:
     what its weights are, which our load format and some quantization methods look at. args, env: the engine's flags and variables as its
-    start has them. platform: OWN for the runtime's own, SPARK for a Spark's GPU, which a runtime without CUDA imitates."""
+    start has them. draft: the headers of one that is on no disk here, whose model is DRAFT in args. platform: OWN for the runtime's own,
+    SPARK for a Spark's GPU, which a runtime without CUDA imitates."""
 
     folder: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Question:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     platform: str = OWN
+    draft: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,38 @@ def _wire(question: Question, runtime: Runtime, version: str) -> dict[str, Any]:
         wire["files"] = {name: text.decode(errors="surrogateescape") for name, text in texts.items()}
         one_file = WEIGHTS if "config.json" in question.files else MISTRAL_WEIGHTS
         wire["headers"] = _headers(tensors, one_file if question.folder is None else None)
+    if question.draft is not None:
+        wire["draft"] = _draft(files_of(question.draft), question.draft.tensors.values())
+    elif runtime.away is not None and (folder := _draft_folder(args)) is not None:
+        wire["draft"] = _draft(_texts_in(folder), _tensors_in(folder))
+        wire["args"] = [arg.replace(json.dumps(str(folder)), json.dumps(DRAFT)) for arg in args]
     return wire
+
+
+def files_of(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The texts that vLLM reads of a model that is not on this machine."""
+    source = checkpoint.quantization
+    apart = {MODELOPT: source.modelopt_file()} if source is not None and source.apart else {}
+    return {name: json.dumps(content).encode() for name, content in {checkpoint.config_file: checkpoint.config, **apart}.items()}
+
+
+def _draft(files: Mapping[str, bytes], tensors: Iterable[TensorRef]) -> dict[str, Any]:
+    texts = {name: text.decode(errors="surrogateescape") for name, text in files.items()}
+    return {"files": texts, "headers": _headers(tensors, WEIGHTS)}
+
+
+def _draft_folder(args: Sequence[str]) -> Path | None:
+    """The folder of the draft that these arguments name; None where it is no folder of this machine."""
+    folder = Path(str((speculative_config(args) or {}).get("model", "")))
+    return folder if folder.is_absolute() and folder.is_dir() else None
+
+
+def _tensors_in(folder: Path) -> Collection[TensorRef]:
+    """None of weights that have no headers, such as EAGLE's, which are often pickled."""
+    try:
+        return tuple(read_checkpoint(str(folder)).tensors.values())
+    except CheckpointError:
+        return ()
 
 
 def _headers(tensors: Iterable[TensorRef], place: str | None) -> dict[str, dict[str, Any]]:
@@ -341,8 +374,11 @@ def _key(question: Question, runtime: Runtime, version: str) -> str:
         digest.update(path.read_bytes())
     for tensor in question.tensors:
         digest.update(f"\0{tensor.name} {tensor.dtype} {tensor.shape}".encode())
-    draft = speculative_config(args) or {}
-    for folder in (question.folder, Path(str(draft.get("model", "")))):
+    if question.draft is not None:
+        _digest_files(files_of(question.draft), digest)
+        for tensor in question.draft.tensors.values():
+            digest.update(f"\0draft {tensor.name} {tensor.dtype} {tensor.shape}".encode())
+    for folder in (question.folder, _draft_folder(args)):
         if folder is not None and folder.is_absolute():
             beside = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
             digest.update("\0".join(f"{path.name} {_size(path)}" for path in beside).encode())

@@ -127,7 +127,8 @@ def answer(
     taken: list[Offer] = []
     tried = [(fixed, 1)] if fixed is not None else list(splits(nodes))
     answers = Answers(ask)
-    evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept)
+    draft = headers.drafting.draft if headers.drafting is not None else None
+    evidence = Evidence(str(entry.config.profiles_path()), entry.vllm, answers.kept, draft)
     asking = replace(wish, ways=tuple(tried), quantize=None if spec.quantize == AUTO else recipe_of(plain, env))
     consultation = replace(evidence, ask=answers.ask).consultation(spec, headers.model.checkpoint, env, hardware)
     known, asking = consultation.informed(headers.model, asking)

@@ -107,7 +107,7 @@ def answer(
     env = drafted.env if drafted is not None else {}
 
     def consultation(model: Inventory) -> Consultation:
-        return Consultation(ask, model.checkpoint, args, env, hardware)
+        return Consultation(ask, model.checkpoint, args, env, hardware, drafted.draft if drafted is not None else None)
 
     consulted = consultation(known)
     known, wish = consulted.informed(known, wish)

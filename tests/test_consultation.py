@@ -31,6 +31,7 @@ from sparkd.source_quantization import SourceQuantization
 from sparkd.weight_cost import inventory
 from tests.sketches import dense, tensors_of, write
 from tests.test_exact import FULL, answer
+from workers.model_question import DRAFT
 from workers.stream.recipe import Recipe
 
 FP8 = Recipe.parse("fp8")
@@ -86,6 +87,18 @@ def test_a_draft_of_the_hub_is_asked_about_where_it_lies(folder: Path, tmp_path:
         draft = json.dumps({"model": "o/draft", "num_speculative_tokens": 2, "method": "eagle"})
         Consultation(vllm, read_checkpoint(str(folder)), ["--speculative-config", draft], env, SPARK).ask([(UNCHANGED, 1, 1)])
         assert json.loads(vllm.asked[0].args[1])["model"] == place
+
+
+def test_a_draft_on_a_hub_goes_with_the_question(folder: Path) -> None:
+    """Only its headers were read, and the process that is asked fetches nothing."""
+    draft = replace(read_checkpoint(str(folder)), folder="hf://o/draft@0")
+    words = "--speculative-config", json.dumps({"model": "o/draft", "revision": "r", "num_speculative_tokens": 2, "method": "eagle"})
+    for headers, model in ((draft, DRAFT), (replace(draft, folder=str(folder)), "o/draft"), (None, "o/draft")):
+        vllm = Vllm(answer(FULL, blocks=1))
+        Consultation(vllm, read_checkpoint(str(folder)), words, {"HF_HUB_CACHE": "/none"}, SPARK, headers).ask([(UNCHANGED, 1, 1)])
+        config = json.loads(vllm.asked[0].args[1])
+        assert (config["model"], vllm.asked[0].draft) == (model, draft if headers is draft else None)
+        assert ("revision" in config) is (headers is not draft)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sparkd.checkpoint import read_checkpoint
 from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
 from tests.sketches import write
+from workers.model_question import DRAFT as MOVED
 
 pytestmark = pytest.mark.engines
 CONFIGS = Path(__file__).parent / "fixtures/configs"
@@ -67,6 +70,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     questions = dict(QUESTIONS)
     for name, words in args.items():
         questions[name] = published("gemma-4-12b-it" if name == "assistant" else "llama-3.1-8b", args=words)
+    eagle = replace(read_checkpoint(str(folder)), folder="hf://o/eagle@0")
+    elsewhere = json.dumps({**drafts["EAGLE"], "model": MOVED})
+    questions["EAGLE on a hub"] = published("llama-3.1-8b", args=("--speculative-config", elsewhere), draft=eagle)
     found = ask(list(questions.values()), runtime)
     assert [kept(question, runtime) for question in questions.values()] == found
     return {name: answer for name, answer in zip(questions, found, strict=True) if answer is not None}
@@ -130,6 +136,7 @@ def test_weights_that_vllm_quantizes_itself_are_counted_as_they_become(answers: 
 
 def test_a_draft_of_its_own_has_its_layers_and_weights(answers: dict[str, Answer]) -> None:
     eagle = answers["EAGLE"]
+    assert [answers["EAGLE on a hub"].stages, answers["EAGLE on a hub"].refusal] == [eagle.stages, None]
     attention = 2 * 4096 * 6144 + 4096 * 4096
     draft = 3 * 4096 * 4096 + attention + 3 * 4096 * 14_336 + 32_000 * 4096 + 4 * 4096
     # And the model's number of each of the draft's words, in 64 bits.

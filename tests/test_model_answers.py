@@ -6,13 +6,17 @@ import json
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sparkd.checkpoint import read_checkpoint
 from sparkd.errors import EngineError
 from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
+from tests.sketches import dense, tensors_of, write
+from workers.model_question import DRAFT
 
 LAYER = {
     "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "layer": "Attention", "block": 16, "page_bytes": 65536,
@@ -57,6 +61,9 @@ class Engine(Runtime):
             "for q in request['questions']:\n"
             "    for p in filter(pathlib.Path.is_file, pathlib.Path(q['folder']).rglob('*')):\n"
             "        request['files'][p.name] = p.open('rb').read(100000).decode(errors='replace')\n"
+            "configs = [json.loads(a) for q in request['questions'] for a in q.get('args', []) if a.startswith('{')]\n"
+            "drafts = [pathlib.Path(c['model']) for c in configs if c.get('model', '').startswith('/')]\n"
+            "request['drafts'] = {p.name: p.open('rb').read(100000).decode(errors='replace') for d in drafts for p in d.iterdir()}\n"
             "request['environment'] = dict(os.environ)\n"
             "with open(root / 'asked', 'a') as log: log.write(json.dumps(request) + chr(10))\n"
             "print(json.dumps({'progress': 'importing'}), flush=True)\n"
@@ -152,6 +159,21 @@ def test_a_draft_that_changes_is_another_question(engine: Engine, tmp_path: Path
     assert kept(question, engine) is not None
     (draft / "config.json").write_bytes(LLAMA + b" ")
     assert kept(question, engine) is None
+
+
+def test_a_draft_that_is_on_no_disk_comes_with_the_question(engine: Engine, tmp_path: Path) -> None:
+    shape = dense()
+    draft = read_checkpoint(str(write(tmp_path / "draft", shape, tensors_of(shape))))
+    args = ("--speculative-config", json.dumps({"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2}))
+    model = str(write(tmp_path / "m", shape, tensors_of(shape)))
+    for number, question in enumerate((one(args=args), Question(folder=Path(model), args=args))):
+        engine.says(own=[{"question": 0, "answer": answer()}])
+        moved = replace(question, draft=replace(draft, folder="hf://o/draft@0"))
+        answered(engine, moved)
+        there = engine.asked()[number]
+        assert json.loads(there["drafts"]["config.json"]) == draft.config and "model.safetensors" in there["drafts"]
+        assert not Path(json.loads(there["questions"][0]["args"][1])["model"]).exists() and kept(moved, engine) is not None
+        assert kept(replace(moved, draft=replace(draft, config={**draft.config, "num_hidden_layers": 9})), engine) is None
 
 
 def test_a_checkpoint_of_its_own_folder_is_read_there(engine: Engine, tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ async def test_the_question_goes_as_data_and_no_code_with_it(engine: Engine, tmp
     assert not exists(there["questions"][0]["folder"]), "its files are gone with the question"
 
 
+async def test_a_draft_in_a_folder_of_this_node_goes_with_the_question(engine: Engine, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text('{"model_type": "eagle"}')
+    engine.says(own=[{"question": 0, "answer": answer()}])
+    args = ("--speculative-config", json.dumps({"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}))
+    runtime, _ = await asked(engine, Agents(), [one(args=args)])
+    (there,) = engine.asked()
+    assert there["drafts"] == {"config.json": '{"model_type": "eagle"}'} and str(draft) not in json.dumps(there["questions"])
+    assert kept(one(args=args), runtime) is not None
+
+
 def test_a_name_that_leads_out_of_the_folder_is_not_written(engine: Engine, tmp_path: Path) -> None:
     engine.says(own=[{"question": 0, "answer": answer()}])
     out = str(tmp_path / "out")

@@ -40,6 +40,8 @@ FILES = (
     "model.safetensors.index.json",
 )
 WEIGHTS = ".safetensors"
+# A draft's model in a question's arguments, where its files come with the question.
+DRAFT = "draft-of-this-question"
 _LOOK_S = 0.2
 
 
@@ -47,8 +49,8 @@ def conversation(python: Path, request: Mapping[str, Any], cancel: threading.Eve
     """The program's answers, object by object, until it ends, is cancelled or is silent for too long; then nothing of it is left. Blocks.
 
     request: as workers.model_answer reads it. A question without a folder (None) has `files` instead, texts by the names of FILES, and
-    `headers`, of safetensors files by their names. The last object is {"ended": the last line that it wrote on stderr}. Raises EngineError
-    for a Python that cannot be run, OSError where the files cannot be written.
+    `headers`, of safetensors files by their names; a `draft` has both, and is DRAFT in the arguments. The last object is {"ended": the
+    last line that it wrote on stderr}. Raises EngineError for a Python that cannot be run, OSError where the files cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="sparkd-ask-") as name:
         folder = Path(name)
@@ -68,18 +70,27 @@ def conversation(python: Path, request: Mapping[str, Any], cancel: threading.Eve
 
 def _placed(question: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The question as the program reads it, with its files in that folder where it has none of its own."""
-    placed = {key: value for key, value in question.items() if key not in ("files", "headers")}
+    placed = {key: value for key, value in question.items() if key not in ("files", "headers", "draft")}
+    if question.get("draft") is not None:
+        beside = folder.with_name(f"{folder.name}-draft")
+        _write(beside, question["draft"])
+        placed["args"] = [arg.replace(DRAFT, str(beside)) for arg in question["args"]]
     if question["folder"] is not None:
         return placed
+    _write(folder, question)
+    return placed | {"folder": str(folder)}
+
+
+def _write(folder: Path, model: Mapping[str, Any]) -> None:
+    """model: its `files` and `headers`."""
     folder.mkdir()
-    for name, text in question["files"].items():
+    for name, text in model["files"].items():
         if name in FILES:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, errors="surrogateescape")
-    for name, header in question["headers"].items():
+    for name, header in model["headers"].items():
         if os.path.basename(name) == name and name.endswith(WEIGHTS):
             _write_header(folder / name, header)
-    return placed | {"folder": str(folder)}
 
 
 def _write_header(path: Path, header: Mapping[str, Mapping[str, Any]]) -> None:
