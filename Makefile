@@ -34,8 +34,11 @@ serve: python
 
 # Every process that a test starts would compile sparkd anew where an environment forbids to keep bytecode.
 test: export PYTHONDONTWRITEBYTECODE :=
+# pip would compile 25,000 files, and the tests import few of them.
+test: export PIP_COMPILE := 0
+# OMP_NUM_THREADS: processes that each have a thread for every core spend most of their time on waiting for one another's.
 test: lint
-	"$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone and not engines"
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n auto --dist loadfile -m "not alone and not engines"
 	"$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m engines
 	"$(BIN)/python" -m pytest -m alone
 
