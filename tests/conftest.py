@@ -9,6 +9,7 @@ others side by side on all cores. Whoever asks for one part does not import the 
 
 from __future__ import annotations
 
+import gc
 import signal
 from pathlib import Path
 
@@ -59,6 +60,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (part := _part(item.path)) is not None:
             item.add_marker(part)
     items.sort(key=lambda item: _start(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Whatever collects garbage during a test, some before and after each, need not look through vLLM and thousands of tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries complain of what is left at the end."""
+    gc.unfreeze()
 
 
 def _part(path: Path) -> str | None:
