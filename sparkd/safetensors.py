@@ -164,15 +164,15 @@ def _counted(raw: bytes, path: str, cure: str) -> Any:
     return value
 
 
-def parsed_json(raw: bytes, path: str, cure: str, *, constants: bool = True) -> Any:
-    """Any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, nested too deeply, or names a key
-    twice.
+def parsed_json(raw: bytes, path: str, cure: str, *, strict: bool = False) -> Any:
+    """Any number of values, in this process. Raises CheckpointError where it is not UTF-8, not JSON, or nested too deeply.
 
-    constants: read NaN, Infinity and -Infinity as Python, transformers and vLLM do: publishers' files have them. The reader of safetensors
-    headers is Rust's, which does not.
+    strict: refuse a key that stands twice, and NaN, Infinity and -Infinity. Python, transformers and vLLM read all of them, and publishers'
+    files have them; the reader of safetensors headers is Rust's, which does not.
     """
+    hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_constant": _constant} if strict else {}
     try:
-        return json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=None if constants else _constant)
+        return json.loads(raw.decode(), **hooks)
     except UnicodeDecodeError as error:
         reason = f"it is not UTF-8 at byte {error.start}"
     except RecursionError:
@@ -264,7 +264,7 @@ def _kind_of(spelling: bytes) -> Kind:
 
 
 def _taken_apart(header: bytes, path: str, data_bytes: int) -> FileTensors:
-    table = parsed_json(header, path, AGAIN, constants=False)
+    table = parsed_json(header, path, AGAIN, strict=True)
     if not isinstance(table, dict):
         raise CheckpointError(f"the header is a JSON {_json_kind(table)} where an object is expected", file=path, cure=AGAIN)
     metadata = table.pop(_METADATA, None)

@@ -107,6 +107,8 @@ def _dangling(folder: Path) -> None:
     ("break_it", "told"),
     [
         (_remove("config.json"), "there is no config.json in it"),
+        (lambda f: [_remove("config.json")(f), (f / "adapter_config.json").touch()], "it is an adapter, and no model"),
+        (lambda f: [_remove("config.json")(f), (f / "snapshots").mkdir()], "a model's place in the hub's cache"),
         (_remove(*SHARDS, INDEX), "there are no weights in it"),
         (lambda f: [_remove(*SHARDS, INDEX)(f), (f / "pytorch_model.bin").touch(), (f / "m.gguf").touch()], "only *.bin, *.gguf"),
         (_remove("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors: the file is not there"),
@@ -121,7 +123,7 @@ def _dangling(folder: Path) -> None:
         (lambda f: _index(f, {}), f"{INDEX}: it has no weight_map"),
         (lambda f: _index(f, {"weight_map": {}}), f"{INDEX}: it has no weight_map"),
         (lambda f: _index(f, {"weight_map": ["a"]}), f"{INDEX}: it has no weight_map"),
-        (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "the key a stands twice"),
+        (lambda f: _index(f, '{"weight_map": {"a": "b", "a": "c"}}'), "c: the file is not there"),
         (lambda f: _index(f, {"weight_map": {"t": "../x.safetensors"}}), "t: its weight_map names ../x.safetensors, which is no file"),
         (lambda f: _index(f, {"weight_map": {"t": "/etc/passwd"}}), "names /etc/passwd, which is no file of this folder"),
         (lambda f: _index(f, {"weight_map": {"t": ".."}}), "names .., which is no file of this folder"),
@@ -385,3 +387,17 @@ def test_a_folder_without_a_configuration_is_told_what_may_be_meant(
     assert type(caught.value) is kind
     assert named in (caught.value.cure or "") + caught.value.reason
     assert f"{tmp_path}." not in f"{caught.value.cure}.", "who gave the folder is not told to give it"
+
+
+def test_a_key_that_stands_twice_in_a_configuration_is_read_as_python_reads_it(tmp_path: Path) -> None:
+    write_folder(tmp_path, SHARDS, index=True)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text('{"rope_theta": 1, "rope_theta": 2, ' + text.lstrip()[1:])
+    assert read_checkpoint(tmp_path).config["rope_theta"] == 2
+
+
+def test_a_place_in_the_hubs_cache_is_named_by_its_id(tmp_path: Path) -> None:
+    (tmp_path / "models--owner--a--b" / "snapshots").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(tmp_path / "models--owner--a--b")
+    assert "owner/a--b" in caught.value.cure
